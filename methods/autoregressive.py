@@ -1,0 +1,40 @@
+"""Autoregressive decoding: the baseline of every speed-up, run by the same loop with an empty draft.
+
+Command: ``python -m bench method=autoregressive`` measures it against itself (the speed-up must come out as 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from methods.decoder import Context, Draft
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.verify import Greedy
+
+
+class NoDraft:
+    """Proposes nothing, so every round is one token of the target."""
+
+    nodes = 0
+    taps: Sequence[int] = ()
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        """Nothing to forget."""
+
+    def propose(self, context: Context) -> Draft:
+        """The empty chain."""
+        return Draft.chain(torch.empty(len(context.tokens), 0, dtype=torch.long, device=context.root.device))
+
+
+class Autoregressive(SpeculativeDecoder):
+    """One token per pass of the target.
+
+    Every rule draws from the target's own distribution when nothing is drafted; the greedy rule takes its argmax.
+    """
+
+    def __init__(self, target: CausalLM, sampling: Sampling) -> None:
+        super().__init__(target, sampling, NoDraft(), Greedy())

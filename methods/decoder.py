@@ -1,0 +1,220 @@
+"""The interface every generation method implements, and the only thing the runner knows of it.
+
+Shapes, everywhere in this package: B rows, T prompt length, N draft nodes, M = N + 1 scored nodes
+(node 0 is the row's last committed token, whose keys and values are not in the cache yet),
+V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+if TYPE_CHECKING:
+    from methods.engine.lm import CausalLM, Output
+    from methods.engine.sampling import Sampling
+
+ABSENT = -1  # in Draft.tokens: no node here; in Verdict.path: no further node; in parents: the root
+
+
+class Guarantee(str, Enum):
+    """What a method promises of its output; every run measures whether the promise was kept."""
+
+    EXACT = "EXACT"  # greedy: the target's own tokens; sampling: the target's own distribution
+    RELAXED = "RELAXED"  # the target's output up to a declared tolerance
+    INDEPENDENT_MODEL = "INDEPENDENT_MODEL"  # another model's output; only its quality can be judged
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one round committed. Everything that is reported derives from these counters.
+
+    The first step of a decode is the prefill: it commits the target's own first token(s).
+
+    Attributes:
+        tokens: per row, the ids committed in this round, in order; empty for a row at its limit.
+        drafted: per row, draft nodes that were scored.
+        accepted: per row, draft tokens that were kept (the bonus token is not one of them).
+        layers: per row, layers run per committed token over layers of the target; 1.0 unless layers were skipped.
+        depth: per row, nodes on the longest drafted path; equal to ``drafted`` for a chain.
+        nodes: M of the target pass, padding included: what the pass cost.
+        target_passes: forward passes of the target in this round.
+        draft_passes: forward passes of the drafter in this round.
+        draft_ns: wall time spent proposing, or None where it was not measured.
+        at_ns: ``time.perf_counter_ns()`` at which the tokens became available. Only decoders that wrap a
+            blocking call set it; for every other one the runner reads the clock itself.
+    """
+
+    tokens: list[list[int]]
+    drafted: list[int]
+    accepted: list[int]
+    layers: list[float]
+    depth: list[int]
+    nodes: int = 1
+    target_passes: int = 1
+    draft_passes: int = 0
+    draft_ns: int | None = None
+    at_ns: int | None = None
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """A generation method bound to a target model.
+
+    ``decode`` is a generator. It yields one ``Step`` a round and never ends by itself before every row has
+    committed ``limit`` tokens; the runner stops it earlier when all rows have produced an end-of-sequence
+    token. A row at its limit commits nothing more, so later steps hold an empty list for it. The last step
+    of a row may overshoot the limit: the runner trims, a method does not.
+    """
+
+    guarantee: ClassVar[Guarantee] | Guarantee
+
+    def decode(self, prompts: list[Int[Tensor, "T"]], limit: int, rng: Generator) -> Iterator[Step]:
+        """Decode ``prompts`` in lockstep, one row each.
+
+        Args:
+            prompts: token ids, one 1-D integer tensor of length >= 1 per row, ragged.
+            limit: most tokens wanted per row; the method sizes its buffers by it.
+            rng: the only source of randomness, on the target's device.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of draft tokens per row; a chain is the tree whose parents are -1, 0, 1, ...
+
+    Children stand behind their parents (``parents[b, i] < i``).
+
+    Attributes:
+        tokens: [B, N] ids; ``ABSENT`` marks a column that holds no node in this row. Absent nodes stand
+            behind the present ones, are never accepted and never drawn.
+        parents: [B, N] column of the parent node; -1 is the root, the row's last committed token.
+        probs: [B, N, V] float32, the distribution each node was really drawn from. None: the nodes were
+            chosen deterministically (n-grams, retrieval, argmax, top-k), which the rules treat as q = 1.
+        sizes: per row, how many nodes are present (host side); None: all N in every row.
+        depths: per row, nodes on the longest path (host side); None: the same as ``sizes`` (a chain).
+        levels: nodes on the longest path over all rows; None: N (a chain).
+        passes: forward passes the drafter spent.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    probs: Float[Tensor, "B N V"] | None = None
+    sizes: list[int] | None = None
+    depths: list[int] | None = None
+    levels: int | None = None
+    passes: int = 0
+
+    @classmethod
+    def chain(
+        cls,
+        tokens: Int[Tensor, "B N"],
+        probs: Float[Tensor, "B N V"] | None = None,
+        sizes: list[int] | None = None,
+        passes: int = 0,
+    ) -> Draft:
+        """One path per row."""
+        batch, nodes = tokens.shape
+        parents = torch.arange(-1, nodes - 1, device=tokens.device).expand(batch, nodes)
+        return cls(tokens, parents, probs, sizes=sizes, passes=passes)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.levels is None
+
+    @property
+    def max_depth(self) -> int:
+        """Nodes on the longest path over all rows: how many levels a rule has to walk."""
+        return self.tokens.shape[1] if self.levels is None else self.levels
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verification rule decided, still on the device.
+
+    Attributes:
+        path: [B, P] columns of ``Draft.tokens`` that are kept, in order; ``ABSENT`` behind the last one.
+            P = ``draft.max_depth``.
+        accepted: [B] how many are kept.
+        bonus: [B] the target's own token behind the kept path.
+    """
+
+    path: Int[Tensor, "B P"]
+    accepted: Int[Tensor, "B"]
+    bonus: Int[Tensor, "B"]
+
+
+class Rule(Protocol):
+    """A verification rule: which drafted tokens may stay. Pure, vectorised over rows, no host read."""
+
+    guarantee: ClassVar[Guarantee]
+
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verdict:
+        """Judge ``draft`` by the target's ``logits``.
+
+        ``logits[:, 0]`` are the target's for the children of the root, ``logits[:, 1 + i]`` for the children
+        of draft node i. ``sampling`` turns them into the distribution the user asked for.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Context:
+    """What a drafter may look at when it proposes.
+
+    Attributes:
+        tokens: per row, all committed ids, prompt included; the last one is the root.
+        root: [B] the last committed ids, on the device.
+        output: the target's last output (prefill or verification pass).
+        path: [B, P] nodes of that pass, as rows of ``output`` (0 = its root), that were kept, root included;
+            None after the prefill, where every position was kept.
+        sampling: how the target's distribution is processed; a drafter that samples uses the same.
+        rng: generator on the target's device.
+    """
+
+    tokens: list[list[int]]
+    root: Int[Tensor, "B"]
+    output: Output
+    path: Int[Tensor, "B P"] | None
+    sampling: Sampling
+    rng: Generator
+
+
+class Drafter(Protocol):
+    """What proposes: a model, heads, a table, a search in the text so far.
+
+    Attributes:
+        nodes: the most nodes one proposal may hold; the loop sizes the caches by it.
+        taps: layers of the target whose hidden states the drafter reads from ``Context.output``.
+    """
+
+    nodes: int
+    taps: Sequence[int]
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        """Forget everything of earlier prompts and make room for ``limit`` tokens on top of these."""
+        ...
+
+    def propose(self, context: Context) -> Draft:
+        """Propose a draft for every row; an empty draft (N = 0) means a plain autoregressive round."""
+        ...
+
+
+class Trainable(Protocol):
+    """Whatever must be prepared before decoding: gradient heads, a search, a datastore, a threshold."""
+
+    def fit(self, corpus: Sequence[str], target: CausalLM, cfg: object) -> None: ...
+
+    def save(self, path: str) -> None: ...
+
+    @classmethod
+    def load(cls, path: str, target: CausalLM) -> Trainable: ...

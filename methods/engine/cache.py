@@ -1,0 +1,98 @@
+"""The key/value cache: static buffers, one length per row.
+
+Rows commit different numbers of tokens per round, and this is the one place that knows it. A pass writes the
+M nodes it scores behind each row's length without moving the length; ``keep`` then packs the kept path
+together and moves it. What lies behind the length is never visible to a later pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class Cache:
+    """Keys and values of some layers for B rows of up to S tokens.
+
+    Attributes:
+        store: [L, B, S, 2 * K, d]: the K key heads of a slot, then its K value heads.
+        length: [B] on the device; ``lengths`` mirrors it on the host, so that no pass has to ask.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.place = {layer: index for index, layer in enumerate(layers)}
+        self.batch, self.capacity, self.kv_heads = batch, capacity, kv_heads
+        self.store = torch.zeros(len(layers), batch, capacity, 2 * kv_heads, head_dim, dtype=dtype, device=device)
+        self.length = torch.zeros(batch, dtype=torch.long, device=device)
+        self.lengths = [0] * batch
+        self._rows = torch.arange(batch, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.numel() * self.store.element_size()
+
+    @property
+    def uniform(self) -> bool:
+        """All rows hold the same number of tokens: slices do instead of gathers."""
+        return min(self.lengths) == max(self.lengths)
+
+    def slots(self, nodes: int) -> Int[Tensor, "B M"]:
+        """Where the next ``nodes`` tokens of each row go."""
+        return self.length[:, None] + torch.arange(nodes, device=self.length.device)
+
+    def write(self, layer: int, new: Float[Tensor, "B M H d"], slots: Int[Tensor, "B M"] | None) -> None:
+        """Put keys and values (H = 2K heads) of a pass behind the lengths; ``slots`` None: rows are uniform."""
+        buffer = self.store[self.place[layer]]
+        if slots is None:
+            start = self.lengths[0]
+            buffer[:, start : start + new.shape[1]] = new
+        else:
+            buffer[self._rows[:, None], slots] = new
+
+    def view(self, layer: int, end: int) -> tuple[Float[Tensor, "B K S d"], Float[Tensor, "B K S d"]]:
+        """Keys and values of the first ``end`` slots, without a copy."""
+        kept = self.store[self.place[layer]][:, :end].transpose(1, 2)
+        return kept[:, : self.kv_heads], kept[:, self.kv_heads :]
+
+    def pack(self, path: Int[Tensor, "B P"]) -> None:
+        """Move the kept draft nodes of the last pass together behind its root (draft columns, -1: none).
+
+        Columns on a path increase, so a source slot never lies before its destination; the gather makes
+        its own copy first. A chain needs none of this.
+        """
+        after_root = self.length[:, None] + 1
+        target = after_root + torch.arange(path.shape[1], device=path.device)
+        source = torch.where(path >= 0, after_root + path, target)
+        rows = self._rows[:, None]
+        self.store[:, rows, target] = self.store[:, rows, source]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Make the next ``counts[b]`` slots of each row part of it."""
+        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind ``lengths[b]`` tokens of each row."""
+        self.set_lengths([min(now, new) for now, new in zip(self.lengths, lengths, strict=True)])
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Declare the first ``lengths[b]`` slots of each row valid."""
+        assert max(lengths) <= self.capacity, f"cache of {self.capacity} slots asked to hold {max(lengths)}"
+        self.lengths = list(lengths)
+        self.length.copy_(torch.tensor(self.lengths))
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self.set_lengths([0] * self.batch)

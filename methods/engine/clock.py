@@ -1,0 +1,38 @@
+"""A stopwatch that does not make a device wait."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Stopwatch:
+    """Time between ``start`` and ``stop``, read later: events on a GPU, the process clock elsewhere.
+
+    ``ns`` may be called only after the device has been synchronised by other means (the host read of a step).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        self._start = self._stop = 0
+
+    def start(self) -> None:
+        if self._cuda:
+            self._events[0].record()
+        else:
+            self._start = time.perf_counter_ns()
+
+    def stop(self) -> None:
+        if self._cuda:
+            self._events[1].record()
+        else:
+            self._stop = time.perf_counter_ns()
+
+    def ns(self) -> int:
+        """Nanoseconds between the last ``start`` and ``stop``."""
+        if self._cuda:
+            return round(self._events[0].elapsed_time(self._events[1]) * 1e6)
+        return self._stop - self._start

@@ -1,0 +1,114 @@
+"""Draft, verify, commit: the one loop of speculative decoding (Leviathan et al. 2023, arXiv 2211.17192, alg. 1).
+
+What is drafted (a chain, a tree, nothing) is the drafter's affair, what may stay is the rule's; this file owns
+only the order of events and the bookkeeping of rows that commit different numbers of tokens. The invariant:
+at the start of a round the cache holds every committed token except the last, the root. The pass scores
+[root, d_1 .. d_N]; row i of its logits judges the children of node i; the row of the last kept node gives the
+bonus token, which is the next root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Int
+from torch import Generator, Tensor
+
+from methods.decoder import Context, Draft, Drafter, Rule, Step, Verdict
+from methods.engine.clock import Stopwatch
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+
+
+class SpeculativeDecoder:
+    """A target, a drafter and a rule, run in lockstep over a batch.
+
+    Attributes:
+        guarantee: what the rule promises.
+    """
+
+    def __init__(self, target: CausalLM, sampling: Sampling, drafter: Drafter, rule: Rule) -> None:
+        self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
+        self.guarantee = rule.guarantee
+
+    @torch.inference_mode()
+    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        """See ``methods.decoder.Decoder.decode``."""
+        target, drafter = self.target, self.drafter
+        committed = [prompt.tolist() for prompt in prompts]
+        ends = [len(row) + limit for row in committed]
+        cache = target.new_cache(len(prompts), max(ends) + drafter.nodes + 1)
+        drafter.reset(committed, limit)
+        watch = Stopwatch(target.device)
+
+        output = target.prefill([prompt.to(target.device) for prompt in prompts], cache, taps=drafter.taps)
+        root = self.sampling.pick(output.logits[:, 0], rng)
+        first = [[token] for token in root.tolist()]
+        _extend(committed, first)
+        context = Context(committed, root, output, None, self.sampling, rng)
+        yield _first_step(first)
+
+        while any(len(row) < end for row, end in zip(committed, ends, strict=True)):
+            watch.start()
+            draft = drafter.propose(context)
+            watch.stop()
+            nodes = torch.cat([context.root[:, None], draft.tokens.clamp(min=0)], dim=1)
+            parents = None if draft.is_chain else draft.parents
+            output = target.forward(nodes, parents, cache, levels=draft.max_depth, taps=drafter.taps)
+            verdict = self.rule(draft, output.logits, self.sampling, rng)
+            if not draft.is_chain:
+                cache.pack(verdict.path)
+            tokens, accepted = _read(draft, verdict)
+            open_rows = [len(row) < end for row, end in zip(committed, ends, strict=True)]
+            tokens = [new if is_open else [] for new, is_open in zip(tokens, open_rows, strict=True)]
+            cache.advance([len(new) for new in tokens])
+            _extend(committed, tokens)
+            context.output, context.path = output, _rows_of(verdict)
+            context.root = _next_root(context.root, verdict.bonus, open_rows)
+            yield _step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1])
+
+
+def _read(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int]]:
+    """Kept tokens, bonus included, and how many of them were drafted: the one device-to-host read of a round."""
+    kept = draft.tokens.gather(1, verdict.path.clamp(min=0))
+    report = torch.cat([verdict.accepted[:, None], verdict.bonus[:, None], kept], dim=1).tolist()
+    return [row[2 : 2 + row[0]] + [row[1]] for row in report], [row[0] for row in report]
+
+
+def _rows_of(verdict: Verdict) -> Int[Tensor, "B P"]:
+    """The kept path as rows of the pass: the root, then node 1 + column; -1 behind the end."""
+    nodes = torch.where(verdict.path >= 0, verdict.path + 1, verdict.path)
+    return torch.cat([torch.zeros_like(verdict.bonus)[:, None], nodes], dim=1)
+
+
+def _next_root(root: Int[Tensor, "B"], bonus: Int[Tensor, "B"], open_rows: list[bool]) -> Int[Tensor, "B"]:
+    """A row at its limit stays where it is."""
+    return bonus if all(open_rows) else torch.where(torch.tensor(open_rows, device=root.device), bonus, root)
+
+
+def _extend(committed: list[list[int]], tokens: list[list[int]]) -> None:
+    for row, new in zip(committed, tokens, strict=True):
+        row.extend(new)
+
+
+def _first_step(first: list[list[int]]) -> Step:
+    none = [0] * len(first)
+    return Step(first, drafted=none, accepted=none, layers=[1.0] * len(first), depth=none)
+
+
+def _step(
+    draft: Draft, tokens: list[list[int]], accepted: list[int], open_rows: list[bool], draft_ns: int, nodes: int
+) -> Step:
+    sizes = draft.sizes if draft.sizes is not None else [draft.tokens.shape[1]] * len(tokens)
+    depths = draft.depths if draft.depths is not None else ([draft.max_depth] * len(tokens) if draft.levels else sizes)
+    return Step(
+        tokens,
+        drafted=[n * row for n, row in zip(sizes, open_rows, strict=True)],
+        accepted=[n * row for n, row in zip(accepted, open_rows, strict=True)],
+        layers=[1.0] * len(tokens),
+        depth=[n * row for n, row in zip(depths, open_rows, strict=True)],
+        nodes=nodes,
+        draft_passes=draft.passes,
+        draft_ns=draft_ns,
+    )

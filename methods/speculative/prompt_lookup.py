@@ -1,0 +1,128 @@
+"""Prompt lookup: draft what followed the last words when they stood in the text before (Saxena 2023).
+
+The last n tokens, n from ``max_ngram`` down to ``min_ngram``, are looked up in the text so far; the tokens that
+followed them there are the draft. Nothing is trained. Where the continuation runs into the end of the text it
+goes on into the draft itself, as in LZ77, so a text that repeats with a short period is drafted in full.
+
+Published: 2.4x on summarisation and question answering over a context, Mistral-7B on one A100, greedy (the
+author's notes); 1.66x over Spec-Bench with Vicuna-7B. Differences: an index of n-grams instead of a
+search (the same matches, constant time); a choice between the first and the last occurrence; a continuation
+shorter than ``gamma`` is used rather than dropped; no draft at all where nothing matches.
+
+Command: ``python -m bench method=prompt_lookup dataset=spec_bench``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from methods.decoder import ABSENT, Context, Draft
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.verify import default_rule
+
+
+class NgramIndex:
+    """Where each n-gram of one text stands, kept up while the text grows.
+
+    An n-gram enters the index only once a token follows it, so the end of the text never matches itself.
+    """
+
+    def __init__(self, sizes: Sequence[int], pick: Literal["first", "last"]) -> None:
+        self._places: dict[tuple[int, ...], int] = {}
+        self._sizes, self._last = sizes, pick == "last"
+        self._seen = 0
+
+    def extend(self, tokens: list[int], stop: int) -> None:
+        """Index the n-grams of ``tokens`` that are followed by a token before ``stop``."""
+        for follower in range(max(self._seen, 1), stop):
+            for size in self._sizes:
+                if size <= follower:
+                    gram = tuple(tokens[follower - size : follower])
+                    if self._last or gram not in self._places:
+                        self._places[gram] = follower
+        self._seen = stop
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Index of the token behind an earlier occurrence of the longest known ending of ``tokens``."""
+        for size in self._sizes:
+            place = self._places.get(tuple(tokens[-size:]))
+            if place is not None:
+                return place
+        return None
+
+
+class PromptLookupDrafter:
+    """Drafts by looking up the last tokens in the text so far."""
+
+    taps: Sequence[int] = ()
+
+    def __init__(
+        self, gamma: int, max_ngram: int, min_ngram: int, scope: Literal["text", "prompt"], pick: Literal["first", "last"]
+    ) -> None:
+        self.nodes = gamma
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._scope, self._pick = scope, pick
+        self._index: list[NgramIndex] = []
+        self._prompt_lengths: list[int] = []
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        self._index = [NgramIndex(self._sizes, self._pick) for _ in prompts]
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
+
+    def propose(self, context: Context) -> Draft:
+        drafts = [self._draft(row, tokens) for row, tokens in enumerate(context.tokens)]
+        width = max(len(draft) for draft in drafts)
+        padded = [draft + [ABSENT] * (width - len(draft)) for draft in drafts]
+        tokens = torch.tensor(padded, dtype=torch.long, device=context.root.device).view(len(drafts), width)
+        return Draft.chain(tokens, sizes=[len(draft) for draft in drafts])
+
+    def _draft(self, row: int, tokens: list[int]) -> list[int]:
+        end = len(tokens) if self._scope == "text" else self._prompt_lengths[row]
+        self._index[row].extend(tokens, end)
+        place = self._index[row].find(tokens)
+        if place is None:
+            return []
+        draft: list[int] = []
+        for source in range(place, place + self.nodes):
+            if source >= len(tokens) + len(draft):
+                break
+            draft.append(tokens[source] if source < len(tokens) else draft[source - len(tokens)])
+        return draft
+
+
+class PromptLookup(SpeculativeDecoder):
+    """Prompt lookup with a chain of up to ``gamma`` tokens.
+
+    Args:
+        target: model that verifies.
+        sampling: how its distribution is processed.
+        gamma: most tokens drafted per round.
+        max_ngram: longest ending that is looked up; longer ones are tried first.
+        min_ngram: shortest ending that is looked up.
+        scope: look in the whole text so far, or in the prompt alone.
+        pick: of several occurrences, the first or the last.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        gamma: int = 10,
+        max_ngram: int = 3,
+        min_ngram: int = 1,
+        scope: Literal["text", "prompt"] = "text",
+        pick: Literal["first", "last"] = "last",
+    ) -> None:
+        if gamma < 1:
+            raise ValueError(f"gamma={gamma} drafts nothing; give at least 1, or use method=autoregressive.")
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(
+                f"min_ngram={min_ngram} and max_ngram={max_ngram} name no n-gram; 1 <= min_ngram <= max_ngram is needed."
+            )
+        drafter = PromptLookupDrafter(gamma, max_ngram, min_ngram, scope, pick)
+        super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False))

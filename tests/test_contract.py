@@ -1,0 +1,148 @@
+"""Every decoder of the suite keeps the contract; a new method is one more row of ``DECODERS``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from bench import contract
+from methods.autoregressive import Autoregressive
+from methods.decoder import Guarantee
+from methods.engine.sampling import Sampling
+from methods.peers.hf import HFAssisted, HFGenerate, HFPromptLookup
+from methods.speculative.draft_model import SpeculativeSampling
+from methods.speculative.prompt_lookup import PromptLookup
+
+
+@dataclass(frozen=True)
+class Row:
+    """A decoder under test. ``batch``: takes more than one row; ``samples``: its sampling is checked here."""
+
+    make: contract.Make
+    batch: bool = True
+    samples: bool = True
+
+
+def other_model(target, sampling, **options):
+    draft = contract.tiny_target(target.vocab_size, layers=2, seed=5)
+    return SpeculativeSampling(target, sampling, draft_model=draft, **options)
+
+
+DECODERS = {
+    "autoregressive": Row(Autoregressive),
+    "prompt_lookup": Row(PromptLookup),
+    "prompt_lookup_first": Row(lambda t, s: PromptLookup(t, s, gamma=3, max_ngram=2, pick="first")),
+    "prompt_lookup_prompt": Row(lambda t, s: PromptLookup(t, s, gamma=1, scope="prompt")),
+    "layer_skip": Row(lambda t, s: SpeculativeSampling(t, s, gamma=3, skip_attention=[1], skip_mlp=[2])),
+    "draft_model": Row(lambda t, s: other_model(t, s, gamma=4)),
+    "draft_model_confident": Row(lambda t, s: other_model(t, s, gamma=5, confidence=0.6)),
+    "draft_model_one": Row(lambda t, s: other_model(t, s, gamma=1)),
+    "hf_generate": Row(HFGenerate, samples=False),
+    "hf_prompt_lookup": Row(HFPromptLookup, batch=False, samples=False),
+    "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),
+}
+SAMPLINGS = [Sampling(1.0), Sampling(0.7, top_k=5), Sampling(1.3, top_p=0.8)]
+
+every_decoder = pytest.mark.parametrize("row", DECODERS.values(), ids=DECODERS.keys())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return contract.tiny_target()
+
+
+@pytest.fixture(scope="module")
+def small_vocab():
+    return contract.tiny_target(vocab_size=8, seed=3)
+
+
+@every_decoder
+def test_greedy_text_is_the_targets(row, target):
+    contract.check_greedy_identity(row.make, target)
+
+
+@every_decoder
+def test_no_state_leaks(row, target):
+    contract.check_no_leak(row.make, target)
+
+
+@every_decoder
+def test_batch_rows_equal_single_rows(row, target):
+    if not row.batch:
+        with pytest.raises(ValueError, match="batch_size=1"):
+            contract.check_batch(row.make, target)
+        return
+    contract.check_batch(row.make, target)
+
+
+@every_decoder
+def test_counters_add_up(row, target):
+    contract.check_guarantee(row.make(target, Sampling()))
+    contract.check_counters(row.make, target, batch=row.batch)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("row", [r for r in DECODERS.values() if r.samples], ids=[k for k, r in DECODERS.items() if r.samples])
+def test_sampling_keeps_the_joint_distribution(row, sampling, small_vocab):
+    assert row.make(small_vocab, sampling).guarantee is Guarantee.EXACT
+    contract.check_sampling(row.make, small_vocab, sampling)
+
+
+def test_the_sampling_check_can_fail(small_vocab):
+    """Decoding at another temperature must be noticed at this sample size."""
+    with pytest.raises(AssertionError, match="joint distribution differs"):
+        contract.check_sampling(lambda t, s: Autoregressive(t, Sampling(1.15)), small_vocab, Sampling(1.0))
+
+
+def test_the_greedy_check_can_fail(target):
+    with pytest.raises(AssertionError, match="is not the target's"):
+        contract.check_greedy_identity(lambda t, s: Autoregressive(t, Sampling(1.0)), target)
+
+
+def test_sampled_peers_repeat_with_their_seed(target):
+    decoder, prompt = HFGenerate(target, Sampling(1.0)), contract.prompts(target.vocab_size, (6,))
+    assert contract.outputs(decoder, prompt, 9, seed=4) == contract.outputs(decoder, prompt, 9, seed=4)
+    assert contract.outputs(decoder, prompt, 9, seed=4) != contract.outputs(decoder, prompt, 9, seed=5)
+
+
+def test_target_as_its_own_draft_is_always_accepted(target):
+    for sampling in (Sampling(), Sampling(1.0)):
+        decoder = SpeculativeSampling(target, sampling, gamma=4, draft_model=target)
+        for step in decoder.decode(contract.prompts(target.vocab_size, (9, 4)), 16, torch.Generator().manual_seed(0)):
+            assert step.accepted == step.drafted
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "has no drafter"),
+        ({"gamma": 0, "skip_mlp": [1]}, "gamma >= 1"),
+        ({"confidence": 1.0, "skip_mlp": [1]}, "confidence < 1"),
+        ({"skip_mlp": [9]}, "0 to 3"),
+    ],
+)
+def test_speculative_sampling_refuses(options, message, target):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeSampling(target, Sampling(), **options)
+
+
+def test_vocabularies_must_agree(target):
+    draft = contract.tiny_target(vocab_size=target.vocab_size + 5000, layers=1)
+    with pytest.raises(ValueError, match="share one vocabulary"):
+        SpeculativeSampling(target, Sampling(), draft_model=draft)
+
+
+def test_padded_vocabularies_are_the_same(target):
+    for size in (target.vocab_size - 6, target.vocab_size + 6):
+        draft = contract.tiny_target(vocab_size=size, layers=1)
+        contract.check_greedy_identity(
+            lambda t, s, d=draft: SpeculativeSampling(t, s, draft_model=d), target, lengths=(5,)
+        )
+
+
+@pytest.mark.parametrize("options", [{"gamma": 0}, {"min_ngram": 0}, {"max_ngram": 1, "min_ngram": 2}])
+def test_prompt_lookup_refuses(options, target):
+    with pytest.raises(ValueError):
+        PromptLookup(target, Sampling(), **options)
