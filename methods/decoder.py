@@ -35,7 +35,7 @@ class Guarantee(str, Enum):
 class Step:
     """What one round committed. Everything that is reported derives from these counters.
 
-    The first step of a decode is the prefill: it commits the target's own first token(s).
+    The first step of a decode is the prefill: it commits the first token(s), in our loop exactly one.
 
     Attributes:
         tokens: per row, the ids committed in this round, in order; empty for a row at its limit.
@@ -101,6 +101,7 @@ class Draft:
         sizes: per row, how many nodes are present (host side); None: all N in every row.
         depths: per row, nodes on the longest path (host side); None: the same as ``sizes`` (a chain).
         levels: nodes on the longest path over all rows; None: N (a chain).
+        width: most children a node has; None: N. Rules that try siblings in turn take as many turns.
         passes: forward passes the drafter spent.
     """
 
@@ -110,6 +111,7 @@ class Draft:
     sizes: list[int] | None = None
     depths: list[int] | None = None
     levels: int | None = None
+    width: int | None = None
     passes: int = 0
 
     @classmethod
@@ -134,6 +136,13 @@ class Draft:
         """Nodes on the longest path over all rows: how many levels a rule has to walk."""
         return self.tokens.shape[1] if self.levels is None else self.levels
 
+    @property
+    def max_width(self) -> int:
+        """Most children a node has: how many turns a rule takes on one level."""
+        if self.width is not None:
+            return self.width
+        return min(1, self.tokens.shape[1]) if self.is_chain else self.tokens.shape[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -151,6 +160,7 @@ class Verdict:
     bonus: Int[Tensor, "B"]
 
 
+@runtime_checkable
 class Rule(Protocol):
     """A verification rule: which drafted tokens may stay. Pure, vectorised over rows, no host read."""
 
@@ -189,6 +199,7 @@ class Context:
     rng: Generator
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """What proposes: a model, heads, a table, a search in the text so far.
 
@@ -209,6 +220,7 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
 class Trainable(Protocol):
     """Whatever must be prepared before decoding: gradient heads, a search, a datastore, a threshold."""
 

@@ -5,23 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
+
+_BLOCK = 256  # probabilities summed at once when a token is drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target's distribution is processed before a token is drawn.
+    """How the target's distribution is processed before a token is drawn, in this order.
 
     Attributes:
         temperature: 0 is greedy decoding; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1.0 keeps all.
+        top_k: keep the k most likely tokens (exactly k, also among equals); 0 keeps all.
+        top_p: keep the shortest list of most likely tokens whose mass reaches top_p, at least one; 1.0 keeps all.
+
+    Raises:
+        ValueError: a value out of range.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p} came; temperature >= 0, "
+                "top_k >= 0 and 0 < top_p <= 1 are allowed. Temperature 0 is greedy, top_k 0 and top_p 1 keep all tokens."
+            )
 
     @property
     def greedy(self) -> bool:
@@ -29,13 +42,52 @@ class Sampling:
 
     def probs(self, logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
         """The processed distribution, float32 (float64 for float64 logits). One-hot when greedy."""
-        raise NotImplementedError
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        if self.greedy:
+            return F.one_hot(exact.argmax(-1), exact.shape[-1]).to(exact.dtype)
+        probs = (exact / self.temperature).softmax(-1)
+        if 0 < self.top_k < probs.shape[-1]:
+            probs = _keep_top_k(probs, self.top_k)
+        return probs if self.top_p == 1.0 else _keep_top_p(probs, self.top_p)
 
     def pick(self, logits: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:
         """One token from the processed distribution; argmax when greedy."""
-        raise NotImplementedError
+        return logits.argmax(-1) if self.greedy else draw(self.probs(logits), rng)
 
 
-def draw(probs: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:
-    """One categorical draw per distribution."""
-    raise NotImplementedError
+def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:
+    """One categorical draw per row of non-negative weights, which need not sum to 1.
+
+    Inverse transform in two steps, over blocks and inside one, with running sums in float64: one pass over the
+    weights, no bias in the far tail, and never a token of weight 0. A row without any weight gives its last token.
+    """
+    flat = weights.reshape(-1, weights.shape[-1])
+    rows, vocab = flat.shape
+    blocks = F.pad(flat, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    outer = blocks.sum(-1, dtype=flat.dtype).double().cumsum(-1)
+    spot = torch.rand(rows, 1, dtype=torch.float64, device=flat.device, generator=rng) * outer[:, -1:]
+    block = _first_above(outer, spot)
+    before = torch.where(block > 0, outer.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
+    token = block * _BLOCK + _first_above(inner, spot - before)
+    return token[:, 0].clamp(max=vocab - 1).view(weights.shape[:-1])
+
+
+def _first_above(running: Float[Tensor, "R n"], spot: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:
+    """First index whose running sum exceeds the spot; where rounding leaves none, the last with weight of its own."""
+    last = (running < running[:, -1:]).sum(1, keepdim=True)
+    return torch.minimum(torch.searchsorted(running, spot, right=True), last)
+
+
+def _keep_top_k(probs: Float[Tensor, "*batch V"], top_k: int) -> Float[Tensor, "*batch V"]:
+    top = probs.topk(top_k, dim=-1)
+    kept = torch.zeros_like(probs).scatter(-1, top.indices, top.values)
+    return kept / top.values.sum(-1, keepdim=True)
+
+
+def _keep_top_p(probs: Float[Tensor, "*batch V"], top_p: float) -> Float[Tensor, "*batch V"]:
+    ranked = probs.sort(dim=-1, descending=True, stable=True)
+    mass_before = ranked.values.cumsum(-1) - ranked.values
+    values = ranked.values.masked_fill(mass_before >= top_p, 0.0)
+    kept = torch.zeros_like(probs).scatter(-1, ranked.indices, values)
+    return kept / values.sum(-1, keepdim=True)

@@ -76,12 +76,12 @@ class DraftModel:
         assert cache is not None, "reset comes before propose"
         cache.truncate([len(row) - 1 for row in committed])
         if max(cache.lengths) == 0:
-            prompts = [torch.tensor(row, device=self.model.device) for row in committed]
+            prompts = [self._readable(torch.tensor(row, device=self.model.device)) for row in committed]
             return self._fit(self.model.prefill(prompts, cache).logits[:, 0])
         pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
         width = max(len(new) for new in pending)
         tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.model.device)
-        logits = self.model.forward(tokens, None, cache).logits
+        logits = self.model.forward(self._readable(tokens), None, cache).logits
         cache.advance([len(new) for new in pending])
         last = torch.tensor([len(new) - 1 for new in pending], device=self.model.device)
         return self._fit(logits[torch.arange(len(pending), device=self.model.device), last])
@@ -92,6 +92,10 @@ class DraftModel:
         logits = self.model.forward(token[:, None], None, cache).logits[:, 0]
         cache.advance([1] * len(token))
         return self._fit(logits)
+
+    def _readable(self, tokens: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
+        """Ids in the padding of a larger target have no embedding here; any other token does for them."""
+        return tokens.clamp(max=self.model.vocab_size - 1) if self._padding > 0 else tokens
 
     def _fit(self, logits: Float[Tensor, "B v"]) -> Float[Tensor, "B V"]:
         """Sizes of one family pad their output matrices differently; padding is never drafted."""

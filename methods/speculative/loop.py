@@ -38,7 +38,7 @@ class SpeculativeDecoder:
         target, drafter = self.target, self.drafter
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
-        cache = target.new_cache(len(prompts), max(ends) + drafter.nodes + 1)
+        cache = target.new_cache(len(prompts), max(ends) + 2 * (drafter.nodes + 1))
         drafter.reset(committed, limit)
         watch = Stopwatch(target.device)
 

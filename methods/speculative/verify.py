@@ -1,0 +1,445 @@
+"""Verification rules: which drafted tokens may stay, and which token of the target follows them.
+
+EXACT rules leave the target's greedy text, or its distribution, untouched whatever was drafted. RELAXED rules
+keep more and say what they tolerate. All are vectorised over rows, loop over the levels of a tree at most,
+and never ask the device. In the formulas p is the target's processed distribution behind a node, q the
+distribution its children were drawn from.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from methods.decoder import ABSENT, Draft, Guarantee, Rule, Verdict
+from methods.engine.sampling import Sampling, draw
+
+
+class ExactRule:
+    """Rules that judge by the processed distribution alone."""
+
+    guarantee: ClassVar[Guarantee] = Guarantee.EXACT
+
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verdict:
+        """See ``methods.decoder.Rule``."""
+        return self.judge(draft, sampling.probs(logits), rng)
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+        """Judge by probabilities: ``probs[:, 0]`` behind the root, ``probs[:, 1 + i]`` behind draft node i."""
+        raise NotImplementedError
+
+
+class Greedy(ExactRule):
+    """Keep what is the target's argmax; the bonus is the argmax behind it. Stern et al. 2018, arXiv 1811.03115, sec. 3.
+
+    Without a draft and at a temperature it draws the bonus from p, so that it serves the baseline too.
+    """
+
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verdict:
+        if sampling.greedy:
+            return follow(draft, logits.argmax(-1))
+        assert draft.tokens.shape[1] == 0, "the greedy rule cannot judge a draft at a temperature"
+        return follow(draft, sampling.pick(logits, rng))
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+        return follow(draft, probs.argmax(-1))
+
+
+class DeterministicTree(ExactRule):
+    """Draw t ~ p behind the node; descend if t is one of its children, else emit t.
+
+    Equal in law to accepting each child c with probability p(c) in turn and removing it from p on rejection, the
+    rule for drafts that were not drawn (q = 1): n-grams, retrieval, top-k trees.
+    """
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+        if draft.is_chain:
+            return follow(draft, draw(probs, rng))
+        return self._walk(draft, probs, rng)
+
+    def _walk(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+        """As ``follow``, but draws only behind the nodes it comes by."""
+        walk = _Walk(draft)
+        wanted = draw(_behind(probs, walk.node), rng)
+        for _ in range(draft.max_depth):
+            matches = walk.children() & (draft.tokens == wanted[:, None])
+            moved = walk.descend(matches.any(1), matches.int().argmax(1))
+            wanted = torch.where(moved, draw(_behind(probs, walk.node), rng), wanted)
+        return walk.verdict(wanted)
+
+
+class ChainRejection(ExactRule):
+    """Accept d with probability min(1, p(d) / q(d)); on the first rejection draw from norm(max(p - q, 0)).
+
+    Leviathan et al. 2023, arXiv 2211.17192, alg. 1; Chen et al. 2023, arXiv 2302.01318, alg. 2. A draft without
+    ``probs`` is judged as what it is, deterministic.
+    """
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+        if draft.probs is None:
+            return DeterministicTree().judge(draft, probs, rng)
+        p, q = _of_tokens(probs[:, :-1], draft.tokens), _of_tokens(draft.probs, draft.tokens)
+        luck = torch.rand(p.shape, dtype=p.dtype, device=p.device, generator=rng)
+        accepted = _leading((luck * q < p) & (draft.tokens != ABSENT))
+        left = _residual(_behind(probs, accepted), _drawn_from(draft, accepted))
+        return _chain_verdict(draft, accepted, draw(left, rng))
+
+
+class BlockRejection(ExactRule):
+    """Judge the chain as a block: keep the longest prefix i with u_i <= h_i. Sun et al. 2024, arXiv 2403.10444, alg. 2.
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(d_i) / q(d_i)): S_i = sum_x max(w_i p - q, 0) behind d_i,
+    h_i = S_i / (S_i + 1 - w_i), at the end of the draft h = w; the bonus is drawn from norm(max(w_i p - q, 0)).
+    Never keeps less on average than ``ChainRejection``.
+    """
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+        if draft.probs is None:
+            return DeterministicTree().judge(draft, probs, rng)
+        present = draft.tokens != ABSENT
+        weight = self._weights(draft, probs, present)
+        surplus = (weight[:, :-1, None] * probs[:, :-1] - _masked(draft)).clamp(min=0).sum(-1)
+        goes_on = torch.cat([present, torch.zeros_like(present[:, :1])], dim=1)
+        surplus = torch.cat([surplus, torch.zeros_like(surplus[:, :1])], dim=1)
+        odds = torch.where(goes_on, surplus / (surplus + 1 - weight).clamp(min=1e-30), weight)[:, 1:]
+        luck = torch.rand(odds.shape, dtype=odds.dtype, device=odds.device, generator=rng)
+        kept = (luck < odds) & present
+        place = torch.arange(1, kept.shape[1] + 1, device=kept.device)
+        accepted = torch.where(kept, place, 0).amax(1) if kept.shape[1] else kept.sum(1)
+        scaled = weight.gather(1, accepted[:, None]) * _behind(probs, accepted)
+        return _chain_verdict(draft, accepted, draw(_residual(scaled, _drawn_from(draft, accepted)), rng))
+
+    @staticmethod
+    def _weights(draft: Draft, probs: Tensor, present: Bool[Tensor, "B N"]) -> Float[Tensor, "B M"]:
+        p, q = _of_tokens(probs[:, :-1], draft.tokens), _of_tokens(draft.probs, draft.tokens)
+        weights = [torch.ones_like(probs[:, 0, 0])]
+        for ratio in torch.where(present, p / q.clamp(min=1e-30), 0.0).unbind(1):
+            weights.append((weights[-1] * ratio).clamp(max=1.0))
+        return torch.stack(weights, dim=1)
+
+
+class TreeWithReplacement(ExactRule):
+    """Siblings drawn independently from q: try them in turn, p <- norm(max(p - q, 0)) after each rejection.
+
+    Multi-round speculative sampling: Miao et al. 2024 (SpecInfer), arXiv 2305.09781, alg. 2.
+    """
+
+    masks_siblings = False
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+        if draft.probs is None:
+            return DeterministicTree().judge(draft, probs, rng)
+        walk = _Walk(draft)
+        left = _behind(probs, walk.node).clone()
+        for _ in range(draft.max_depth):
+            moved = self._try_children(walk, draft, left, rng)
+            left = torch.where(moved[:, None], _behind(probs, walk.node), left)
+        return walk.verdict(draw(left, rng))
+
+    def _try_children(self, walk: _Walk, draft: Draft, left: Float[Tensor, "B V"], rng: Generator) -> Bool[Tensor, "B"]:
+        """One level: ``left`` holds p (any scale) and loses what rejected children take. Returns who descended."""
+        assert draft.probs is not None
+        candidates = walk.children()
+        rank = candidates.cumsum(1) * candidates
+        open_rows = walk.alive
+        moved, columns = torch.zeros_like(open_rows), torch.zeros_like(walk.node)
+        gone = torch.zeros_like(left) if self.masks_siblings else None
+        for turn in range(1, draft.max_width + 1):
+            here = rank == turn
+            column = here.int().argmax(1)
+            tried = here.any(1) & open_rows
+            token = draft.tokens.gather(1, column[:, None]).clamp(min=0)
+            q = _behind(draft.probs, column)
+            q = q if gone is None else q * (1 - gone)
+            q_mass, p_mass = q.sum(1, keepdim=True), left.sum(1, keepdim=True)
+            luck = torch.rand(p_mass.shape, dtype=left.dtype, device=left.device, generator=rng)
+            accepted = (luck * q.gather(1, token) * p_mass < left.gather(1, token) * q_mass)[:, 0] & tried
+            rejected = (tried & ~accepted)[:, None]
+            share = torch.where(rejected, p_mass / q_mass.clamp(min=1e-30), 0.0)
+            _subtract(left, q, share)
+            if gone is not None:
+                gone.scatter_(1, token, 1.0)
+            columns, moved = torch.where(accepted, column, columns), moved | accepted
+            open_rows = open_rows & ~accepted
+        return walk.descend(moved, columns)
+
+
+class TreeWithoutReplacement(TreeWithReplacement):
+    """Siblings drawn without replacement: q loses every earlier sibling and is renormalised before it judges.
+
+    Li et al. 2024 (EAGLE), arXiv 2401.15077, sec. 3.3; Jeon et al. 2024 (RSD), arXiv 2402.14160. Judging with the unmasked q
+    is biased by a total variation of about 0.015.
+    """
+
+    masks_siblings = True
+
+
+class RelaxedRule:
+    """Rules that keep every node which meets a criterion; the longest kept path wins, ties go to the likelier one.
+
+    Probabilities are the target's at the sampling temperature (at 1 when greedy), without top-k and top-p.
+    The bonus is the target's argmax, so a round that keeps nothing still makes a greedy step.
+    """
+
+    guarantee: ClassVar[Guarantee] = Guarantee.RELAXED
+
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verdict:
+        """See ``methods.decoder.Rule``."""
+        log_probs = (logits.double() if logits.dtype == torch.float64 else logits.float()).div(
+            sampling.temperature or 1.0
+        ).log_softmax(-1)
+        behind_parent = log_probs.gather(1, (draft.parents + 1)[:, :, None].expand(-1, -1, log_probs.shape[-1]))
+        fits = self.fits(draft.tokens.clamp(min=0), behind_parent) & (draft.tokens != ABSENT)
+        return _longest(draft, fits, _of_tokens(behind_parent, draft.tokens), log_probs.argmax(-1))
+
+    def fits(self, tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
+        """Which nodes meet the criterion, given the target's log-probabilities behind their parents."""
+        raise NotImplementedError
+
+
+class Typical(RelaxedRule):
+    """p(d) > min(epsilon, delta * exp(-H(p))). Cai et al. 2024 (Medusa), arXiv 2401.10774, sec. 2.3.1.
+
+    The reference code adds 1e-5 to p inside the entropy; this is the formula of the paper.
+    """
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+        if not (0 <= epsilon <= 1 and delta >= 0):
+            raise ValueError(f"epsilon={epsilon}, delta={delta} came; 0 <= epsilon <= 1 and delta >= 0 are allowed.")
+        self.epsilon, self.delta = epsilon, delta
+
+    def fits(self, tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
+        entropy = torch.special.entr(log_probs.exp()).sum(-1)
+        bound = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        return _of_tokens(log_probs, tokens).exp() > bound
+
+
+class TopK(RelaxedRule):
+    """d is among the target's k most likely tokens; k = 1 is exact. Stern et al. 2018, arXiv 1811.03115, sec. 5.1."""
+
+    def __init__(self, k: int = 2) -> None:
+        if k < 1:
+            raise ValueError(f"k={k} came; at least 1 is needed. k=1 is the exact rule.")
+        self.k = k
+
+    def fits(self, tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
+        top = log_probs.topk(min(self.k, log_probs.shape[-1])).indices
+        return (top == tokens[:, :, None]).any(-1) | _is_argmax(tokens, log_probs)
+
+
+class Distance(RelaxedRule):
+    """|d - argmax p| <= epsilon, for ids on a scale (pixel intensities); 0 is exact. Stern et al. 2018, sec. 5.2."""
+
+    def __init__(self, epsilon: int = 2) -> None:
+        if epsilon < 0:
+            raise ValueError(f"epsilon={epsilon} came; at least 0 is needed. epsilon=0 is the exact rule.")
+        self.epsilon = epsilon
+
+    def fits(self, tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
+        return (tokens - log_probs.argmax(-1)).abs() <= self.epsilon
+
+
+class TopBetaGap(RelaxedRule):
+    """d is among the beta most likely and log p(top) - log p(d) <= tau. Xia et al. 2023 (SpecDec), arXiv 2203.16487, eq. 5-6.
+
+    beta = 1 is exact.
+    """
+
+    def __init__(self, beta: int = 3, tau: float = 1.0) -> None:
+        if beta < 1 or tau < 0:
+            raise ValueError(f"beta={beta}, tau={tau} came; beta >= 1 and tau >= 0 are allowed. beta=1 is the exact rule.")
+        self.top, self.tau = TopK(beta), tau
+
+    def fits(self, tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
+        close = log_probs.amax(-1) - _of_tokens(log_probs, tokens) <= self.tau
+        return self.top.fits(tokens, log_probs) & close
+
+
+class MinimumBlock(RelaxedRule):
+    """At least ``length`` drafted tokens stay in each round, whatever ``rule`` says. Stern et al. 2018, sec. 5.3."""
+
+    def __init__(self, length: int, rule: RelaxedRule) -> None:
+        if length < 0:
+            raise ValueError(f"length={length} came; at least 0 is needed.")
+        self.length, self.rule = length, rule
+
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verdict:
+        assert draft.is_chain, "a minimum block is defined for chains"
+        self._forced = torch.arange(draft.tokens.shape[1], device=logits.device) < self.length
+        return super().__call__(draft, logits, sampling, rng)
+
+    def fits(self, tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
+        return self.rule.fits(tokens, log_probs) | self._forced
+
+
+RULES: dict[str, type] = {
+    "greedy": Greedy,
+    "chain": ChainRejection,
+    "block": BlockRejection,
+    "tree_with_replacement": TreeWithReplacement,
+    "tree_without_replacement": TreeWithoutReplacement,
+    "deterministic_tree": DeterministicTree,
+    "typical": Typical,
+    "top_k": TopK,
+    "distance": Distance,
+    "top_beta_gap": TopBetaGap,
+    "minimum_block": MinimumBlock,
+}
+
+
+def default_rule(sampling: Sampling, shape: Literal["chain", "tree"], drawn: bool) -> Rule:
+    """The exact rule for a draft.
+
+    Args:
+        sampling: greedy decoding needs no other rule.
+        shape: what the drafter proposes.
+        drawn: whether it draws from a distribution it reports (``Draft.probs``).
+    """
+    if sampling.greedy:
+        return Greedy()
+    if not drawn:
+        return DeterministicTree()
+    return ChainRejection() if shape == "chain" else TreeWithoutReplacement()
+
+
+# -- walking down a tree ----------------------------------------------------------------------------------------------
+
+
+def follow(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verdict:
+    """Descend while a child is what its parent wants; ``wanted`` holds the target's token behind every node."""
+    if draft.is_chain:
+        accepted = _leading(draft.tokens == wanted[:, :-1])
+        return _chain_verdict(draft, accepted, wanted.gather(1, accepted[:, None])[:, 0])
+    return follow_tree(draft, wanted)
+
+
+def follow_tree(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verdict:
+    """``follow`` for any shape; the chain's short cut is tested against it."""
+    walk = _Walk(draft)
+    for _ in range(draft.max_depth):
+        matches = walk.children() & (draft.tokens == wanted.gather(1, walk.node[:, None]))
+        walk.descend(matches.any(1), matches.int().argmax(1))
+    return walk.verdict(wanted.gather(1, walk.node[:, None])[:, 0])
+
+
+class _Walk:
+    """The way of every row from its root down: where it stands, and whether it still moves."""
+
+    def __init__(self, draft: Draft) -> None:
+        rows, device = draft.tokens.shape[0], draft.tokens.device
+        self.draft = draft
+        self.node = torch.zeros(rows, dtype=torch.long, device=device)  # 0 is the root, 1 + i draft node i
+        self.alive = torch.ones(rows, dtype=torch.bool, device=device)
+        self._path: list[Tensor] = []
+
+    def children(self) -> Bool[Tensor, "B N"]:
+        """Present children of the nodes the rows stand at."""
+        present = self.draft.tokens != ABSENT
+        return (self.draft.parents + 1 == self.node[:, None]) & present & self.alive[:, None]
+
+    def descend(self, found: Bool[Tensor, "B"], column: Int[Tensor, "B"]) -> Bool[Tensor, "B"]:
+        """Move the rows that found a child to its column; the others stay for good."""
+        self.alive = self.alive & found
+        self._path.append(torch.where(self.alive, column, ABSENT))
+        self.node = torch.where(self.alive, column + 1, self.node)
+        return self.alive
+
+    def verdict(self, bonus: Int[Tensor, "B"]) -> Verdict:
+        empty = self.node.new_empty(len(self.node), 0)
+        path = torch.stack(self._path, dim=1) if self._path else empty
+        return Verdict(path, (path != ABSENT).sum(1), bonus)
+
+
+def _longest(
+    draft: Draft, fits: Bool[Tensor, "B N"], log_probs: Float[Tensor, "B N"], best: Int[Tensor, "B M"]
+) -> Verdict:
+    """The longest path of fitting nodes from the root; ties go to the larger sum of ``log_probs``."""
+    rows, nodes = fits.shape
+    parents = draft.parents + 1
+    alive = torch.cat([torch.ones_like(fits[:, :1]), fits], dim=1)
+    depth = torch.zeros(rows, nodes + 1, dtype=log_probs.dtype, device=fits.device)
+    likelihood = torch.zeros_like(depth)
+    for _ in range(draft.max_depth):
+        alive = torch.cat([alive[:, :1], fits & alive.gather(1, parents)], dim=1)
+        depth = torch.cat([depth[:, :1], depth.gather(1, parents) + 1], dim=1)
+        likelihood = torch.cat([likelihood[:, :1], likelihood.gather(1, parents) + log_probs], dim=1)
+    deepest = torch.where(alive, depth, -1.0).amax(1, keepdim=True)
+    end = torch.where(alive & (depth == deepest), likelihood, -torch.inf).argmax(1)
+    bonus = best.gather(1, end[:, None])[:, 0]
+    path, node = [], end
+    for _ in range(draft.max_depth):
+        path.append(node - 1)
+        node = torch.where(node > 0, torch.cat([node.new_zeros(rows, 1), parents], 1).gather(1, node[:, None])[:, 0], 0)
+    if not path:
+        return Verdict(end.new_empty(rows, 0), end, bonus)
+    accepted = deepest[:, 0].long()
+    upward = torch.stack(path, dim=1)  # from the end to the root, -1 where the root was passed
+    order = accepted[:, None] - 1 - torch.arange(upward.shape[1], device=upward.device)
+    return Verdict(torch.where(order >= 0, upward.gather(1, order.clamp(min=0)), ABSENT), accepted, bonus)
+
+
+# -- small pieces -----------------------------------------------------------------------------------------------------
+
+
+def _leading(kept: Bool[Tensor, "B N"]) -> Int[Tensor, "B"]:
+    """How many are true before the first that is not."""
+    return kept.long().cumprod(1).sum(1)
+
+
+def _chain_verdict(draft: Draft, accepted: Int[Tensor, "B"], bonus: Int[Tensor, "B"]) -> Verdict:
+    columns = torch.arange(draft.tokens.shape[1], device=accepted.device)
+    return Verdict(torch.where(columns < accepted[:, None], columns, ABSENT), accepted, bonus)
+
+
+def _of_tokens(values: Float[Tensor, "B N V"], tokens: Int[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+    return values.gather(2, tokens.clamp(min=0)[:, :, None])[:, :, 0]
+
+
+def _behind(values: Float[Tensor, "B n V"], place: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+    """Row ``place[b]`` of each row's distributions."""
+    return values[torch.arange(len(place), device=place.device), place]
+
+
+def _drawn_from(draft: Draft, column: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+    """q of the node in ``column``; zero where the draft has ended."""
+    assert draft.probs is not None
+    nodes = draft.tokens.shape[1]
+    if nodes == 0:
+        return draft.probs.new_zeros(len(column), draft.probs.shape[2])
+    inside = column.clamp(max=nodes - 1)
+    present = (column < nodes) & (draft.tokens.gather(1, inside[:, None])[:, 0] != ABSENT)
+    return _behind(draft.probs, inside) * present[:, None]
+
+
+def _masked(draft: Draft) -> Float[Tensor, "B N V"]:
+    """q with absent nodes at zero."""
+    assert draft.probs is not None
+    return draft.probs * (draft.tokens != ABSENT)[:, :, None]
+
+
+def _residual(p: Float[Tensor, "B V"], q: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+    """max(p - q, 0), unnormalised; p itself where rounding left nothing of it."""
+    left = (p - q).clamp_(min=0)
+    return torch.where(left.sum(1, keepdim=True) > 0, left, p)
+
+
+def _subtract(left: Float[Tensor, "B V"], q: Float[Tensor, "B V"], share: Float[Tensor, "B 1"]) -> None:
+    """left <- max(left - share q, 0) in place, except where that leaves nothing."""
+    rest = torch.addcmul(left, q, share, value=-1.0).clamp_(min=0)
+    torch.where(rest.sum(1, keepdim=True) > 0, rest, left, out=left)
+
+
+def _is_argmax(tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
+    """Ties: ``topk`` and ``argmax`` may order equals differently; the argmax always counts."""
+    return log_probs.argmax(-1) == tokens
