@@ -84,7 +84,9 @@ def test_counters_add_up(row, target):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("row", [r for r in DECODERS.values() if r.samples], ids=[k for k, r in DECODERS.items() if r.samples])
+@pytest.mark.parametrize(
+    "row", [r for r in DECODERS.values() if r.samples], ids=[k for k, r in DECODERS.items() if r.samples]
+)
 def test_sampling_keeps_the_joint_distribution(row, sampling, small_vocab):
     assert row.make(small_vocab, sampling).guarantee is Guarantee.EXACT
     contract.check_sampling(row.make, small_vocab, sampling)

@@ -88,8 +88,7 @@ class ChainRejection(ExactRule):
         p, q = _of_tokens(probs[:, :-1], draft.tokens), _of_tokens(draft.probs, draft.tokens)
         luck = torch.rand(p.shape, dtype=p.dtype, device=p.device, generator=rng)
         accepted = _leading((luck * q < p) & (draft.tokens != ABSENT))
-        left = _residual(_behind(probs, accepted), _drawn_from(draft, accepted))
-        return _chain_verdict(draft, accepted, draw(left, rng))
+        return _chain_verdict(draft, accepted, _draw_residual(draft, probs, accepted, rng=rng))
 
 
 class BlockRejection(ExactRule):
@@ -105,7 +104,8 @@ class BlockRejection(ExactRule):
             return DeterministicTree().judge(draft, probs, rng)
         present = draft.tokens != ABSENT
         weight = self._weights(draft, probs, present)
-        surplus = (weight[:, :-1, None] * probs[:, :-1] - _masked(draft)).clamp(min=0).sum(-1)
+        q = draft.probs * present[:, :, None]
+        surplus = (weight[:, :-1, None] * probs[:, :-1] - q).clamp_(min=0).sum(-1)
         goes_on = torch.cat([present, torch.zeros_like(present[:, :1])], dim=1)
         surplus = torch.cat([surplus, torch.zeros_like(surplus[:, :1])], dim=1)
         odds = torch.where(goes_on, surplus / (surplus + 1 - weight).clamp(min=1e-30), weight)[:, 1:]
@@ -113,8 +113,8 @@ class BlockRejection(ExactRule):
         kept = (luck < odds) & present
         place = torch.arange(1, kept.shape[1] + 1, device=kept.device)
         accepted = torch.where(kept, place, 0).amax(1) if kept.shape[1] else kept.sum(1)
-        scaled = weight.gather(1, accepted[:, None]) * _behind(probs, accepted)
-        return _chain_verdict(draft, accepted, draw(_residual(scaled, _drawn_from(draft, accepted)), rng))
+        scale = weight.gather(1, accepted[:, None]).clamp(min=1e-30).reciprocal()
+        return _chain_verdict(draft, accepted, _draw_residual(draft, probs, accepted, scale, rng))
 
     @staticmethod
     def _weights(draft: Draft, probs: Tensor, present: Bool[Tensor, "B N"]) -> Float[Tensor, "B M"]:
@@ -137,38 +137,45 @@ class TreeWithReplacement(ExactRule):
         if draft.probs is None:
             return DeterministicTree().judge(draft, probs, rng)
         walk = _Walk(draft)
-        left = _behind(probs, walk.node).clone()
+        left, spare = _behind(probs, walk.node), torch.zeros_like(walk.node)
         for _ in range(draft.max_depth):
-            moved = self._try_children(walk, draft, left, rng)
+            moved, left, spare = self._try_children(walk, draft, left, spare, rng)
             left = torch.where(moved[:, None], _behind(probs, walk.node), left)
-        return walk.verdict(draw(left, rng))
+        return walk.verdict(_draw_or(left, spare, rng))
 
-    def _try_children(self, walk: _Walk, draft: Draft, left: Float[Tensor, "B V"], rng: Generator) -> Bool[Tensor, "B"]:
-        """One level: ``left`` holds p (any scale) and loses what rejected children take. Returns who descended."""
+    def _try_children(
+        self, walk: _Walk, draft: Draft, left: Float[Tensor, "B V"], spare: Int[Tensor, "B"], rng: Generator
+    ) -> tuple[Bool[Tensor, "B"], Float[Tensor, "B V"], Int[Tensor, "B"]]:
+        """One level: p, at any scale, loses what rejected children take.
+
+        Returns who descended, what is left of p, and the last rejected token, for rows of which rounding leaves nothing.
+        """
         assert draft.probs is not None
         candidates = walk.children()
         rank = candidates.cumsum(1) * candidates
         open_rows = walk.alive
         moved, columns = torch.zeros_like(open_rows), torch.zeros_like(walk.node)
-        gone = torch.zeros_like(left) if self.masks_siblings else None
+        p_mass, q_mass = left.sum(1, keepdim=True), 1.0
+        gone: Tensor | None = None
         for turn in range(1, draft.max_width + 1):
             here = rank == turn
             column = here.int().argmax(1)
             tried = here.any(1) & open_rows
             token = draft.tokens.gather(1, column[:, None]).clamp(min=0)
             q = _behind(draft.probs, column)
-            q = q if gone is None else q * (1 - gone)
-            q_mass, p_mass = q.sum(1, keepdim=True), left.sum(1, keepdim=True)
+            seen = None if gone is None else (gone == token).any(1, keepdim=True)
+            q_token = q.gather(1, token) if seen is None else q.gather(1, token).masked_fill(seen, 0.0)
             luck = torch.rand(p_mass.shape, dtype=left.dtype, device=left.device, generator=rng)
-            accepted = (luck * q.gather(1, token) * p_mass < left.gather(1, token) * q_mass)[:, 0] & tried
-            rejected = (tried & ~accepted)[:, None]
-            share = torch.where(rejected, p_mass / q_mass.clamp(min=1e-30), 0.0)
-            _subtract(left, q, share)
-            if gone is not None:
-                gone.scatter_(1, token, 1.0)
+            accepted = (luck * q_token * p_mass < left.gather(1, token) * q_mass)[:, 0] & tried
+            share = torch.where((tried & ~accepted)[:, None], p_mass / q_mass, 0.0)
+            left, p_mass = _subtract(left, q, share, gone, first=turn == 1)
+            if self.masks_siblings:
+                gone = token if gone is None else torch.cat([gone, token], dim=1)
+                q_mass = (q_mass - q_token).clamp(min=1e-30)
             columns, moved = torch.where(accepted, column, columns), moved | accepted
+            spare = torch.where(tried & ~accepted, token[:, 0], spare)
             open_rows = open_rows & ~accepted
-        return walk.descend(moved, columns)
+        return walk.descend(moved, columns), left, spare
 
 
 class TreeWithoutReplacement(TreeWithReplacement):
@@ -407,37 +414,55 @@ def _of_tokens(values: Float[Tensor, "B N V"], tokens: Int[Tensor, "B N"]) -> Fl
 
 
 def _behind(values: Float[Tensor, "B n V"], place: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
-    """Row ``place[b]`` of each row's distributions."""
+    """Row ``place[b]`` of each row's distributions; a view where all of them are one and the same."""
+    if values.shape[1] == 1 or values.stride(1) == 0:
+        return values[:, 0]
     return values[torch.arange(len(place), device=place.device), place]
 
 
-def _drawn_from(draft: Draft, column: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
-    """q of the node in ``column``; zero where the draft has ended."""
-    assert draft.probs is not None
+def _draw_residual(
+    draft: Draft,
+    probs: Float[Tensor, "B M V"],
+    column: Int[Tensor, "B"],
+    scale: Float[Tensor, "B 1"] | None = None,
+    rng: Generator | None = None,
+) -> Int[Tensor, "B"]:
+    """Draw from max(p - scale q, 0) at a chain's end in front of ``column``; from p where the draft has ended."""
+    assert draft.probs is not None and rng is not None
     nodes = draft.tokens.shape[1]
     if nodes == 0:
-        return draft.probs.new_zeros(len(column), draft.probs.shape[2])
+        return draw(probs[:, 0], rng)
     inside = column.clamp(max=nodes - 1)
-    present = (column < nodes) & (draft.tokens.gather(1, inside[:, None])[:, 0] != ABSENT)
-    return _behind(draft.probs, inside) * present[:, None]
+    rejected = draft.tokens.gather(1, inside[:, None])
+    share = ((column[:, None] < nodes) & (rejected != ABSENT)).to(probs.dtype)
+    share = share if scale is None else share * scale
+    left, _ = _subtract(_behind(probs, column), _behind(draft.probs, inside), share)
+    return _draw_or(left, rejected[:, 0], rng)
 
 
-def _masked(draft: Draft) -> Float[Tensor, "B N V"]:
-    """q with absent nodes at zero."""
-    assert draft.probs is not None
-    return draft.probs * (draft.tokens != ABSENT)[:, :, None]
+def _subtract(
+    p: Float[Tensor, "B V"],
+    q: Float[Tensor, "B V"],
+    share: Float[Tensor, "B 1"],
+    spared: Int[Tensor, "B k"] | None = None,
+    first: bool = True,
+) -> tuple[Float[Tensor, "B V"], Float[Tensor, "B 1"]]:
+    """max(p - share q, 0) and its mass; ``spared`` tokens lose nothing.
+
+    Args:
+        first: make a new tensor; otherwise p is overwritten.
+    """
+    kept = None if spared is None else p.gather(1, spared)
+    left = torch.addcmul(p, q, share, value=-1.0) if first else p.addcmul_(q, share, value=-1.0)
+    left.clamp_(min=0)
+    if kept is not None and spared is not None:
+        left.scatter_(1, spared, kept)
+    return left, left.sum(1, keepdim=True)
 
 
-def _residual(p: Float[Tensor, "B V"], q: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-    """max(p - q, 0), unnormalised; p itself where rounding left nothing of it."""
-    left = (p - q).clamp_(min=0)
-    return torch.where(left.sum(1, keepdim=True) > 0, left, p)
-
-
-def _subtract(left: Float[Tensor, "B V"], q: Float[Tensor, "B V"], share: Float[Tensor, "B 1"]) -> None:
-    """left <- max(left - share q, 0) in place, except where that leaves nothing."""
-    rest = torch.addcmul(left, q, share, value=-1.0).clamp_(min=0)
-    torch.where(rest.sum(1, keepdim=True) > 0, rest, left, out=left)
+def _draw_or(weights: Float[Tensor, "B V"], spare: Int[Tensor, "B"], rng: Generator) -> Int[Tensor, "B"]:
+    """One draw per row; ``spare`` where rounding left a row without weight (p = q, and a rejection of probability 0)."""
+    return torch.where(weights.amax(1) > 0, draw(weights, rng), spare)
 
 
 def _is_argmax(tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:

@@ -1,0 +1,58 @@
+# Two commands for a new machine with Python 3.10 to 3.13 and nothing else:
+#   make bench     set-up, then a first benchmark with the embedded model
+#   make test      set-up, then linter, type check and tests
+#
+# torch: on Linux pip installs the build with CUDA, which a machine with an NVIDIA GPU needs and any other can use. To save
+# some gigabytes on a machine without a GPU, point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU wheels (its address is on
+# the installation page of pytorch.org): pip prefers its build of the same version, and constraints.txt allows both.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+
+comma := ,
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
+
+.PHONY: bench test lint format clean
+.DELETE_ON_ERROR:
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m bench.models fetch smollm2
+	$(BIN)/python -m bench.sources fetch mtbench
+	$(BIN)/python -m bench method=prompt_lookup dataset=mtbench measure=quick $(ARGS)
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/python -m bench.models fetch smollm2
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# An environment that already holds everything (its own stamp is newer than what defines it) is left alone.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV), which takes minutes the first time"
+	$(PIP) install --constraint constraints.txt --editable '.$(if $(NVIDIA),[nvidia])'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV), which takes minutes the first time"
+	$(PIP) install --constraint constraints.txt --editable '.[dev$(if $(NVIDIA),$(comma)nvidia)]'
+	@touch $@ $(VENV)/.installed
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else "Python %d.%d came; 3.10 to 3.13 are supported. Choose one: make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

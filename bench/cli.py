@@ -1,0 +1,286 @@
+"""The command line: ``python -m bench <overrides>`` runs, a first word without ``=`` is a sub-command.
+
+Nothing here imports torch before a run starts; what a sub-command needs, it imports itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import __version__, preflight
+from bench.arguments import did_you_mean
+from bench.config import RunConfig, conf_dir
+from bench.errors import UserError
+from bench.failures import explain, kept_prompts
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
+TRACEBACK = "DECODEBENCH_TRACEBACK"
+
+_HELP = """\
+Try:
+  python -m bench                                            prompt lookup on the demo prompts, embedded model
+  python -m bench method=speculative_sampling dataset=mtbench measure=quick
+  python -m bench -m 'method=glob(*)' dataset=mtbench measure=quick            compare all methods
+
+Usage: python -m bench [-m] [group=choice ...] [key=value ...]
+       python -m bench SUB-COMMAND ...
+
+Sub-commands:
+  list [methods|models|datasets|...]   what there is to choose from
+  show GROUP/CHOICE                    its settings and what they mean
+  validate FOLDER ...                  check the records of finished runs
+  doctor                               check this machine and installation
+
+Options:
+  -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), every combination one run
+  --fresh          measure anew what was measured before, and forget the earlier records
+  --config         print the composed configuration instead of running it
+  --version, -h, --help
+
+Groups:
+{groups}
+
+Settings: seed, max_new_tokens, batch_size, max_context, and every key of a group as group.key=value.
+Exit codes: 0 fine, 1 the run failed, 2 bad input, 3 finished but INVALID. {traceback}=1 shows tracebacks."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of a pipe went away, as in `python -m bench list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error)
+
+
+def report_failure(error: BaseException) -> int:
+    """Print what went wrong as one message on stderr; returns the exit code."""
+    code, message, expected = _classify(error)
+    if not expected or os.environ.get(TRACEBACK, "0") not in ("", "0"):
+        traceback.print_exception(type(error), error, error.__traceback__)
+    print(message, file=sys.stderr)
+    return code
+
+
+def _classify(error: BaseException) -> tuple[int, str, bool]:
+    """Exit code, message, and whether this kind of failure is foreseen."""
+    if isinstance(error, UserError):
+        return BAD_INPUT, str(error), True
+    if isinstance(error, KeyboardInterrupt):
+        kept = getattr(error, "kept", None)
+        return INTERRUPTED, f"Interrupted. {kept_prompts(kept)}; run the same command to go on.", True
+    if failed := explain(error):
+        return FAILED, str(failed), True
+    return FAILED, f"The run failed: {type(error).__name__}: {error}", False
+
+
+def _dispatch(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        return _print(_HELP.format(groups=_group_lines(), traceback=TRACEBACK))
+    if "--version" in words:
+        return _print(f"decodebench {__version__}")
+    if words and _is_command(words[0]):
+        return _sub_command(words[0], words[1:])
+    flags = {word for word in words if word.startswith("-")}
+    if unknown := sorted(flags - _FLAGS):
+        raise UserError(f"Unknown option '{unknown[0]}'.{did_you_mean(unknown[0], _FLAGS)} (python -m bench --help)")
+    overrides = [word for word in words if word not in flags]
+    if "--config" in flags:
+        return _print_config(overrides)
+    start = _sweep if flags & {"-m", "--multirun"} else _run
+    return start(overrides, "--fresh" in flags)
+
+
+_FLAGS = {"-m", "--multirun", "--fresh", "--config", "-h", "--help", "--version"}
+
+
+def _is_command(word: str) -> bool:
+    return "=" not in word and word[:1] not in ("-", "+", "~") and word not in preflight.groups()
+
+
+def _sub_command(name: str, arguments: list[str]) -> int:
+    if name not in _COMMANDS:
+        hint = did_you_mean(name, _COMMANDS) or f" Sub-commands: {', '.join(_COMMANDS)}."
+        raise UserError(f"Unknown sub-command '{name}'.{hint} (python -m bench --help)")
+    return _COMMANDS[name](arguments)
+
+
+# ------------------------------------------------------------------------------------------------------- running
+
+
+def _run(overrides: list[str], fresh: bool) -> int:
+    return _execute(preflight.compose(overrides), fresh)
+
+
+def _execute(cfg: RunConfig, fresh: bool) -> int:
+    from bench import build
+
+    build.check(cfg)
+    from bench.run import run
+
+    outcome = run(cfg, fresh=fresh)
+    return OK if outcome.verdict.valid else INVALID
+
+
+def _print_config(overrides: list[str]) -> int:
+    import yaml
+
+    return _print(yaml.safe_dump(preflight.compose(overrides).to_dict(), sort_keys=False).rstrip())
+
+
+def _sweep(overrides: list[str], fresh: bool) -> int:
+    """Every combination is one run, started by Hydra's launcher (``hydra/launcher=...``)."""
+    from bench import build
+
+    planned = preflight.compose_sweep(overrides)
+    for cfg in planned:
+        build.check(cfg)
+    done: list[tuple[str, int, str]] = []
+
+    def job(cfg: DictConfig) -> int:
+        return _job(cfg, fresh, done, len(planned))
+
+    try:
+        _hydra_main(job, ["-m", *overrides])
+    except Exception:
+        if not done:  # the jobs ran elsewhere, or none was started
+            raise
+    return _close_sweep(done)
+
+
+def _job(cfg: DictConfig, fresh: bool, done: list[tuple[str, int, str]], planned: int) -> int:
+    """One run of a sweep. A failure is reported and raised again: Hydra goes on and its launcher knows."""
+    from hydra.core.hydra_config import HydraConfig
+
+    hydra = HydraConfig.get()
+    name = " ".join(hydra.overrides.task)
+    print(f"\n[{hydra.job.num + 1}/{planned}] {name}", flush=True)
+    try:
+        code = _execute(preflight.to_run(cfg), fresh)
+    except Exception as error:
+        done.append((name, report_failure(error), _classify(error)[1]))
+        raise
+    done.append((name, code, ""))
+    return code
+
+
+def _close_sweep(done: list[tuple[str, int, str]]) -> int:
+    failed = [(name, message) for name, _, message in done if message]
+    if failed:
+        print(f"\n{len(failed)} of {len(done)} runs failed:", file=sys.stderr)
+    for name, message in failed:
+        print(f"  {name}: {message}", file=sys.stderr)
+    codes = {code for _, code, _ in done}
+    return next((code for code in (FAILED, BAD_INPUT, INVALID) if code in codes), OK)
+
+
+def _hydra_main(job: Callable[[DictConfig], int], words: list[str]) -> None:
+    """Hand over to Hydra, whose entry point reads ``sys.argv`` and hides tracebacks unless told not to."""
+    import hydra
+
+    preflight.set_path_defaults()
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    before, sys.argv = sys.argv, ["bench", *words]
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base=preflight.VERSION_BASE)(job)()
+    finally:
+        sys.argv = before
+
+
+# -------------------------------------------------------------------------------------------------- sub-commands
+
+
+def _list(arguments: list[str]) -> int:
+    groups = preflight.groups()
+    if not arguments:
+        return _print(_group_lines())
+    named = {preflight.plural(group): group for group in groups} | {group: group for group in groups}
+    if (name := arguments[0]) not in named:
+        raise UserError(f"Unknown group '{name}'.{did_you_mean(name, named)} Groups: {', '.join(groups)}.")
+    group = named[name]
+    width = max(map(len, groups[group]))
+    lines = (f"{choice:{width}}  {_summary(group, choice)}".rstrip() for choice in groups[group])
+    return _print("\n".join(lines))
+
+
+def _show(arguments: list[str]) -> int:
+    if not arguments or arguments[0].count("/") != 1:
+        raise UserError("show needs GROUP/CHOICE, as in: python -m bench show method/prompt_lookup")
+    file = preflight.config_file(*arguments[0].split("/"))
+    text = file.read_text(encoding="utf-8").rstrip()
+    documentation = _documentation(text)
+    return _print(text + (f"\n\n{documentation}" if documentation else ""))
+
+
+def _validate(arguments: list[str]) -> int:
+    from bench import records
+
+    if not arguments:
+        raise UserError("validate needs the folder of a run, as in: python -m bench validate results/RUN_ID")
+    problems = {folder: records.validate(Path(folder)) for folder in arguments}
+    for folder, found in problems.items():
+        print(f"{folder}: {'ok' if not found else ''}")
+        for problem in found:
+            print(f"  {problem}")
+    return INVALID if any(problems.values()) else OK
+
+
+def _doctor(arguments: list[str]) -> int:
+    from bench.doctor import examine
+
+    findings = examine(preflight.compose([]))
+    for finding in findings:
+        print(finding.line())
+    return FAILED if any(finding.state == "fail" for finding in findings) else OK
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "list": _list,
+    "show": _show,
+    "validate": _validate,
+    "doctor": _doctor,
+}
+
+
+def _group_lines() -> str:
+    return "\n".join(f"  {name:10} {', '.join(choices)}" for name, choices in preflight.groups().items())
+
+
+def _summary(group: str, choice: str) -> str:
+    """The first sentence of the comment a YAML file starts with."""
+    lines = preflight.config_file(group, choice).read_text(encoding="utf-8").splitlines()
+    comments = (line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
+    return re.split(r"(?<! al)\. ", next(comments, ""))[0].rstrip(".:")
+
+
+def _documentation(text: str) -> str:
+    """The docstring of the class a YAML file names; importing it may take a second or two."""
+    import yaml
+
+    loaded: Any = yaml.safe_load(text)
+    if not isinstance(loaded, dict) or "_target_" not in loaded:
+        return ""
+    import inspect
+
+    from bench.build import locate
+
+    return inspect.getdoc(locate(loaded["_target_"])) or ""
+
+
+def _print(text: str) -> int:
+    print(text)
+    return OK

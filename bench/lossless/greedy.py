@@ -1,0 +1,63 @@
+"""Greedy identity: the target alone and the method at temperature 0 over the same prompts, token for token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bench.agreement import check
+from methods.decoder import Decoder
+from methods.engine.lm import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One prompt, decoded twice.
+
+    Attributes:
+        tokens: tokens compared, up to the end-of-sequence token or the limit.
+        identical: whether every one of them is the same.
+        first_divergence: index of the first that differs; None if none does.
+        exact, near_tie, violation: the method's tokens under teacher forcing: the target's argmax, within the stated
+            gap of it, or neither.
+        max_gap: largest log-probability the method's token lay behind the argmax.
+    """
+
+    prompt: str
+    tokens: int
+    identical: bool
+    first_divergence: int | None
+    exact: int
+    near_tie: int
+    violation: int
+    max_gap: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_prompt(
+    baseline: Decoder, method: Decoder, lm: CausalLM, name: str, prompt: list[int], limit: int, tolerance: float
+) -> Identity:
+    """Decode one prompt by both and compare."""
+    wanted, found = (decode(d, prompt, limit, lm) for d in (baseline, method))
+    length = min(len(wanted), len(found))
+    differs = [i for i in range(length) if wanted[i] != found[i]]
+    first = differs[0] if differs else (length if len(wanted) != len(found) else None)
+    report = check(lm, prompt, found, tolerance)
+    return Identity(
+        name, len(found), first is None, first, report.exact, report.near_tie, report.violation, report.max_gap
+    )
+
+
+def decode(decoder: Decoder, prompt: list[int], limit: int, lm: CausalLM) -> list[int]:
+    """Ids of one prompt, cut behind the end-of-sequence token and at the limit."""
+    ids: list[int] = []
+    for step in decoder.decode([torch.tensor(prompt)], limit, torch.Generator(device=lm.device).manual_seed(0)):
+        ids += step.tokens[0]
+        ends = [i for i, token in enumerate(ids) if token in lm.eos_ids]
+        if ends:
+            return ids[: min(ends[0] + 1, limit)]
+    return ids[:limit]

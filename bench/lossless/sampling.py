@@ -1,0 +1,154 @@
+"""A million first tokens by speculative sampling, through the verification code that decoding uses.
+
+The target's distribution p and the drafter's q behind a prompt are computed once; then drafts are drawn and
+judged in large batches, and the token each round commits first is counted. By the theorem of speculative
+sampling (Leviathan et al. 2023, arXiv 2211.17192, appendix A.1) these counts are draws from p, whatever q is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from methods.decoder import ABSENT, Draft
+from methods.engine.sampling import Sampling
+
+Kind = Literal["chain", "with_replacement", "without_replacement", "top", "given"]
+Judge = Callable[[Draft, Float[Tensor, "B M V"], Generator], "object"]
+_ROWS = 64  # rounds judged at once: 64 rows of 49,152 probabilities stay near the processor
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How drafts are made and judged.
+
+    Attributes:
+        name: what the tables call it.
+        kind: ``chain``: one token drawn from q; ``with_replacement``, ``without_replacement``: ``children`` siblings
+            drawn from q; ``top``: the ``children`` most likely tokens of q; ``given``: the drafter's own tokens.
+        rule: the verification rule under test.
+        children: siblings per draft.
+        exact: whether the rule claims to be exact (a control does not keep that claim).
+    """
+
+    name: str
+    kind: Kind
+    rule: object
+    children: int = 1
+    exact: bool = True
+
+
+@torch.inference_mode()
+def first_tokens(
+    target_probs: Float[Tensor, "V"],
+    draft_probs: Float[Tensor, "V"],
+    arrangement: Arrangement,
+    draws: int,
+    rng: Generator,
+    given: Int[Tensor, "k"] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Int[Tensor, "V"]:
+    """Counts of the first committed token over ``draws`` rounds.
+
+    Args:
+        target_probs: p, the processed target distribution behind the prompt.
+        draft_probs: q, the drafter's.
+        given: the tokens of a deterministic draft, for ``kind="given"``.
+        progress: called with the number of draws done.
+    """
+    counts = torch.zeros(len(target_probs), dtype=torch.long, device=target_probs.device)
+    source = _Source(draft_probs, arrangement, given, rng)
+    for rows in _batches(draws):
+        draft = source.draft(rows)
+        probs = target_probs.expand(rows, draft.tokens.shape[1] + 1, -1)
+        verdict = arrangement.rule.judge(draft, probs, rng)  # type: ignore[attr-defined]
+        chosen = draft.tokens.gather(1, verdict.path[:, :1].clamp(min=0))[:, 0]
+        first = torch.where(verdict.path[:, 0] == ABSENT, verdict.bonus, chosen)
+        counts += torch.bincount(first, minlength=len(counts))
+        progress(rows)
+    return counts
+
+
+def _batches(draws: int) -> Iterator[int]:
+    whole, rest = divmod(draws, _ROWS)
+    yield from [_ROWS] * whole
+    if rest:
+        yield rest
+
+
+class _Source:
+    """Makes drafts of one arrangement for any number of rows."""
+
+    def __init__(
+        self, probs: Float[Tensor, "V"], arrangement: Arrangement, given: Int[Tensor, "k"] | None, rng: Generator
+    ) -> None:
+        self.probs, self.arrangement, self.rng = probs, arrangement, rng
+        self._cumulative = probs.double().cumsum(0)
+        self._fixed = given if arrangement.kind == "given" else probs.topk(arrangement.children).indices
+        self._last = int((probs > 0).nonzero().max())
+
+    def draft(self, rows: int) -> Draft:
+        """``rows`` independent drafts whose nodes are all children of the root."""
+        tokens = self._tokens(rows)
+        nodes = tokens.shape[1]
+        drawn = self.arrangement.kind in ("chain", "with_replacement", "without_replacement")
+        probs = self.probs.expand(rows, nodes, -1) if drawn else None
+        if nodes == 1:
+            return Draft.chain(tokens, probs)
+        parents = tokens.new_full((rows, nodes), -1)
+        return Draft(tokens, parents, probs, depths=[1] * rows, levels=1)
+
+    def _tokens(self, rows: int) -> Int[Tensor, "B k"]:
+        kind, children = self.arrangement.kind, self.arrangement.children
+        if kind in ("top", "given"):
+            assert self._fixed is not None
+            return self._fixed.expand(rows, -1)
+        tokens = self._draw(rows * children).view(rows, children)
+        return self._distinct(tokens) if kind == "without_replacement" else tokens
+
+    def _draw(self, count: int) -> Int[Tensor, "n"]:
+        spots = torch.rand(count, dtype=torch.double, device=self.probs.device, generator=self.rng)
+        place = torch.searchsorted(self._cumulative, spots * self._cumulative[-1], right=True)
+        return place.clamp(max=self._last)
+
+    def _distinct(self, tokens: Int[Tensor, "B k"]) -> Int[Tensor, "B k"]:
+        """Redraw every token that an earlier sibling has: the law of drawing without replacement."""
+        tokens = tokens.clone()
+        for column in range(1, tokens.shape[1]):
+            again = (tokens[:, :column] == tokens[:, column, None]).any(1)
+            while bool(again.any()):
+                tokens[again, column] = self._draw(int(again.sum()))
+                again = (tokens[:, :column] == tokens[:, column, None]).any(1)
+        return tokens
+
+
+@torch.inference_mode()
+def root_distributions(
+    decoder: object, prompt: list[int], sampling: Sampling, seed: int
+) -> tuple[Float[Tensor, "V"], Float[Tensor, "V"] | None, Int[Tensor, "k"] | None]:
+    """p behind the prompt, and what the decoder's own drafter proposes there: q, or tokens without one.
+
+    The round is the loop's own: the cache holds the prompt but its last token, the drafter proposes, and the target
+    scores root and draft in one pass.
+    """
+    from methods.decoder import Context
+
+    target, drafter = decoder.target, decoder.drafter  # type: ignore[attr-defined]
+    device = target.device
+    rng = torch.Generator(device=device).manual_seed(seed)
+    drafter.reset([prompt], 8)
+    cache = target.new_cache(1, len(prompt) + drafter.nodes + 2)
+    before = target.prefill([torch.tensor(prompt[:-1], device=device)], cache, taps=drafter.taps)
+    root = torch.tensor([prompt[-1]], device=device)
+    draft = drafter.propose(Context([list(prompt)], root, before, None, sampling, rng))
+    nodes = torch.cat([root[:, None], draft.tokens.clamp(min=0)], dim=1)
+    output = target.forward(nodes, None if draft.is_chain else draft.parents, cache, levels=draft.max_depth)
+    children = ((draft.parents[0] == -1) & (draft.tokens[0] != ABSENT)).nonzero()[:, 0]
+    tokens = draft.tokens[0, children]
+    drawn = draft.probs[0, children[0]] if draft.probs is not None and len(children) else None
+    return sampling.probs(output.logits[0, 0]), drawn, tokens

@@ -1,0 +1,87 @@
+"""Comparing a million draws with the distribution they should come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import chisquare
+
+Array = npt.NDArray[np.float64]
+_LEAST_EXPECTED = 5.0  # Cochran's rule: cells of a chi-square test that expect fewer counts are joined
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Empirical frequencies against a target distribution over V outcomes.
+
+    Attributes:
+        draws: sample size n.
+        standard_deviation: root mean square over all V outcomes of frequency - probability.
+        expected_deviation: what an exact sampler of that size gives on average, sqrt(sum p (1 - p) / (n V)).
+        total_variation: half the summed absolute difference.
+        expected_total_variation: what an exact sampler gives on average (normal approximation per outcome).
+        chi_square, degrees, p_value: goodness of fit, outcomes with fewer than 5 expected counts joined.
+        impossible: draws of outcomes whose target probability is 0; an exact sampler makes none.
+    """
+
+    draws: int
+    standard_deviation: float
+    expected_deviation: float
+    total_variation: float
+    expected_total_variation: float
+    chi_square: float
+    degrees: int
+    p_value: float
+    impossible: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(counts: Array, probs: Array) -> Comparison:
+    """Test ``counts`` [V] against ``probs`` [V].
+
+    Raises:
+        ValueError: no draws, or shapes that differ.
+    """
+    draws = int(counts.sum())
+    if draws == 0 or counts.shape != probs.shape:
+        raise ValueError(f"{draws} draws over {counts.shape} outcomes cannot be compared with {probs.shape}.")
+    probs = probs / probs.sum()
+    gap = counts / draws - probs
+    variance = probs * (1 - probs) / draws
+    statistic, degrees, p_value = goodness_of_fit(counts, probs * draws)
+    return Comparison(
+        draws,
+        standard_deviation=float(np.sqrt(np.mean(gap**2))),
+        expected_deviation=float(np.sqrt(np.mean(variance))),
+        total_variation=float(np.abs(gap).sum() / 2),
+        expected_total_variation=float(np.sqrt(2 / math.pi * variance).sum() / 2),
+        chi_square=statistic,
+        degrees=degrees,
+        p_value=p_value,
+        impossible=int(counts[probs == 0].sum()),
+    )
+
+
+def goodness_of_fit(counts: Array, expected: Array) -> tuple[float, int, float]:
+    """Chi-square statistic, degrees of freedom and p-value; an impossible draw has p-value 0."""
+    if counts[expected == 0].sum() > 0:
+        return math.inf, 0, 0.0
+    big = expected >= _LEAST_EXPECTED
+    seen, wanted = counts[big], expected[big]
+    rest_seen, rest_wanted = counts[~big].sum(), expected[~big].sum()
+    if rest_wanted >= _LEAST_EXPECTED or len(wanted) == 0:
+        seen, wanted = np.append(seen, rest_seen), np.append(wanted, rest_wanted)
+    else:  # too little to stand alone: it joins the smallest cell
+        smallest = int(np.argmin(wanted))
+        seen[smallest] += rest_seen
+        wanted[smallest] += rest_wanted
+    if len(wanted) == 1:
+        return 0.0, 0, 1.0
+    result = chisquare(seen, wanted * (seen.sum() / wanted.sum()))
+    return float(result.statistic), len(wanted) - 1, float(result.pvalue)

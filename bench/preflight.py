@@ -1,0 +1,195 @@
+"""From a command line to a checked configuration, or to one message that says what to do instead.
+
+Composes with Hydra's compose API; only when that fails is the command line searched for the reason. Nothing
+here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.arguments import did_you_mean
+from bench.config import RunConfig, conf_dir, set_path_defaults
+from bench.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+VERSION_BASE = "1.3"
+_MOST_CHECKED = 64  # jobs of a sweep that are composed beforehand
+
+
+def groups() -> dict[str, list[str]]:
+    """The config groups and their choices, read from the folder: ``{"dataset": ["demo", ...], ...}``."""
+    found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in conf_dir().iterdir()}
+    return {name: choices for name, choices in sorted(found.items()) if choices}
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """One run from the words of a command line.
+
+    Raises:
+        UserError: a word that cannot be read, an unknown group, choice or setting, a missing or mistyped value.
+    """
+    with _hydra():
+        _check_words(overrides)
+        return to_run(_compose(overrides))
+
+
+def compose_sweep(overrides: Sequence[str]) -> list[RunConfig]:
+    """The runs of a sweep (at most the first 64), so that a mistake in the last job shows before the first starts."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.errors import HydraException
+
+    with _hydra():
+        parsed = _check_words(overrides)
+        try:
+            (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        except HydraException as error:
+            raise UserError(_one_line(error)) from error
+        return [to_run(_compose(job)) for job in islice(jobs, _MOST_CHECKED)]
+
+
+def to_run(cfg: DictConfig) -> RunConfig:
+    """Resolve a composed config and check it.
+
+    Raises:
+        UserError: a value that must be given is missing, an interpolation fails, or see ``RunConfig.from_dict``.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {_one_line(error)}. Correct the value with ${{...}} in it.") from error
+    if missing:
+        raise UserError(f"{missing[0]} is needed and has no value. Set it: {missing[0]}=VALUE.")
+    return RunConfig.from_dict(resolved)
+
+
+def unknown_choice(group: str, choice: str) -> UserError:
+    """``Unknown method 'egle'. Did you mean 'eagle'? (python -m bench list methods)``"""
+    hint = did_you_mean(choice, groups().get(group, []))
+    return UserError(f"Unknown {group} '{choice}'.{hint} (python -m bench list {plural(group)})")
+
+
+def plural(group: str) -> str:
+    """The group as a heading: ``methods``, ``datasets``; ``hardware`` and the like stay."""
+    return group + "s" if group in {"method", "model", "dataset", "tracker"} else group
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    from hydra import initialize_config_dir
+
+    set_path_defaults()
+    with initialize_config_dir(str(conf_dir()), job_name="bench", version_base=VERSION_BASE):
+        yield
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    from hydra import compose as hydra_compose
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return hydra_compose("config", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _diagnose(overrides, error) from error
+
+
+def _check_words(overrides: Sequence[str]) -> list[Override]:
+    """Parse every word as an override."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parsed = []
+    for word in overrides:
+        if word in groups():
+            raise UserError(f"'{word}' has no value. Choose one: {word}=NAME (python -m bench list {plural(word)})")
+        try:
+            parsed += parser.parse_overrides([word])  # unlike parse_override it makes glob(*) work
+        except HydraException as error:
+            raise UserError(
+                f"Cannot read '{word}'. A setting is written key=value; quote a value with blanks, commas or "
+                f"""brackets: 'key="a, b"'."""
+            ) from error
+    return parsed
+
+
+def _diagnose(overrides: Sequence[str], error: Exception) -> UserError:
+    """Why Hydra refused: the first word of the command line that does not fit, else Hydra's own reason."""
+    for override in _check_words(overrides):
+        if override.key_or_group.startswith("hydra"):
+            continue
+        if override.is_sweep_override():
+            return UserError(f"'{override.input_line}' names several values. Add -m for a sweep over them.")
+        if found := _misfit(override, overrides):
+            return found
+    return UserError(_one_line(error))
+
+
+def _misfit(override: Override, overrides: Sequence[str]) -> UserError | None:
+    key, choices = override.key_or_group, groups()
+    if key in choices:
+        value = str(override.value())
+        return None if value in choices[key] else unknown_choice(key, value)
+    if override.is_add():
+        return None
+    if (known := _settings(overrides, choices)) and key not in known:
+        group = key.split(".")[0]
+        choice = known.get(f"{group}.name")
+        where = f"show {group}/{choice}" if choice in choices.get(group, []) else "--help"
+        return UserError(f"Unknown setting '{key}'.{did_you_mean(key, known)} (python -m bench {where})")
+    return None
+
+
+def _settings(overrides: Sequence[str], choices: dict[str, list[str]]) -> dict[str, Any]:
+    """All keys that the chosen groups offer, flattened, with their values."""
+    from hydra import compose as hydra_compose
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    chosen = [o for o in overrides if (p := o.split("=")[0]) in choices and o.split("=", 1)[1] in choices[p]]
+    try:
+        plain: Any = OmegaConf.to_container(hydra_compose("config", overrides=chosen), resolve=False)
+    except HydraException:  # the files themselves do not compose; the reason is in the first error
+        return {}
+    return dict.fromkeys(choices) | dict(_flat(plain))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        yield prefix + key, value
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence of a message that Hydra spreads over many lines."""
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r"\s+", " ", text).strip().rstrip(".")
+
+
+def config_file(group: str, choice: str) -> Path:
+    """The YAML file of one choice.
+
+    Raises:
+        UserError: no such group or choice.
+    """
+    choices = groups()
+    if group not in choices:
+        raise UserError(f"Unknown group '{group}'.{did_you_mean(group, choices)} Groups: {', '.join(choices)}.")
+    if choice not in choices[group]:
+        raise unknown_choice(group, choice)
+    return conf_dir() / group / f"{choice}.yaml"

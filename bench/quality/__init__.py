@@ -1,0 +1,32 @@
+"""Scores of an answer against a reference. All are percentages: an exact match is 100.0, ROUGE and BLEU are 0 to 100.
+
+``Scorer`` is the interface; ``SCORERS`` names every implementation.
+"""
+
+from __future__ import annotations
+
+from bench.quality.gsm8k import Gsm8kScorer
+from bench.quality.humaneval import HumanEvalScorer
+from bench.quality.nq import NQScorer
+from bench.quality.rouge import RougeScorer
+from bench.quality.scorer import Pair, Scorer
+from bench.quality.translation import TranslationScorer
+
+SCORERS: dict[str, type[Scorer]] = {
+    "gsm8k": Gsm8kScorer,
+    "humaneval": HumanEvalScorer,
+    "nq": NQScorer,
+    "rouge": RougeScorer,
+    "translation": TranslationScorer,
+}
+
+__all__ = [
+    "SCORERS",
+    "Gsm8kScorer",
+    "HumanEvalScorer",
+    "NQScorer",
+    "Pair",
+    "RougeScorer",
+    "Scorer",
+    "TranslationScorer",
+]

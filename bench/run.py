@@ -1,0 +1,318 @@
+"""One run from configuration to verdict; the program on one screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import yaml
+
+from bench import agreement, audit, build, costs, hardware, metrics, models, prompts, records, scrub, table
+from bench.config import RunConfig, run_id
+from bench.costs import CostCurve
+from bench.errors import RunFailed
+from bench.hardware import Instruments
+from bench.records import RunFolder, Sample
+from bench.runner import Runner, Seconds, Settings
+from methods.decoder import Decoder
+
+_BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the numbers may be believed; if not, why, and what to do."""
+
+    valid: bool
+    reasons: list[str]
+    warnings: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run hands back: its folder, what summary.json holds, and the verdict."""
+
+    path: Path
+    summary: dict[str, Any]
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a configuration becomes.
+
+    Attributes:
+        loaded: the target with its tokenizer and revision.
+        lengths: tokens of every prompt; of later turns the most they can have.
+        floor_bytes: memory of the process before the model was loaded.
+        gpu_busy: percent, before the model was loaded.
+    """
+
+    task: Any
+    examples: list[Any]
+    loaded: Any
+    baseline: Decoder
+    method: Decoder
+    settings: Settings
+    lengths: list[int]
+    floor_bytes: int | None
+    gpu_busy: float | None
+
+
+def run(cfg: RunConfig, *, fresh: bool = False) -> Outcome:
+    """Measure a method, or report what was measured before.
+
+    A run that was cut goes on where it stopped; a finished one is summed up from its records again.
+
+    Args:
+        cfg: the run.
+        fresh: forget earlier records of this run.
+
+    Raises:
+        UserError: what was asked for cannot be run.
+        RunFailed: it broke on its way; what was measured is kept.
+    """
+    parts = prepare(cfg)
+    path = Path(cfg.paths.results) / run_id(cfg, **_resolved(parts))
+    if not fresh and _finished(path):
+        print(f"Measured before. To measure anew, delete {path}", file=sys.stderr)
+        return report(cfg, path)
+    with RunFolder.create(path.parent, path.name, _manifest(cfg, parts), _config_yaml(cfg), fresh=fresh) as folder:
+        with _status(folder):
+            _measure(cfg, parts, folder)
+        return report(cfg, path)
+
+
+def prepare(cfg: RunConfig) -> Parts:
+    """Build everything, and refuse what cannot be run before anything is measured."""
+    task = build.build_task(cfg.dataset)
+    examples = list(task.load())
+    hardware.set_threads(cfg.hardware.threads)
+    floor_bytes = hardware.resident_bytes()
+    gpu_busy = hardware.gpu_utilisation(models.resolve_hardware(asdict(cfg.hardware))[0])
+    loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=build.needs_hf(cfg.method))
+    settings = _settings(cfg, loaded)
+    lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context)
+    baseline = build.build_decoder(_BASELINE, loaded.lm, cfg.sampling)
+    method = build.build_decoder(cfg.method, loaded.lm, cfg.sampling, build.model_loader(cfg, loaded.tokenizer))
+    return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy)
+
+
+def report(cfg: RunConfig, path: Path) -> Outcome:
+    """Summary, verdict, table and tracker, from the records alone."""
+    manifest, samples = records.read_manifest(path) or {}, records.read_samples(path)
+    stored = manifest.get("cost_curve")
+    summary = metrics.summarise(
+        samples,
+        guarantee=manifest["guarantee"],
+        agreement=manifest.get("agreement"),
+        cost_curve=CostCurve.from_dict(stored) if stored else None,
+        n_bootstrap=cfg.measure.bootstrap_samples,
+        seed=cfg.seed,
+    )
+    for arm, part in (("method", summary), ("baseline", summary["baseline"])):
+        part["quality"] |= manifest.get("quality", {}).get(arm, {})
+    summary = _names(manifest) | summary
+    found = audit.audit(samples, summary, manifest)
+    verdict = Verdict(bool(found["valid"]), list(found["reasons"]), list(found["warnings"]))
+    summary["verdict"] = asdict(verdict)
+    records.write_summary(path, summary)
+    print(table.render(summary, path))
+    build.build_tracker(cfg.tracker).log(summary, manifest, path)
+    return Outcome(path, summary, verdict)
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+
+
+def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
+    """Warm-up, cost curve, the loop, agreement. Each leaves what it found in the manifest."""
+    instruments = Instruments(parts.loaded.lm.device, parts.floor_bytes)
+    spent = Seconds()
+    try:
+        runner = Runner(
+            parts.baseline,
+            parts.method,
+            parts.task,
+            parts.examples,
+            parts.loaded.tokenizer,
+            folder,
+            parts.settings,
+            instruments,
+            parts.task.spare,
+            seconds=spent,
+        )
+        warm = [] if runner.complete else runner.warm_up()
+        if cfg.measure.cost_curve and "cost_curve" not in folder.manifest:
+            with _clocked(spent, "cost_curve"):
+                folder.update(cost_curve=_cost_curve(parts, warm).to_dict())
+        runner.measure()
+        folder.update(load_average={"start": folder.manifest["load_average"]["start"], "end": hardware.load_average()})
+        with _clocked(spent, "quality"):
+            folder.update(quality=_quality(parts, folder.samples))
+        if cfg.measure.agreement:
+            with _clocked(spent, "agreement"):
+                folder.update(agreement=_agreement(cfg, parts, folder.samples))
+    finally:
+        with suppress(RunFailed):  # the disk may be full: that message is on its way already
+            _note_time(folder, spent)
+
+
+def _cost_curve(parts: Parts, warm: Sequence[Sample]) -> CostCurve:
+    """At the shortest and the longest text of the run, up to the method's largest pass."""
+    most = max((nodes for sample in warm if sample.arm == "method" for nodes in sample.step_nodes), default=64)
+    contexts = (min(parts.lengths), max(parts.lengths) + parts.settings.limit)
+    batch = min(parts.settings.batch_size, len(parts.examples))
+    return costs.measure(parts.loaded.lm, batch, costs.grid(most), contexts)
+
+
+def _agreement(cfg: RunConfig, parts: Parts, samples: Sequence[Sample]) -> dict[str, Any]:
+    lm = parts.loaded.lm
+    gap = agreement.near_tie_gap(lm.dtype, cfg.measure.near_tie_gap)
+    return agreement.check_run(lm, samples, gap, greedy=cfg.sampling.temperature == 0.0)
+
+
+def _quality(parts: Parts, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Scores over all answers of an arm (first repeat): a corpus metric is no mean of its answers' scores."""
+    asked = {prompts.prompt_id(e, turn): (e, turn) for e in parts.examples for turn in range(len(e.turns))}
+    answers: dict[str, list[tuple[Any, int, str]]] = {"method": [], "baseline": []}
+    for sample in samples:
+        if sample.phase == "measure" and sample.repeat == 0:
+            answers[sample.arm].append((*asked[sample.prompt_id], sample.text))
+    return {arm: parts.task.aggregate(given) for arm, given in answers.items()}
+
+
+def _note_time(folder: RunFolder, spent: Seconds) -> None:
+    total = Seconds(**folder.manifest.get("seconds", {})) + spent
+    folder.update(seconds=asdict(total), harness_share=total.harness_share, n_done=len(folder.done_keys()))
+
+
+@contextmanager
+def _clocked(spent: Seconds, stage: str) -> Iterator[None]:
+    begin = perf_counter()
+    try:
+        yield
+    finally:
+        setattr(spent, stage, getattr(spent, stage) + perf_counter() - begin)
+
+
+@contextmanager
+def _status(folder: RunFolder) -> Iterator[None]:
+    """Keep the manifest true about how the measurement ended."""
+    try:
+        yield
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        with suppress(RunFailed):
+            folder.update(status=status, ended_at=_now(), error=scrub.text(traceback.format_exc()))
+        raise
+    folder.update(status="finished", ended_at=_now())
+
+
+# ------------------------------------------------------------------------------------------------- facts and names
+
+
+def _settings(cfg: RunConfig, loaded: Any) -> Settings:
+    end = getattr(loaded.tokenizer, "eos_token_id", None)
+    return Settings(
+        seed=cfg.seed,
+        limit=cfg.max_new_tokens,
+        context=min(loaded.lm.max_positions, cfg.max_context or loaded.lm.max_positions),
+        eos_ids=tuple(loaded.lm.eos_ids) or (() if end is None else (end,)),
+        batch_size=cfg.batch_size,
+        repeats=cfg.measure.repeats,
+        warmup=cfg.measure.warmup,
+    )
+
+
+def _resolved(parts: Parts) -> dict[str, str | None]:
+    """What the configuration leaves open and this machine decided: another machine's results are other results."""
+    lm, facts = parts.loaded.lm, hardware.facts(parts.loaded.lm.device)
+    return {
+        "model_revision": parts.loaded.revision,
+        "data_revision": json.dumps(parts.task.revision, sort_keys=True),
+        "device": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
+        "threads": str(facts["threads"]),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
+
+
+def _manifest(cfg: RunConfig, parts: Parts) -> dict[str, Any]:
+    """All facts that are known before the measurement."""
+    loaded, settings = parts.loaded, parts.settings
+    return scrub.tree(
+        {
+            "started_at": _now(),
+            "ended_at": None,
+            "argv": scrub.argv(["bench", *sys.argv[1:]]),
+            "environment": scrub.environment(os.environ),
+            "method": cfg.method,
+            "guarantee": parts.method.guarantee.value,
+            "model": {
+                "name": cfg.model["name"],
+                "revision": loaded.revision,
+                "sha256": loaded.sha256,
+                "weight_bytes": loaded.lm.weight_bytes,
+            },
+            "dataset": {"name": cfg.dataset["name"], "revision": parts.task.revision},
+            "dtype": str(loaded.lm.dtype).removeprefix("torch."),
+            "sampling": asdict(cfg.sampling),
+            "measure": asdict(cfg.measure),
+            "eos_ids": list(settings.eos_ids),
+            "seed": cfg.seed,
+            "max_new_tokens": settings.limit,
+            "context": settings.context,
+            "batch_size": settings.batch_size,
+            "n_prompts": len(parts.lengths),
+            "n_pairs": len(parts.lengths) * settings.repeats,
+            "hardware": hardware.facts(loaded.lm.device),
+            "load_average": {"start": hardware.load_average(), "end": None},
+            "gpu_utilisation": {"start": parts.gpu_busy},
+            "versions": hardware.versions(),
+            "git": hardware.git_state(),
+        }
+    )
+
+
+def _names(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What identifies a run in its summary."""
+    facts = manifest["hardware"]
+    return {
+        "schema_version": records.SCHEMA_VERSION,
+        "run_id": manifest["run_id"],
+        "method": manifest["method"]["name"],
+        "model": manifest["model"]["name"],
+        "model_revision": manifest["model"]["revision"],
+        "dataset": manifest["dataset"]["name"],
+        "dataset_revision": manifest["dataset"]["revision"],
+        "hardware": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
+        "dtype": manifest["dtype"],
+        "threads": facts["threads"],
+        "batch_size": manifest["batch_size"],
+        "sampling": manifest["sampling"],
+        "max_new_tokens": manifest["max_new_tokens"],
+        "harness_share": manifest.get("harness_share"),
+    }
+
+
+def _config_yaml(cfg: RunConfig) -> str:
+    """The composed configuration without the machine's paths and without secrets."""
+    public = {key: value for key, value in cfg.to_dict().items() if key != "paths"}
+    return str(yaml.safe_dump(scrub.tree(public), sort_keys=False, allow_unicode=True))
+
+
+def _finished(path: Path) -> bool:
+    return (records.read_manifest(path) or {}).get("status") == "finished"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,301 @@
+"""A run, or several, as plain text for the terminal: at most 100 columns, no colours, paths never broken."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.errors import UserError
+
+WIDTH = 100
+MISSING = "not measured"
+JOIN_KEYS = (
+    "schema_version",
+    "model",
+    "model_revision",
+    "dataset",
+    "dataset_revision",
+    "hardware",
+    "dtype",
+    "threads",
+    "sampling",
+    "batch_size",
+    "max_new_tokens",
+)
+_LABEL, _GAP = 16, "   "
+Number = float | int
+_LENGTHS_DIFFER = 0.01  # from here on the speed-up per token is shown beside the total
+
+
+def render(summary: Mapping[str, Any], path: str | Path) -> str:
+    """The table of one run.
+
+    Args:
+        summary: summary.json with the names of the run and its verdict.
+        path: the run's folder.
+    """
+    shown = _shown(path)
+    lines = [
+        *_pack(
+            [_place(summary), f"{summary.get('dataset')}: {_plural(summary['n_prompts'], 'prompt')}", _how(summary)]
+        ),
+        f"{summary.get('method')} vs autoregressive, interleaved{_repeats(summary)}",
+        "",
+        *(line for row in _ROWS for line in row(summary)),
+        "",
+        *_result(summary.get("verdict"), shown),
+        *_next(summary, shown),
+    ]
+    return "\n".join(lines)
+
+
+def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
+    """Several runs of one kind, the fastest first; INVALID ones are marked and stand last.
+
+    Raises:
+        UserError: no run, or runs that differ in what makes numbers comparable.
+    """
+    runs = list(summaries)
+    _check_comparable(runs)
+    runs.sort(key=lambda run: (not _is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
+    cells = [list(_COLUMNS), *([column(run) for column in _COLUMNS.values()] for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (
+        "  ".join(_aligned(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    )
+    return "\n".join(
+        [*_pack([_place(runs[0]), str(runs[0].get("dataset")), _how(runs[0])]), "", *map(str.rstrip, lines)]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- one run
+
+
+def _place(summary: Mapping[str, Any]) -> str:
+    threads = summary.get("threads")
+    facts = [summary.get("hardware"), summary.get("dtype"), None if threads is None else _plural(threads, "thread")]
+    known = ", ".join(str(fact) for fact in facts if fact)
+    return f"{summary.get('model')} ({known})" if known else str(summary.get("model"))
+
+
+def _how(summary: Mapping[str, Any]) -> str:
+    return ", ".join([*_sampling(summary.get("sampling")), f"batch {summary.get('batch_size') or MISSING}"])
+
+
+def _sampling(sampling: Any) -> Iterator[str]:
+    if not isinstance(sampling, Mapping):
+        yield from [str(sampling)] if sampling else []
+    elif not sampling.get("temperature"):
+        yield "greedy"
+    else:
+        yield f"temperature {sampling['temperature']:g}"
+        yield from [f"top-k {sampling['top_k']}"] if sampling.get("top_k") else []
+        yield from [f"top-p {sampling['top_p']:g}"] if sampling.get("top_p", 1.0) < 1 else []
+
+
+def _repeats(summary: Mapping[str, Any]) -> str:
+    return f", {summary['n_repeats']} repeats" if summary.get("n_repeats", 1) > 1 else ""
+
+
+def _speed_up(summary: Mapping[str, Any]) -> list[str]:
+    speedup, total = summary["speedup"], summary["speedup"]["total"]
+    details = [
+        f"95 % {_range(total)}",
+        "total time, paired by prompt",
+        f"predicted {_times(summary['predicted_speedup'])}",
+    ]
+    per_token = speedup.get("per_token")
+    if per_token and total["value"] and abs(per_token / total["value"] - 1) > _LENGTHS_DIFFER:
+        details.append(f"per token {_times(per_token)}")
+    return _row("speed-up", _times(total["value"]), details)
+
+
+def _steps(summary: Mapping[str, Any]) -> list[str]:
+    if summary["acceptance_rate"] is None:
+        return _row("tokens/step", _number(summary["tokens_per_step"]), ["nothing was drafted"])
+    at = " ".join(_number(share) for share in summary["acceptance_at"][:8])
+    more = " .." if len(summary["acceptance_at"]) > 8 else ""
+    details = [f"acceptance {_number(summary['acceptance_rate'])}", f"by position {at}{more}"]
+    return _row("tokens/step", _number(summary["tokens_per_step"]), details)
+
+
+def _layers(summary: Mapping[str, Any]) -> list[str]:
+    share = summary["layers_per_token"]
+    return [] if share in (None, 1.0) else _row("layers/token", _number(share), ["of the target's layers"])
+
+
+def _rate(summary: Mapping[str, Any]) -> list[str]:
+    details = [
+        f"was {_rate_number(summary['baseline_tokens_per_s'])}",
+        f"TTFT {_seconds(summary['ttft_s']['mean'])}  TPOT {_seconds(summary['tpot_s']['mean'])}  "
+        f"p90 step {_seconds(summary['step_s']['p90'])}",
+    ]
+    return _row("tokens/s", _rate_number(summary["tokens_per_s"]), details)
+
+
+def _memory(summary: Mapping[str, Any]) -> list[str]:
+    peak, before = summary["peak_memory_bytes"], summary["baseline"]["peak_memory_bytes"]
+    details = [] if peak is None or before is None else [f"{(peak - before) / 2**20:+.0f} MiB against the baseline"]
+    return _row("memory", MISSING if peak is None else f"{peak / 2**20:.0f} MiB", details)
+
+
+def _energy(summary: Mapping[str, Any]) -> list[str]:
+    spent, before = summary["energy_j_per_token"], summary["baseline"]["energy_j_per_token"]
+    return [] if spent is None else _row("energy/token", f"{spent:.3g} J", [f"was {_quantity(before, '.3g', ' J')}"])
+
+
+def _agreement(summary: Mapping[str, Any]) -> list[str]:
+    found = summary.get("agreement")
+    if not found or found.get("exact") is None:
+        return _row("agreement", MISSING, [found["reason"]] if found and found.get("reason") else [])
+    count = found.get("n_violations")
+    wrong = f"{found['violation']:.1%} violations".replace("%", " %") if count is None else _plural(count, "violation")
+    details = ["identical to the target", f"{_percent(found['near_tie'])} near-ties", wrong]
+    return _row("agreement", _percent(found["exact"]), details)
+
+
+def _quality(summary: Mapping[str, Any]) -> list[str]:
+    scores, before = summary["quality"], summary["baseline"]["quality"]
+    details = [f"{name} {_number(value)} (was {_number(before.get(name))})" for name, value in scores.items()]
+    return _row("quality", *(("", details) if details else (MISSING, [])))
+
+
+_ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
+    _speed_up,
+    _steps,
+    _layers,
+    _rate,
+    _memory,
+    _energy,
+    _agreement,
+    _quality,
+)
+
+
+def _result(verdict: Mapping[str, Any] | None, path: str) -> Iterator[str]:
+    if verdict is None:
+        yield f"RESULT: not judged     {path}"
+        return
+    reasons = verdict["reasons"]
+    outcome = "VALID" if verdict["valid"] else f"INVALID - {_plural(len(reasons), 'reason')}"
+    yield f"RESULT: {outcome}     {path}"
+    for number, reason in enumerate(reasons, start=1):
+        yield from textwrap.wrap(reason, WIDTH, initial_indent=f"  {number}. ", subsequent_indent="     ")
+    for warning in verdict.get("warnings") or []:
+        yield from textwrap.wrap(f"warning: {warning}", WIDTH, initial_indent="  ", subsequent_indent="     ")
+
+
+def _next(summary: Mapping[str, Any], path: str) -> list[str]:
+    commands = {
+        f"python -m bench -m 'method=glob(*)' dataset={summary.get('dataset')} measure=quick": "compare all methods",
+        f"python -m bench validate {path}": "check the records",
+    }
+    width = min(max(map(len, commands)), WIDTH - 22)
+    return [
+        f"{'Next:' if i == 0 else '':7}{command:{width}}  {purpose}"
+        for i, (command, purpose) in enumerate(commands.items())
+    ]
+
+
+def _row(label: str, value: str, details: Sequence[str]) -> list[str]:
+    """A label, its value and what belongs to it, wrapped under the details."""
+    head = f"  {label:{_LABEL}}"
+    first, *more = _pack([f"{value:8}", *details] if value else list(details), len(head))
+    return [(head + first).rstrip(), *(" " * len(head) + line for line in more)]
+
+
+def _pack(parts: Sequence[str], indent: int = 0) -> list[str]:
+    """Put parts side by side, as many to a line as fit; a part that fits on no line is wrapped."""
+    room, lines = WIDTH - indent, [""]
+    for part in parts:
+        for piece in [part] if len(part) <= room else textwrap.wrap(part, room):
+            joined = f"{lines[-1]}{_GAP}{piece}" if lines[-1] else piece
+            if len(joined) <= room:
+                lines[-1] = joined
+            else:
+                lines.append(piece)
+    return [line.rstrip() for line in lines]
+
+
+# ------------------------------------------------------------------------------------------------------ several runs
+
+
+def _is_valid(run: Mapping[str, Any]) -> bool:
+    return bool((run.get("verdict") or {}).get("valid"))
+
+
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "method": lambda run: str(run.get("method")),
+    "guarantee": lambda run: str(run["guarantee"]).replace("INDEPENDENT_MODEL", "INDEPENDENT"),
+    "speed-up": lambda run: _times(run["speedup"]["total"]["value"]),
+    "95 %": lambda run: _range(run["speedup"]["total"]),
+    "tokens/step": lambda run: _number(run["tokens_per_step"]),
+    "tokens/s": lambda run: _rate_number(run["tokens_per_s"]),
+    "memory": lambda run: _quantity(run["peak_memory_bytes"], ".0f", " MiB", scale=2**20),
+    "agreement": lambda run: _percent((run.get("agreement") or {}).get("exact")),
+    "result": lambda run: "VALID" if _is_valid(run) else "INVALID",
+}
+_LEFT = (0, 1, 8)
+
+
+def _aligned(cell: str, width: int, column: int) -> str:
+    short = "-" if cell == MISSING else cell
+    return short.ljust(width) if column in _LEFT else short.rjust(width)
+
+
+def _check_comparable(runs: Sequence[Mapping[str, Any]]) -> None:
+    if not runs:
+        raise UserError("No runs to compare; a leaderboard needs one or more. Run: python -m bench")
+    differing = {key: list(dict.fromkeys(str(run.get(key)) for run in runs)) for key in JOIN_KEYS}
+    if named := "; ".join(f"{key}: {', '.join(found)}" for key, found in differing.items() if len(found) > 1):
+        raise UserError(
+            f"The runs differ in {named}. Only runs that share {', '.join(JOIN_KEYS)} can stand in one table. Make one "
+            "table for each."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+def _quantity(value: Number | None, form: str, unit: str = "", scale: Number = 1) -> str:
+    return MISSING if value is None else f"{value / scale:{form}}{unit}"
+
+
+def _number(value: Number | None) -> str:
+    return _quantity(value, ".2f")
+
+
+def _times(value: Number | None) -> str:
+    return _quantity(value, ".2f", "x")
+
+
+def _percent(share: Number | None) -> str:
+    return _quantity(share, ".1f", " %", scale=0.01)
+
+
+def _rate_number(value: Number | None) -> str:
+    return _quantity(value, ".1f" if value is None or value < 1000 else ",.0f")
+
+
+def _seconds(value: Number | None) -> str:
+    return _quantity(value, ".2f", " s") if value is None or value >= 0.1 else f"{value * 1000:.3g} ms"
+
+
+def _range(interval: Mapping[str, Any]) -> str:
+    low, high = interval["low"], interval["high"]
+    return MISSING if low is None or high is None else f"{low:.2f}-{high:.2f}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _shown(path: str | Path) -> str:
+    """Relative to where the user is, if that is shorter, and with the slash of a folder."""
+    given = os.fspath(path).rstrip("/")
+    relative = os.path.relpath(given)
+    return f"{given if relative.startswith('..') else relative}/"

@@ -1,0 +1,213 @@
+"""What an example and a task are, and which examples of a data set a run takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from bench.arguments import did_you_mean
+from bench.errors import UserError
+from bench.quality import Scorer
+from bench.sources import Revision, Sources
+
+Subset = Literal["first", "random"]
+Message = dict[str, str]
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, or a conversation whose answers are still to be written.
+
+    Attributes:
+        id: unique within the data set.
+        category: kind of request; results are also reported by it.
+        turns: what the user says, in order.
+        reference: one entry per turn for the task's scorer, or None.
+        meta: what else is known, e.g. a finer category.
+    """
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    reference: Sequence[Any] | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """A data set, how its prompts are written and how its answers are scored.
+
+    Args:
+        limit: most examples; None: all. They are spread evenly over the categories, in the order of the file.
+        seed: decides which examples ``random`` takes.
+        subset: take the ``first`` examples of each category, or ``random`` ones. A smaller limit takes a subset
+            of what a larger one takes.
+        categories: only these; None: all.
+
+    Attributes:
+        kind: what sort of target the prompts are for.
+        revision: what was read by ``load``: ``files`` (see ``bench.sources.Revision``), ``content`` (sha256 over the
+            chosen examples, the same wherever they came from), ``available`` and ``chosen`` (their numbers),
+            ``warnings``.
+        spare: examples for a warm-up, which ``load`` did not choose; none is longer than half of the chosen ones, so
+            that it fits where these fit.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[Literal["causal", "seq2seq"]] = "causal"
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        seed: int = 0,
+        subset: Subset = "first",
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise UserError(f"dataset.limit came as {limit}; it must be at least 1, or null for all. Set it.")
+        if categories is not None and not categories:
+            raise UserError("dataset.categories came as an empty list; name at least one, or null for all.")
+        self.limit, self.seed, self.subset, self.categories = limit, seed, subset, categories
+        self.revision: dict[str, Any] = {}
+        self.spare: list[Example] = []
+
+    @abstractmethod
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        """All examples, in the order of the file, and what was read for them.
+
+        Raises:
+            UserError: the data is not to be had, or cannot be used.
+        """
+
+    @cached_property
+    def judges(self) -> Mapping[str, Scorer]:
+        """The scorer of each category; ``ANY`` stands for all others. Where there is none, nothing is scored."""
+        return {}
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """The metrics that ``score`` may report."""
+        return tuple(dict.fromkeys(metric for judge in self._judges() for metric in judge.metrics))
+
+    def load(self, sources: Sources | None = None) -> list[Example]:
+        """The examples of the run, in the order of the file.
+
+        Args:
+            sources: where data lies; None: as the environment says.
+
+        Raises:
+            UserError: see ``read``; or a category that does not exist.
+        """
+        found, files = self.read(sources or Sources())
+        wanted = self._of_categories(found)
+        chosen = choose(wanted, self.limit, self.subset, self.seed)
+        self.spare = _spare(wanted, chosen)
+        self.revision = {
+            "files": [asdict(file) for file in files],
+            "content": digest(chosen),
+            "available": len(found),
+            "chosen": len(chosen),
+            "warnings": [file.warning for file in files if file.warning],
+        }
+        return chosen
+
+    def messages(self, example: Example, turn: int, history: Sequence[str]) -> list[Message]:
+        """The conversation up to and including what the user says in ``turn``.
+
+        Args:
+            example: one of ``load``.
+            turn: 0-based.
+            history: the answers to the turns before.
+        """
+        assert len(history) == turn, f"turn {turn} needs {turn} answers before it, not {len(history)}"
+        said: list[Message] = []
+        for asked, answered in zip(example.turns, history, strict=False):
+            said += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*said, {"role": "user", "content": example.turns[turn]}]
+
+    def score(self, example: Example, turn: int, text: str) -> dict[str, float]:
+        """Percentages by metric for one answer; empty where there is no reference."""
+        judge, reference = self._judge(example), _reference(example, turn)
+        return {} if judge is None or reference is None else judge.score(reference, text)
+
+    def aggregate(self, answered: Iterable[tuple[Example, int, str]]) -> dict[str, float]:
+        """Percentages by metric for many answers; a metric that was not measured is absent.
+
+        Args:
+            answered: example, turn from 0, answer. A repeated measurement is a further entry.
+        """
+        answered = list(answered)
+        found: dict[str, float | None] = {}
+        for judge in self._judges():
+            judged = [(_reference(e, turn), text) for e, turn, text in answered if self._judge(e) is judge]
+            pairs = [pair for pair in judged if pair[0] is not None]
+            found |= judge.aggregate(pairs) if pairs else {}
+        return {metric: value for metric, value in found.items() if value is not None}
+
+    def notes(self) -> dict[str, str]:
+        """How each metric is computed, or why it is absent."""
+        return {metric: note for judge in self._judges() for metric, note in judge.notes().items()}
+
+    def _judge(self, example: Example) -> Scorer | None:
+        return self.judges.get(example.category, self.judges.get(ANY))
+
+    def _judges(self) -> list[Scorer]:
+        """Every scorer once; categories may share one."""
+        return list({id(judge): judge for judge in self.judges.values()}.values())
+
+    def _of_categories(self, examples: list[Example]) -> list[Example]:
+        known = dict.fromkeys(example.category for example in examples)
+        for category in self.categories or []:
+            if category not in known:
+                raise UserError(
+                    f"dataset.categories names '{category}', which {self.name} does not have."
+                    f"{did_you_mean(category, known)} Allowed: {', '.join(known)}."
+                )
+        return [example for example in examples if self.categories is None or example.category in self.categories]
+
+
+def choose(examples: Sequence[Example], limit: int | None, subset: Subset, seed: int) -> list[Example]:
+    """At most ``limit`` examples, in their order, spread over the categories as evenly as these allow.
+
+    One of each category is taken, then a second of each, and so on; with fewer places than categories, some get
+    none. ``random`` orders categories and examples by a hash of seed and name, so that a choice does not depend on
+    the rest of the file and grows with the limit.
+    """
+    order = list(range(len(examples)))
+    categories = list(dict.fromkeys(example.category for example in examples))
+    if subset == "random":
+        order.sort(key=lambda index: _lot(seed, examples[index].id))
+        categories.sort(key=lambda category: _lot(seed, category))
+    seen: Counter[str] = Counter()
+    places: list[tuple[int, int, int]] = []  # rank within the category, place of the category, index
+    for index in order:
+        category = examples[index].category
+        places.append((seen[category], categories.index(category), index))
+        seen[category] += 1
+    return [examples[index] for index in sorted(index for _, _, index in sorted(places)[:limit])]
+
+
+def _spare(wanted: Sequence[Example], chosen: Sequence[Example]) -> list[Example]:
+    taken, lengths = {example.id for example in chosen}, sorted(len(example.turns[0]) for example in chosen)
+    usual = lengths[len(lengths) // 2] if lengths else 0
+    return [example for example in wanted if example.id not in taken and len(example.turns[0]) <= usual]
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """Identifies what is asked and what is right, wherever it came from."""
+    content = [[e.id, e.category, e.turns, e.reference] for e in examples]
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
+
+
+def _lot(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"{seed}\x1f{name}".encode()).digest()
+
+
+def _reference(example: Example, turn: int) -> Any:
+    return None if example.reference is None else example.reference[turn]

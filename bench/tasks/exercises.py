@@ -1,0 +1,107 @@
+"""Exercises with an answer that is right or wrong: GSM8K and HumanEval."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal
+
+from bench.errors import UserError
+from bench.quality import Gsm8kScorer, HumanEvalScorer, Scorer
+from bench.sources import Revision, Row, Sources
+from bench.tasks.base import ANY, Example, Message, Subset, Task
+
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # notes for a calculator in the answers of GSM8K; no reader wants them
+
+
+class Gsm8k(Task):
+    """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 1,319 word problems of the test split.
+
+    Args:
+        n_shot: solved problems of the train split, its first ones, that are shown before each question.
+        limit: see ``Task``, as for the rest.
+    """
+
+    name = "gsm8k"
+
+    def __init__(
+        self,
+        n_shot: int = 0,
+        limit: int | None = None,
+        seed: int = 0,
+        subset: Subset = "first",
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(limit, seed, subset, categories)
+        if n_shot < 0:
+            raise UserError(f"dataset.n_shot came as {n_shot}; it must be at least 0. Set dataset.n_shot=N.")
+        self.n_shot = n_shot
+        self._shown: list[Message] = []
+
+    @cached_property
+    def judges(self) -> Mapping[str, Scorer]:
+        return {ANY: Gsm8kScorer()}
+
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        tables = [sources.get("gsm8k")]
+        if self.n_shot:
+            tables.append(sources.get("gsm8k_train"))
+            self._shown = [message for row in tables[1].rows[: self.n_shot] for message in _solved(row)]
+        examples = [
+            Example(f"gsm8k-{number}", "math_reasoning", (_problem(row),), (row["answer"],))
+            for number, row in enumerate(tables[0].rows)
+        ]
+        return examples, [table.revision for table in tables]
+
+    def messages(self, example: Example, turn: int, history: Sequence[str]) -> list[Message]:
+        return [*self._shown, *super().messages(example, turn, history)]
+
+
+class HumanEval(Task):
+    """HumanEval (Chen et al. 2021, arXiv 2107.03374): 164 Python functions to be completed.
+
+    Args:
+        allow_code_execution: run the answers, without which pass@1 is not measured. They run with limits and without
+            a network, but hostile code can do harm: use a container if you do not trust the model.
+        style: ``chat`` asks for the function, for instruction-tuned models; ``plain`` gives its beginning, as in
+            the paper.
+        limit: see ``Task``, as for the rest.
+    """
+
+    name = "humaneval"
+
+    def __init__(
+        self,
+        allow_code_execution: bool = False,
+        style: Literal["chat", "plain"] = "chat",
+        limit: int | None = None,
+        seed: int = 0,
+        subset: Subset = "first",
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(limit, seed, subset, categories)
+        self.allow_code_execution, self.style = allow_code_execution, style
+
+    @cached_property
+    def judges(self) -> Mapping[str, Scorer]:
+        return {ANY: HumanEvalScorer(self.allow_code_execution)}
+
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        table = sources.get("humaneval")
+        return [self._example(row) for row in table.rows], [table.revision]
+
+    def _example(self, row: Row) -> Example:
+        chat = f"Complete this Python function. Reply with the whole function.\n\n```python\n{row['prompt']}```"
+        reference = {key: row[key] for key in ("prompt", "entry_point", "test")}
+        asked = chat if self.style == "chat" else row["prompt"]
+        return Example(row["task_id"], "coding", (asked,), (reference,))
+
+
+def _problem(row: Row) -> str:
+    return f"{row['question']}\n\nSolve the problem step by step. Write the final number in a last line as: #### number"
+
+
+def _solved(row: Row) -> list[Message]:
+    answer = _CALCULATION.sub("", row["answer"])
+    return [{"role": "user", "content": _problem(row)}, {"role": "assistant", "content": answer}]

@@ -1,0 +1,55 @@
+"""What the tests share: one thread, no network, the folder with public data, the embedded model where it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SIBLING_DATA = ROOT.parent / "shared" / "data"
+
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skips = {
+        "network": "network" not in config.getoption("markexpr"),
+        "gpu": not torch.cuda.is_available(),
+        "slurm": shutil.which("slurmctld") is None,
+    }
+    for item in items:
+        for marker, skip in skips.items():
+            if skip and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"{marker} is not here, or was not asked for with -m {marker}"))
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder with the public data sets: DECODEBENCH_DATA, or shared/data beside the checkout."""
+    folder = Path(os.environ.get("DECODEBENCH_DATA") or SIBLING_DATA)
+    if not folder.is_dir():
+        pytest.skip("no data sets here; set DECODEBENCH_DATA to a folder that has them")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache_root() -> Path:
+    """Where fetched models lie: DECODEBENCH_CACHE, or data/cache of the checkout."""
+    return Path(os.environ.get("DECODEBENCH_CACHE") or ROOT / "data" / "cache")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(cache_root: Path) -> Path:
+    """The folder of the embedded model, converted; ``python -m bench.models fetch smollm2`` makes it."""
+    from bench.models import embedded_folder
+
+    folder = embedded_folder(cache_root)
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip("the embedded model is not here; python -m bench.models fetch smollm2")
+    return folder
