@@ -75,7 +75,9 @@ def greedy_reference(target: CausalLM, prompt: Tensor, limit: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def check_greedy_identity(make: Make, target: CausalLM, lengths: Sequence[int] = (1, 2, 9, 17), limit: int = 13) -> None:
+def check_greedy_identity(
+    make: Make, target: CausalLM, lengths: Sequence[int] = (1, 2, 9, 17), limit: int = 13
+) -> None:
     """EXACT decoders write the target's own greedy text, whatever the prompt length and the limit."""
     decoder = make(target, Sampling())
     for prompt, most in itertools.product(prompts(target.vocab_size, lengths), (1, limit)):
@@ -114,12 +116,21 @@ def check_counters(make: Make, target: CausalLM, limit: int = 10, batch: bool = 
             assert 0 <= step.accepted[row] <= step.depth[row] <= step.drafted[row], f"step {number}: {step}"
             assert step.drafted[row] < step.nodes or not step.drafted[row], f"step {number} drafted more than it scored"
             if new:
-                assert len(new) == step.accepted[row] + 1, f"step {number}: {len(new)} tokens, {step.accepted[row]} accepted"
+                assert len(new) == step.accepted[row] + 1, (
+                    f"step {number}: {len(new)} tokens, {step.accepted[row]} accepted"
+                )
     assert all(count >= limit for count in done), f"rows ended at {done} tokens, limit {limit}"
 
 
 def check_sampling(
-    make: Make, target: CausalLM, sampling: Sampling, *, horizon: int = 3, rows: int = 4096, seed: int = 0, level: float = 1e-4
+    make: Make,
+    target: CausalLM,
+    sampling: Sampling,
+    *,
+    horizon: int = 3,
+    rows: int = 4096,
+    seed: int = 0,
+    level: float = 1e-4,
 ) -> None:
     """The joint distribution of the first ``horizon`` tokens is the target's: chi-square at ``level``.
 
@@ -157,7 +168,9 @@ def joint_distribution(target: CausalLM, prompt: Tensor, sampling: Sampling, hor
     vocab = target.vocab_size
     joint = torch.ones((), dtype=torch.double)
     for length in range(horizon):
-        tails = torch.tensor(list(itertools.product(range(vocab), repeat=length)), dtype=torch.long).view(vocab**length, length)
+        tails = torch.tensor(list(itertools.product(range(vocab), repeat=length)), dtype=torch.long).view(
+            vocab**length, length
+        )
         ids = torch.cat([prompt.expand(len(tails), -1), tails], dim=1)
         with torch.no_grad():
             probs = sampling.probs(target.hf(ids).logits[:, -1])

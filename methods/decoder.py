@@ -73,7 +73,7 @@ class Decoder(Protocol):
     of a row may overshoot the limit: the runner trims, a method does not.
     """
 
-    guarantee: ClassVar[Guarantee] | Guarantee
+    guarantee: Guarantee
 
     def decode(self, prompts: list[Int[Tensor, "T"]], limit: int, rng: Generator) -> Iterator[Step]:
         """Decode ``prompts`` in lockstep, one row each.
@@ -166,9 +166,7 @@ class Rule(Protocol):
 
     guarantee: ClassVar[Guarantee]
 
-    def __call__(
-        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
-    ) -> Verdict:
+    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
         """Judge ``draft`` by the target's ``logits``.
 
         ``logits[:, 0]`` are the target's for the children of the root, ``logits[:, 1 + i]`` for the children

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from methods.engine import tree
 from methods.engine.families import PROVEN, UnsupportedModel
-from methods.engine.lm import CausalLM
 from methods.engine.linear import Linear, PackedLinear, make_linear, packable
+from methods.engine.lm import CausalLM
 
 MULTIPLIERS = {
     "granite": {

@@ -163,7 +163,9 @@ class TopTrees(DrawnTrees):
 def test_a_wrong_pairing_is_noticed(small_vocab):
     with pytest.raises(AssertionError, match="joint distribution differs"):
         contract.check_sampling(
-            lambda t, s: SpeculativeDecoder(t, s, TopTrees(8, 3, True), TreeWithReplacement()), small_vocab, Sampling(0.8)
+            lambda t, s: SpeculativeDecoder(t, s, TopTrees(8, 3, True), TreeWithReplacement()),
+            small_vocab,
+            Sampling(0.8),
         )
 
 

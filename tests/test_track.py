@@ -77,12 +77,12 @@ def test_an_offline_run_is_what_was_logged(folder: Path, tmp_path: Path, capfd: 
     # baseline 50 ms, method 24 ms, the same in all three prompts
     assert logged["speedup/total/value"] == pytest.approx(50 / 24)
     assert logged["tokens_per_step"] == 2.0 and logged["acceptance_at/0"] == 1.0
-    assert logged["verdict/valid"] is True or logged["verdict/valid"] == 1
+    assert logged["verdict/valid"] is True
     assert not any("energy" in key for key in logged)  # not measured, so not there
 
     (history,) = found["history"]
-    histogram = history["item"]["step_s"]
-    assert histogram["_type"] == "histogram" and sum(histogram["values"]) == 6  # two rounds in each of three prompts
+    assert history["item"]["step_s._type"] == "histogram"
+    assert sum(history["item"]["step_s.values"]) == 6  # two rounds in each of three prompts
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/generations*.json")
     texts = json.loads(table.read_text())
     assert [line[0] for line in texts["data"]] == ["1/1", "2/1", "3/1"]
@@ -90,7 +90,7 @@ def test_an_offline_run_is_what_was_logged(folder: Path, tmp_path: Path, capfd: 
     artifacts = {artifact["type"]: artifact for artifact in found["artifact"]}
     assert artifacts["samples"]["name"] == f"samples-{RUN_ID}"
     assert [entry["path"] for entry in artifacts["samples"]["manifest"]["contents"]] == ["samples.jsonl"]
-    assert found["exit"] == [{"exit_code": 0}] or found["exit"][0].get("exit_code", 0) == 0
+    assert found["exit"] == [{"exit_code": 0}]
 
 
 def test_two_runs_in_one_process_are_two_runs_there(folder: Path, tmp_path: Path) -> None:

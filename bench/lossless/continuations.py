@@ -51,7 +51,8 @@ def _next_probs(target: CausalLM, prompt: list[int], prefixes: list[tuple[int, .
 def _expand(grown: Sequences, prefix: tuple[int, ...], mass: float, probs: Tensor, floor: float) -> None:
     joint = probs.double() * mass
     for token in (joint >= floor).nonzero()[:, 0].tolist():
-        grown[(*prefix, token)] = float(joint[token])
+        sequence = (*prefix, token)
+        grown[sequence] = float(joint[token])
 
 
 def drawn_continuations(

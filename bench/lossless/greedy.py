@@ -48,7 +48,7 @@ def compare_prompt(
     first = differs[0] if differs else (length if len(wanted) != len(found) else None)
     report = check(lm, prompt, found, tolerance)
     return Identity(
-        name, len(found), first is None, first, report.exact, report.near_tie, report.violation, report.max_gap
+        name, len(found), first is None, first, report.exact, report.near_ties, report.violations, report.max_gap
     )
 
 

@@ -102,11 +102,14 @@ def check(config: PretrainedConfig) -> None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in PROVEN_ROPE:
         raise UnsupportedModel(
-            f"Rotary scaling '{rope}' of this {config.model_type} model is not proven. Proven: {', '.join(PROVEN_ROPE)}. "
+            f"Rotary scaling '{rope}' of this {config.model_type} model is not proven. Proven: "
+            f"{', '.join(PROVEN_ROPE)}. "
             "Choose a variant of the model without it (for Phi-3: a 4k one)."
         )
     if getattr(config, "clip_qkv", None) is not None:
-        raise UnsupportedModel("This OLMo model clips queries and keys (clip_qkv), which is not proven. Choose another.")
+        raise UnsupportedModel(
+            "This OLMo model clips queries and keys (clip_qkv), which is not proven. Choose another."
+        )
 
 
 def max_positions(config: PretrainedConfig) -> int:
@@ -157,7 +160,7 @@ def _norms_after(layer: nn.Module) -> bool:
 
 def _join(module: nn.Module, names: tuple[str, ...], form: LinearForm) -> Linear:
     parts = [module.get_submodule(name) for name in names]
-    return make_linear([p.weight.detach() for p in parts], [p.bias for p in parts], form)  # type: ignore[operator,union-attr,misc]
+    return make_linear([p.weight.detach() for p in parts], [p.bias for p in parts], form)  # type: ignore[operator,misc]
 
 
 def release(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,15 +109,15 @@ class CausalLM:
         return cls(model.eval(), linear, keep_hf)
 
     def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
-        base = model.model
-        embedding = model.get_input_embeddings()
+        base: Any = model.model
+        embedding: Any = model.get_input_embeddings()
         self._embedding = embedding.weight.detach()
         self._embed_scale = float(getattr(embedding, "scalar_embed_scale", 1.0)) * float(
             getattr(self.config, "embedding_multiplier", 1.0)
         )
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._rope = RotaryTable(base.rotary_emb, self.device, self.dtype)
-        head = model.get_output_embeddings()
+        head: Any = model.get_output_embeddings()
         self._final_norm: Rows = families.read_norm(base.norm)  # type: ignore[assignment]
         self._head: Linear = make_linear([head.weight.detach()], [head.bias], linear)
         self.layers: list[Layer] = []
@@ -162,15 +163,15 @@ class CausalLM:
         view.__dict__.update(self.__dict__)
         view.skipped_attention = self.skipped_attention | frozenset(attention)
         view.skipped_mlp = self.skipped_mlp | frozenset(mlp)
-        view.name = f"{self.name} without {len(view.skipped_attention)} attention and {len(view.skipped_mlp)} mlp layers"
+        view.name = (
+            f"{self.name} without {len(view.skipped_attention)} attention and {len(view.skipped_mlp)} mlp layers"
+        )
         return view
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, drafts in flight included."""
         kept = [i for i in range(self.n_layers) if i not in self.skipped_attention]
-        return Cache(
-            kept, batch, capacity, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device
-        )
+        return Cache(kept, batch, capacity, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
 
     # -- a pass in three acts: begin, run (any layers, in any portions), head ---------------------------------------
 

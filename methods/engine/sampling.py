@@ -33,7 +33,7 @@ class Sampling:
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(
                 f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p} came; temperature >= 0, "
-                "top_k >= 0 and 0 < top_p <= 1 are allowed. Temperature 0 is greedy, top_k 0 and top_p 1 keep all tokens."
+                "top_k >= 0 and 0 < top_p <= 1 are allowed. Temperature 0 is greedy; top_k 0 and top_p 1 keep all."
             )
 
     @property

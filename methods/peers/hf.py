@@ -56,9 +56,11 @@ class HFGenerate:
 
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
         if target.hf is None:
-            raise ValueError(f"{type(self).__name__} needs the Hugging Face model, which was released. Use keep_hf=True.")
+            raise ValueError(
+                f"{type(self).__name__} needs the Hugging Face model, which was released. Use keep_hf=True."
+            )
         self.target, self.sampling = target, sampling
-        self.model: PreTrainedModel = target.hf
+        self.model: Any = target.hf
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; stops at end-of-sequence by itself, as transformers does."""
@@ -124,8 +126,8 @@ class HFAssistedBase(HFGenerate):
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         if len(prompts) != 1:
             raise ValueError(
-                f"{type(self).__name__} got a batch of {len(prompts)}; transformers' assisted generation takes one row. "
-                "Set batch_size=1."
+                f"{type(self).__name__} got a batch of {len(prompts)}; transformers' assisted generation takes one "
+                "row. Set batch_size=1."
             )
         yield from super().decode(prompts, limit, rng)
 
@@ -186,7 +188,10 @@ class HFAssisted(HFAssistedBase):
     ) -> None:
         super().__init__(target, sampling)
         if (draft_model is None) == (not skip_layers):
-            raise ValueError("hf_assisted needs one drafter: method.draft_model=NAME or method.skip_layers=[..], not both.")
+            raise ValueError(
+                "hf_assisted needs one drafter: method.draft_model=NAME with method.skip_layers=[], or method.skip_layers=[..] "
+                "with method.draft_model=null."
+            )
         if draft_model is not None and draft_model.hf is None:
             raise ValueError("The draft model of hf_assisted must keep its Hugging Face model (keep_hf=True).")
         drafter = draft_model.hf if draft_model is not None else without_layers(self.model, skip_layers)
@@ -194,7 +199,7 @@ class HFAssisted(HFAssistedBase):
         self.drafter, self.gamma, self.confidence = drafter, gamma, confidence
 
     def _arguments(self) -> dict[str, Any]:
-        # The options of the assistant itself are what transformers reads, and changes; a copy per call keeps prompts apart.
+        # transformers reads the assistant's own options, and changes them; a copy per call keeps prompts apart.
         self.drafter.generation_config = copy.deepcopy(self.drafter.generation_config)
         self.drafter.generation_config.num_assistant_tokens = self.gamma
         self.drafter.generation_config.num_assistant_tokens_schedule = "constant"
@@ -202,7 +207,7 @@ class HFAssisted(HFAssistedBase):
         return {"assistant_model": self.drafter}
 
 
-def without_layers(model: PreTrainedModel, skip: Collection[int]) -> PreTrainedModel:
+def without_layers(model: Any, skip: Collection[int]) -> PreTrainedModel:
     """A model that shares the weights of ``model`` but leaves out whole layers."""
     base = model.model
     kept = [layer for index, layer in enumerate(base.layers) if index not in skip]
@@ -223,7 +228,7 @@ def without_layers(model: PreTrainedModel, skip: Collection[int]) -> PreTrainedM
     return view
 
 
-def _renumber(layer: torch.nn.Module, place: int) -> torch.nn.Module:
+def _renumber(layer: Any, place: int) -> torch.nn.Module:
     """The same layer at another place of the key/value cache."""
     moved = copy.copy(layer)
     moved.__dict__ = dict(layer.__dict__)

@@ -140,8 +140,8 @@ def _drafter(
     skips = bool(skip_attention) or bool(skip_mlp)
     if draft is None and not skips:
         raise ValueError(
-            "speculative_sampling has no drafter. Name one (method.draft_model=HUB_ID_OR_PATH), or layers of the target "
-            "to leave out (method.skip_attention=[..] method.skip_mlp=[..])."
+            "speculative_sampling has no drafter. Name one (method.draft_model=HUB_ID_OR_PATH), or layers of the "
+            "target to leave out (method.skip_attention=[..] method.skip_mlp=[..])."
         )
     if draft is not None and skips:
         raise ValueError("Both method.draft_model and method.skip_attention/skip_mlp are set. Keep one of the two.")

@@ -62,7 +62,12 @@ class PromptLookupDrafter:
     taps: Sequence[int] = ()
 
     def __init__(
-        self, gamma: int, max_ngram: int, min_ngram: int, scope: Literal["text", "prompt"], pick: Literal["first", "last"]
+        self,
+        gamma: int,
+        max_ngram: int,
+        min_ngram: int,
+        scope: Literal["text", "prompt"],
+        pick: Literal["first", "last"],
     ) -> None:
         self.nodes = gamma
         self._sizes = range(max_ngram, min_ngram - 1, -1)
@@ -122,7 +127,7 @@ class PromptLookup(SpeculativeDecoder):
             raise ValueError(f"gamma={gamma} drafts nothing; give at least 1, or use method=autoregressive.")
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(
-                f"min_ngram={min_ngram} and max_ngram={max_ngram} name no n-gram; 1 <= min_ngram <= max_ngram is needed."
+                f"min_ngram={min_ngram} and max_ngram={max_ngram} name no n-gram; 1 <= min_ngram <= max_ngram."
             )
         drafter = PromptLookupDrafter(gamma, max_ngram, min_ngram, scope, pick)
         super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False))

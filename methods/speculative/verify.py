@@ -23,9 +23,7 @@ class ExactRule:
 
     guarantee: ClassVar[Guarantee] = Guarantee.EXACT
 
-    def __call__(
-        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
-    ) -> Verdict:
+    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
         """See ``methods.decoder.Rule``."""
         return self.judge(draft, sampling.probs(logits), rng)
 
@@ -40,9 +38,7 @@ class Greedy(ExactRule):
     Without a draft and at a temperature it draws the bonus from p, so that it serves the baseline too.
     """
 
-    def __call__(
-        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
-    ) -> Verdict:
+    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
         if sampling.greedy:
             return follow(draft, logits.argmax(-1))
         assert draft.tokens.shape[1] == 0, "the greedy rule cannot judge a draft at a temperature"
@@ -118,6 +114,7 @@ class BlockRejection(ExactRule):
 
     @staticmethod
     def _weights(draft: Draft, probs: Tensor, present: Bool[Tensor, "B N"]) -> Float[Tensor, "B M"]:
+        assert draft.probs is not None
         p, q = _of_tokens(probs[:, :-1], draft.tokens), _of_tokens(draft.probs, draft.tokens)
         weights = [torch.ones_like(probs[:, 0, 0])]
         for ratio in torch.where(present, p / q.clamp(min=1e-30), 0.0).unbind(1):
@@ -148,14 +145,15 @@ class TreeWithReplacement(ExactRule):
     ) -> tuple[Bool[Tensor, "B"], Float[Tensor, "B V"], Int[Tensor, "B"]]:
         """One level: p, at any scale, loses what rejected children take.
 
-        Returns who descended, what is left of p, and the last rejected token, for rows of which rounding leaves nothing.
+        Returns who descended, what is left of p, and the last rejected token, for rows where rounding leaves nothing.
         """
         assert draft.probs is not None
         candidates = walk.children()
         rank = candidates.cumsum(1) * candidates
         open_rows = walk.alive
         moved, columns = torch.zeros_like(open_rows), torch.zeros_like(walk.node)
-        p_mass, q_mass = left.sum(1, keepdim=True), 1.0
+        p_mass = left.sum(1, keepdim=True)
+        q_mass = torch.ones_like(p_mass)
         gone: Tensor | None = None
         for turn in range(1, draft.max_width + 1):
             here = rank == turn
@@ -181,8 +179,8 @@ class TreeWithReplacement(ExactRule):
 class TreeWithoutReplacement(TreeWithReplacement):
     """Siblings drawn without replacement: q loses every earlier sibling and is renormalised before it judges.
 
-    Li et al. 2024 (EAGLE), arXiv 2401.15077, sec. 3.3; Jeon et al. 2024 (RSD), arXiv 2402.14160. Judging with the unmasked q
-    is biased by a total variation of about 0.015.
+    Li et al. 2024 (EAGLE), arXiv 2401.15077, sec. 3.3; Jeon et al. 2024 (RSD), arXiv 2402.14160. Judging with the
+    unmasked q is biased by a total variation of about 0.015.
     """
 
     masks_siblings = True
@@ -197,13 +195,13 @@ class RelaxedRule:
 
     guarantee: ClassVar[Guarantee] = Guarantee.RELAXED
 
-    def __call__(
-        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
-    ) -> Verdict:
+    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
         """See ``methods.decoder.Rule``."""
-        log_probs = (logits.double() if logits.dtype == torch.float64 else logits.float()).div(
-            sampling.temperature or 1.0
-        ).log_softmax(-1)
+        log_probs = (
+            (logits.double() if logits.dtype == torch.float64 else logits.float())
+            .div(sampling.temperature or 1.0)
+            .log_softmax(-1)
+        )
         behind_parent = log_probs.gather(1, (draft.parents + 1)[:, :, None].expand(-1, -1, log_probs.shape[-1]))
         fits = self.fits(draft.tokens.clamp(min=0), behind_parent) & (draft.tokens != ABSENT)
         return _longest(draft, fits, _of_tokens(behind_parent, draft.tokens), log_probs.argmax(-1))
@@ -256,14 +254,16 @@ class Distance(RelaxedRule):
 
 
 class TopBetaGap(RelaxedRule):
-    """d is among the beta most likely and log p(top) - log p(d) <= tau. Xia et al. 2023 (SpecDec), arXiv 2203.16487, eq. 5-6.
+    """d is among the beta most likely and log p(top) - log p(d) <= tau. beta = 1 is exact.
 
-    beta = 1 is exact.
+    Xia et al. 2023 (SpecDec), arXiv 2203.16487, eq. 5-6.
     """
 
     def __init__(self, beta: int = 3, tau: float = 1.0) -> None:
         if beta < 1 or tau < 0:
-            raise ValueError(f"beta={beta}, tau={tau} came; beta >= 1 and tau >= 0 are allowed. beta=1 is the exact rule.")
+            raise ValueError(
+                f"beta={beta}, tau={tau} came; beta >= 1 and tau >= 0 are allowed. beta=1 is the exact rule."
+            )
         self.top, self.tau = TopK(beta), tau
 
     def fits(self, tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
@@ -279,9 +279,7 @@ class MinimumBlock(RelaxedRule):
             raise ValueError(f"length={length} came; at least 0 is needed.")
         self.length, self.rule = length, rule
 
-    def __call__(
-        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
-    ) -> Verdict:
+    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
         assert draft.is_chain, "a minimum block is defined for chains"
         self._forced = torch.arange(draft.tokens.shape[1], device=logits.device) < self.length
         return super().__call__(draft, logits, sampling, rng)
@@ -461,7 +459,7 @@ def _subtract(
 
 
 def _draw_or(weights: Float[Tensor, "B V"], spare: Int[Tensor, "B"], rng: Generator) -> Int[Tensor, "B"]:
-    """One draw per row; ``spare`` where rounding left a row without weight (p = q, and a rejection of probability 0)."""
+    """One draw per row; ``spare`` where rounding left no weight (p = q, and a rejection that had no probability)."""
     return torch.where(weights.amax(1) > 0, draw(weights, rng), spare)
 
 
