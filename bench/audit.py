@@ -260,7 +260,7 @@ def _id_faults(sample: Sample, ends: frozenset[int]) -> Iterator[str]:
     if not sample.n_output_tokens == len(ids) == kept:
         yield f"reported {sample.n_output_tokens} tokens, kept {len(ids)} ids, counted {kept} in its steps"
     ended = [position for position, token in enumerate(ids) if token in ends]
-    if len(ended) > 1 or (ended and ended[0] != len(ids) - 1):
+    if ended and ended[0] != len(ids) - 1:
         yield f"end-of-sequence at token {ended[0] + 1} of {len(ids)}"
     elif ends and (sample.finish == "eos") != bool(ended):
         yield f"finish is {sample.finish!r}, but the text {'ends' if ended else 'does not end'} in end-of-sequence"

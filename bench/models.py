@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from bench.config import PathsConfig
 from bench.errors import UserError
@@ -37,6 +37,7 @@ class Read(NamedTuple):
     sha256: str | None
 
 
+@runtime_checkable
 class Source(Protocol):
     """One way to get a model; the ``model`` group of the config names a class of this kind."""
 
@@ -181,8 +182,20 @@ def _source(model: Mapping[str, Any]) -> Source:
     from bench.build import build_model
 
     target = _BY_NAME.get(str(model["name"]), _ELSE)
-    source: Source = build_model({"_target_": target, **model})
+    source = build_model({"_target_": target, **model})
+    if not isinstance(source, Source):
+        raise UserError(
+            f"model._target_ came as {model['_target_']!r}, which is no source of models. Choose a config by name "
+            "instead (python -m bench list models)."
+        )
     return source
+
+
+def embedded_folder(cache: Path) -> Path:
+    """Where the embedded model lies once it is fetched."""
+    from bench.embedded import SMOLLM2
+
+    return SMOLLM2.folder(cache)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -105,7 +105,7 @@ def _speed_up(summary: Mapping[str, Any]) -> list[str]:
     speedup, total = summary["speedup"], summary["speedup"]["total"]
     details = [
         f"95 % {_range(total)}",
-        "total time, paired by prompt",
+        f"total time, {_plural(total['n'] or 0, 'pair')}",
         f"predicted {_times(summary['predicted_speedup'])}",
     ]
     per_token = speedup.get("per_token")

@@ -71,7 +71,7 @@ smollm2 (Some(R) Processor(TM) 8481C CPU @ 2.70GHz, bfloat16, 2 threads)   mtben
 greedy, batch 1
 eagle vs autoregressive, interleaved
 
-  speed-up        1.46x      95 % 1.43-1.49   total time, paired by prompt   predicted 1.48x
+  speed-up        1.46x      95 % 1.43-1.49   total time, 4 pairs   predicted 1.48x
   tokens/step     3.00       acceptance 0.50   by position 1.00 0.67 0.33 0.00
   tokens/s        34.2       was 23.5   TTFT 0.21 s  TPOT 9.17 ms  p90 step 29 ms
   memory          480 MiB    +43 MiB against the baseline

@@ -17,10 +17,10 @@ from torch import Generator, Tensor
 
 from methods.decoder import ABSENT, Draft
 from methods.engine.sampling import Sampling
+from methods.speculative.verify import ExactRule
 
-Kind = Literal["chain", "with_replacement", "without_replacement", "top", "given"]
-Judge = Callable[[Draft, Float[Tensor, "B M V"], Generator], "object"]
-_ROWS = 64  # rounds judged at once: 64 rows of 49,152 probabilities stay near the processor
+Kind = Literal["chain", "with_replacement", "without_replacement", "top", "top_as_drawn", "given"]
+_ROWS = 32  # rounds judged at once: so many rows of 49,152 probabilities stay near the processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Arrangement:
     Attributes:
         name: what the tables call it.
         kind: ``chain``: one token drawn from q; ``with_replacement``, ``without_replacement``: ``children`` siblings
-            drawn from q; ``top``: the ``children`` most likely tokens of q; ``given``: the drafter's own tokens.
+            drawn from q; ``top``: the ``children`` most likely tokens of q, ``top_as_drawn``: the same passed off as drawn;
+            ``given``: the drafter's own tokens.
         rule: the verification rule under test.
         children: siblings per draft.
         exact: whether the rule claims to be exact (a control does not keep that claim).
@@ -38,7 +39,7 @@ class Arrangement:
 
     name: str
     kind: Kind
-    rule: object
+    rule: ExactRule
     children: int = 1
     exact: bool = True
 
@@ -66,7 +67,7 @@ def first_tokens(
     for rows in _batches(draws):
         draft = source.draft(rows)
         probs = target_probs.expand(rows, draft.tokens.shape[1] + 1, -1)
-        verdict = arrangement.rule.judge(draft, probs, rng)  # type: ignore[attr-defined]
+        verdict = arrangement.rule.judge(draft, probs, rng)
         chosen = draft.tokens.gather(1, verdict.path[:, :1].clamp(min=0))[:, 0]
         first = torch.where(verdict.path[:, 0] == ABSENT, verdict.bonus, chosen)
         counts += torch.bincount(first, minlength=len(counts))
@@ -96,16 +97,16 @@ class _Source:
         """``rows`` independent drafts whose nodes are all children of the root."""
         tokens = self._tokens(rows)
         nodes = tokens.shape[1]
-        drawn = self.arrangement.kind in ("chain", "with_replacement", "without_replacement")
+        drawn = self.arrangement.kind not in ("top", "given")
         probs = self.probs.expand(rows, nodes, -1) if drawn else None
         if nodes == 1:
             return Draft.chain(tokens, probs)
         parents = tokens.new_full((rows, nodes), -1)
-        return Draft(tokens, parents, probs, depths=[1] * rows, levels=1)
+        return Draft(tokens, parents, probs, depths=[1] * rows, levels=1, width=nodes)
 
     def _tokens(self, rows: int) -> Int[Tensor, "B k"]:
         kind, children = self.arrangement.kind, self.arrangement.children
-        if kind in ("top", "given"):
+        if kind in ("top", "top_as_drawn", "given"):
             assert self._fixed is not None
             return self._fixed.expand(rows, -1)
         tokens = self._draw(rows * children).view(rows, children)

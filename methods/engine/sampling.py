@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 _BLOCK = 256  # probabilities summed at once when a token is drawn
+_COLDEST = 1e-6  # below, logits / temperature leaves the range of float32 and the softmax becomes NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Sampling:
     """How the target's distribution is processed before a token is drawn, in this order.
 
     Attributes:
-        temperature: 0 is greedy decoding; otherwise logits are divided by it.
+        temperature: 0 is greedy decoding; otherwise logits are divided by it (1e-6 at least, finite).
         top_k: keep the k most likely tokens (exactly k, also among equals); 0 keeps all.
         top_p: keep the shortest list of most likely tokens whose mass reaches top_p, at least one; 1.0 keeps all.
 
@@ -30,10 +32,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+        warm = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
+        if not (warm and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p} came; temperature >= 0, "
-                "top_k >= 0 and 0 < top_p <= 1 are allowed. Temperature 0 is greedy; top_k 0 and top_p 1 keep all."
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p} came; temperature 0 or from "
+                f"{_COLDEST} on, top_k >= 0 and 0 < top_p <= 1 are allowed. "
+                "Set temperature 0 for greedy decoding, top_k 0 and top_p 1 to keep all tokens."
             )
 
     @property
@@ -59,17 +63,18 @@ def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*ba
     """One categorical draw per row of non-negative weights, which need not sum to 1.
 
     Inverse transform in two steps, over blocks and inside one, with running sums in float64: one pass over the
-    weights, no bias in the far tail, and never a token of weight 0. A row without any weight gives its last token.
+    weights, no bias in the far tail, and never a token of weight 0. A row without any weight gives token 0.
     """
     flat = weights.reshape(-1, weights.shape[-1])
     rows, vocab = flat.shape
-    blocks = F.pad(flat, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    size = min(_BLOCK, vocab)
+    blocks = F.pad(flat, (0, -vocab % size)).view(rows, -(-vocab // size), size)
     outer = blocks.sum(-1, dtype=flat.dtype).double().cumsum(-1)
     spot = torch.rand(rows, 1, dtype=torch.float64, device=flat.device, generator=rng) * outer[:, -1:]
     block = _first_above(outer, spot)
     before = torch.where(block > 0, outer.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
-    token = block * _BLOCK + _first_above(inner, spot - before)
+    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, size))[:, 0].double().cumsum(-1)
+    token = block * size + _first_above(inner, spot - before)
     return token[:, 0].clamp(max=vocab - 1).view(weights.shape[:-1])
 
 

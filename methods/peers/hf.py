@@ -189,7 +189,7 @@ class HFAssisted(HFAssistedBase):
         super().__init__(target, sampling)
         if (draft_model is None) == (not skip_layers):
             raise ValueError(
-                "hf_assisted needs one drafter: method.draft_model=NAME with method.skip_layers=[], or method.skip_layers=[..] "
+                "hf_assisted needs one drafter: method.draft_model=NAME with method.skip_layers=[], or layers in skip_layers "
                 "with method.draft_model=null."
             )
         if draft_model is not None and draft_model.hf is None:

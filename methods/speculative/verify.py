@@ -134,46 +134,43 @@ class TreeWithReplacement(ExactRule):
         if draft.probs is None:
             return DeterministicTree().judge(draft, probs, rng)
         walk = _Walk(draft)
-        left, spare = _behind(probs, walk.node), torch.zeros_like(walk.node)
+        bonus = torch.zeros_like(walk.node)
         for _ in range(draft.max_depth):
-            moved, left, spare = self._try_children(walk, draft, left, spare, rng)
-            left = torch.where(moved[:, None], _behind(probs, walk.node), left)
-        return walk.verdict(_draw_or(left, spare, rng))
+            before = walk.alive
+            found, column, rest = self._try_children(walk, draft, _behind(probs, walk.node), rng)
+            bonus = torch.where(before & ~found, rest, bonus)
+            walk.descend(found, column)
+        return walk.verdict(torch.where(walk.alive, draw(_behind(probs, walk.node), rng), bonus))
 
     def _try_children(
-        self, walk: _Walk, draft: Draft, left: Float[Tensor, "B V"], spare: Int[Tensor, "B"], rng: Generator
-    ) -> tuple[Bool[Tensor, "B"], Float[Tensor, "B V"], Int[Tensor, "B"]]:
-        """One level: p, at any scale, loses what rejected children take.
-
-        Returns who descended, what is left of p, and the last rejected token, for rows where rounding leaves nothing.
-        """
+        self, walk: _Walk, draft: Draft, p: Float[Tensor, "B V"], rng: Generator
+    ) -> tuple[Bool[Tensor, "B"], Int[Tensor, "B"], Int[Tensor, "B"]]:
+        """One level: who found a child to keep, its column, and for the others a draw from what is left of p."""
         assert draft.probs is not None
         candidates = walk.children()
         rank = candidates.cumsum(1) * candidates
-        open_rows = walk.alive
-        moved, columns = torch.zeros_like(open_rows), torch.zeros_like(walk.node)
-        p_mass = left.sum(1, keepdim=True)
-        q_mass = torch.ones_like(p_mass)
+        left, left_mass = p, p.sum(1, keepdim=True)
+        q_mass = torch.ones_like(left_mass)
+        found, chosen, last = torch.zeros_like(walk.alive), torch.zeros_like(walk.node), torch.zeros_like(walk.node)
         gone: Tensor | None = None
         for turn in range(1, draft.max_width + 1):
-            here = rank == turn
-            column = here.int().argmax(1)
-            tried = here.any(1) & open_rows
+            column = (rank == turn).int().argmax(1)
+            tried = (rank == turn).any(1) & ~found
             token = draft.tokens.gather(1, column[:, None]).clamp(min=0)
             q = _behind(draft.probs, column)
-            seen = None if gone is None else (gone == token).any(1, keepdim=True)
-            q_token = q.gather(1, token) if seen is None else q.gather(1, token).masked_fill(seen, 0.0)
-            luck = torch.rand(p_mass.shape, dtype=left.dtype, device=left.device, generator=rng)
-            accepted = (luck * q_token * p_mass < left.gather(1, token) * q_mass)[:, 0] & tried
-            share = torch.where((tried & ~accepted)[:, None], p_mass / q_mass, 0.0)
-            left, p_mass = _subtract(left, q, share, gone, first=turn == 1)
+            q_token = q.gather(1, token)
+            if gone is not None:
+                q_token = q_token.masked_fill((gone == token).any(1, keepdim=True), 0.0)
+            luck = torch.rand(left_mass.shape, dtype=p.dtype, device=p.device, generator=rng)
+            kept = (luck * q_token * left_mass < left.gather(1, token) * q_mass)[:, 0] & tried
+            share = torch.where((tried & ~kept)[:, None], left_mass / q_mass, 0.0)
+            left, left_mass = _subtract(left, q, share, gone, fresh=turn == 1)
             if self.masks_siblings:
                 gone = token if gone is None else torch.cat([gone, token], dim=1)
                 q_mass = (q_mass - q_token).clamp(min=1e-30)
-            columns, moved = torch.where(accepted, column, columns), moved | accepted
-            spare = torch.where(tried & ~accepted, token[:, 0], spare)
-            open_rows = open_rows & ~accepted
-        return walk.descend(moved, columns), left, spare
+            chosen, last = torch.where(kept, column, chosen), torch.where(tried, token[:, 0], last)
+            found = found | kept
+        return found, chosen, _draw_or(left, left_mass, last, rng)
 
 
 class TreeWithoutReplacement(TreeWithReplacement):
@@ -434,8 +431,8 @@ def _draw_residual(
     rejected = draft.tokens.gather(1, inside[:, None])
     share = ((column[:, None] < nodes) & (rejected != ABSENT)).to(probs.dtype)
     share = share if scale is None else share * scale
-    left, _ = _subtract(_behind(probs, column), _behind(draft.probs, inside), share)
-    return _draw_or(left, rejected[:, 0], rng)
+    left, mass = _subtract(_behind(probs, column), _behind(draft.probs, inside), share)
+    return _draw_or(left, mass, rejected[:, 0], rng)
 
 
 def _subtract(
@@ -443,24 +440,26 @@ def _subtract(
     q: Float[Tensor, "B V"],
     share: Float[Tensor, "B 1"],
     spared: Int[Tensor, "B k"] | None = None,
-    first: bool = True,
+    fresh: bool = True,
 ) -> tuple[Float[Tensor, "B V"], Float[Tensor, "B 1"]]:
     """max(p - share q, 0) and its mass; ``spared`` tokens lose nothing.
 
     Args:
-        first: make a new tensor; otherwise p is overwritten.
+        fresh: make a new tensor; otherwise p is overwritten.
     """
     kept = None if spared is None else p.gather(1, spared)
-    left = torch.addcmul(p, q, share, value=-1.0) if first else p.addcmul_(q, share, value=-1.0)
+    left = torch.addcmul(p, q, share, value=-1.0) if fresh else p.addcmul_(q, share, value=-1.0)
     left.clamp_(min=0)
     if kept is not None and spared is not None:
         left.scatter_(1, spared, kept)
     return left, left.sum(1, keepdim=True)
 
 
-def _draw_or(weights: Float[Tensor, "B V"], spare: Int[Tensor, "B"], rng: Generator) -> Int[Tensor, "B"]:
+def _draw_or(
+    weights: Float[Tensor, "B V"], mass: Float[Tensor, "B 1"], spare: Int[Tensor, "B"], rng: Generator
+) -> Int[Tensor, "B"]:
     """One draw per row; ``spare`` where rounding left no weight (p = q, and a rejection that had no probability)."""
-    return torch.where(weights.amax(1) > 0, draw(weights, rng), spare)
+    return torch.where(mass[:, 0] > 0, draw(weights, rng), spare)
 
 
 def _is_argmax(tokens: Int[Tensor, "B N"], log_probs: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:

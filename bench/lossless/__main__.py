@@ -1,0 +1,116 @@
+"""``python -m bench.lossless experiment=greedy|sampling|joint method=... model=... draws=...``"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import preflight
+from bench.arguments import did_you_mean
+from bench.cli import INVALID, OK, report_failure
+from bench.config import RunConfig, run_id
+from bench.errors import UserError
+
+if TYPE_CHECKING:
+    from bench.lossless.experiments import Lab
+
+_HELP = """\
+Does speculative sampling cost accuracy? Repeat the experiments on any exact method and model.
+
+Try:
+  python -m bench.lossless experiment=greedy method=prompt_lookup
+  python -m bench.lossless experiment=sampling method=speculative_sampling draws=100000
+  python -m bench.lossless experiment=joint method=speculative_sampling draws=2000 batch_size=64
+
+Experiments:
+  greedy     the same prompts by the target alone and by the method at temperature 0, token for token
+  sampling   the first token of four prompts, drawn by every verification rule that fits; wrong rules are to be caught
+  joint      whole short continuations by the full decoder, against the target's exact joint distribution
+
+Settings:
+  draws=1000000        per prompt, temperature and rule
+  temperatures=[0.7,1.0]
+  level=0.01           chance of a false alarm over all tests together
+  children=3           siblings per draft of the tree rules
+  horizon=3            tokens of a continuation (joint)
+  floor=0.001          continuations at least this likely are told apart (joint)
+  controls=true        run the known-wrong rules too (sampling)
+  and method, model, sampling, hardware, seed, max_new_tokens and batch_size as in python -m bench
+
+Exit codes: 0 as promised, 1 failed, 2 bad input, 3 an exact rule failed or a wrong one was not caught."""
+
+EXPERIMENTS = ("greedy", "sampling", "joint")
+SETTINGS = ("draws", "temperatures", "level", "children", "horizon", "floor", "controls")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one experiment; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in words or "--help" in words:
+        print(_HELP)
+        return OK
+    try:
+        experiment, settings, overrides = split(words)
+        return run(experiment, settings, preflight.compose(overrides))
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error)
+
+
+def split(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
+    """The experiment, the laboratory's own settings, and the rest, which configures the run.
+
+    Raises:
+        UserError: no experiment, an unknown one, or a value that cannot be read.
+    """
+    import yaml
+
+    own = {"experiment", *SETTINGS}
+    settings: dict[str, Any] = {}
+    overrides = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in own:
+            settings[key] = yaml.safe_load(value)
+        else:
+            overrides.append(word)
+    experiment = settings.pop("experiment", None)
+    if experiment not in EXPERIMENTS:
+        hint = did_you_mean(str(experiment), EXPERIMENTS)
+        raise UserError(f"experiment came as {experiment!r}.{hint} Choose one: experiment={'|'.join(EXPERIMENTS)}")
+    return experiment, settings, overrides
+
+
+def run(experiment: str, settings: dict[str, Any], cfg: RunConfig) -> int:
+    """Load, experiment, record, print."""
+    from dataclasses import asdict
+
+    from bench import build, hardware, models
+    from bench.arguments import check_arguments
+    from bench.lossless import experiments, report
+
+    check_arguments(experiments.Lab, settings)
+    lab: Lab = experiments.Lab(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+    build.check(cfg)
+    hardware.set_threads(cfg.hardware.threads)
+    experiments.keep_freed_memory()
+    loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=build.needs_hf(cfg.method))
+    work = {
+        "greedy": experiments.greedy_identity,
+        "sampling": experiments.first_token_sampling,
+        "joint": experiments.joint_sampling,
+    }[experiment]
+    begin = datetime.now(timezone.utc)
+    result = work(cfg, lab, loaded)
+    seconds = (datetime.now(timezone.utc) - begin).total_seconds()
+    name = run_id(cfg, experiment=experiment, lab=asdict(lab), revision=loaded.revision)
+    folder = Path(cfg.paths.results) / "lossless" / f"{experiment}-{name}"
+    report.write(folder, experiment, cfg, lab, loaded, result, begin, seconds)
+    print(report.render(experiment, result, folder, cfg))
+    return OK if result["passed"] else INVALID
+
+
+if __name__ == "__main__":
+    sys.exit(main())

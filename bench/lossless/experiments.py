@@ -1,0 +1,351 @@
+"""The three experiments, from a loaded model to a result that can be written as JSON."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import agreement, build, prompts
+from bench.config import RunConfig, SamplingConfig
+from bench.errors import UserError
+from bench.hardware import usable_cores
+from bench.lossless import continuations, greedy
+from bench.lossless.sampling import Arrangement, first_tokens, root_distributions
+from bench.lossless.statistics import Comparison, compare
+from bench.models import Loaded
+from bench.progress import Progress
+from methods.decoder import Decoder, Guarantee
+from methods.engine.sampling import Sampling
+from methods.speculative import controls, verify
+
+BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
+PROMPTS = (
+    "Please tell a tale about a cyberpunk knight named PPIO who keeps a charming llama as his pet.",
+    "Name the three largest moons of Jupiter and say one thing about each.",
+    "Write a short poem about the sea at night.",
+    "Explain to a child why the leaves of many trees turn red in autumn.",
+)
+"""The first stands in the article whose question is asked here."""
+MORE_PROMPTS = (
+    "List five things to pack for a week in the mountains.",
+    "Write a Python function that returns the second largest number of a list.",
+    "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
+    "What is the difference between weather and climate?",
+)
+_TOP = 12  # tokens per prompt whose three bars are recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """What an experiment needs beside the run's own configuration.
+
+    Attributes:
+        draws: sample size per prompt, temperature and rule.
+        temperatures: at which tokens are drawn.
+        level: chance of a false alarm over all tests of exact rules together (Bonferroni).
+        children: siblings per draft of the tree rules.
+        horizon: tokens of a whole continuation.
+        floor: continuations at least this likely are told apart.
+        controls: run the known-wrong rules too.
+    """
+
+    draws: int = 1_000_000
+    temperatures: tuple[float, ...] = (0.7, 1.0)
+    level: float = 0.01
+    children: int = 3
+    horizon: int = 3
+    floor: float = 1e-3
+    controls: bool = True
+
+    def __post_init__(self) -> None:
+        bad = [name for name in ("draws", "children", "horizon") if getattr(self, name) < 1]
+        if bad:
+            raise UserError(f"{bad[0]} came as {getattr(self, bad[0])}; at least 1 is needed. Set {bad[0]}=NUMBER.")
+        if not self.temperatures or min(self.temperatures) <= 0:
+            raise UserError(
+                f"temperatures came as {list(self.temperatures)}; numbers above 0 are needed, for at 0 nothing is drawn. "
+                "Use experiment=greedy for temperature 0."
+            )
+        if not 0 < self.level < 1 or not 0 < self.floor < 1:
+            raise UserError(f"level={self.level}, floor={self.floor} came; both lie between 0 and 1. Set them so.")
+
+
+def require_exact(decoder: Decoder, name: str) -> None:
+    """Only a method that promises the target's own output can be held to it."""
+    if decoder.guarantee is not Guarantee.EXACT:
+        raise UserError(
+            f"Method '{name}' promises {decoder.guarantee.value} output, and this laboratory tests EXACT methods. "
+            "Choose a method or a rule that is exact; a relaxed one is judged by its quality (python -m bench)."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- greedy
+
+
+def greedy_identity(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
+    """Target alone against method at temperature 0, over eight prompts."""
+    baseline, method = (_decoder(cfg, group, 0.0, loaded) for group in (BASELINE, cfg.method))
+    gap = agreement.near_tie_gap(loaded.lm.dtype, cfg.measure.near_tie_gap)
+    rows = []
+    texts = (*PROMPTS, *MORE_PROMPTS)
+    with Progress("greedy", len(texts)) as progress:
+        for text in texts:
+            ids = _encode(loaded, text)
+            found = greedy.compare_prompt(baseline, method, loaded.lm, text, ids, cfg.max_new_tokens, gap)
+            rows.append(found.to_dict())
+            progress.advance()
+    tokens = sum(row["tokens"] for row in rows)
+    return {
+        "near_tie_gap": gap,
+        "prompts": rows,
+        "tokens": tokens,
+        "identical": sum(row["identical"] for row in rows),
+        "violations": sum(row["violation"] for row in rows),
+        "passed": not any(row["violation"] for row in rows),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- sampling
+
+
+def first_token_sampling(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
+    """Draws of the first token by every rule that fits the method's drafts, and by the known-wrong ones."""
+    cells = list(_cells(cfg, lab, loaded))
+    with Progress("sampling", len(cells)) as progress:
+        rows = _in_parallel(cells, progress)
+    bound = lab.level / max(1, sum(row["exact"] for row in rows))
+    for row in rows:
+        row["passed"] = row["p_value"] > bound
+    table = _by_rule(rows)
+    return {"bound": bound, "cells": rows, "rules": table, "passed": all(r["as_it_should"] for r in table)}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One prompt at one temperature under one rule."""
+
+    prompt: str
+    temperature: float
+    target: np.ndarray
+    draft: np.ndarray
+    given: np.ndarray | None
+    arrangement: Arrangement
+    draws: int
+    seed: int
+    texts: dict[int, str]
+
+
+def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
+    for temperature in lab.temperatures:
+        decoder = _decoder(cfg, cfg.method, temperature, loaded)
+        if not hasattr(decoder, "drafter"):
+            raise UserError(
+                f"Method '{cfg.method['name']}' does not show its drafts, so its rule cannot be sampled alone. "
+                "Use experiment=joint, which draws through the whole decoder."
+            )
+        sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
+        for number, text in enumerate(PROMPTS):
+            target, draft, given = root_distributions(decoder, _encode(loaded, text), sampling, cfg.seed)
+            known = target if draft is None else draft
+            for arrangement in arrangements(draft is not None, len(given) if given is not None else 0, lab):
+                seed = cfg.seed * 1_000_003 + number * 997 + int(temperature * 1000) * 13 + len(arrangement.name)
+                yield Cell(
+                    text,
+                    temperature,
+                    target.cpu().numpy(),
+                    known.cpu().numpy(),
+                    None if given is None else given.cpu().numpy(),
+                    arrangement,
+                    lab.draws,
+                    seed,
+                    _top_texts(loaded, target, known),
+                )
+
+
+def arrangements(drawn: bool, tokens: int, lab: Lab) -> list[Arrangement]:
+    """The rules that fit: all of them where the drafter has a distribution, the deterministic one where it has tokens."""
+    k = lab.children
+    if not drawn:
+        rules = [Arrangement("deterministic draft", "given", verify.DeterministicTree(), tokens)] if tokens else []
+        return [*rules, Arrangement("no draft", "chain", verify.ChainRejection())] if not rules else rules
+    exact = [
+        Arrangement("chain", "chain", verify.ChainRejection()),
+        Arrangement("block", "chain", verify.BlockRejection()),
+        Arrangement("tree, with replacement", "with_replacement", verify.TreeWithReplacement(), k),
+        Arrangement("tree, without replacement", "without_replacement", verify.TreeWithoutReplacement(), k),
+        Arrangement("tree, deterministic", "top", verify.DeterministicTree(), k),
+    ]
+    wrong = [
+        Arrangement("independent draw per path", "top", controls.IndependentPaths(), k, exact=False),
+        Arrangement("argmax draft judged with softmax q", "top_as_drawn", verify.ChainRejection(), 1, exact=False),
+        Arrangement("top-k children judged as drawn", "top_as_drawn", verify.TreeWithReplacement(), k, exact=False),
+        Arrangement(
+            "without replacement, unmasked q",
+            "without_replacement",
+            controls.UnmaskedWithoutReplacement(),
+            k,
+            exact=False,
+        ),
+        Arrangement("rejection without the residual", "chain", controls.UncorrectedRejection(), exact=False),
+    ]
+    return exact + wrong * lab.controls
+
+
+def _in_parallel(cells: Sequence[Cell], progress: Progress) -> list[dict[str, Any]]:
+    """One cell per core: they are independent, and one thread each wastes nothing on waiting for the other."""
+    workers = min(usable_cores(), len(cells))
+    if workers <= 1 or sum(cell.draws for cell in cells) < 200_000:
+        return [_advance(run_cell(cell), progress) for cell in cells]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        return [_advance(row, progress) for row in pool.map(run_cell, cells)]
+
+
+def _advance(row: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    progress.advance()
+    return row
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse what is freed: the rules make and drop megabytes per call, and fresh pages cost more than sums."""
+    import ctypes
+
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return
+    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        mallopt(option, 1 << 30)
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """All draws of one cell, compared with the target."""
+    target, draft = torch.from_numpy(cell.target), torch.from_numpy(cell.draft)
+    given = None if cell.given is None else torch.from_numpy(cell.given)
+    rng = torch.Generator().manual_seed(cell.seed)
+    counts = first_tokens(target, draft, cell.arrangement, cell.draws, rng, given)
+    found: Comparison = compare(counts.double().numpy(), cell.target.astype(np.float64))
+    overlap = float(np.minimum(cell.target, cell.draft).sum())
+    top = [
+        {
+            "id": token,
+            "text": text,
+            "target": float(cell.target[token]),
+            "draft": float(cell.draft[token]),
+            "empirical": float(counts[token]) / cell.draws,
+        }
+        for token, text in cell.texts.items()
+    ]
+    return {
+        "prompt": cell.prompt,
+        "temperature": cell.temperature,
+        "rule": cell.arrangement.name,
+        "exact": cell.arrangement.exact,
+        "overlap": overlap,
+        **found.to_dict(),
+        "top": top,
+    }
+
+
+def _by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per rule: mean standard deviation beside what exact sampling gives, smallest p-value, how many cells failed."""
+    table = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        mine = [row for row in rows if row["rule"] == rule]
+        failed = sum(not row["passed"] for row in mine)
+        exact = mine[0]["exact"]
+        table.append(
+            {
+                "rule": rule,
+                "exact": exact,
+                "cells": len(mine),
+                "failed": failed,
+                "standard_deviation": float(np.mean([row["standard_deviation"] for row in mine])),
+                "expected_deviation": float(np.mean([row["expected_deviation"] for row in mine])),
+                "total_variation": float(np.mean([row["total_variation"] for row in mine])),
+                "smallest_p": min(row["p_value"] for row in mine),
+                "as_it_should": failed == 0 if exact else failed > 0,
+            }
+        )
+    return table
+
+
+# -------------------------------------------------------------------------------------------------------------- joint
+
+
+def joint_sampling(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
+    """Whole short continuations by the full decoder, against the target's exact joint distribution."""
+    rows = []
+    n_tests = len(lab.temperatures) * len(PROMPTS)
+    with Progress("joint", lab.draws * n_tests) as progress:
+        for temperature in lab.temperatures:
+            decoder = _decoder(cfg, cfg.method, temperature, loaded)
+            sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
+            for text in PROMPTS:
+                rows.append(_joint_row(cfg, lab, loaded, decoder, sampling, text, progress.advance))
+    bound = lab.level / n_tests
+    for row in rows:
+        row["passed"] = row["p_value"] > bound
+    return {"bound": bound, "cells": rows, "passed": all(row["passed"] for row in rows)}
+
+
+def _joint_row(
+    cfg: RunConfig,
+    lab: Lab,
+    loaded: Loaded,
+    decoder: Decoder,
+    sampling: Sampling,
+    text: str,
+    progress: Callable[[int], None],
+) -> dict[str, Any]:
+    ids, lm = _encode(loaded, text), loaded.lm
+    exact = continuations.likely_continuations(lm, ids, sampling, lab.horizon, lab.floor)
+    counts = continuations.drawn_continuations(
+        decoder, ids, lab.horizon, lab.draws, cfg.seed, cfg.batch_size, lm.device, progress
+    )
+    found = compare(*continuations.as_arrays(exact, counts))
+    best = sorted(exact, key=lambda sequence: -exact[sequence])[:_TOP]
+    top = [
+        {"text": loaded.tokenizer.decode(list(s)), "target": exact[s], "empirical": counts.get(s, 0) / lab.draws}
+        for s in best
+    ]
+    return {
+        "prompt": text,
+        "temperature": sampling.temperature,
+        "continuations": len(exact),
+        "mass": sum(exact.values()),
+        **found.to_dict(),
+        "top": top,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- small pieces
+
+
+def _decoder(cfg: RunConfig, group: dict[str, Any], temperature: float, loaded: Loaded) -> Decoder:
+    sampling = SamplingConfig(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
+    decoder = build.build_decoder(group, loaded.lm, sampling, build.model_loader(cfg, loaded.tokenizer))
+    require_exact(decoder, group["name"])
+    return decoder
+
+
+def _encode(loaded: Loaded, text: str) -> list[int]:
+    return prompts.encode(loaded.tokenizer, [{"role": "user", "content": text}])
+
+
+def _top_texts(loaded: Loaded, target: torch.Tensor, draft: torch.Tensor) -> dict[int, str]:
+    """The tokens whose bars are drawn: the most likely ones of the target, then of the draft."""
+    half = min(_TOP // 2 + 2, len(target))
+    tokens = dict.fromkeys([*target.topk(half).indices.tolist(), *draft.topk(half).indices.tolist()])
+    return {token: loaded.tokenizer.decode([token]) for token in list(tokens)[:_TOP]}

@@ -1,0 +1,114 @@
+"""What an experiment leaves behind, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.config import RunConfig, identity
+
+if TYPE_CHECKING:
+    from bench.lossless.experiments import Lab
+    from bench.models import Loaded
+
+
+def write(
+    folder: Path,
+    experiment: str,
+    cfg: RunConfig,
+    lab: Lab,
+    loaded: Loaded,
+    result: dict[str, Any],
+    begin: datetime,
+    seconds: float,
+) -> None:
+    """``manifest.json`` and ``result.json`` below ``results/lossless/<experiment>-<run_id>/``."""
+    from bench import hardware, scrub
+
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = {
+        "experiment": experiment,
+        "lab": asdict(lab),
+        "config": identity(cfg),
+        "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
+        "dtype": str(loaded.lm.dtype).removeprefix("torch."),
+        "hardware": hardware.facts(loaded.lm.device),
+        "versions": hardware.versions(),
+        "git": hardware.git_state(),
+        "argv": scrub.argv(["bench.lossless", *sys.argv[1:]]),
+        "started_at": begin.isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+    }
+    _replace(folder / "manifest.json", scrub.tree(manifest))
+    _replace(folder / "result.json", result)
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """A reader sees the old file or the new one."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:
+    """The result as text."""
+    body: Callable[[dict[str, Any]], list[str]] = {"greedy": _greedy, "sampling": _sampling, "joint": _joint}[
+        experiment
+    ]
+    verdict = "as promised" if result["passed"] else "NOT as promised"
+    head = f"{cfg.model['name']}   {experiment}   method {cfg.method['name']}"
+    return "\n".join([head, "", *body(result), "", f"RESULT: {verdict}     {_shown(folder)}/"])
+
+
+def _greedy(result: dict[str, Any]) -> list[str]:
+    lines = [f"  {'tokens':>6}  {'same':>5}  {'near-ties':>9}  {'violations':>10}  {'first differs':>13}  prompt"]
+    for row in result["prompts"]:
+        first = "-" if row["first_divergence"] is None else str(row["first_divergence"])
+        same = "yes" if row["identical"] else "no"
+        lines.append(
+            f"  {row['tokens']:>6}  {same:>5}  {row['near_tie']:>9}  {row['violation']:>10}  {first:>13}  {row['prompt'][:40]}"
+        )
+    lines.append(
+        f"  {result['identical']} of {len(result['prompts'])} texts identical over {result['tokens']} tokens; "
+        f"{result['violations']} tokens outside the near-tie gap of {result['near_tie_gap']:g}"
+    )
+    return lines
+
+
+def _sampling(result: dict[str, Any]) -> list[str]:
+    lines = [f"  {'rule':36}{'std deviation':>14}{'expected':>11}{'TV':>9}{'smallest p':>12}{'failed':>9}   verdict"]
+    for row in result["rules"]:
+        kind = "exact" if row["exact"] else "wrong rule"
+        caught = (
+            ("passes" if row["exact"] else "caught") if row["as_it_should"] else "FAILS" if row["exact"] else "MISSED"
+        )
+        lines.append(
+            f"  {row['rule']:36}{row['standard_deviation']:>14.3e}{row['expected_deviation']:>11.3e}"
+            f"{row['total_variation']:>9.4f}{row['smallest_p']:>12.2e}{row['failed']:>4} of {row['cells']:<2}  {kind}: {caught}"
+        )
+    lines.append(f"  A cell fails when p <= {result['bound']:.2e} (all exact tests together).")
+    return lines
+
+
+def _joint(result: dict[str, Any]) -> list[str]:
+    lines = [f"  {'T':>4}  {'told apart':>10}  {'mass':>6}  {'TV':>7}  {'expected':>8}  {'p':>9}  prompt"]
+    for row in result["cells"]:
+        lines.append(
+            f"  {row['temperature']:>4g}  {row['continuations']:>10}  {row['mass']:>6.3f}  {row['total_variation']:>7.4f}  "
+            f"{row['expected_total_variation']:>8.4f}  {row['p_value']:>9.3g}  {row['prompt'][:40]}"
+        )
+    return lines
+
+
+def _shown(path: Path) -> str:
+    """Relative to the current folder where possible."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return path.name
