@@ -122,14 +122,8 @@ def model_loader(cfg: RunConfig, tokenizer: Any) -> ModelLoader:
     def load(model: str | Mapping[str, Any]) -> Any:
         from bench import models
 
-        group = {"name": model} if isinstance(model, str) else dict(model)
-        loaded = models.load(group, asdict(cfg.hardware), cfg.paths, keep_hf=needs_hf(cfg.method))
-        if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise UserError(
-                f"The draft model {group['name']!r} reads other tokens than the target {cfg.model['name']!r}; both "
-                "must share one vocabulary. Choose a draft model of the target's family."
-            )
-        return loaded.lm
+        target = (cfg.model["name"], tokenizer)
+        return models.load_draft(model, target, asdict(cfg.hardware), cfg.paths, keep_hf=needs_hf(cfg.method)).lm
 
     return load
 

@@ -32,10 +32,13 @@ class HubModel:
 
     def __init__(self, name: str, revision: str | None = None, chat_template: str | None = None) -> None:
         self.name, self.revision, self.chat_template = name, revision, chat_template
-        self.folder = Path(name) if Path(name).is_dir() else None
+        path = Path(name).expanduser()
+        self.folder = path if path.is_dir() else None
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:
         """See ``bench.models.Source``. The family is checked before the weights are fetched."""
+        if self.folder is None and (self.name.startswith((".", "/", "~")) or self.name.count("/") > 1):
+            raise UserError(f"There is no folder {self.name}; model.name is a folder or a hub id. Correct the path.")
         commit, refusal = (None, "") if self.folder else self._ask_hub()
         where = {"trust_remote_code": False} | self._place(commit, bool(refusal))
         with self._explained(refusal):
@@ -81,7 +84,7 @@ class HubModel:
 
         from methods.engine import families
 
-        config: PretrainedConfig = AutoConfig.from_pretrained(self.name, **where)
+        config: PretrainedConfig = AutoConfig.from_pretrained(self.folder or self.name, **where)
         try:
             families.check(config)
         except families.UnsupportedModel as error:
@@ -96,7 +99,7 @@ class HubModel:
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM  # as Any: its type does not know that output_loading_info makes it a pair
-        model, found = auto.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **where)
+        model, found = auto.from_pretrained(self.folder or self.name, dtype=dtype, output_loading_info=True, **where)
         if missing := sorted(found["missing_keys"]):  # transformers would go on with random ones
             raise UserError(
                 f"Model '{self.name}' lacks {len(missing)} weights, {missing[0]} first; a complete checkpoint is "
@@ -108,7 +111,7 @@ class HubModel:
     def _tokenizer(self, where: dict[str, Any]) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.name, **where)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder or self.name, **where)
         if self.chat_template and not tokenizer.chat_template:
             tokenizer.chat_template = self.chat_template
         return tokenizer

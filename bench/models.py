@@ -87,8 +87,12 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     Raises:
         UserError: no such hardware, no such model, or one of a family that is not proven.
     """
+    from transformers.utils import logging
+
     from methods.engine.lm import CausalLM
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # in a log file each update of a bar would be a line
     device, dtype = resolve_hardware(hardware)
     read = _source(model).read(dtype, Path(paths.cache))
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to

@@ -367,6 +367,12 @@ def test_a_folder_that_is_no_model_we_can_measure_says_why(
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["./nope", "/nope/model", "~/nope", "some/deep/path"])
+def test_a_path_that_is_no_folder_is_not_taken_for_a_hub_id(name: str) -> None:
+    with pytest.raises(UserError, match=f"There is no folder {name}"):
+        models.load({"name": name}, FP32, PathsConfig())
+
+
 def test_a_folder_has_no_revisions(folder: Path) -> None:
     with pytest.raises(UserError, match="Leave model.revision out"):
         load_folder(folder, revision="main")

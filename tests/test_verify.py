@@ -47,7 +47,9 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("depth, children, zeros", [(1, 3, False), (2, 2, False), (2, 2, True), (3, 1, False), (3, 1, True)])
+@pytest.mark.parametrize(
+    "depth, children, zeros", [(1, 3, False), (2, 2, False), (2, 2, True), (3, 1, False), (3, 1, True)]
+)
 @pytest.mark.parametrize("name", LAWS)
 def test_exact_rules_leave_the_joint_distribution_alone(name, depth, children, zeros, seed):
     p, q = enumeration.random_model(2 * seed, 3, zeros), enumeration.random_model(2 * seed + 1, 3, zeros)
@@ -75,7 +77,10 @@ def test_one_draw_is_the_sequential_rule(seed):
 def test_a_block_is_judged_no_worse_than_its_tokens(seed):
     p, q = enumeration.random_model(seed, 3), enumeration.random_model(seed + 50, 3)
     lengths = [
-        (enumeration.mean_length(LAWS["chain"](p, q, depth)), enumeration.mean_length(enumeration.block_law(p, q, depth)))
+        (
+            enumeration.mean_length(LAWS["chain"](p, q, depth)),
+            enumeration.mean_length(enumeration.block_law(p, q, depth)),
+        )
         for depth in (1, 2, 3)
     ]
     assert lengths[0][0] == lengths[0][1]
@@ -374,7 +379,9 @@ def test_greedy_trees_keep_the_longest_path_of_argmaxes(case):
         node, length = 0, 0
         while True:  # the first child that is the argmax behind its parent
             wanted = int(best[row, node])
-            children = [path[-1] for path in paths_of(draft, row) if path and int(draft.parents[row, path[-1]]) == node - 1]
+            children = [
+                path[-1] for path in paths_of(draft, row) if path and int(draft.parents[row, path[-1]]) == node - 1
+            ]
             match = [c for c in children if int(draft.tokens[row, c]) == wanted]
             if not match:
                 break
@@ -426,7 +433,11 @@ def test_relaxed_rules_keep_the_longest_fitting_path(name, case):
     verdict = rule(draft, logits.double(), Sampling(), rng())
     for row in range(len(logits)):
         p = logits[row].double().softmax(-1)
-        kept = [(len(path), likelihood(draft, p, row, path), path) for path in paths_of(draft, row) if suits(draft, p, row, path, fits)]
+        kept = [
+            (len(path), likelihood(draft, p, row, path), path)
+            for path in paths_of(draft, row)
+            if suits(draft, p, row, path, fits)
+        ]
         length, best, _ = max(kept)
         path = [column for column in verdict.path[row].tolist() if column != ABSENT]
         assert verdict.accepted[row] == len(path) == length
@@ -525,6 +536,11 @@ def test_no_rule_reads_back(rule, temperature):
 
 def test_a_read_would_be_noticed():
     values = torch.arange(3)
-    for read in (values.sum().item, values.tolist, lambda: values[values > 1], lambda: bool((values > 1).any())):
+    for read in (
+        lambda: values[0].item(),
+        lambda: values.tolist(),
+        lambda: values[values > 1],
+        lambda: bool((values > 1).any()),
+    ):
         with pytest.raises(HostRead), no_host_reads():
             read()

@@ -86,9 +86,9 @@ def emissions(draft: Draft, verdict: Verdict, vocab: int) -> dict[tuple[int, ...
 
 def p_value(counts: dict[tuple[int, ...], int], law: Law) -> float:
     """Chi-square of the counts against the law; 0 where something was emitted that cannot be."""
-    if any(sequence not in law for sequence in counts):
+    if any(n and sequence not in law for sequence, n in counts.items()):
         return 0.0
-    total = sum(counts.values())
+    total = sum(counts.values()) / float(sum(law.values()))  # 32-bit probabilities sum to 1 only nearly
     cells = sorted((float(chance) * total, counts.get(sequence, 0)) for sequence, chance in law.items())
     pooled: list[tuple[float, int]] = []
     for expected, seen in cells:  # from the rarest on, so that every cell of the test expects at least 5

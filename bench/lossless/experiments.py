@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ class Lab:
             raise UserError(f"{bad[0]} came as {getattr(self, bad[0])}; at least 1 is needed. Set {bad[0]}=NUMBER.")
         if not self.temperatures or min(self.temperatures) <= 0:
             raise UserError(
-                f"temperatures came as {list(self.temperatures)}; numbers above 0 are needed, for at 0 nothing is drawn. "
-                "Use experiment=greedy for temperature 0."
+                f"temperatures came as {list(self.temperatures)}; numbers above 0 are needed, for at 0 nothing is "
+                "drawn. Use experiment=greedy for temperature 0."
             )
         if not 0 < self.level < 1 or not 0 < self.floor < 1:
             raise UserError(f"level={self.level}, floor={self.floor} came; both lie between 0 and 1. Set them so.")
@@ -153,8 +154,9 @@ def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
         for number, text in enumerate(PROMPTS):
             target, draft, given = root_distributions(decoder, _encode(loaded, text), sampling, cfg.seed)
             known = target if draft is None else draft
+            _check_children(lab, int((known > 0).sum()))
             for arrangement in arrangements(draft is not None, len(given) if given is not None else 0, lab):
-                seed = cfg.seed * 1_000_003 + number * 997 + int(temperature * 1000) * 13 + len(arrangement.name)
+                seed = _seed(cfg.seed, temperature, number, arrangement.name)
                 yield Cell(
                     text,
                     temperature,
@@ -168,12 +170,26 @@ def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
                 )
 
 
+def _seed(*parts: object) -> int:
+    """A seed of its own for each cell: with a shared one, chain and block would judge the very same drafts."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def _check_children(lab: Lab, likely: int) -> None:
+    if lab.children > likely:
+        raise UserError(
+            f"children came as {lab.children}; the draft gives only {likely} tokens a chance. Set children={likely} "
+            "or less."
+        )
+
+
 def arrangements(drawn: bool, tokens: int, lab: Lab) -> list[Arrangement]:
-    """The rules that fit: all of them where the drafter has a distribution, the deterministic one where it has tokens."""
+    """The rules that fit: all of them where the drafter has a distribution, else the deterministic one."""
     k = lab.children
     if not drawn:
-        rules = [Arrangement("deterministic draft", "given", verify.DeterministicTree(), tokens)] if tokens else []
-        return [*rules, Arrangement("no draft", "chain", verify.ChainRejection())] if not rules else rules
+        if tokens:
+            return [Arrangement("deterministic draft", "given", verify.DeterministicTree(), tokens)]
+        return [Arrangement("no draft", "chain", verify.ChainRejection())]
     exact = [
         Arrangement("chain", "chain", verify.ChainRejection()),
         Arrangement("block", "chain", verify.BlockRejection()),
@@ -218,7 +234,7 @@ def _one_thread() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse what is freed: the rules make and drop megabytes per call, and fresh pages cost more than sums."""
+    """Tell glibc to reuse what is freed: the rules drop megabytes per call, and fresh pages cost more than sums."""
     import ctypes
 
     try:

@@ -71,9 +71,8 @@ def _greedy(result: dict[str, Any]) -> list[str]:
     for row in result["prompts"]:
         first = "-" if row["first_divergence"] is None else str(row["first_divergence"])
         same = "yes" if row["identical"] else "no"
-        lines.append(
-            f"  {row['tokens']:>6}  {same:>5}  {row['near_tie']:>9}  {row['violation']:>10}  {first:>13}  {row['prompt'][:40]}"
-        )
+        counts = f"  {row['tokens']:>6}  {same:>5}  {row['near_tie']:>9}  {row['violation']:>10}"
+        lines.append(f"{counts}  {first:>13}  {row['prompt'][:40]}")
     lines.append(
         f"  {result['identical']} of {len(result['prompts'])} texts identical over {result['tokens']} tokens; "
         f"{result['violations']} tokens outside the near-tie gap of {result['near_tie_gap']:g}"
@@ -90,7 +89,8 @@ def _sampling(result: dict[str, Any]) -> list[str]:
         )
         lines.append(
             f"  {row['rule']:36}{row['standard_deviation']:>14.3e}{row['expected_deviation']:>11.3e}"
-            f"{row['total_variation']:>9.4f}{row['smallest_p']:>12.2e}{row['failed']:>4} of {row['cells']:<2}  {kind}: {caught}"
+            f"{row['total_variation']:>9.4f}{row['smallest_p']:>12.2e}{row['failed']:>4} of {row['cells']:<2}"
+            f"  {kind}: {caught}"
         )
     lines.append(f"  A cell fails when p <= {result['bound']:.2e} (all exact tests together).")
     return lines
@@ -100,8 +100,8 @@ def _joint(result: dict[str, Any]) -> list[str]:
     lines = [f"  {'T':>4}  {'told apart':>10}  {'mass':>6}  {'TV':>7}  {'expected':>8}  {'p':>9}  prompt"]
     for row in result["cells"]:
         lines.append(
-            f"  {row['temperature']:>4g}  {row['continuations']:>10}  {row['mass']:>6.3f}  {row['total_variation']:>7.4f}  "
-            f"{row['expected_total_variation']:>8.4f}  {row['p_value']:>9.3g}  {row['prompt'][:40]}"
+            f"  {row['temperature']:>4g}  {row['continuations']:>10}  {row['mass']:>6.3f}"
+            f"  {row['total_variation']:>7.4f}  {row['expected_total_variation']:>8.4f}  {row['p_value']:>9.3g}  {row['prompt'][:40]}"
         )
     return lines
 

@@ -30,8 +30,8 @@ class Arrangement:
     Attributes:
         name: what the tables call it.
         kind: ``chain``: one token drawn from q; ``with_replacement``, ``without_replacement``: ``children`` siblings
-            drawn from q; ``top``: the ``children`` most likely tokens of q, ``top_as_drawn``: the same passed off as drawn;
-            ``given``: the drafter's own tokens.
+            drawn from q; ``top``: the ``children`` most likely tokens of q, ``top_as_drawn``: the same passed off as
+            drawn; ``given``: the drafter's own tokens.
         rule: the verification rule under test.
         children: siblings per draft.
         exact: whether the rule claims to be exact (a control does not keep that claim).
@@ -109,23 +109,35 @@ class _Source:
         if kind in ("top", "top_as_drawn", "given"):
             assert self._fixed is not None
             return self._fixed.expand(rows, -1)
-        tokens = self._draw(rows * children).view(rows, children)
-        return self._distinct(tokens) if kind == "without_replacement" else tokens
+        if kind == "without_replacement":
+            return self._distinct(rows)
+        return self._at(self._uniform(rows * children) * self._cumulative[-1]).view(rows, children)
 
-    def _draw(self, count: int) -> Int[Tensor, "n"]:
-        spots = torch.rand(count, dtype=torch.double, device=self.probs.device, generator=self.rng)
-        place = torch.searchsorted(self._cumulative, spots * self._cumulative[-1], right=True)
-        return place.clamp(max=self._last)
+    def _uniform(self, count: int) -> Float[Tensor, "n"]:
+        return torch.rand(count, dtype=torch.double, device=self.probs.device, generator=self.rng)
 
-    def _distinct(self, tokens: Int[Tensor, "B k"]) -> Int[Tensor, "B k"]:
-        """Redraw every token that an earlier sibling has: the law of drawing without replacement."""
-        tokens = tokens.clone()
-        for column in range(1, tokens.shape[1]):
-            again = (tokens[:, :column] == tokens[:, column, None]).any(1)
-            while bool(again.any()):
-                tokens[again, column] = self._draw(int(again.sum()))
-                again = (tokens[:, :column] == tokens[:, column, None]).any(1)
+    def _at(self, spots: Float[Tensor, "n"]) -> Int[Tensor, "n"]:
+        """The tokens whose shares of the cumulative distribution hold the spots."""
+        return torch.searchsorted(self._cumulative, spots, right=True).clamp(max=self._last)
+
+    def _distinct(self, rows: int) -> Int[Tensor, "B k"]:
+        """Siblings drawn one after the other, each from q without those before it."""
+        tokens = self._at(self._uniform(rows) * self._cumulative[-1])[:, None]
+        while tokens.shape[1] < self.arrangement.children:
+            tokens = torch.cat([tokens, self._another(tokens)[:, None]], dim=1)
         return tokens
+
+    def _another(self, taken: Int[Tensor, "B k"]) -> Int[Tensor, "B"]:
+        """One more token per row: the spot falls on what q leaves, and jumps over the shares of those taken.
+
+        Redrawing until the token is new has the same law, but takes for ever where one token has nearly all of q.
+        """
+        taken = taken.sort(1).values
+        share = self.probs.double()[taken]
+        spots = self._uniform(len(taken)) * (self._cumulative[-1] - share.sum(1))
+        for token, mass in zip(taken.unbind(1), share.unbind(1), strict=True):
+            spots = spots + torch.where(spots >= self._cumulative[token] - mass, mass, 0.0)
+        return self._at(spots)
 
 
 @torch.inference_mode()
