@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
 
-.PHONY: bench test lint format clean
+.PHONY: bench test lint format clean gpu notebooks readme
 .DELETE_ON_ERROR:
 
 bench: $(VENV)/.installed
@@ -28,6 +28,23 @@ bench: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m bench.models fetch smollm2
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What only a GPU can still add to the committed records, in order of value. Finished runs are not repeated, so the target can be
+# stopped and called again; each line stays well under ten minutes on a current card.
+GPU := hardware=cuda_bf16 measure=quick
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m bench.models fetch smollm2
+	$(BIN)/python -m bench.sources fetch mtbench
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	-$(BIN)/python -m bench -m method=prompt_lookup,hf_generate,hf_prompt_lookup dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=speculative_sampling,hf_assisted dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=prompt_lookup dataset=mtbench batch_size=4,16,32 $(GPU)
+	-$(BIN)/python -m bench -m method=prompt_lookup,speculative_sampling dataset=mtbench sampling=sample $(GPU)
+	$(BIN)/python -m bench.lossless experiment=sampling method=speculative_sampling hardware=cuda_bf16
+
+# Fill the measured tables of README.md from the committed records, and execute the notebooks on them.
+readme: $(VENV)/.installed-dev
+	$(BIN)/python -m bench.readme
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

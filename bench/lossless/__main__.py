@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bench import preflight
 from bench.arguments import did_you_mean
 from bench.cli import INVALID, OK, report_failure
-from bench.config import RunConfig, run_id
+from bench.config import RunConfig
 from bench.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,15 +66,15 @@ def split(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
     Raises:
         UserError: no experiment, an unknown one, or a value that cannot be read.
     """
-    import yaml
-
     own = {"experiment", *SETTINGS}
     settings: dict[str, Any] = {}
     overrides = []
     for word in words:
         key, _, value = word.partition("=")
         if key in own:
-            settings[key] = yaml.safe_load(value)
+            settings[key] = _read(key, value)
+        elif hint := _mistyped(key, own):
+            raise UserError(f"Unknown setting '{key}'.{hint} (python -m bench.lossless --help)")
         else:
             overrides.append(word)
     experiment = settings.pop("experiment", None)
@@ -83,19 +84,56 @@ def split(words: Sequence[str]) -> tuple[str, dict[str, Any], list[str]]:
     return experiment, settings, overrides
 
 
+def _read(key: str, value: str) -> Any:
+    """A value as YAML reads it, and 1e-3 as a number too.
+
+    Raises:
+        UserError: text that is no YAML.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(value)
+        return float(found) if isinstance(found, str) else found
+    except yaml.YAMLError:
+        raise UserError(
+            f"{key} came as '{value}'; it cannot be read. Set {key}=VALUE or {key}=[VALUE,VALUE]."
+        ) from None
+    except ValueError:  # a word
+        return found
+
+
+def _mistyped(key: str, own: Collection[str]) -> str:
+    """A hint if the word is nothing of a run's configuration, but close to a setting of the laboratory."""
+    known = {*preflight.groups(), *(field.name for field in fields(RunConfig))}
+    return "" if key.lstrip("+~").split(".")[0] in known else did_you_mean(key, own)
+
+
+def to_lab(settings: dict[str, Any]) -> Lab:
+    """The laboratory's own settings, checked.
+
+    Raises:
+        UserError: a value of the wrong type or out of range.
+    """
+    from bench.arguments import check_arguments
+    from bench.lossless.experiments import Lab
+
+    values = check_arguments(Lab, settings)
+    if "temperatures" in values:
+        values["temperatures"] = tuple(float(value) for value in values["temperatures"])
+    return Lab(**values)
+
+
 def run(experiment: str, settings: dict[str, Any], cfg: RunConfig) -> int:
     """Load, experiment, record, print."""
     from dataclasses import asdict
 
     from bench import build, hardware, models
-    from bench.arguments import check_arguments
     from bench.lossless import experiments, report
 
-    check_arguments(experiments.Lab, settings)
-    lab: Lab = experiments.Lab(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+    lab = to_lab(settings)
     build.check(cfg)
     hardware.set_threads(cfg.hardware.threads)
-    experiments.keep_freed_memory()
     loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=build.needs_hf(cfg.method))
     work = {
         "greedy": experiments.greedy_identity,
@@ -105,12 +143,14 @@ def run(experiment: str, settings: dict[str, Any], cfg: RunConfig) -> int:
     begin = datetime.now(timezone.utc)
     result = work(cfg, lab, loaded)
     seconds = (datetime.now(timezone.utc) - begin).total_seconds()
-    name = run_id(cfg, experiment=experiment, lab=asdict(lab), revision=loaded.revision)
-    folder = Path(cfg.paths.results) / "lossless" / f"{experiment}-{name}"
+    folder = Path(cfg.paths.results) / "lossless" / report.folder_name(experiment, cfg, lab, loaded)
     report.write(folder, experiment, cfg, lab, loaded, result, begin, seconds)
     print(report.render(experiment, result, folder, cfg))
     return OK if result["passed"] else INVALID
 
 
 if __name__ == "__main__":
+    from bench.lossless.experiments import keep_freed_memory
+
+    keep_freed_memory()
     sys.exit(main())

@@ -39,6 +39,7 @@ MORE_PROMPTS = (
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
     "What is the difference between weather and climate?",
 )
+_A_CHANCE = 1e-9  # below it, siblings cannot be told apart from rounding
 _TOP = 12  # tokens per prompt whose three bars are recorded
 
 
@@ -154,7 +155,8 @@ def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
         for number, text in enumerate(PROMPTS):
             target, draft, given = root_distributions(decoder, _encode(loaded, text), sampling, cfg.seed)
             known = target if draft is None else draft
-            _check_children(lab, int((known > 0).sum()))
+            if draft is not None:
+                _check_children(lab, int((draft > _A_CHANCE).sum()))
             for arrangement in arrangements(draft is not None, len(given) if given is not None else 0, lab):
                 seed = _seed(cfg.seed, temperature, number, arrangement.name)
                 yield Cell(
@@ -332,10 +334,7 @@ def _joint_row(
     )
     found = compare(*continuations.as_arrays(exact, counts))
     best = sorted(exact, key=lambda sequence: -exact[sequence])[:_TOP]
-    top = [
-        {"text": loaded.tokenizer.decode(list(s)), "target": exact[s], "empirical": counts.get(s, 0) / lab.draws}
-        for s in best
-    ]
+    top = [{"text": _text(loaded, s), "target": exact[s], "empirical": counts.get(s, 0) / lab.draws} for s in best]
     return {
         "prompt": text,
         "temperature": sampling.temperature,
@@ -364,4 +363,8 @@ def _top_texts(loaded: Loaded, target: torch.Tensor, draft: torch.Tensor) -> dic
     """The tokens whose bars are drawn: the most likely ones of the target, then of the draft."""
     half = min(_TOP // 2 + 2, len(target))
     tokens = dict.fromkeys([*target.topk(half).indices.tolist(), *draft.topk(half).indices.tolist()])
-    return {token: loaded.tokenizer.decode([token]) for token in list(tokens)[:_TOP]}
+    return {token: _text(loaded, [token]) for token in list(tokens)[:_TOP]}
+
+
+def _text(loaded: Loaded, ids: Sequence[int]) -> str:
+    return str(loaded.tokenizer.decode(list(ids)))

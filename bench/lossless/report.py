@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -11,11 +12,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.config import RunConfig, identity
+from bench.config import RunConfig, identity, sanitise
 
 if TYPE_CHECKING:
     from bench.lossless.experiments import Lab
     from bench.models import Loaded
+
+
+def defining(cfg: RunConfig) -> dict[str, Any]:
+    """What of the run's configuration an experiment depends on: it brings its own prompts."""
+    return {key: value for key, value in identity(cfg).items() if key != "dataset"}
+
+
+def folder_name(experiment: str, cfg: RunConfig, lab: Lab, loaded: Loaded) -> str:
+    """``<experiment>-<method>-<model>-<12 hex of sha256 over what defines the experiment>``."""
+    parts = {"config": defining(cfg), "lab": asdict(lab), "revision": loaded.revision, "dtype": str(loaded.lm.dtype)}
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    names = (sanitise(str(group["name"])) for group in (cfg.method, cfg.model))
+    return "-".join((experiment, *names, digest[:12]))
 
 
 def write(
@@ -28,14 +42,14 @@ def write(
     begin: datetime,
     seconds: float,
 ) -> None:
-    """``manifest.json`` and ``result.json`` below ``results/lossless/<experiment>-<run_id>/``."""
+    """``manifest.json`` and ``result.json`` in ``folder``."""
     from bench import hardware, scrub
 
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {
         "experiment": experiment,
         "lab": asdict(lab),
-        "config": identity(cfg),
+        "config": defining(cfg),
         "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),
         "hardware": hardware.facts(loaded.lm.device),
@@ -101,7 +115,8 @@ def _joint(result: dict[str, Any]) -> list[str]:
     for row in result["cells"]:
         lines.append(
             f"  {row['temperature']:>4g}  {row['continuations']:>10}  {row['mass']:>6.3f}"
-            f"  {row['total_variation']:>7.4f}  {row['expected_total_variation']:>8.4f}  {row['p_value']:>9.3g}  {row['prompt'][:40]}"
+            f"  {row['total_variation']:>7.4f}  {row['expected_total_variation']:>8.4f}  {row['p_value']:>9.3g}"
+            f"  {row['prompt'][:40]}"
         )
     return lines
 

@@ -48,7 +48,7 @@ class Sampling:
         """The processed distribution, float32 (float64 for float64 logits). One-hot when greedy."""
         exact = logits if logits.dtype == torch.float64 else logits.float()
         if self.greedy:
-            return F.one_hot(exact.argmax(-1), exact.shape[-1]).to(exact.dtype)
+            return torch.zeros_like(exact).scatter_(-1, exact.argmax(-1, keepdim=True), 1.0)
         probs = (exact / self.temperature).softmax(-1)
         if 0 < self.top_k < probs.shape[-1]:
             probs = _keep_top_k(probs, self.top_k)

@@ -1,0 +1,48 @@
+"""The same decoders on a GPU: equal to the CPU reference in 64 bit, finite in 16 bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import contract
+from methods.autoregressive import Autoregressive
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.speculative.draft_model import SpeculativeSampling
+from methods.speculative.prompt_lookup import PromptLookup
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
+
+DECODERS = {
+    "autoregressive": Autoregressive,
+    "prompt_lookup": PromptLookup,
+    "layer_skip": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
+}
+
+
+def decode(decoder, batch, limit):
+    rows = [[] for _ in batch]
+    for step in decoder.decode(batch, limit, torch.Generator(device="cuda").manual_seed(0)):
+        for row, new in zip(rows, step.tokens, strict=True):
+            row.extend(new)
+        assert step.draft_ns is None or step.draft_ns >= 0
+    return [row[:limit] for row in rows]
+
+
+@pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
+def test_greedy_text_is_that_of_the_cpu(make):
+    reference = contract.tiny_target()
+    batch = contract.prompts(reference.vocab_size, (5, 1, 14, 8))
+    wanted = [contract.greedy_reference(reference, prompt, 11) for prompt in batch]
+    target = CausalLM.from_hf(contract.tiny_target().hf.cuda())
+    assert decode(make(target, Sampling()), batch, 11) == wanted
+
+
+@pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_run_and_sample(make, dtype):
+    target = CausalLM.from_hf(contract.tiny_target().hf.to("cuda", dtype))
+    batch = contract.prompts(target.vocab_size, (9, 4))
+    for sampling in (Sampling(), Sampling(0.8, top_p=0.9)):
+        assert [len(row) for row in decode(make(target, sampling), batch, 20)] == [20, 20]
