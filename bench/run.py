@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -19,7 +18,7 @@ import yaml
 from bench import agreement, audit, build, costs, hardware, metrics, models, prompts, records, scrub, table
 from bench.config import RunConfig, run_id
 from bench.costs import CostCurve
-from bench.errors import RunFailed
+from bench.errors import RunFailed, UserError
 from bench.hardware import Instruments
 from bench.records import RunFolder, Sample
 from bench.runner import Runner, Seconds, Settings
@@ -94,7 +93,8 @@ def run(cfg: RunConfig, *, fresh: bool = False) -> Outcome:
 
 def prepare(cfg: RunConfig) -> Parts:
     """Build everything, and refuse what cannot be run before anything is measured."""
-    task = build.build_task(cfg.dataset)
+    _check_batch(cfg)
+    task = build.build_task(cfg.dataset, cfg.paths)
     examples = list(task.load())
     hardware.set_threads(cfg.hardware.threads)
     floor_bytes = hardware.resident_bytes()
@@ -105,6 +105,16 @@ def prepare(cfg: RunConfig) -> Parts:
     baseline = build.build_decoder(_BASELINE, loaded.lm, cfg.sampling)
     method = build.build_decoder(cfg.method, loaded.lm, cfg.sampling, build.model_loader(cfg, loaded.tokenizer))
     return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy)
+
+
+def _check_batch(cfg: RunConfig) -> None:
+    """A class may declare ``max_batch``, the most rows it takes."""
+    most = getattr(build.locate(cfg.method["_target_"]), "max_batch", None)
+    if most is not None and cfg.batch_size > most:
+        raise UserError(
+            f"batch_size came as {cfg.batch_size}; method '{cfg.method['name']}' takes {most} row(s) at a time. "
+            f"Set batch_size={most}, or choose another method."
+        )
 
 
 def report(cfg: RunConfig, path: Path) -> Outcome:
@@ -239,7 +249,7 @@ def _resolved(parts: Parts) -> dict[str, str | None]:
     lm, facts = parts.loaded.lm, hardware.facts(parts.loaded.lm.device)
     return {
         "model_revision": parts.loaded.revision,
-        "data_revision": json.dumps(parts.task.revision, sort_keys=True),
+        "data_revision": parts.task.revision["content"],
         "device": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
         "threads": str(facts["threads"]),
         "dtype": str(lm.dtype).removeprefix("torch."),

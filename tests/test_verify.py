@@ -357,7 +357,12 @@ def trees(draw_, rows: int = 3, vocab: int = 3, most: int = 8):
         present = draw_(st.integers(0, nodes))
         row[present:] = [ABSENT] * (nodes - present)
     logits = [[[draw_(st.integers(-2, 2)) for _ in range(vocab)] for _ in range(nodes + 1)] for _ in range(rows)]
-    draft = Draft(torch.tensor(tokens), torch.tensor(parents), levels=nodes)
+    return tokens, parents, logits
+
+
+def as_tensors(case) -> tuple[Draft, Tensor]:
+    tokens, parents, logits = case
+    draft = Draft(torch.tensor(tokens), torch.tensor(parents), levels=len(tokens[0]))
     return draft, torch.tensor(logits, dtype=torch.float32)
 
 
@@ -373,7 +378,7 @@ def paths_of(draft: Draft, row: int) -> list[list[int]]:
 @settings(max_examples=150, deadline=None)
 @given(trees())
 def test_greedy_trees_keep_the_longest_path_of_argmaxes(case):
-    draft, logits = case
+    draft, logits = as_tensors(case)
     verdict, best = Greedy()(draft, logits, Sampling(), rng()), logits.argmax(-1)
     for row in range(len(logits)):
         node, length = 0, 0
@@ -429,7 +434,7 @@ CRITERIA = {
 @given(case=trees())
 def test_relaxed_rules_keep_the_longest_fitting_path(name, case):
     """The criterion in plain Python; among equally long paths the target's likelihood decides."""
-    (rule, fits), (draft, logits) = CRITERIA[name], case
+    (rule, fits), (draft, logits) = CRITERIA[name], as_tensors(case)
     verdict = rule(draft, logits.double(), Sampling(), rng())
     for row in range(len(logits)):
         p = logits[row].double().softmax(-1)

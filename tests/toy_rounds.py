@@ -1,8 +1,7 @@
-"""The vectorised rules on the models of ``tests.enumeration``: many independent rounds at once, counted by what they emit."""
+"""The vectorised rules on the models of ``tests.enumeration``: many rounds at once, counted by what they emit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Generator, Tensor
 from methods.decoder import ABSENT, Draft, Verdict
 from tests.enumeration import Law, Model
 
-Offering = Literal["with_replacement", "without_replacement", "top"]
+Offering = Literal["with_replacement", "without_replacement", "top", "top_as_drawn"]
 
 
 class Tables:
@@ -54,7 +53,7 @@ def rounds(
 
 
 def _offer(dists: Tensor, children: int, offering: Offering, rng: Generator) -> Tensor:
-    if offering == "top":
+    if offering.startswith("top"):
         return dists.sort(dim=-1, descending=True, stable=True).indices[..., :children]
     flat = dists.reshape(-1, dists.shape[-1])
     drawn = torch.multinomial(flat, children, replacement=offering == "with_replacement", generator=rng)
@@ -99,6 +98,3 @@ def p_value(counts: dict[tuple[int, ...], int], law: Law) -> float:
     if len(pooled) == 1:
         return 1.0
     return float(chisquare([seen for _, seen in pooled], [expected for expected, _ in pooled]).pvalue)
-
-
-Judge = Callable[[Draft, Tensor], Verdict]

@@ -54,7 +54,7 @@ class Lab:
         children: siblings per draft of the tree rules.
         horizon: tokens of a whole continuation.
         floor: continuations at least this likely are told apart.
-        controls: run the known-wrong rules too.
+        controls: run the known-wrong rules too, at the highest temperature.
     """
 
     draws: int = 1_000_000
@@ -158,6 +158,8 @@ def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
             if draft is not None:
                 _check_children(lab, int((draft > _A_CHANCE).sum()))
             for arrangement in arrangements(draft is not None, len(given) if given is not None else 0, lab):
+                if not arrangement.exact and temperature < max(lab.temperatures):
+                    continue
                 seed = _seed(cfg.seed, temperature, number, arrangement.name)
                 yield Cell(
                     text,

@@ -123,6 +123,8 @@ class HFGenerate:
 class HFAssistedBase(HFGenerate):
     """What transformers' draft-and-verify modes share: one row at a time, candidates that can be counted."""
 
+    max_batch = 1
+
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         if len(prompts) != 1:
             raise ValueError(
@@ -189,8 +191,8 @@ class HFAssisted(HFAssistedBase):
         super().__init__(target, sampling)
         if (draft_model is None) == (not skip_layers):
             raise ValueError(
-                "hf_assisted needs one drafter: method.draft_model=NAME with method.skip_layers=[], or layers in skip_layers "
-                "with method.draft_model=null."
+                "hf_assisted needs one drafter: method.draft_model=NAME with method.skip_layers=[], or layers in "
+                "method.skip_layers with method.draft_model=null."
             )
         if draft_model is not None and draft_model.hf is None:
             raise ValueError("The draft model of hf_assisted must keep its Hugging Face model (keep_hf=True).")

@@ -170,7 +170,7 @@ class TreeWithReplacement(ExactRule):
             luck = torch.rand(left_mass.shape, dtype=p.dtype, device=p.device, generator=rng)
             kept = (luck * (q.gather(1, token) / q_mass) * left_mass < left.gather(1, token)) & tried
             share = torch.where(tried & ~kept, left_mass / q_mass, 0.0)
-            left, left_mass = _subtract(left, q, share, gone, fresh=turn == 1)
+            left, left_mass = _subtract(left, q, share, fresh=turn == 1)
             if self.masks_siblings:
                 gone = token if gone is None else torch.cat([gone, token], dim=1)
             chosen, found = torch.where(kept[:, 0], column, chosen), found | kept[:, 0]
@@ -449,19 +449,15 @@ def _subtract(
     p: Float[Tensor, "B V"],
     q: Float[Tensor, "B V"],
     share: Float[Tensor, "B 1"],
-    spared: Int[Tensor, "B k"] | None = None,
     fresh: bool = True,
 ) -> tuple[Float[Tensor, "B V"], Float[Tensor, "B 1"]]:
-    """max(p - share q, 0) and its mass; ``spared`` tokens lose nothing.
+    """max(p - share q, 0) and its mass. q need not be masked: a rejected sibling has nothing left to lose.
 
     Args:
         fresh: make a new tensor; otherwise p is overwritten.
     """
-    kept = None if spared is None else p.gather(1, spared)
     left = torch.addcmul(p, q, share, value=-1.0) if fresh else p.addcmul_(q, share, value=-1.0)
     left.clamp_(min=0)
-    if kept is not None and spared is not None:
-        left.scatter_(1, spared, kept)
     return left, left.sum(1, keepdim=True)
 
 

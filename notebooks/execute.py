@@ -1,0 +1,42 @@
+"""Bring the notebooks up to date: every percent-format source beside this file is executed into its ``.ipynb``.
+
+``python notebooks/execute.py``. The result depends on source and records only: cell ids are numbers, times and versions
+are left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).parent
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def execute(source: Path) -> nbformat.NotebookNode:
+    """The notebook of a source, with the outputs of a fresh run beside it.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    notebook = jupytext.read(source)
+    for number, cell in enumerate(notebook.cells):
+        cell["id"], cell["metadata"] = f"cell-{number:02}", {}
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    NotebookClient(notebook, timeout=120, record_timing=False, resources={"metadata": {"path": str(HERE)}}).execute()
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    return notebook
+
+
+def main() -> None:
+    for source in sorted(HERE.glob("*.py")):
+        if source != Path(__file__):
+            nbformat.write(execute(source), source.with_suffix(".ipynb"))
+            print(f"notebooks/{source.stem}.ipynb")
+
+
+if __name__ == "__main__":
+    main()
