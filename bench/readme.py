@@ -25,17 +25,26 @@ def _block(what: str, results: Path) -> str:
     if what == "lossless":
         body = _lossless(results)
     elif what == "leaderboard":
-        body = table.leaderboard([summary for _, summary in _runs(results)])
+        body = _leaderboards(results)
     else:
         body = _table(what.removeprefix("table: "), results)
     lines = "\n".join(f"    {line}".rstrip() for line in body.splitlines())
     return f"<!-- {what} -->\n{lines}\n<!-- end -->"
 
 
+def _leaderboards(results: Path) -> str:
+    """One table for each set of runs that may stand in one."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for _, summary in _runs(results):
+        groups.setdefault(str([summary.get(key) for key in table.JOIN_KEYS]), []).append(summary)
+    return "\n\n".join(map(table.leaderboard, groups.values())) or "(no record yet)"
+
+
 def _runs(results: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Committed runs, ordered by data set and speed-up."""
     found = [(file.parent, json.loads(file.read_text())) for file in sorted(results.glob("*/summary.json"))]
-    return sorted(found, key=lambda run: (run[1]["dataset"], -run[1]["speedup"]["total"]["value"]))
+    order = ("dataset", "dtype", "batch_size", "method")
+    return sorted(found, key=lambda run: [str(run[1][key]) for key in order])
 
 
 def _table(prefix: str, results: Path) -> str:

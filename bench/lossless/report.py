@@ -72,7 +72,7 @@ def _replace(path: Path, content: dict[str, Any]) -> None:
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:
     """The result as text."""
-    body: Callable[[dict[str, Any]], list[str]] = {"greedy": _greedy, "sampling": _sampling, "joint": _joint}[
+    body: Callable[[dict[str, Any]], list[str]] = {"greedy": _greedy, "sampling": rules_table, "joint": _joint}[
         experiment
     ]
     verdict = "as promised" if result["passed"] else "NOT as promised"
@@ -94,7 +94,8 @@ def _greedy(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _sampling(result: dict[str, Any]) -> list[str]:
+def rules_table(result: dict[str, Any]) -> list[str]:
+    """The table "rule, standard deviation, expected, verdict" of a sampling experiment, as lines."""
     lines = [f"  {'rule':36}{'std deviation':>14}{'expected':>11}{'TV':>9}{'smallest p':>12}{'failed':>9}   verdict"]
     for row in result["rules"]:
         kind = "exact" if row["exact"] else "wrong rule"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-_BLOCK = 256  # probabilities summed at once when a token is drawn
+_BLOCK = 256  # probabilities summed at once
 _COLDEST = 1e-6  # below, logits / temperature leaves the range of float32 and the softmax becomes NaN
 
 
@@ -67,8 +67,8 @@ def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*ba
     """
     flat = weights.reshape(-1, weights.shape[-1])
     rows, vocab = flat.shape
-    size = min(_BLOCK, vocab)
-    blocks = F.pad(flat, (0, -vocab % size)).view(rows, -(-vocab // size), size)
+    blocks = in_blocks(flat)
+    size = blocks.shape[2]
     outer = blocks.sum(-1, dtype=flat.dtype).double().cumsum(-1)
     spot = torch.rand(rows, 1, dtype=torch.float64, device=flat.device, generator=rng) * outer[:, -1:]
     block = _first_above(outer, spot)
@@ -76,6 +76,18 @@ def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*ba
     inner = blocks.gather(1, block[:, :, None].expand(-1, -1, size))[:, 0].double().cumsum(-1)
     token = block * size + _first_above(inner, spot - before)
     return token[:, 0].clamp(max=vocab - 1).view(weights.shape[:-1])
+
+
+def in_blocks(weights: Float[Tensor, "R V"]) -> Float[Tensor, "R blocks size"]:
+    """Weights cut into equal blocks, the last one filled up with zeros; a view where nothing has to be filled up.
+
+    Sums over blocks and then over their sums round far less than one long sum.
+    """
+    rows, vocab = weights.shape
+    size = min(_BLOCK, vocab)
+    padding = -vocab % size
+    filled = F.pad(weights, (0, padding)) if padding else weights  # F.pad copies, even by nothing
+    return filled.view(rows, (vocab + padding) // size, size)
 
 
 def _first_above(running: Float[Tensor, "R n"], spot: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:

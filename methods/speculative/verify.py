@@ -16,11 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import ABSENT, Draft, Guarantee, Rule, Verdict
-from methods.engine.sampling import Sampling, draw
+from methods.engine.sampling import Sampling, draw, in_blocks
 from methods.engine.tree import with_root
 
 _TINY = 1e-30  # keeps quotients finite in float32
-_BLOCK = 256  # probabilities summed at once
 
 
 class ExactRule:
@@ -473,13 +472,15 @@ def _draw_left(
 
 def _mass_without(q: Float[Tensor, "B V"], gone: Int[Tensor, "B k"]) -> Float[Tensor, "B 1"]:
     """Mass of q beside the tokens ``gone``: a sum without them, for 1 - q(gone) loses it where q is almost sure."""
-    size = min(_BLOCK, q.shape[1])
-    blocks = F.pad(q, (0, -q.shape[1] % size)).view(len(q), -(-q.shape[1] // size), size)
+    blocks = in_blocks(q)
+    size = blocks.shape[2]
     touched = gone // size
     inside = blocks.gather(1, touched[:, :, None].expand(-1, -1, size))
     places = touched[:, :, None] * size + torch.arange(size, device=q.device)
     is_gone = (places[:, :, :, None] == gone[:, None, None, :]).any(-1)
-    return blocks.sum(2).scatter(1, touched, inside.masked_fill(is_gone, 0.0).sum(2)).sum(1, keepdim=True)
+    whole = blocks[:1] if q.stride(0) == 0 else blocks  # rows that share one q are summed once
+    sums = whole.sum(2).expand(len(q), -1).scatter(1, touched, inside.masked_fill(is_gone, 0.0).sum(2))
+    return sums.sum(1, keepdim=True)
 
 
 def _behind_parents(scores: Float[Tensor, "B M V"], parents: Int[Tensor, "B N"]) -> Float[Tensor, "B N V"]:
