@@ -42,9 +42,12 @@ gpu: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench -m method=prompt_lookup,speculative_sampling dataset=mtbench sampling=sample $(GPU)
 	$(BIN)/python -m bench.lossless experiment=sampling method=speculative_sampling hardware=cuda_bf16
 
-# Fill the measured tables of README.md from the committed records, and execute the notebooks on them.
+# Bring what shows committed records up to date: the measured tables of README.md, and the executed notebooks.
 readme: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.readme
+
+notebooks: $(VENV)/.installed-dev
+	$(BIN)/python notebooks/execute.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

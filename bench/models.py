@@ -75,6 +75,16 @@ class Loaded:
         return self.lm.hf is not None
 
 
+def import_libraries() -> None:
+    """Import what loading imports, so that its memory is not taken for the model's.
+
+    The code of one family is imported for all: they are about as large as each other.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+
+    import methods.engine.lm  # noqa: F401
+
+
 def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig, *, keep_hf: bool = False) -> Loaded:
     """Load a model onto the hardware asked for.
 

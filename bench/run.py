@@ -97,6 +97,7 @@ def prepare(cfg: RunConfig) -> Parts:
     task = build.build_task(cfg.dataset, cfg.paths)
     examples = list(task.load())
     hardware.set_threads(cfg.hardware.threads)
+    models.import_libraries()
     floor_bytes = hardware.resident_bytes()
     gpu_busy = hardware.gpu_utilisation(models.resolve_hardware(asdict(cfg.hardware))[0])
     loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=build.needs_hf(cfg.method))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -240,6 +241,11 @@ def test_nothing_runs_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("print('done'); assert False", "AssertionError"),
         ("raise SystemExit(0)", "SystemExit"),
         ("import os; os._exit(0)", "ended early with code 0"),
+        (
+            "import os\nfor d in range(3, 32):\n    try: os.write(d, b'done')\n    except OSError: pass\nos._exit(0)",
+            "done",
+        ),
+        ("import ctypes; ctypes.CDLL(None)", "PermissionError"),
         ("while True: pass", "time limit"),
         ("try:\n    while True: pass\nexcept Exception: pass", "time limit"),
         ("x = [0] * 10**10", "MemoryError"),
@@ -265,6 +271,30 @@ def test_files_outside_the_working_folder_are_safe(tmp_path: Path) -> None:
         program = f"import os, shutil\np, f = {str(kept)!r}, {str(tmp_path)!r}\n{line}"
         assert sandbox.run(program, QUICK) == "PermissionError", line
     assert kept.read_text() == "mine"
+
+
+def _landlock() -> bool:
+    import ctypes
+
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0
+
+
+@pytest.mark.skipif(not _landlock(), reason="this kernel has no Landlock")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "d = os.open(f, os.O_RDONLY); os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=d)",
+        "d = os.open(f, os.O_RDONLY); os.remove('kept', dir_fd=d)",
+        "d = os.open(f, os.O_RDONLY); os.rename('kept', 'x', src_dir_fd=d)",
+        "os.mkfifo(f + '/pipe')",
+        "d = os.open(f, os.O_RDONLY); os.fchdir(d); os.remove('kept')",
+    ],
+)
+def test_the_kernel_refuses_what_audit_events_do_not_show(line: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    assert sandbox.run(f"import os\nf = {str(tmp_path)!r}\n{line}", QUICK) == "PermissionError"
+    assert kept.read_text() == "mine" and os.listdir(tmp_path) == ["kept"]
 
 
 def test_a_program_that_sleeps_is_ended_by_the_clock_on_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -254,7 +255,9 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     target, draft = torch.from_numpy(cell.target), torch.from_numpy(cell.draft)
     given = None if cell.given is None else torch.from_numpy(cell.given)
     rng = torch.Generator().manual_seed(cell.seed)
+    begin = time.process_time()
     counts = first_tokens(target, draft, cell.arrangement, cell.draws, rng, given)
+    seconds = time.process_time() - begin
     found: Comparison = compare(counts.double().numpy(), cell.target.astype(np.float64))
     overlap = float(np.minimum(cell.target, cell.draft).sum())
     top = [
@@ -274,6 +277,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         "exact": cell.arrangement.exact,
         "overlap": overlap,
         **found.to_dict(),
+        "cpu_s": round(seconds, 1),
         "top": top,
     }
 

@@ -1,15 +1,18 @@
 """The first thing in the process of a program that a model wrote: sets its limits, then runs it.
 
 Started by ``bench.quality.sandbox`` as a script, isolated from the environment; imports nothing of this project.
-The program comes on standard input, the verdict goes to standard output, which the program itself cannot reach.
+A secret line and the program come on standard input. The verdict goes to standard output: the secret if the program
+ran to its end, else the name of what ended it, so that a program which merely writes something has not passed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
 import signal
+import struct
 import sys
 from contextlib import suppress
 from typing import Any
@@ -26,11 +29,19 @@ _REFUSED = (  # audit events of what a solution to a programming exercise has no
     "os.chown",
     "os.link",
     "os.symlink",
+    "os.setxattr",
+    "os.removexattr",
     "subprocess.",
     "pty.",
     "socket.",
+    "sqlite3.",
+    "ctypes.",
     "webbrowser.",
 )
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on every architecture
+_LANDLOCK_VERSION, _BENEATH, _PR_SET_NO_NEW_PRIVS = 1, 1, 38
+_WRITE_RIGHTS = sum(1 << bit for bit in (1, *range(4, 13)))  # write, remove and make files of every kind
+_LATER_RIGHTS = {2: 1 << 13, 3: 1 << 14}  # by version of the interface: move between folders, truncate
 _WRITING = {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.utime", "shutil.rmtree"}
 
 
@@ -58,6 +69,32 @@ def _limit(limits: dict[str, int]) -> None:
             most = value + 1 if name == "RLIMIT_CPU" and hard != value else value  # the second is for the report
             resource.setrlimit(getattr(resource, name), (value, most))
     signal.signal(signal.SIGXCPU, _time_up)
+
+
+def _write_only_beneath(folder: str) -> bool:
+    """Let the kernel refuse this process every write outside a folder (Landlock, Linux 5.13 and later).
+
+    Unlike the audit hook it sees every way to a file: descriptors of folders, C libraries, paths that change.
+    """
+    with suppress(OSError, AttributeError):
+        kernel = ctypes.CDLL(None)
+        version = kernel.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
+        if version < 1:
+            return False
+        rights = _WRITE_RIGHTS | sum(right for since, right in _LATER_RIGHTS.items() if version >= since)
+        handled = ctypes.c_uint64(rights)
+        rules = kernel.syscall(_LANDLOCK_CREATE, ctypes.byref(handled), ctypes.c_size_t(8), 0)
+        opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        beneath = struct.pack("=Qi", rights, opened)
+        done = (
+            rules >= 0
+            and kernel.syscall(_LANDLOCK_ADD, rules, _BENEATH, beneath, 0) == 0
+            and kernel.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            and kernel.syscall(_LANDLOCK_RESTRICT, rules, 0) == 0
+        )
+        os.close(opened)
+        return bool(done)
+    return False
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -96,15 +133,20 @@ def _run(program: str) -> str:
         return "time limit"
     except BaseException as error:
         return type(error).__name__
-    return "done"
+    return ""
+
+
+def _main() -> None:
+    secret, _, program = sys.stdin.buffer.read().decode().partition("\n")
+    report = _silence()
+    _limit(json.loads(sys.argv[1]))
+    _write_only_beneath(_FOLDER)
+    sys.addaudithook(_refuse)
+    os.write(report, (_run(program) or secret).encode())
+    os._exit(0)  # no exit handlers, no waiting for threads of the program
 
 
 _FOLDER = os.path.realpath(os.getcwd())
 
 if __name__ == "__main__":
-    program = sys.stdin.buffer.read().decode()
-    report = _silence()
-    _limit(json.loads(sys.argv[1]))
-    sys.addaudithook(_refuse)
-    os.write(report, _run(program).encode())
-    os._exit(0)  # no exit handlers, no waiting for threads of the program
+    _main()

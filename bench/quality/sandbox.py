@@ -1,6 +1,8 @@
 """Runs a program that a model wrote: its own process, limits on everything, no network, an empty folder.
 
-It keeps a faulty program from harming the machine by accident. It is no prison for a hostile one; that needs a
+It keeps a faulty program from harming the machine by accident: on Linux the kernel refuses writes outside the folder
+(Landlock) and the network (namespaces), elsewhere Python's audit events do what they can. It is no prison for a hostile
+program, which shares a process with its judge and could find the secret that stands for a pass; that needs a
 container or a virtual machine around the whole benchmark, and so nothing is executed unless the user allowed it.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -50,7 +53,7 @@ def run(program: str, limits: Limits | None = None) -> str | None:
     Returns:
         None if it ran to its last line; else why it did not, e.g. ``AssertionError``, ``time limit``.
     """
-    limits = limits or Limits()
+    limits, secret = limits or Limits(), secrets.token_hex()
     with tempfile.TemporaryDirectory(prefix="decodebench-", ignore_cleanup_errors=True) as folder:
         command = [*_isolation(), sys.executable, "-I", str(_GUARD), json.dumps(asdict(limits))]
         process = subprocess.Popen(
@@ -63,7 +66,7 @@ def run(program: str, limits: Limits | None = None) -> str | None:
             start_new_session=True,
         )
         try:
-            report, _ = process.communicate(program.encode(errors="replace"), timeout=limits.wall_s)
+            report, _ = process.communicate(f"{secret}\n{program}".encode(errors="replace"), timeout=limits.wall_s)
         except subprocess.TimeoutExpired:
             return "time limit"
         finally:
@@ -72,7 +75,7 @@ def run(program: str, limits: Limits | None = None) -> str | None:
                 process.communicate()
     if not report:  # it was killed, or left without running to its end
         return f"ended early with code {process.returncode}"
-    return None if report == b"done" else report.decode()
+    return None if report == secret.encode() else report.decode(errors="replace")[:80]
 
 
 @cache

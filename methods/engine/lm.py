@@ -111,6 +111,8 @@ class CausalLM:
     def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
         base: Any = model.model
         embedding: Any = model.get_input_embeddings()
+        if not keep_hf:
+            _leave_file(model, embedding.weight)
         self._embedding = embedding.weight.detach()
         self._embed_scale = float(getattr(embedding, "scalar_embed_scale", 1.0)) * float(
             getattr(self.config, "embedding_multiplier", 1.0)
@@ -404,6 +406,16 @@ def _ragged_mask(
         visible = torch.where(inside[:, None], reach.gather(2, columns), offset[:, None] < 0)
     mask = torch.zeros(visible.shape, dtype=dtype, device=length.device).masked_fill_(~visible, -torch.inf)
     return mask.repeat_interleave(groups, 1)[:, None]
+
+
+def _leave_file(model: PreTrainedModel, embedding: Tensor) -> None:
+    """Give what outlives the packing memory of its own.
+
+    Weights read from a file are views into one mapping of it: a single norm kept would keep all of it resident.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and (parameter.dim() < 2 or parameter is embedding):
+            parameter.data = parameter.data.clone()
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -1,0 +1,88 @@
+"""Notebooks are committed executed: in step with their source and with the records they show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+sys.path.insert(0, str(FOLDER))
+
+import execute  # noqa: E402  (a script beside the notebooks)
+
+NAMES = sorted(file.stem for file in FOLDER.glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def committed(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+@pytest.fixture(scope="module")
+def fresh(name: str) -> nbformat.NotebookNode:
+    return execute.execute(FOLDER / f"{name}.py")
+
+
+def texts(notebook: nbformat.NotebookNode) -> list[str]:
+    """What the cells print and show, pictures aside: a picture's bytes differ between versions of its library."""
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            shown = output.get("data", {})
+            found.append(output.get("text") or shown.get("text/markdown") or shown.get("text/html", ""))
+    return found
+
+
+def test_there_is_one_for_each_source() -> None:
+    sources = {file.stem for file in FOLDER.glob("*.py")} - {"execute"}
+    assert sources == set(NAMES) and NAMES
+
+
+def test_it_is_in_step_with_its_source(fresh: nbformat.NotebookNode, committed: nbformat.NotebookNode) -> None:
+    assert [cell.source for cell in committed.cells] == [cell.source for cell in fresh.cells], "run: make notebooks"
+
+
+def test_it_shows_what_the_records_hold(fresh: nbformat.NotebookNode, committed: nbformat.NotebookNode) -> None:
+    assert [strip_ids(text) for text in texts(committed)] == [strip_ids(text) for text in texts(fresh)], (
+        "the records have changed; run: make notebooks"
+    )
+
+
+def strip_ids(text: str) -> str:
+    """Tables carry random ids of their style sheets."""
+    import re
+
+    return re.sub(r"T_[0-9a-f]{5}", "T_", text)
+
+
+def test_it_is_executed_without_errors_and_has_its_pictures(committed: nbformat.NotebookNode) -> None:
+    outputs = [output for cell in committed.cells for output in cell.get("outputs", [])]
+    assert all(cell.execution_count for cell in committed.cells if cell.cell_type == "code")
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+
+
+def test_it_names_no_path_of_a_machine(committed: nbformat.NotebookNode) -> None:
+    assert str(FOLDER.parent) not in json.dumps(committed) and str(Path.home()) + "/" not in json.dumps(committed)
+
+
+def test_without_records_it_says_what_to_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "losslessness.py")],
+        env={"DECODEBENCH_RESULTS": str(tmp_path), "PATH": "", "MPLBACKEND": "agg", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "python -m bench.lossless experiment=sampling" in done.stderr
+    assert "Traceback" not in done.stderr
