@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from bench.arguments import check_arguments, hint_of
@@ -14,13 +15,13 @@ from bench.config import PathsConfig, RunConfig, SamplingConfig
 from bench.errors import UserError
 
 if TYPE_CHECKING:
-    from methods.decoder import Decoder
+    from methods.decoder import Decoder, Trainable
     from methods.engine.lm import CausalLM
 
 ENTRY_POINTS = "decodebench.methods"  # where an installed package registers its decoders
 _OWN = ("methods.", "bench.")
 _FROM_RUN = {  # constructor arguments that the run provides: a YAML file may not set them
-    "method": frozenset({"target", "sampling"}),
+    "method": frozenset({"target", "sampling", "part"}),
     "dataset": frozenset({"data", "cache"}),  # paths must not get into the identity of a run
 }
 
@@ -68,6 +69,7 @@ def build_decoder(
     target: CausalLM,
     sampling: SamplingConfig,
     load_model: ModelLoader | None = None,
+    part: Path | None = None,
 ) -> Decoder:
     """The decoder under test, bound to its target.
 
@@ -76,6 +78,8 @@ def build_decoder(
         target: the model whose output is wanted.
         sampling: how its distribution is processed.
         load_model: turns a model's name into a model, for arguments like ``draft_model``; see ``model_loader``.
+        part: folder of what was prepared for this method and model (``bench.prepared``), for a class that declares
+            an argument of that name.
 
     Raises:
         UserError: arguments the method does not take, or values it refuses.
@@ -83,7 +87,7 @@ def build_decoder(
     from methods.engine.sampling import Sampling
 
     processed = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
-    return _build(method, "method", {"target": target, "sampling": processed}, load_model)
+    return _build(method, "method", {"target": target, "sampling": processed, "part": part}, load_model)
 
 
 def needs_hf(method: Mapping[str, Any]) -> bool:
@@ -104,6 +108,23 @@ def build_task(dataset: Mapping[str, Any], paths: PathsConfig | None = None) -> 
         paths: where data sets lie; None: where the environment says.
     """
     return _build(dataset, "dataset", {"data": paths.data, "cache": paths.cache} if paths else {})
+
+
+def build_trainable(train: Mapping[str, Any]) -> Trainable:
+    """What prepares a method: the ``train`` group of the config.
+
+    Raises:
+        UserError: arguments it does not take, or values it refuses.
+    """
+    from methods.decoder import Trainable
+
+    trainable = _build(train, "train")
+    if not isinstance(trainable, Trainable):
+        raise UserError(
+            f"_target_ {train['_target_']!r} prepares nothing: it lacks fit, prepares or takes (methods/decoder.py). "
+            "Correct the YAML file that names it."
+        )
+    return trainable
 
 
 def build_tracker(tracker: Mapping[str, Any]) -> Any:

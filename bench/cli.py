@@ -205,7 +205,7 @@ def _hydra_main(job: Callable[[DictConfig], int], words: list[str]) -> None:
 
 
 def _list(arguments: list[str]) -> int:
-    groups = preflight.groups()
+    groups = preflight.every_group()
     if not arguments:
         return _print(_group_lines())
     named = {preflight.plural(group): group for group in groups} | {group: group for group in groups}

@@ -144,6 +144,27 @@ class RunConfig:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """What a preparation needs beside model, machine and its own settings (``bench.train``).
+
+    Attributes:
+        corpus: names and files with commas between them, see ``bench.corpus``.
+        corpus_limit: most dialogues.
+        out: folder of the part; None: where the method finds it by itself.
+        force: replace a finished part, and whatever was made with other settings.
+    """
+
+    method: str
+    corpus: str = "dolly,gsm8k"
+    corpus_limit: int | None = None
+    out: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _within("corpus_limit", self.corpus_limit, low=1)
+
+
 _TYPED_GROUPS: dict[str, Callable[..., Any]] = {
     "sampling": SamplingConfig,
     "measure": MeasureConfig,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM
+from methods.engine.sampling import argmax
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -122,7 +123,7 @@ def _round(target: CausalLM, cache: Cache, tokens: Tensor, context: int, clock: 
     _synchronise(target.device)
     start = clock()
     output = target.forward(tokens, None, cache)
-    output.logits.argmax(dim=-1).tolist()
+    argmax(output.logits).tolist()
     cache.advance([1] * batch)
     _synchronise(target.device)
     return clock() - start

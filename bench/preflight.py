@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 VERSION_BASE = "1.3"
+TRAIN = "train"  # the group of preparations (bench.train): no part of a run
 _MOST_CHECKED = 64  # jobs of a sweep that are composed beforehand
 
 
 def groups() -> dict[str, list[str]]:
-    """The config groups and their choices, read from the folder: ``{"dataset": ["demo", ...], ...}``."""
+    """The config groups of a run and their choices: ``{"dataset": ["demo", ...], ...}``."""
+    return {name: choices for name, choices in every_group().items() if name != TRAIN}
+
+
+def every_group() -> dict[str, list[str]]:
+    """All config groups and their choices, read from the folder."""
     found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in conf_dir().iterdir()}
     return {name: choices for name, choices in sorted(found.items()) if choices}
 
@@ -40,6 +46,19 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     with _hydra():
         _check_words(overrides)
         return to_run(_compose(overrides))
+
+
+def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, dict[str, Any]]:
+    """What a preparation needs of a run's configuration, and the ``train`` group of one method.
+
+    Raises:
+        UserError: see ``compose``.
+    """
+    words = [f"+{TRAIN}={choice}", *overrides]
+    with _hydra():
+        _check_words(words)
+        resolved = _resolve(_compose(words))
+        return RunConfig.from_dict({key: value for key, value in resolved.items() if key != TRAIN}), resolved[TRAIN]
 
 
 def compose_sweep(overrides: Sequence[str]) -> list[RunConfig]:
@@ -62,6 +81,10 @@ def to_run(cfg: DictConfig) -> RunConfig:
     Raises:
         UserError: a value that must be given is missing, an interpolation fails, or see ``RunConfig.from_dict``.
     """
+    return RunConfig.from_dict(_resolve(cfg))
+
+
+def _resolve(cfg: DictConfig) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -72,12 +95,12 @@ def to_run(cfg: DictConfig) -> RunConfig:
         raise UserError(f"{error.full_key}: {_one_line(error)}. Correct the value with ${{...}} in it.") from error
     if missing:
         raise UserError(f"{missing[0]} is needed and has no value. Set it: {missing[0]}=VALUE.")
-    return RunConfig.from_dict(resolved)
+    return dict(resolved)
 
 
 def unknown_choice(group: str, choice: str) -> UserError:
     """``Unknown method 'egle'. Did you mean 'eagle'? (python -m bench list methods)``"""
-    hint = did_you_mean(choice, groups().get(group, []))
+    hint = did_you_mean(choice, every_group().get(group, []))
     return UserError(f"Unknown {group} '{choice}'.{hint} (python -m bench list {plural(group)})")
 
 
@@ -149,7 +172,7 @@ def _misfit(override: Override, overrides: Sequence[str]) -> UserError | None:
     if (known := _settings(overrides, choices)) and key not in known:
         group = key.split(".")[0]
         choice = known.get(f"{group}.name")
-        where = f"show {group}/{choice}" if choice in choices.get(group, []) else "--help"
+        where = f"show {group}/{choice}" if choice in every_group().get(group, []) else "--help"
         return UserError(f"Unknown setting '{key}'.{did_you_mean(key, known)} (python -m bench {where})")
     return None
 
@@ -161,6 +184,7 @@ def _settings(overrides: Sequence[str], choices: dict[str, list[str]]) -> dict[s
     from omegaconf import OmegaConf
 
     chosen = [o for o in overrides if (p := o.split("=")[0]) in choices and o.split("=", 1)[1] in choices[p]]
+    chosen += [o for o in overrides if o.startswith(f"+{TRAIN}=")]
     try:
         plain: Any = OmegaConf.to_container(hydra_compose("config", overrides=chosen), resolve=False)
     except HydraException:  # the files themselves do not compose; the reason is in the first error
@@ -187,7 +211,7 @@ def config_file(group: str, choice: str) -> Path:
     Raises:
         UserError: no such group or choice.
     """
-    choices = groups()
+    choices = every_group()
     if group not in choices:
         raise UserError(f"Unknown group '{group}'.{did_you_mean(group, choices)} Groups: {', '.join(choices)}.")
     if choice not in choices[group]:

@@ -15,11 +15,12 @@ from typing import Any
 
 import yaml
 
-from bench import agreement, audit, build, costs, hardware, metrics, models, prompts, records, scrub, table
+from bench import agreement, audit, build, costs, hardware, metrics, models, prepared, prompts, records, scrub, table
 from bench.config import RunConfig, run_id
 from bench.costs import CostCurve
 from bench.errors import RunFailed, UserError
 from bench.hardware import Instruments
+from bench.prepared import Prepared
 from bench.records import RunFolder, Sample
 from bench.runner import Runner, Seconds, Settings
 from methods.decoder import Decoder
@@ -54,6 +55,7 @@ class Parts:
         lengths: tokens of every prompt; of later turns the most they can have.
         floor_bytes: memory of the process before the model was loaded.
         gpu_busy: percent, before the model was loaded.
+        prepared: what was made beforehand for the method and this model, if the method takes such a part.
     """
 
     task: Any
@@ -65,6 +67,7 @@ class Parts:
     lengths: list[int]
     floor_bytes: int | None
     gpu_busy: float | None
+    prepared: Prepared | None = None
 
 
 def run(cfg: RunConfig, *, fresh: bool = False) -> Outcome:
@@ -104,8 +107,12 @@ def prepare(cfg: RunConfig) -> Parts:
     settings = _settings(cfg, loaded)
     lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context)
     baseline = build.build_decoder(_BASELINE, loaded.lm, cfg.sampling)
-    method = build.build_decoder(cfg.method, loaded.lm, cfg.sampling, build.model_loader(cfg, loaded.tokenizer))
-    return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy)
+    part = prepared.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
+    if part and part.warning:
+        print(f"warning: {part.warning}", file=sys.stderr)
+    load_model = build.model_loader(cfg, loaded.tokenizer)
+    method = build.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, part.folder if part else None)
+    return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy, part)
 
 
 def _check_batch(cfg: RunConfig) -> None:
@@ -167,6 +174,8 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
             with _clocked(spent, "cost_curve"):
                 folder.update(cost_curve=_cost_curve(parts, warm).to_dict())
         runner.measure()
+        if own := _own_bytes(parts.method):
+            folder.update(own_bytes=own)
         folder.update(load_average={"start": folder.manifest["load_average"]["start"], "end": hardware.load_average()})
         with _clocked(spent, "quality"):
             folder.update(quality=_quality(parts, folder.samples))
@@ -176,6 +185,11 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
     finally:
         with suppress(RunFailed):  # the disk may be full: that message is on its way already
             _note_time(folder, spent)
+
+
+def _own_bytes(method: Decoder) -> dict[str, int | None]:
+    """Memory of the method's own parts by name, where it tells: a mapped datastore is in no peak until it is read."""
+    return dict(getattr(method, "own_bytes", dict)())
 
 
 def _cost_curve(parts: Parts, warm: Sequence[Sample]) -> CostCurve:
@@ -248,7 +262,8 @@ def _settings(cfg: RunConfig, loaded: Any) -> Settings:
 def _resolved(parts: Parts) -> dict[str, str | None]:
     """What the configuration leaves open and this machine decided: another machine's results are other results."""
     lm, facts = parts.loaded.lm, hardware.facts(parts.loaded.lm.device)
-    return {
+    part = {"part": parts.prepared.sha256} if parts.prepared else {}  # without one the id stays what it always was
+    return part | {
         "model_revision": parts.loaded.revision,
         "data_revision": parts.task.revision["content"],
         "device": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
@@ -267,6 +282,7 @@ def _manifest(cfg: RunConfig, parts: Parts) -> dict[str, Any]:
             "argv": scrub.argv(["bench", *sys.argv[1:]]),
             "environment": scrub.environment(os.environ),
             "method": cfg.method,
+            **({"part": parts.prepared.facts()} if parts.prepared else {}),
             "guarantee": parts.method.guarantee.value,
             "model": {
                 "name": cfg.model["name"],
@@ -312,6 +328,7 @@ def _names(manifest: dict[str, Any]) -> dict[str, Any]:
         "sampling": manifest["sampling"],
         "max_new_tokens": manifest["max_new_tokens"],
         "harness_share": manifest.get("harness_share"),
+        "own_bytes": manifest.get("own_bytes", {}),
     }
 
 

@@ -32,6 +32,7 @@ Row = dict[str, Any]
 
 _HUB_PATIENCE_S = 10.0  # the hub is asked once before its own client, which tries for half a minute, takes over
 _WEB_PATIENCE_S = 30.0
+_GZIP = b"\x1f\x8b"  # how such a file begins, whatever it is called
 _NO_SCRIPT = "refs/convert/parquet"  # the hub's own conversion of sets whose main branch still is a loading script
 
 
@@ -103,6 +104,17 @@ KNOWN: dict[str, DataSet] = {
         "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
         Hub("openai/gsm8k", "train", "main"),
         hint="dataset.n_shot=0 does without",
+    ),
+    "dolly": DataSet(
+        "dolly/dolly_3k.json",
+        "cb8d16e85ec217a53587c96596a1e8971b8d72a2fd9d5bc23a2dd3d57b59eeea",
+        web="https://raw.githubusercontent.com/gpt4life/alpagasus/main/data/filtered/dolly_3k.json",
+        hint="corpus=FILE.jsonl takes your own dialogues",
+    ),
+    "dolly_15k": DataSet(
+        "dolly/databricks-dolly-15k.jsonl",
+        hub=Hub("databricks/databricks-dolly-15k", "train"),
+        hint="corpus=dolly has 2,996 of its rows",
     ),
     "humaneval": DataSet(
         "humaneval/HumanEval.jsonl",
@@ -235,12 +247,12 @@ class Sources:
 
 
 def parse_rows(raw: bytes, where: str) -> list[Row]:
-    """JSON lines as dictionaries; blank lines are left out.
+    """JSON lines as dictionaries, blank lines left out; a ``.json`` file is one list of them.
 
     Raises:
         UserError: a line that is no JSON object, by its number.
     """
-    return [row for _, row in numbered_rows(raw, where)]
+    return _listed(raw, where) if where.endswith(".json") else [row for _, row in numbered_rows(raw, where)]
 
 
 def numbered_rows(raw: bytes, where: str) -> Iterator[tuple[int, Row]]:
@@ -259,6 +271,16 @@ def numbered_rows(raw: bytes, where: str) -> Iterator[tuple[int, Row]]:
         if not isinstance(row, dict):
             raise bad_line(where, number, f"holds a {type(row).__name__}")
         yield number, row
+
+
+def _listed(raw: bytes, where: str) -> list[Row]:
+    try:
+        rows = json.loads(raw.decode())
+    except ValueError as error:  # covers UnicodeDecodeError
+        raise UserError(f"{where} is no JSON ({error}). Fetch it anew, or correct it.") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{where} is no list of objects, and only such a file can be read. Fetch it anew.")
+    return rows
 
 
 def bad_line(where: str, number: int, came: str) -> UserError:
@@ -293,7 +315,7 @@ def project_data() -> Path:
 
 
 def _unpack(raw: bytes, name: str) -> bytes:
-    return gzip.decompress(raw) if name.endswith(".gz") else raw
+    return gzip.decompress(raw) if name.endswith(".gz") or raw.startswith(_GZIP) else raw
 
 
 def _stored(root: Path | None, known: DataSet) -> tuple[bytes, Revision] | None:

@@ -140,6 +140,8 @@ def _rate(summary: Mapping[str, Any]) -> list[str]:
 def _memory(summary: Mapping[str, Any]) -> list[str]:
     peak, before = summary["peak_memory_bytes"], summary["baseline"]["peak_memory_bytes"]
     details = [] if peak is None or before is None else [f"{(peak - before) / 2**20:+.0f} MiB against the baseline"]
+    own = {name.replace("_", " "): size for name, size in summary.get("own_bytes", {}).items() if size is not None}
+    details += [f"{name} {size / 2**20:.0f} MiB" for name, size in own.items()]
     return _row("memory", MISSING if peak is None else f"{peak / 2**20:.0f} MiB", details)
 
 

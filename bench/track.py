@@ -1,7 +1,8 @@
 """What follows a run from outside: nothing, or Weights & Biases.
 
-A tracker is told everything once, after the measurement, so that it takes nothing from it. What it does can never fail
-a run: whatever goes wrong is printed as a warning, and the results are in the run's folder all the same.
+A tracker is told everything once, after the measurement, so that it takes nothing from it; only of a preparation, which
+is not measured, it is told while that goes on. What it does can never fail a run: whatever goes wrong is printed as a
+warning, and the results are in the run's folder all the same.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Tracker(Protocol):
         """A run begins, or goes on under the same id."""
         ...
 
+    def log_point(self, point: Mapping[str, float]) -> None:
+        """One point of its curves, while a preparation goes on (``bench.train``)."""
+        ...
+
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Its numbers, as in summary.json."""
         ...
@@ -84,6 +89,9 @@ class NoTracker(Following):
         """Nothing, and without reading the samples."""
 
     def start(self, run_id: str, identity: Mapping[str, Any], tags: Sequence[str]) -> None:
+        """Nothing."""
+
+    def log_point(self, point: Mapping[str, float]) -> None:
         """Nothing."""
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
@@ -170,6 +178,11 @@ class WandbTracker(Following):
                 x_disable_stats=True,
             ),
         )
+
+    @_harmless
+    def log_point(self, point: Mapping[str, float]) -> None:
+        """See ``Tracker``; points of one curve share a name."""
+        self._run.log(dict(point))
 
     @_harmless
     def log_summary(self, summary: Mapping[str, Any]) -> None:

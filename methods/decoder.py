@@ -7,10 +7,11 @@ V vocabulary, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -39,11 +40,11 @@ class Step:
 
     Attributes:
         tokens: per row, the ids committed in this round, in order; empty for a row at its limit.
-        drafted: per row, draft nodes that were scored.
+        drafted: per row, draft nodes that were judged.
         accepted: per row, draft tokens that were kept (the bonus token is not one of them).
         layers: per row, layers run per committed token over layers of the target; 1.0 unless layers were skipped.
         depth: per row, nodes on the longest drafted path; equal to ``drafted`` for a chain.
-        nodes: M of the target pass, padding included: what the pass cost.
+        nodes: M of the target pass, padding and scouts included: what the pass cost.
         target_passes: forward passes of the target in this round.
         draft_passes: forward passes of the drafter in this round.
         draft_ns: wall time spent proposing, or None where it was not measured.
@@ -71,6 +72,9 @@ class Decoder(Protocol):
     committed ``limit`` tokens; the runner stops it earlier when all rows have produced an end-of-sequence
     token. A row at its limit commits nothing more, so later steps hold an empty list for it. The last step
     of a row may overshoot the limit: the runner trims, a method does not.
+
+    A decoder with parts of its own beside the target (a datastore, heads) may have ``own_bytes() -> dict[str, int |
+    None]``, bytes by name; the runner records them after the measurement.
     """
 
     guarantee: Guarantee
@@ -84,6 +88,26 @@ class Decoder(Protocol):
             rng: the only source of randomness, on the target's device.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scouts:
+    """Nodes that are scored in the same pass as a draft and never judged: no rule sees them, no text holds them.
+
+    They are what a drafter wants the target's opinion on without proposing it, e.g. a window of Jacobi iterations.
+
+    Attributes:
+        tokens: [B, S] ids, all present.
+        parents: [B, S] column of the parent node, counted through the draft and on through the scouts; -1 is the root.
+        levels: nodes on the longest path from the root to a scout.
+        asked: the target's most likely token behind each of the last ``asked`` scouts comes back to the host, in the
+            one read the loop makes per round (``Context.scouted``).
+    """
+
+    tokens: Int[Tensor, "B S"]
+    parents: Int[Tensor, "B S"]
+    levels: int
+    asked: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +127,7 @@ class Draft:
         levels: nodes on the longest path over all rows; None: N (a chain).
         width: most children a node has; None: N. Rules that try siblings in turn take as many turns.
         passes: forward passes the drafter spent.
+        scouts: nodes that go through the target behind the draft and are not part of it; N does not count them.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -113,6 +138,7 @@ class Draft:
     levels: int | None = None
     width: int | None = None
     passes: int = 0
+    scouts: Scouts | None = None
 
     @classmethod
     def chain(
@@ -187,6 +213,8 @@ class Context:
             None after the prefill, where every position was kept.
         sampling: how the target's distribution is processed; a drafter that samples uses the same.
         rng: generator on the target's device.
+        scouted: per row, the target's most likely tokens behind the scouts it was asked about in the last pass
+            (host side); empty where that pass had none.
     """
 
     tokens: list[list[int]]
@@ -195,6 +223,7 @@ class Context:
     path: Int[Tensor, "B P"] | None
     sampling: Sampling
     rng: Generator
+    scouted: list[list[int]] = field(default_factory=list)
 
 
 @runtime_checkable
@@ -202,7 +231,7 @@ class Drafter(Protocol):
     """What proposes: a model, heads, a table, a search in the text so far.
 
     Attributes:
-        nodes: the most nodes one proposal may hold; the loop sizes the caches by it.
+        nodes: the most nodes one proposal may hold, scouts included; the loop sizes the caches by it.
         taps: layers of the target whose hidden states the drafter reads from ``Context.output``.
     """
 
@@ -218,13 +247,59 @@ class Drafter(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One dialogue of a corpus as the target reads it.
+
+    Attributes:
+        prompt: ids up to where the answer begins, chat template included.
+        answer: ids of the answer, end-of-sequence token included.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What a preparation works with.
+
+    Attributes:
+        target: the model it prepares for.
+        corpus: dialogues, in a fixed order.
+        folder: where the finished part goes. What an interrupted call left there is still there.
+        seed: the only source of randomness.
+        progress: told (stage, done, total) as the work goes on.
+        log: takes one point of the curves to be followed, e.g. ``{"step": 20, "loss": 1.3}``.
+    """
+
+    target: CausalLM
+    corpus: Sequence[Example]
+    folder: Path
+    seed: int
+    progress: Callable[[str, int, int], None]
+    log: Callable[[Mapping[str, float]], None]
+
+
 @runtime_checkable
 class Trainable(Protocol):
-    """Whatever must be prepared before decoding: gradient heads, a search, a datastore, a threshold."""
+    """Whatever must be prepared before decoding: gradient heads, a search, a datastore, a threshold.
 
-    def fit(self, corpus: Sequence[str], target: CausalLM, cfg: object) -> None: ...
+    Attributes:
+        prepares: what it makes, for people, e.g. ``a datastore of token ids``.
+        takes: how long that takes, for people, e.g. ``seconds per million tokens``.
+    """
 
-    def save(self, path: str) -> None: ...
+    prepares: ClassVar[str]
+    takes: ClassVar[str]
 
-    @classmethod
-    def load(cls, path: str, target: CausalLM) -> Trainable: ...
+    def fit(self, workshop: Workshop) -> dict[str, Any]:
+        """Make the part and write it into the workshop's folder, going on from what lies there.
+
+        Returns:
+            Facts for the card beside the part: sizes, steps, acceptance.
+
+        Raises:
+            ValueError: arguments or a corpus that cannot work.
+        """
+        ...

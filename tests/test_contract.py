@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +15,14 @@ from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
 from methods.engine.sampling import Sampling
 from methods.peers.hf import HFAssisted, HFGenerate, HFPromptLookup
+from methods.speculative.datastore import Datastore
 from methods.speculative.draft_model import SpeculativeSampling
+from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.rest import Rest
+from methods.speculative.self_speculative import SelfSpeculative
+from methods.speculative.suffix import SuffixDecoding
+from methods.speculative.token_recycling import TokenRecycling
 
 
 @dataclass(frozen=True)
@@ -30,15 +39,47 @@ def other_model(target, sampling, **options):
     return SpeculativeSampling(target, sampling, draft_model=draft, **options)
 
 
+@cache
+def texts_of(target):
+    """What the target writes by itself and, of the same prompts, what it writes when it is sampled."""
+    batch = contract.prompts(target.vocab_size, (1, 2, 9, 17) * 5)
+    texts = [contract.outputs(Autoregressive(target, s), batch, 13) for s in (Sampling(), Sampling(1.0), Sampling(1.0))]
+    return [prompt.tolist() + row for rows in texts for prompt, row in zip(batch, rows, strict=True)]
+
+
+def rest(target, sampling, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        Datastore.build(texts_of(target), target.vocab_size).save(Path(folder))
+        return Rest(target, sampling, part=Path(folder), **options)
+
+
 DECODERS = {
     "autoregressive": Row(Autoregressive),
     "prompt_lookup": Row(PromptLookup),
     "prompt_lookup_first": Row(lambda t, s: PromptLookup(t, s, gamma=3, max_ngram=2, pick="first")),
     "prompt_lookup_prompt": Row(lambda t, s: PromptLookup(t, s, gamma=1, scope="prompt")),
     "layer_skip": Row(lambda t, s: SpeculativeSampling(t, s, gamma=3, skip_attention=[1], skip_mlp=[2])),
+    "self_speculative": Row(lambda t, s: SelfSpeculative(t, s, gamma=3, skip_attention=[1, 2], skip_mlp=[2])),
+    "self_speculative_first": Row(lambda t, s: SelfSpeculative(t, s, 2, 0.0, skip_attention=[0], skip_mlp=[3])),
+    "self_speculative_one": Row(lambda t, s: SelfSpeculative(t, s, gamma=1, layer_exit=3)),
+    "self_speculative_exit": Row(lambda t, s: SelfSpeculative(t, s, gamma=4, confidence=0.0, layer_exit=2)),
+    "self_speculative_adaptive": Row(lambda t, s: SelfSpeculative(t, s, 6, 0.4, acceptance=0.5, layer_exit=3)),
     "draft_model": Row(lambda t, s: other_model(t, s, gamma=4)),
     "draft_model_confident": Row(lambda t, s: other_model(t, s, gamma=5, confidence=0.6)),
     "draft_model_one": Row(lambda t, s: other_model(t, s, gamma=1)),
+    "lookahead": Row(lambda t, s: Lookahead(t, s, window=4, ngram=4, guesses=3)),
+    "lookahead_prompt": Row(lambda t, s: Lookahead(t, s, window=3, ngram=3, guesses=5, pool_from_prompt=True)),
+    "lookahead_one": Row(lambda t, s: Lookahead(t, s, window=1, ngram=3, guesses=1)),
+    "token_recycling": Row(lambda t, s: TokenRecycling(t, s, tree="small")),
+    "token_recycling_paper": Row(TokenRecycling, samples=False),
+    "token_recycling_chain": Row(lambda t, s: TokenRecycling(t, s, tree=[[1], [1]])),
+    "suffix": Row(SuffixDecoding),
+    "suffix_long": Row(lambda t, s: SuffixDecoding(t, s, gamma=6, factor=8.0, min_prob=0.0)),
+    "suffix_one": Row(lambda t, s: SuffixDecoding(t, s, gamma=1, min_match=2)),
+    "rest": Row(lambda t, s: rest(t, s, nodes=8, occurrences=64)),
+    "rest_defaults": Row(rest, samples=False),
+    "rest_wide": Row(lambda t, s: rest(t, s, nodes=12, max_ngram=2, min_ngram=1, continuation=3, occurrences=5)),
+    "rest_one": Row(lambda t, s: rest(t, s, nodes=1, max_ngram=3, min_ngram=3, continuation=1)),
     "hf_generate": Row(HFGenerate, samples=False),
     "hf_prompt_lookup": Row(HFPromptLookup, batch=False, samples=False),
     "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),

@@ -1,4 +1,4 @@
-"""The losslessness laboratory: its statistics by hand, exact rules pass, wrong ones are caught, bad input is refused."""
+"""The losslessness laboratory: statistics by hand, exact rules pass, wrong ones are caught, bad input is refused."""
 
 from __future__ import annotations
 

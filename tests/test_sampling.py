@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from methods.engine.sampling import Sampling, draw
+from methods.engine.sampling import Sampling, argmax, draw
 from tests.host_reads import no_host_reads
 
 LEVEL = 1e-4  # probability of a false alarm per test, were the seeds not fixed
@@ -198,3 +198,12 @@ def test_draws_repeat_with_the_seed_and_leave_the_global_generator_alone():
 def test_nothing_is_read_back(sampling):
     with no_host_reads():
         sampling.pick(torch.randn(3, 2, 300), rng())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(3, 512), (2, 4, 1024), (5, 256), (3, 700), (1, 1)])
+def test_argmax_is_the_first_of_the_largest(shape, dtype):
+    scores = torch.randint(0, 9, shape, generator=rng(1)).to(dtype)  # full of ties
+    scores[..., :1] = -torch.inf
+    wanted = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
+    assert argmax(scores).equal(wanted)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import agreement, build, prompts
+from bench import agreement, build, prepared, prompts
 from bench.config import RunConfig, SamplingConfig
 from bench.errors import UserError
 from bench.hardware import usable_cores
@@ -356,7 +356,9 @@ def _joint_row(
 
 def _decoder(cfg: RunConfig, group: dict[str, Any], temperature: float, loaded: Loaded) -> Decoder:
     sampling = SamplingConfig(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
-    decoder = build.build_decoder(group, loaded.lm, sampling, build.model_loader(cfg, loaded.tokenizer))
+    part = prepared.find(group, loaded.name, loaded.revision, cfg.paths)
+    load_model = build.model_loader(cfg, loaded.tokenizer)
+    decoder = build.build_decoder(group, loaded.lm, sampling, load_model, part.folder if part else None)
     require_exact(decoder, group["name"])
     return decoder
 

@@ -27,9 +27,19 @@ def defining(cfg: RunConfig) -> dict[str, Any]:
 def folder_name(experiment: str, cfg: RunConfig, lab: Lab, loaded: Loaded) -> str:
     """``<experiment>-<method>-<model>-<12 hex of sha256 over what defines the experiment>``."""
     parts = {"config": defining(cfg), "lab": asdict(lab), "revision": loaded.revision, "dtype": str(loaded.lm.dtype)}
+    if part := _part(cfg, loaded):
+        parts["part"] = part["sha256"]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     names = (sanitise(str(group["name"])) for group in (cfg.method, cfg.model))
     return "-".join((experiment, *names, digest[:12]))
+
+
+def _part(cfg: RunConfig, loaded: Loaded) -> dict[str, Any] | None:
+    """What was prepared for the method, if it takes such a part."""
+    from bench import prepared
+
+    found = prepared.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
+    return found.facts() if found else None
 
 
 def write(
@@ -51,6 +61,7 @@ def write(
         "lab": asdict(lab),
         "config": defining(cfg),
         "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
+        **({"part": part} if (part := _part(cfg, loaded)) else {}),
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),
         "hardware": hardware.facts(loaded.lm.device),
         "versions": hardware.versions(),

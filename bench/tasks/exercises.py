@@ -47,7 +47,7 @@ class Gsm8k(Task):
         tables = [sources.get("gsm8k")]
         if self.n_shot:
             tables.append(sources.get("gsm8k_train"))
-            self._shown = [message for row in tables[1].rows[: self.n_shot] for message in _solved(row)]
+            self._shown = [message for row in tables[1].rows[: self.n_shot] for message in solved(row)]
         examples = [
             Example(f"gsm8k-{number}", "math_reasoning", (_problem(row),), (row["answer"],))
             for number, row in enumerate(tables[0].rows)
@@ -102,6 +102,7 @@ def _problem(row: Row) -> str:
     return f"{row['question']}\n\nSolve the problem step by step. Write the final number in a last line as: #### number"
 
 
-def _solved(row: Row) -> list[Message]:
+def solved(row: Row) -> list[Message]:
+    """A problem of GSM8K and its answer, as they are shown to a model."""
     answer = _CALCULATION.sub("", row["answer"])
     return [{"role": "user", "content": _problem(row)}, {"role": "assistant", "content": answer}]

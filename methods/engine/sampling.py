@@ -48,7 +48,7 @@ class Sampling:
         """The processed distribution, float32 (float64 for float64 logits). One-hot when greedy."""
         exact = logits if logits.dtype == torch.float64 else logits.float()
         if self.greedy:
-            return torch.zeros_like(exact).scatter_(-1, exact.argmax(-1, keepdim=True), 1.0)
+            return torch.zeros_like(exact).scatter_(-1, argmax(exact)[..., None], 1.0)
         probs = (exact / self.temperature).softmax(-1)
         if 0 < self.top_k < probs.shape[-1]:
             probs = _keep_top_k(probs, self.top_k)
@@ -56,7 +56,22 @@ class Sampling:
 
     def pick(self, logits: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:
         """One token from the processed distribution; argmax when greedy."""
-        return logits.argmax(-1) if self.greedy else draw(self.probs(logits), rng)
+        return argmax(logits) if self.greedy else draw(self.probs(logits), rng)
+
+
+def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
+    """The first of the largest scores in each row.
+
+    On a CPU over blocks and then inside one: ``Tensor.argmax`` keeps an index beside every value, which over a
+    vocabulary in 16 bit takes eight times as long.
+    """
+    vocab = scores.shape[-1]
+    if scores.device.type != "cpu" or vocab % _BLOCK or vocab == _BLOCK:
+        return scores.argmax(-1)
+    blocks = scores.unflatten(-1, (-1, _BLOCK))
+    block = blocks.amax(-1).argmax(-1)
+    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, _BLOCK))
+    return block * _BLOCK + inside[..., 0, :].argmax(-1)
 
 
 def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:

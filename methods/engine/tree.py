@@ -6,6 +6,9 @@ node i. A chain is the tree in which every node is the parent of the next.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -36,3 +39,64 @@ def ancestors(parents: Int[Tensor, "B N"], levels: int) -> Bool[Tensor, "B M M"]
 def depths(reach: Bool[Tensor, "B M M"]) -> Int[Tensor, "B M"]:
     """Nodes between each node and the root; 0 for the root."""
     return reach.sum(2) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tree that is the same in every round: which candidate of which node each node is. Nodes are breadth first.
+
+    Attributes:
+        parents: column of each node's parent, -1 for the root.
+        ranks: each node is its parent's candidate of this rank, 0 the most likely.
+        level_ends: nodes on the first level, on the first two, and so on.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+    level_ends: tuple[int, ...]
+
+    @classmethod
+    def of_children(cls, counts: Sequence[Sequence[int]]) -> Shape:
+        """Build a tree from numbers of children.
+
+        Args:
+            counts: ``counts[l][i]``: children of the i-th node on level l; level 0 is the root alone. Nodes behind the
+                last one named have none.
+
+        Raises:
+            ValueError: a level that names more nodes than the one before has, or that adds none.
+        """
+        parents: list[int] = []
+        ranks: list[int] = []
+        ends = [0]
+        level = [-1]
+        for children in counts:
+            if len(children) > len(level) or min(children, default=0) < 0 or sum(children) < 1:
+                raise ValueError(
+                    f"{list(children)} came as numbers of children of {len(level)} nodes. At most one number per node "
+                    "is allowed, none below 0, not all 0. Correct the tree."
+                )
+            for parent, count in zip(level, children, strict=False):
+                parents += [parent] * count
+                ranks += range(count)
+            level = list(range(ends[-1], len(parents)))
+            ends.append(len(parents))
+        return cls(tuple(parents), tuple(ranks), tuple(ends[1:]))
+
+    @property
+    def width(self) -> int:
+        """Most children a node has."""
+        return max(self.ranks, default=-1) + 1
+
+
+def trie(paths: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Token sequences merged by their common beginnings: tokens, and columns of the parents (-1 the root).
+
+    Nodes stand in the order in which they are first needed, so children stand behind parents.
+    """
+    columns: dict[tuple[int, int], int] = {}
+    for path in paths:
+        parent = -1
+        for token in path:
+            parent = columns.setdefault((parent, token), len(columns))
+    return [token for _, token in columns], [parent for parent, _ in columns]

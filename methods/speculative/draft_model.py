@@ -24,7 +24,7 @@ from torch import Tensor
 from methods.decoder import Context, Draft
 from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM
-from methods.engine.sampling import Sampling, draw
+from methods.engine.sampling import Sampling, argmax, draw
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verify import default_rule
 
@@ -47,7 +47,7 @@ class DraftModel:
 
     def propose(self, context: Context) -> Draft:
         tokens, probs = [], []
-        logits = self._catch_up(context.tokens)
+        logits = self._catch_up(context)
         while True:
             token, prob = self._choose(logits, context)
             tokens.append(token)
@@ -60,7 +60,7 @@ class DraftModel:
 
     def _choose(self, logits: Float[Tensor, "B V"], context: Context) -> tuple[Int[Tensor, "B"], Tensor]:
         if context.sampling.greedy:
-            return logits.argmax(-1), logits
+            return argmax(logits), logits
         probs = context.sampling.probs(logits)
         return draw(probs, context.rng), probs
 
@@ -70,9 +70,9 @@ class DraftModel:
             return False
         return bool((logits.float().softmax(-1).amax(-1) < self.confidence).all())
 
-    def _catch_up(self, committed: list[list[int]]) -> Float[Tensor, "B V"]:
+    def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
         """Feed what was committed since the last draft; logits behind each row's last committed token."""
-        cache = self._cache
+        committed, cache = context.tokens, self._cache
         assert cache is not None, "reset comes before propose"
         cache.truncate([len(row) - 1 for row in committed])
         if max(cache.lengths) == 0:

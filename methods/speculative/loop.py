@@ -4,7 +4,7 @@ What is drafted (a chain, a tree, nothing) is the drafter's affair, what may sta
 only the order of events and the bookkeeping of rows that commit different numbers of tokens. The invariant:
 at the start of a round the cache holds every committed token except the last, the root. The pass scores
 [root, d_1 .. d_N]; row i of its logits judges the children of node i; the row of the last kept node gives the
-bonus token, which is the next root.
+bonus token, which is the next root. Scouts stand behind d_N: they are scored and nothing else.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Context, Draft, Drafter, Rule, Step, Verdict
 from methods.engine.clock import Stopwatch
 from methods.engine.lm import CausalLM
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, argmax
 
 
 class SpeculativeDecoder:
@@ -53,13 +53,12 @@ class SpeculativeDecoder:
             watch.start()
             draft = drafter.propose(context)
             watch.stop()
-            nodes = torch.cat([context.root[:, None], draft.tokens.clamp(min=0)], dim=1)
-            parents = None if draft.is_chain else draft.parents
-            output = target.forward(nodes, parents, cache, levels=draft.max_depth, taps=drafter.taps)
-            verdict = self.rule(draft, output.logits, self.sampling, rng)
+            nodes, parents, levels = _nodes_of_pass(context.root, draft)
+            output = target.forward(nodes, parents, cache, levels=levels, taps=drafter.taps)
+            verdict = self.rule(draft, output.logits[:, : 1 + draft.tokens.shape[1]], self.sampling, rng)
             if not draft.is_chain:
                 cache.pack(verdict.path)
-            tokens, accepted = _read(draft, verdict)
+            tokens, accepted, context.scouted = _read(draft, verdict, output.logits)
             open_rows = [len(row) < end for row, end in zip(committed, ends, strict=True)]
             tokens = [new if is_open else [] for new, is_open in zip(tokens, open_rows, strict=True)]
             cache.advance([len(new) for new in tokens])
@@ -69,11 +68,33 @@ class SpeculativeDecoder:
             yield _step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1])
 
 
-def _read(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int]]:
-    """Kept tokens, bonus included, and how many of them were drafted: the one device-to-host read of a round."""
+def _nodes_of_pass(
+    root: Int[Tensor, "B"], draft: Draft
+) -> tuple[Int[Tensor, "B M"], Int[Tensor, "B nodes"] | None, int]:
+    """What the target scores: root, draft and scouts; their parents (None: a chain); and the depth of the tree."""
+    drafted = [root[:, None], draft.tokens.clamp(min=0)]
+    scouts = draft.scouts
+    if scouts is None:
+        return torch.cat(drafted, dim=1), None if draft.is_chain else draft.parents, draft.max_depth
+    nodes = torch.cat([*drafted, scouts.tokens], dim=1)
+    return nodes, torch.cat([draft.parents, scouts.parents], dim=1), max(draft.max_depth, scouts.levels)
+
+
+def _read(
+    draft: Draft, verdict: Verdict, logits: Float[Tensor, "B M V"]
+) -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """Kept tokens, bonus included; how many of them were drafted; what stands behind the scouts that were asked.
+
+    The one device-to-host read of a round.
+    """
     kept = draft.tokens.gather(1, verdict.path.clamp(min=0))
-    report = torch.cat([verdict.accepted[:, None], verdict.bonus[:, None], kept], dim=1).tolist()
-    return [row[2 : 2 + row[0]] + [row[1]] for row in report], [row[0] for row in report]
+    parts = [verdict.accepted[:, None], verdict.bonus[:, None], kept]
+    asked = draft.scouts.asked if draft.scouts else 0
+    if asked:
+        parts.append(argmax(logits[:, -asked:]))
+    report = torch.cat(parts, dim=1).tolist()
+    tokens = [row[2 : 2 + row[0]] + [row[1]] for row in report]
+    return tokens, [row[0] for row in report], [row[-asked:] for row in report] if asked else []
 
 
 def _rows_of(verdict: Verdict) -> Int[Tensor, "B P"]:

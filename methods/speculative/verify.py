@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import ABSENT, Draft, Guarantee, Rule, Verdict
-from methods.engine.sampling import Sampling, draw, in_blocks
+from methods.engine.sampling import Sampling, argmax, draw, in_blocks
 from methods.engine.tree import with_root
 
 _TINY = 1e-30  # keeps quotients finite in float32
@@ -44,12 +44,12 @@ class Greedy(ExactRule):
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
         if sampling.greedy:
-            return follow(draft, logits.argmax(-1))
+            return follow(draft, argmax(logits))
         assert draft.tokens.shape[1] == 0, "the greedy rule cannot judge a draft at a temperature"
         return follow(draft, sampling.pick(logits, rng))
 
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
-        return follow(draft, probs.argmax(-1))
+        return follow(draft, argmax(probs))
 
 
 class DeterministicTree(ExactRule):

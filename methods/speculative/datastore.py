@@ -1,0 +1,334 @@
+"""A corpus of token ids that can be searched: what followed these tokens, wherever they stood?
+
+The suffixes of all documents are kept in lexicographic order (a suffix array: Manber and Myers 1993), so the places at
+which an n-gram stands are one range of it, and within the range they are in the order of what follows. Three files:
+
+    tokens.npy      u32, big-endian: the documents, each closed by SEPARATOR, and a margin of further SEPARATORs
+    places.npy      i64: where the suffixes start, in their order; those that start at a SEPARATOR are the last
+    datastore.json  version, vocabulary, counts, and size and sha256 of the two others; written last
+
+Both arrays are mapped. Bytes of big-endian ids compare as the ids do, and i64 is what numpy follows without a copy, so
+one call of ``numpy.searchsorted`` looks up the n-grams of all rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Int64, UInt32
+
+from methods.decoder import ABSENT, Workshop
+
+VERSION = 1
+HEADER, TOKENS, PLACES = "datastore.json", "tokens.npy", "places.npy"
+SEPARATOR = 2**32 - 1  # no id of any vocabulary, and larger than all of them
+MARGIN = 64  # SEPARATORs behind the last document, so that a key or a continuation never leaves the file
+LONGEST = MARGIN - 1  # most tokens of an n-gram, and of a continuation
+
+_ID = np.dtype(">u4")
+_BLOCK = 1 << 20
+_MAKE = "python -m bench.train method=rest model=MODEL force=true makes a new one"
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Where the longest known ending of each text stands.
+
+    Attributes:
+        lengths: tokens of that ending; 0 where none is known.
+        low, high: the ending stands at ``places[low:high]``, and everywhere there a token follows it.
+    """
+
+    lengths: Int64[np.ndarray, "B"]
+    low: Int64[np.ndarray, "B"]
+    high: Int64[np.ndarray, "B"]
+
+
+class Datastore:
+    """Documents of token ids and the order of their suffixes.
+
+    Attributes:
+        tokens: ids as they lie in the file.
+        places: start of each suffix, in lexicographic order of the suffixes.
+        vocab_size: ids are below it.
+        folder: where the files lie; None: only in memory.
+    """
+
+    def __init__(
+        self,
+        tokens: UInt32[np.ndarray, "L"],
+        places: Int64[np.ndarray, "P"],
+        vocab_size: int,
+        folder: Path | None = None,
+    ) -> None:
+        self.tokens, self.places, self.vocab_size, self.folder = tokens, places, vocab_size, folder
+
+    @classmethod
+    def build(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
+        """Sort the suffixes of some documents.
+
+        Raises:
+            ValueError: no tokens at all, more than fit, an id outside the vocabulary, or no pydivsufsort.
+        """
+        tokens = joined(documents, vocab_size)
+        return cls(tokens, suffixes(tokens), vocab_size)
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> Datastore:
+        """Map the files that ``save`` wrote.
+
+        Args:
+            folder: where they lie.
+            vocab_size: of the model that the ids are meant for.
+
+        Raises:
+            ValueError: no datastore, one of another version or vocabulary, or files that are not what was written.
+        """
+        header = _header(folder)
+        if header["vocab_size"] != vocab_size:
+            raise ValueError(
+                f"The datastore {folder} holds ids of a vocabulary of {header['vocab_size']}; the model has "
+                f"{vocab_size}. Only a datastore made for a model fits it: {_MAKE}."
+            )
+        for name, written in header["files"].items():
+            _check_file(folder / name, written)
+        tokens, places = (np.load(folder / name, mmap_mode="r") for name in (TOKENS, PLACES))
+        return cls(tokens.view(np.ndarray), places.view(np.ndarray), vocab_size, folder)
+
+    def save(self, folder: Path) -> None:
+        """Write the files. The header goes first and comes last: a folder without one holds no datastore."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / HEADER).unlink(missing_ok=True)
+        arrays = {TOKENS: self.tokens, PLACES: self.places}
+        for name, array in arrays.items():
+            _write(folder / name, partial(np.save, arr=array))
+        header = {
+            "version": VERSION,
+            "vocab_size": self.vocab_size,
+            "tokens": self.n_tokens,
+            "documents": self.n_documents,
+            "files": {name: _facts(folder / name) for name in arrays},
+        }
+        text = json.dumps(header, indent=1) + "\n"
+        _write(folder / HEADER, lambda stream: stream.write(text.encode()))
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all documents, separators not counted."""
+        return len(self.places) - self.n_documents
+
+    @property
+    def n_documents(self) -> int:
+        return int(np.count_nonzero(self.tokens == SEPARATOR)) - MARGIN
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Size of both arrays."""
+        return self.tokens.nbytes + self.places.nbytes
+
+    def resident_bytes(self) -> int | None:
+        """How much of the mapped files this process holds in memory; None where the system does not tell."""
+        if self.folder is None:
+            return self.mapped_bytes
+        import psutil
+
+        ours = {str((self.folder / name).resolve()) for name in (TOKENS, PLACES)}
+        try:
+            return sum(entry.rss for entry in psutil.Process().memory_maps() if entry.path in ours)
+        except (AttributeError, psutil.Error):
+            return None
+
+    def find(self, texts: Sequence[Sequence[int]], longest: int, shortest: int = 1) -> Matches:
+        """Look up the longest ending of each text that stands in a document with a token behind it.
+
+        Args:
+            texts: token ids, ragged.
+            longest, shortest: most and fewest tokens of an ending, 1 <= shortest <= longest <= ``LONGEST``.
+        """
+        endings = _endings(texts, longest)
+        keys = self._windows(longest + 1, "S")[: len(self.places)]
+        low = high = np.zeros(len(texts), np.int64)
+        # An ending that stands somewhere has all shorter ones standing there: halve the lengths that are in question.
+        known = np.full(len(texts), shortest - 1)
+        possible = np.maximum(known, [min(len(text), longest) for text in texts])
+        while (known < possible).any():
+            tried = (known + possible + 1) // 2
+            lower, upper = np.searchsorted(keys, _bounds(endings, tried).view(keys.dtype)[..., 0], sorter=self.places)
+            stands = (lower < upper) & (known < possible)
+            low, high = np.where(stands, (lower, upper), (low, high))
+            known, possible = np.where(stands, tried, known), np.where(stands, possible, np.maximum(tried - 1, known))
+        return Matches(np.where(low < high, known, 0), low, high)
+
+    def behind(self, starts: Int64[np.ndarray, "K"], count: int) -> Int64[np.ndarray, "K count"]:
+        """The ``count`` tokens from each start on; ``ABSENT`` behind the end of the document."""
+        found = self._windows(count, "V")[starts].view(_ID).reshape(len(starts), count)
+        inside = np.logical_and.accumulate(found != SEPARATOR, axis=1)
+        return np.where(inside, found.astype(np.int64), ABSENT)
+
+    def _windows(self, count: int, kind: Literal["S", "V"]) -> np.ndarray:
+        """At every index the ``count`` ids from there on as one value, comparable text or opaque; a view."""
+        size = _ID.itemsize
+        return np.ndarray((len(self.tokens) - count + 1,), f"{kind}{size * count}", self.tokens, strides=(size,))
+
+
+def _endings(texts: Sequence[Sequence[int]], longest: int) -> UInt32[np.ndarray, "B W"]:
+    """The last ``longest`` tokens of each text, and a 0 behind them; shorter texts have 0s before them, too."""
+    endings = [list(text[-longest:]) for text in texts]
+    return np.array([[0] * (longest - len(ending)) + ending + [0] for ending in endings], _ID)
+
+
+def _bounds(endings: UInt32[np.ndarray, "B W"], lengths: Int64[np.ndarray, "B"]) -> UInt32[np.ndarray, "2 B W"]:
+    """For the last ``lengths`` tokens of each ending: the least suffix that begins so, and the least that ends so.
+
+    The one is filled up with the smallest id, and so is the other behind a SEPARATOR.
+    """
+    longest = endings.shape[1] - 1
+    rows = np.arange(len(endings))
+    columns = np.minimum((longest - lengths)[:, None] + np.arange(longest + 1), longest)
+    bounds = np.empty((2, *endings.shape), _ID)
+    bounds[:] = endings[rows[:, None], columns]
+    bounds[1, rows, lengths] = SEPARATOR
+    return bounds
+
+
+def joined(documents: Iterable[Sequence[int]], vocab_size: int) -> UInt32[np.ndarray, "L"]:
+    """The documents one behind the other, as they lie in the file; empty ones are left out.
+
+    Raises:
+        ValueError: no tokens at all, or an id outside the vocabulary.
+    """
+    pieces = [np.asarray(document, np.int64) for document in documents if len(document)]
+    if not pieces:
+        raise ValueError("The corpus holds no token; a datastore needs documents to search. Name another corpus.")
+    ids = np.concatenate(pieces)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise ValueError(
+            f"The corpus holds the id {outside[0]}; the model's vocabulary has {vocab_size}. "
+            "Tokenise it with the tokenizer of the model."
+        )
+    text = np.full(len(ids) + len(pieces) + MARGIN, SEPARATOR, _ID)
+    text[np.arange(len(ids)) + np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])] = ids
+    return text
+
+
+def suffixes(tokens: UInt32[np.ndarray, "L"]) -> Int64[np.ndarray, "P"]:
+    """Start of every suffix of ``joined`` documents, the margin left out, in lexicographic order.
+
+    The library sorts bytes and so has a suffix for each: ids are replaced by their rank among those that occur, so that
+    two bytes an id do for 65,535 of them.
+
+    Raises:
+        ValueError: pydivsufsort is not installed.
+    """
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError as error:
+        raise ValueError(
+            f"A suffix array is wanted, and pydivsufsort cannot be imported ({error}). Install it: "
+            "pip install pydivsufsort."
+        ) from error
+    text = tokens[: len(tokens) - MARGIN].astype(np.int64)
+    is_token = text != SEPARATOR
+    occurs = np.zeros(int(text[is_token].max()) + 2, bool)
+    occurs[text[is_token]] = occurs[-1] = True  # the last one stands for the separator
+    ranks = np.cumsum(occurs) - 1
+    return divsufsort(ranks[np.where(is_token, text, len(occurs) - 1)].astype(np.uint32)).astype(np.int64)
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def _header(folder: Path) -> dict[str, Any]:
+    file = folder / HEADER
+    try:
+        header = json.loads(file.read_text(encoding="utf-8"))
+        version = header["version"]
+    except OSError as error:
+        raise ValueError(f"{folder} holds no datastore: {HEADER} cannot be read ({error}). {_MAKE}.") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}); it must be the header of a datastore. {_MAKE}.") from error
+    if version != VERSION:
+        raise ValueError(f"The datastore {folder} has version {version}; this program reads {VERSION}. {_MAKE}.")
+    if not isinstance(header.get("vocab_size"), int) or set(header.get("files", ())) != {TOKENS, PLACES}:
+        raise ValueError(f"{file} is damaged; vocabulary or files are missing from it. {_MAKE}.")
+    return dict(header)
+
+
+def _check_file(path: Path, written: dict[str, Any]) -> None:
+    """Reading a file through also brings it into memory before anything is timed."""
+    try:
+        same = path.stat().st_size == written["bytes"] and _facts(path) == written
+    except OSError as error:
+        raise ValueError(f"{path} belongs to the datastore and cannot be read ({error}). {_MAKE}.") from error
+    if not same:
+        raise ValueError(f"{path} is damaged: size or sha256 are not those in {HEADER}. Copy it again, or {_MAKE}.")
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _write(path: Path, fill: Callable[[Any], Any]) -> None:
+    """A reader sees the old file or the new one."""
+    draft = path.with_name(f".{path.name}.tmp")
+    with draft.open("wb") as stream:
+        fill(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(draft, path)
+
+
+# ------------------------------------------------------------------------------------------------------- preparation
+
+
+class RestDatastore:
+    """Makes the datastore of the answers of a corpus.
+
+    Args:
+        prompts: each document is a prompt and its answer; else the answer alone.
+    """
+
+    prepares: ClassVar[str] = "a datastore of token ids with a suffix array"
+    takes: ClassVar[str] = "about a second per million tokens, and the tokenizer's time"
+
+    def __init__(self, prompts: bool = False) -> None:
+        self.prompts = prompts
+
+    def fit(self, workshop: Workshop) -> dict[str, Any]:
+        """See ``methods.decoder.Trainable``. A datastore of the same tokens that lies there already is kept."""
+        vocab_size = workshop.target.vocab_size
+        tokens = joined(self._documents(workshop), vocab_size)
+        store = _kept(workshop.folder, tokens, vocab_size)
+        if store is None:
+            workshop.progress("suffix array", 0, 1)
+            store = Datastore(tokens, suffixes(tokens), vocab_size)
+            store.save(workshop.folder)
+            workshop.progress("suffix array", 1, 1)
+        return {"tokens": store.n_tokens, "documents": store.n_documents, "bytes": store.mapped_bytes}
+
+    def _documents(self, workshop: Workshop) -> Iterable[Sequence[int]]:
+        total = len(workshop.corpus)
+        for done, example in enumerate(workshop.corpus, start=1):
+            yield example.prompt + example.answer if self.prompts else example.answer
+            workshop.progress("tokens", done, total)
+
+
+def _kept(folder: Path, tokens: UInt32[np.ndarray, "L"], vocab_size: int) -> Datastore | None:
+    try:
+        found = Datastore.load(folder, vocab_size)
+    except ValueError:
+        return None
+    return found if np.array_equal(found.tokens, tokens) else None
