@@ -38,6 +38,9 @@ gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 	-$(BIN)/python -m bench -m method=prompt_lookup,hf_generate,hf_prompt_lookup dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=speculative_sampling,hf_assisted dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=suffix,token_recycling,lookahead dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=token_recycling method.tree=paper dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=lookahead method.window=15 method.ngram=5 method.guesses=15 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=prompt_lookup dataset=mtbench batch_size=4,16,32 $(GPU)
 	-$(BIN)/python -m bench -m method=prompt_lookup,speculative_sampling dataset=mtbench sampling=sample $(GPU)
 	$(BIN)/python -m bench.lossless experiment=sampling method=speculative_sampling hardware=cuda_bf16

@@ -127,6 +127,15 @@ def build_trainable(train: Mapping[str, Any]) -> Trainable:
     return trainable
 
 
+def arguments(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The arguments a group has for the class it names, checked: ``2`` where a float is wanted is ``2.0``.
+
+    Raises:
+        UserError: see ``check``.
+    """
+    return _check(group, where)[1]
+
+
 def build_tracker(tracker: Mapping[str, Any]) -> Any:
     """What follows the run from outside, Weights & Biases or nothing."""
     return _build(tracker, "tracker")

@@ -263,7 +263,8 @@ def _resolved(parts: Parts) -> dict[str, str | None]:
     """What the configuration leaves open and this machine decided: another machine's results are other results."""
     lm, facts = parts.loaded.lm, hardware.facts(parts.loaded.lm.device)
     part = {"part": parts.prepared.sha256} if parts.prepared else {}  # without one the id stays what it always was
-    return part | {
+    return {
+        **part,
         "model_revision": parts.loaded.revision,
         "data_revision": parts.task.revision["content"],
         "device": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],

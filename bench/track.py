@@ -46,7 +46,7 @@ class Tracker(Protocol):
         """A run begins, or goes on under the same id."""
         ...
 
-    def log_point(self, point: Mapping[str, float]) -> None:
+    def log_point(self, point: Mapping[str, int | float]) -> None:
         """One point of its curves, while a preparation goes on (``bench.train``)."""
         ...
 
@@ -91,7 +91,7 @@ class NoTracker(Following):
     def start(self, run_id: str, identity: Mapping[str, Any], tags: Sequence[str]) -> None:
         """Nothing."""
 
-    def log_point(self, point: Mapping[str, float]) -> None:
+    def log_point(self, point: Mapping[str, int | float]) -> None:
         """Nothing."""
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class WandbTracker(Following):
         )
 
     @_harmless
-    def log_point(self, point: Mapping[str, float]) -> None:
+    def log_point(self, point: Mapping[str, int | float]) -> None:
         """See ``Tracker``; points of one curve share a name."""
         self._run.log(dict(point))
 

@@ -82,7 +82,7 @@ class Job:
         self.folder = Path(settings.out).expanduser() if settings.out else self.places["trained"]
         self.definition: dict[str, Any] = {
             "method": settings.method,
-            "train": {key: value for key, value in train.items() if key != "name"},
+            "train": {"_target_": train["_target_"], **build.arguments(train, preflight.TRAIN)},
             "model": {"name": loaded.name, "revision": loaded.revision},
             "corpus": texts.sha256,
             "seed": cfg.seed,
@@ -307,7 +307,7 @@ class Curves:
     def __init__(self, file: Path, tracker: Tracker) -> None:
         self.file, self.tracker = file, tracker
 
-    def __call__(self, point: Mapping[str, float]) -> None:
+    def __call__(self, point: Mapping[str, int | float]) -> None:
         """Append one point."""
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(dict(point), default=float) + "\n")

@@ -30,6 +30,7 @@
 import json
 import os
 from pathlib import Path
+from textwrap import shorten
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -187,7 +188,7 @@ def whole_picture(cell: dict) -> tuple[list[str], np.ndarray, np.ndarray]:
     p, q = (np.array([token[side] for token in top]) for side in ("target", "draft"))
     rest_p, rest_q, rest_both = 1 - p.sum(), 1 - q.sum(), cell["overlap"] - np.minimum(p, q).sum()
     return (
-        [token["text"] for token in top] + ["(rest)", "(rest, q > p)"],
+        [token["text"] for token in top] + ["(rest:p>q)", "(rest:q>p)"],
         np.append(p, [rest_p - rest_both / 2, rest_both / 2]),
         np.append(q, [rest_both / 2, rest_q - rest_both / 2]),
     )
@@ -258,7 +259,7 @@ def draw_bars(cells: pd.DataFrame, title: str) -> None:
         axes.bar(places, top["draft"], 0.27, color=DRAFT, hatch="//", edgecolor="white", label="draft softmax q")
         axes.bar(places + 0.27, top["empirical"], 0.27, color=EMPIRICAL, hatch="..", edgecolor="white", label="drawn")
         axes.set_xticks(places, [label(text) for text in top["text"]], rotation=60)
-        axes.set(xlabel="first token", ylabel="probability / frequency", title=cell["prompt"][:70])
+        axes.set(xlabel="first token", ylabel="probability / frequency", title=shorten(cell["prompt"], 70, placeholder=" …"))
         axes.grid(axis="x", visible=False)
         axes.legend(fontsize=9)
     for axes in list(panels.flat)[prompts:]:
@@ -372,7 +373,7 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(15, 0.5 * len(order) + 1.8),
 for axes, column in ((left, "ratio"), (right, "surprise")):
     sns.scatterplot(cells, x=column, y="place", ax=axes, s=60, palette=[TARGET, REJECTED], markers=["o", "X"], **look)
     axes.set_yticks(range(len(order)), order)
-    axes.legend(title=None, loc="center right")
+    axes.legend(title=None, loc="upper right")
 left.axvline(1.0, color="0.3", linestyle="--", linewidth=1)
 left.set(xscale="log", xlabel="standard deviation / what exact sampling gives", ylabel="rule", title="Deviation")
 right.axvline(-np.log10(RECORD["bound"]), color="0.3", linestyle="--", linewidth=1)
@@ -419,7 +420,7 @@ if JOINT:
     method, count = JOINT[0]["manifest"]["config"]["method"]["name"], len(points)
     display(Markdown(f"*Figure 5. The {count} likeliest continuations of all prompts, decoded by {method}: probability against frequency, both logarithmic. About one mark in twenty may leave the grey band by chance.*"))
 else:
-    print("No joint record here. Make one: python -m bench.lossless experiment=joint method=speculative_sampling draws=2000 batch_size=64")
+    print("No joint record here. Make one: python -m bench.lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64")
 
 # %% [markdown]
 # ## 5. What this does not prove

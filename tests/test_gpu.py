@@ -10,7 +10,11 @@ from methods.autoregressive import Autoregressive
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.draft_model import SpeculativeSampling
+from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.self_speculative import SelfSpeculative
+from methods.speculative.suffix import SuffixDecoding
+from methods.speculative.token_recycling import TokenRecycling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -18,6 +22,11 @@ DECODERS = {
     "autoregressive": Autoregressive,
     "prompt_lookup": PromptLookup,
     "layer_skip": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
+    "lookahead": lambda target, sampling: Lookahead(target, sampling, window=3, ngram=3, guesses=3),
+    "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
+    "suffix": SuffixDecoding,
+    "self_speculative": lambda target, sampling: SelfSpeculative(target, sampling, skip_attention=[1], skip_mlp=[2]),
+    "layer_exit": lambda target, sampling: SelfSpeculative(target, sampling, layer_exit=2),
 }
 
 

@@ -22,6 +22,7 @@ LIGHT_FILES = {
     "errors.py",
     "failures.py",
     "preflight.py",
+    "train.py",
 }
 SHARED = {"decoder", "engine"}  # what every method and the benchmark may use
 # The baseline is the speculative loop with an empty draft, and the denominator of every run.

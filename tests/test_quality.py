@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import os
-import sys
 import re
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any

@@ -24,7 +24,7 @@ Does speculative sampling cost accuracy? Repeat the experiments on any exact met
 Try:
   python -m bench.lossless experiment=greedy method=prompt_lookup
   python -m bench.lossless experiment=sampling method=speculative_sampling draws=100000
-  python -m bench.lossless experiment=joint method=speculative_sampling draws=2000 batch_size=64
+  python -m bench.lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64
 
 Experiments:
   greedy     the same prompts by the target alone and by the method at temperature 0, token for token
