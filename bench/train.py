@@ -98,8 +98,8 @@ def listing() -> str:
     rows = [(name, *_describe(name)) for name in trainings()]
     if not rows:
         return "No method has anything to prepare."
-    name_width, part_width = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [f"  {name:{name_width}}  {part:{part_width}}  {takes}".rstrip() for name, part, takes in rows]
+    width = max(len(name) for name, _, _ in rows)
+    lines = [f"  {name:{width}}  {part}\n  {'':{width}}  takes {takes}" for name, part, takes in rows]
     return "\n".join(["What can be prepared, and how long it takes (python -m bench.train method=NAME):", *lines])
 
 

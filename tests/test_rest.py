@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -26,13 +27,11 @@ from methods.speculative.datastore import (
     SEPARATOR,
     TOKENS,
     Datastore,
-    Matches,
     RestDatastore,
 )
-from methods.speculative.rest import Rest, RestDrafter, as_draft, frequent_prefixes, spread
+from methods.speculative.rest import Rest, RestDrafter, frequent_prefixes
 from tests.host_reads import no_host_reads
 
-CPU = torch.device("cpu")
 DOCUMENTS = [[5, 6, 7, 8], [1, 5, 6, 7, 9, 9], [5, 6, 7, 8, 2], [7], [9, 5]]
 
 
@@ -74,9 +73,13 @@ def naive_continuations(documents, text, longest, shortest, count):
     return 0, []
 
 
-def found_continuations(store, matches, row, count):
-    starts = store.places[matches.low[row] : matches.high[row]] + matches.lengths[row]
-    return sorted(tuple(t for t in path if t != ABSENT) for path in store.behind(starts, count).tolist())
+def found(store, text, longest, shortest=1, count=4):
+    """The same by the datastore."""
+    match = store.find(text, longest, shortest)
+    if match is None:
+        return 0, []
+    paths = store.continuations(match, count, most=10**6).tolist()
+    return match.length, [tuple(itertools.takewhile(lambda token: token != SEPARATOR, path)) for path in paths]
 
 
 ids = st.sampled_from([0, 1, 2, 255, 256])  # bytes 0 and 255 in every place that could be mistaken
@@ -84,15 +87,14 @@ documents = st.lists(st.lists(ids, max_size=12), max_size=8).filter(any)
 
 
 @settings(max_examples=200, deadline=None)
-@given(documents, st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=5), st.integers(1, 6), st.data())
-def test_search_finds_what_a_naive_one_finds(documents, texts, longest, data):
+@given(documents, st.lists(ids, min_size=1, max_size=9), st.integers(1, 6), st.data())
+def test_search_finds_what_a_naive_one_finds(documents, text, longest, data):
     shortest = data.draw(st.integers(1, longest))
     store = Datastore.build(documents, 300)
-    matches = store.find(texts, longest, shortest)
-    for row, text in enumerate(texts):
-        size, continuations = naive_continuations(documents, text, longest, shortest, 4)
-        assert matches.lengths[row] == size
-        assert found_continuations(store, matches, row, 4) == continuations
+    length, continuations = found(store, text, longest, shortest)
+    assert (length, sorted(continuations)) == naive_continuations(documents, text, longest, shortest, 4)
+    closed = [path + (SEPARATOR,) * (4 - len(path)) for path in continuations]
+    assert closed == sorted(closed)
 
 
 @pytest.mark.parametrize("vocab_size, distinct", [(50, 50), (150_000, 90_000), (900_000, 400)])
@@ -113,24 +115,31 @@ def test_suffixes_are_in_order(vocab_size, distinct):
 
 def test_no_match_and_no_continuation_crosses_a_border():
     store = Datastore.build([[1, 2], [3, 4], [2, 3]], 10)
-    matches = store.find([[1, 2, 3], [9], [2], [4]], 3)
-    assert matches.lengths.tolist() == [1, 0, 1, 0]  # 1 2 3 stands only across a border, 2 3 and 4 only before one
-    assert [found_continuations(store, matches, row, 5) for row in range(4)] == [[(4,)], [], [(3,)], []]
+    # 1 2 3 stands only across a border; 2 3 and 4 only before one
+    assert [found(store, text, 3) for text in ([1, 2, 3], [9], [2], [4])] == [
+        (1, [(4,)]),
+        (0, []),
+        (1, [(3,)]),
+        (0, []),
+    ]
 
 
 def test_longest_ending_at_a_documents_end_gives_way_to_a_shorter_one():
-    store = Datastore.build([[1, 2, 3], [2, 3, 4]], 10)
-    matches = store.find([[1, 2, 3]], 3)
-    assert matches.lengths.tolist() == [2] and found_continuations(store, matches, 0, 3) == [(4,)]
+    assert found(Datastore.build([[1, 2, 3], [2, 3, 4]], 10), [1, 2, 3], 3) == (2, [(4,)])
 
 
 def test_the_longest_ngram_and_continuation_stay_in_the_file():
-    store = Datastore.build([list(range(datastore.LONGEST + 1))], 100)
-    text = list(range(datastore.LONGEST))
-    matches = store.find([text], datastore.LONGEST)
-    assert matches.lengths.tolist() == [datastore.LONGEST]
-    found = store.behind(store.places[matches.low] + matches.lengths, datastore.LONGEST)
-    assert found[0].tolist() == [datastore.LONGEST] + [ABSENT] * (datastore.LONGEST - 1)
+    longest = datastore.LONGEST
+    store = Datastore.build([list(range(longest + 1))], 100)
+    assert found(store, list(range(longest)), longest, count=longest) == (longest, [(longest,)])
+
+
+def test_of_many_occurrences_evenly_spaced_ones_are_read():
+    store = Datastore.build([[7, place] for place in range(100)], 101)
+    match = store.find([7], 3)
+    assert store.continuations(match, 1, 5)[:, 0].tolist() == [10, 30, 50, 70, 90]
+    assert store.continuations(match, 1, 100)[:, 0].tolist() == list(range(100))
+    assert store.continuations(match, 1, 99)[[0, 49, 98], 0].tolist() == [0, 50, 99]
 
 
 def test_corpora_that_cannot_be_searched_are_refused(monkeypatch):
@@ -147,48 +156,29 @@ def test_corpora_that_cannot_be_searched_are_refused(monkeypatch):
 # -- the tree ---------------------------------------------------------------------------------------------------------
 
 
-def test_occurrences_are_spread_over_the_range():
-    matches = Matches(*(np.array(values) for values in ([2, 0, 1, 3], [10, 0, 4, 7], [110, 0, 7, 8])))
-    rows, found = spread(matches, 5)
-    assert rows.tolist() == [0] * 5 + [2] * 3 + [3]
-    assert found.tolist() == [20, 40, 60, 80, 100, 4, 5, 6, 7]
-
-
 def naive_prefixes(paths, most):
     counts = Counter(tuple(path[:end]) for path in paths for end in range(1, len(path) + 1))
     return sorted(counts, key=lambda prefix: (-counts[prefix], len(prefix), prefix))[:most], counts
 
 
-def prefixes_of(nodes, row):
-    """Prefix of every node of a row, from its parents."""
+def prefixes_of(tree):
+    """Prefix of every node, from its parents."""
     prefixes = []
-    for column in np.flatnonzero(nodes.rows == row):
-        parent = nodes.parents[column]
-        assert nodes.columns[column] == len(prefixes) and parent < len(prefixes)
-        prefixes.append((prefixes[parent] if parent >= 0 else ()) + (int(nodes.tokens[column]),))
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        assert parent < len(prefixes)
+        prefixes.append((prefixes[parent] if parent >= 0 else ()) + (token,))
     return prefixes
 
 
-paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=12).map(sorted)
-
-
 @settings(max_examples=200, deadline=None)
-@given(st.lists(paths, min_size=1, max_size=4), st.integers(1, 9))
-def test_tree_holds_the_most_frequent_prefixes(rows, most):
-    depth = 4
-    flat = [path + [ABSENT] * (depth - len(path)) for row in rows for path in row]
-    owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    found = frequent_prefixes(np.array(flat, np.int64).reshape(-1, depth), owners, most)
-    start = 0
-    for number, row in enumerate(rows):
-        wanted, counts = naive_prefixes(row, most)
-        mine = slice(start, start + len(wanted))
-        nodes = type(found)(*(getattr(found, name)[mine] for name in found.__slots__))
-        assert prefixes_of(nodes, number) == wanted
-        assert nodes.counts.tolist() == [counts[prefix] for prefix in wanted]
-        assert nodes.depths.tolist() == [len(prefix) for prefix in wanted]
-        start += len(wanted)
-    assert start == len(found.rows)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=20), st.integers(1, 12))
+def test_tree_holds_the_most_frequent_prefixes(paths, most):
+    ordered = sorted(path + [SEPARATOR] + [9] * (4 - len(path)) for path in paths)
+    tree = frequent_prefixes(np.array(ordered, np.uint32).reshape(-1, 5), most)
+    wanted, counts = naive_prefixes(paths, most)
+    assert prefixes_of(tree) == wanted
+    assert tree.counts == [counts[prefix] for prefix in wanted]
+    assert tree.depths == [len(prefix) for prefix in wanted]
 
 
 def test_draft_of_ragged_rows():
@@ -230,12 +220,6 @@ def test_proposing_reads_nothing_back():
         drafter(Datastore.build(DOCUMENTS, 61)).propose(context_of([3, 5, 6], [60]))
 
 
-def test_empty_rows_make_no_nodes():
-    none = np.zeros(0, np.int64)
-    draft = as_draft(frequent_prefixes(none.reshape(0, 3), none, 4), 2, CPU)
-    assert draft.tokens.shape == (2, 0) and draft.sizes == [0, 0]
-
-
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +230,7 @@ def test_files_give_back_what_was_built(folder):
     assert sorted(path.name for path in folder.iterdir()) == sorted([HEADER, TOKENS, PLACES])
     header = json.loads((folder / HEADER).read_text())
     assert (header["version"], header["vocab_size"], header["tokens"], header["documents"]) == (1, 61, 18, 5)
-    assert loaded.find([[5, 6]], 2).lengths.tolist() == [2]
+    assert found(loaded, [5, 6], 2) == found(built, [5, 6], 2) == (2, [(7, 8, 2), (7, 8), (7, 9, 9)])
 
 
 def test_resident_memory_is_part_of_the_files(folder, target):
@@ -364,10 +348,10 @@ def test_preparation_writes_what_the_decoder_reads(target, tmp_path):
 
 
 def test_documents_are_answers_or_whole_dialogues(target, tmp_path):
-    for prompts, known in ((False, 0), (True, 2)):
+    for prompts in (False, True):
         RestDatastore(prompts).fit(workshop(target, tmp_path, DOCUMENTS))
         store = Datastore.load(tmp_path, target.vocab_size)
-        assert store.find([[50, 51]], 2).lengths.tolist() == [known]
+        assert (store.find([50, 51], 2) is not None) == prompts
 
 
 def test_what_is_there_is_kept_and_anything_else_replaced(target, tmp_path):

@@ -8,7 +8,7 @@ which an n-gram stands are one range of it, and within the range they are in the
     datastore.json  version, vocabulary, counts, and size and sha256 of the two others; written last
 
 Both arrays are mapped. Bytes of big-endian ids compare as the ids do, and i64 is what numpy follows without a copy, so
-one call of ``numpy.searchsorted`` looks up the n-grams of all rows.
+``numpy.searchsorted`` looks an n-gram up in the mapping itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from jaxtyping import Int64, UInt32
 
-from methods.decoder import ABSENT, Workshop
+from methods.decoder import Workshop
 
 VERSION = 1
 HEADER, TOKENS, PLACES = "datastore.json", "tokens.npy", "places.npy"
@@ -34,22 +34,23 @@ MARGIN = 64  # SEPARATORs behind the last document, so that a key or a continuat
 LONGEST = MARGIN - 1  # most tokens of an n-gram, and of a continuation
 
 _ID = np.dtype(">u4")
+_CLOSING = np.array(SEPARATOR, _ID).tobytes()
 _BLOCK = 1 << 20
 _MAKE = "python -m bench.train method=rest model=MODEL force=true makes a new one"
 
 
 @dataclass(frozen=True, slots=True)
-class Matches:
-    """Where the longest known ending of each text stands.
+class Match:
+    """Where the longest known ending of a text stands.
 
     Attributes:
-        lengths: tokens of that ending; 0 where none is known.
-        low, high: the ending stands at ``places[low:high]``, and everywhere there a token follows it.
+        length: tokens of that ending.
+        low, high: it stands at ``places[low:high]``, and everywhere there a token follows it.
     """
 
-    lengths: Int64[np.ndarray, "B"]
-    low: Int64[np.ndarray, "B"]
-    high: Int64[np.ndarray, "B"]
+    length: int
+    low: int
+    high: int
 
 
 class Datastore:
@@ -146,55 +147,47 @@ class Datastore:
         except (AttributeError, psutil.Error):
             return None
 
-    def find(self, texts: Sequence[Sequence[int]], longest: int, shortest: int = 1) -> Matches:
-        """Look up the longest ending of each text that stands in a document with a token behind it.
+    def find(self, text: Sequence[int], longest: int, shortest: int = 1) -> Match | None:
+        """The longest ending of a text that stands in a document with a token behind it.
+
+        An ending that stands somewhere has all shorter ones standing there, so each try halves the lengths in question.
 
         Args:
-            texts: token ids, ragged.
+            text: token ids.
             longest, shortest: most and fewest tokens of an ending, 1 <= shortest <= longest <= ``LONGEST``.
         """
         keys = self._windows(longest + 1, "S")[: len(self.places)]
-        bounds = _bounds(texts, longest, shortest).view(keys.dtype)[..., 0]
-        rows = np.arange(len(texts))
-        # An ending that stands somewhere has all shorter ones standing there: halve the lengths that are in question.
-        known = np.full(len(texts), shortest - 1)
-        possible = np.maximum(known, [min(len(text), longest) for text in texts])
-        while (known < possible).any():
+        ending = np.array(text[-longest:], _ID).tobytes()
+        match = None
+        known, possible = shortest - 1, min(len(text), longest)
+        while known < possible:
             tried = (known + possible + 1) // 2
-            low, high = np.searchsorted(keys, bounds[:, rows, tried - shortest], sorter=self.places)
-            stands = (low < high) & (known < possible)
-            possible = np.where(stands, possible, np.maximum(tried - 1, known))
-            known = np.where(stands, tried, known)
-        low, high = np.searchsorted(keys, bounds[:, rows, known - shortest], sorter=self.places)
-        found = known >= shortest
-        return Matches(known * found, low * found, high * found)
+            wanted = ending[-tried * _ID.itemsize :]
+            # What begins with the ending and goes on lies from the ending itself to the ending at a document's end.
+            low, high = keys.searchsorted(np.array([wanted, wanted + _CLOSING]), sorter=self.places).tolist()
+            if low < high:
+                match, known = Match(tried, low, high), tried
+            else:
+                possible = tried - 1
+        return match
 
-    def behind(self, starts: Int64[np.ndarray, "K"], count: int) -> Int64[np.ndarray, "K count"]:
-        """The ``count`` tokens from each start on; ``ABSENT`` behind the end of the document."""
-        found = self._windows(count, "V")[starts].view(_ID).reshape(len(starts), count)
-        inside = np.logical_and.accumulate(found != SEPARATOR, axis=1)
-        return np.where(inside, found.astype(np.int64), ABSENT)
+    def continuations(self, match: Match, count: int, most: int) -> UInt32[np.ndarray, "K count"]:
+        """What follows at the places of a match, in lexicographic order; of more than ``most``, evenly spaced ones.
+
+        Returns:
+            ``count`` ids each; from a SEPARATOR on they do not belong to the document any more.
+        """
+        span = match.high - match.low
+        index: slice | Int64[np.ndarray, "K"] = slice(match.low, match.high)
+        if span > most:
+            index = match.low + (2 * np.arange(most) + 1) * span // (2 * most)
+        found = self._windows(count, "V")[self.places[index] + match.length]
+        return found.view(_ID).reshape(len(found), count)
 
     def _windows(self, count: int, kind: Literal["S", "V"]) -> np.ndarray:
         """At every index the ``count`` ids from there on as one value, comparable text or opaque; a view."""
         size = _ID.itemsize
         return np.ndarray((len(self.tokens) - count + 1,), f"{kind}{size * count}", self.tokens, strides=(size,))
-
-
-def _bounds(texts: Sequence[Sequence[int]], longest: int, shortest: int) -> UInt32[np.ndarray, "2 B S W"]:
-    """Between which suffixes those lie that begin with an ending and go on, for every text and length of ending.
-
-    Lengths ascend. The lower bound is the ending filled up with the smallest id, the upper one, past all tokens, has a
-    SEPARATOR behind the ending.
-    """
-    sizes = np.arange(shortest, longest + 1)
-    endings = [list(text[-longest:]) for text in texts]
-    filled = np.array([[0] * (longest - len(ending)) + ending + [0] for ending in endings], _ID)
-    columns = np.minimum((longest - sizes)[:, None] + np.arange(longest + 1), longest)
-    bounds = np.empty((2, len(texts), len(sizes), longest + 1), _ID)
-    bounds[:] = filled[:, columns]
-    bounds[1, :, np.arange(len(sizes)), sizes] = SEPARATOR
-    return bounds
 
 
 def joined(documents: Iterable[Sequence[int]], vocab_size: int) -> UInt32[np.ndarray, "L"]:

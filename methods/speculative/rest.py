@@ -23,98 +23,102 @@ Command: ``python -m bench method=rest dataset=mtbench``
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import UInt32
 
 from methods.decoder import ABSENT, Context, Draft
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.speculative.datastore import LONGEST, Datastore, Matches
+from methods.speculative.datastore import LONGEST, SEPARATOR, Datastore
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verify import default_rule
 
 
-@dataclass(frozen=True, slots=True)
-class Prefixes:
-    """The most frequent prefixes per row, as nodes of a tree. Rows in order; in a row the most frequent first.
+@dataclass(slots=True)
+class Tree:
+    """Prefixes of continuations as nodes, parents before children.
 
     Attributes:
-        rows: the row each node belongs to.
-        columns: its number in that row.
-        tokens: the last token of the prefix.
-        parents: column of the prefix without its last token; -1 for a prefix of one token.
-        depths: tokens of the prefix.
+        tokens: the last token of each prefix.
+        parents: node of the prefix without it; -1 for a prefix of one token.
+        depths: tokens of each prefix.
         counts: continuations that begin with it.
     """
 
-    rows: Int64[np.ndarray, "n"]
-    columns: Int64[np.ndarray, "n"]
-    tokens: Int64[np.ndarray, "n"]
-    parents: Int64[np.ndarray, "n"]
-    depths: Int64[np.ndarray, "n"]
-    counts: Int64[np.ndarray, "n"]
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
 
-def spread(matches: Matches, most: int) -> tuple[Int64[np.ndarray, "K"], Int64[np.ndarray, "K"]]:
-    """Row and index into ``Datastore.places`` of at most ``most`` occurrences a row, evenly spaced over its range."""
-    spans = matches.high - matches.low
-    taken = np.minimum(spans, most)
-    rows = np.repeat(np.arange(len(spans)), taken)
-    turn = np.arange(len(rows)) - (np.cumsum(taken) - taken)[rows]
-    return rows, matches.low[rows] + (2 * turn + 1) * spans[rows] // (2 * taken[rows])
+def frequent_prefixes(paths: UInt32[np.ndarray, "K d"], most: int) -> Tree:
+    """The ``most`` most frequent prefixes of some continuations.
 
-
-def frequent_prefixes(paths: Int64[np.ndarray, "K d"], rows: Int64[np.ndarray, "K"], most: int) -> Prefixes:
-    """The ``most`` most frequent prefixes of each row's paths.
-
-    A prefix is at least as frequent as a longer one that begins with it and goes first among equals, so whatever is
-    kept has its parent kept, and before it.
+    A prefix is at least as frequent as a longer one that begins with it and goes first among equals. So the tree grows
+    from its root by the best node that any of its nodes leads to.
 
     Args:
-        paths: tokens, ``ABSENT`` behind the end of a path; those of a row stand together and equal beginnings do too.
-        rows: the row of each path, ascending.
+        paths: continuations in lexicographic order; one ends at its first SEPARATOR.
+        most: nodes wanted.
     """
-    differs = np.ones(paths.shape, bool)
-    differs[1:] = (paths[1:] != paths[:-1]) | (rows[1:] != rows[:-1])[:, None]
-    begins = np.logical_or.accumulate(differs, axis=1).T.ravel()  # level by level: is this prefix a new one?
-    firsts = np.flatnonzero(begins)
-    counts = np.diff(firsts, append=begins.size)  # the first path of a level is new, so no count runs on into the next
-    levels, path = np.divmod(firsts, max(len(paths), 1))
-    tokens, owners = paths[path, levels], rows[path]
-
-    order = np.lexsort((path, levels, -counts, owners))
-    order = order[tokens[order] != ABSENT]
-    rank = np.arange(len(order)) - np.searchsorted(owners[order], owners[order])
-    kept, columns = order[rank < most], rank[rank < most]
-
-    column_of = np.full(len(firsts), ABSENT)
-    column_of[kept] = columns
-    prefix_at = np.cumsum(begins) - 1
-    above = np.maximum(levels[kept] - 1, 0) * len(paths) + path[kept]
-    parents = np.where(levels[kept] > 0, column_of[prefix_at[above]], -1)
-    return Prefixes(owners[kept], columns, tokens[kept], parents, levels[kept] + 1, counts[kept])
+    tree = Tree()
+    behind = _children(paths, 0, len(paths), 0, -1, most)
+    while behind and len(tree.tokens) < most:
+        count, depth, start, token, parent = heappop(behind)
+        node = len(tree.tokens)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.depths.append(depth)
+        tree.counts.append(-count)
+        for child in _children(paths, start, start - count, depth, node, most - node - 1):
+            heappush(behind, child)
+    return tree
 
 
-def as_draft(prefixes: Prefixes, batch: int, device: torch.device) -> Draft:
-    """A tree per row; a chain where no row branches, which costs the target no tree mask."""
-    sizes = np.bincount(prefixes.rows, minlength=batch)
-    width = int(sizes.max())
-    nodes = np.full((2, batch, width), ABSENT)
-    nodes[:, prefixes.rows, prefixes.columns] = prefixes.tokens, prefixes.parents
-    tokens, parents = torch.from_numpy(nodes).to(device)
-    children = int(np.bincount(prefixes.rows * (width + 1) + prefixes.parents + 1, minlength=1).max())
-    if children <= 1:
-        return Draft.chain(tokens, sizes=sizes.tolist())
-    depths = np.zeros(batch, np.int64)
-    np.maximum.at(depths, prefixes.rows, prefixes.depths)
-    return Draft(
-        tokens, parents, sizes=sizes.tolist(), depths=depths.tolist(), levels=int(depths.max()), width=children
-    )
+def _children(
+    paths: UInt32[np.ndarray, "K d"], start: int, stop: int, depth: int, parent: int, most: int
+) -> list[tuple[int, int, int, int, int]]:
+    """What stands at ``depth`` of ``paths[start:stop]``, which share all before: the most frequent tokens, best first.
+
+    Returns:
+        (-count, depth, first path, token, parent) each; the first three are the order in which nodes enter the tree.
+    """
+    if depth == paths.shape[1]:
+        return []
+    column = paths[start:stop, depth].tolist()
+    counts = Counter(column)
+    counts.pop(SEPARATOR, None)
+    return [
+        (-count, depth + 1, start + bisect_left(column, token), token, parent)
+        for token, count in counts.most_common(most)
+    ]
+
+
+def as_draft(trees: Sequence[Tree], device: torch.device) -> Draft:
+    """A tree per row; chains where no row branches, which cost the target no mask."""
+    sizes = [len(tree.tokens) for tree in trees]
+    missing = [[ABSENT] * (max(sizes) - size) for size in sizes]
+    tokens, parents = torch.tensor(
+        [
+            [tree.tokens + filled for tree, filled in zip(trees, missing, strict=True)],
+            [tree.parents + filled for tree, filled in zip(trees, missing, strict=True)],
+        ],
+        dtype=torch.long,
+        device=device,
+    ).unbind()
+    width = max((max(Counter(tree.parents).values(), default=0) for tree in trees), default=0)
+    if width <= 1:
+        return Draft.chain(tokens, sizes=sizes)
+    depths = [max(tree.depths, default=0) for tree in trees]
+    return Draft(tokens, parents, sizes=sizes, depths=depths, levels=max(depths), width=width)
 
 
 class RestDrafter:
@@ -133,10 +137,13 @@ class RestDrafter:
         pass
 
     def propose(self, context: Context) -> Draft:
-        matches = self.store.find(context.tokens, self._longest, self._shortest)
-        rows, found = spread(matches, self._occurrences)
-        paths = self.store.behind(self.store.places[found] + matches.lengths[rows], self._continuation)
-        return as_draft(frequent_prefixes(paths, rows, self.nodes), len(context.tokens), context.root.device)
+        return as_draft([self._tree(text) for text in context.tokens], context.root.device)
+
+    def _tree(self, text: list[int]) -> Tree:
+        match = self.store.find(text, self._longest, self._shortest)
+        if match is None:
+            return Tree()
+        return frequent_prefixes(self.store.continuations(match, self._continuation, self._occurrences), self.nodes)
 
 
 class Rest(SpeculativeDecoder):
