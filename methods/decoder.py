@@ -153,6 +153,14 @@ class Draft:
         parents = torch.arange(-1, nodes - 1, device=tokens.device).expand(batch, nodes)
         return cls(tokens, parents, probs, sizes=sizes, passes=passes)
 
+    @classmethod
+    def chains(cls, rows: Sequence[list[int]], device: torch.device) -> Draft:
+        """One path per row from ids on the host, ragged; a row may be empty."""
+        width = max(len(row) for row in rows)
+        padded = [row + [ABSENT] * (width - len(row)) for row in rows]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+        return cls.chain(tokens, sizes=[len(row) for row in rows])
+
     @property
     def is_chain(self) -> bool:
         return self.levels is None

@@ -17,9 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
-from methods.decoder import ABSENT, Context, Draft
+from methods.decoder import Context, Draft
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
@@ -81,10 +79,7 @@ class PromptLookupDrafter:
 
     def propose(self, context: Context) -> Draft:
         drafts = [self._draft(row, tokens) for row, tokens in enumerate(context.tokens)]
-        width = max(len(draft) for draft in drafts)
-        padded = [draft + [ABSENT] * (width - len(draft)) for draft in drafts]
-        tokens = torch.tensor(padded, dtype=torch.long, device=context.root.device).view(len(drafts), width)
-        return Draft.chain(tokens, sizes=[len(draft) for draft in drafts])
+        return Draft.chains(drafts, context.root.device)
 
     def _draft(self, row: int, tokens: list[int]) -> list[int]:
         end = len(tokens) if self._scope == "text" else self._prompt_lengths[row]

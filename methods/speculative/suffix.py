@@ -23,9 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
-
-from methods.decoder import ABSENT, Context, Draft
+from methods.decoder import Context, Draft
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
@@ -134,10 +132,7 @@ class SuffixDrafter:
 
     def propose(self, context: Context) -> Draft:
         drafts = [self._draft(row, tokens) for row, tokens in enumerate(context.tokens)]
-        width = max(len(draft) for draft in drafts)
-        padded = [draft + [ABSENT] * (width - len(draft)) for draft in drafts]
-        tokens = torch.tensor(padded, dtype=torch.long, device=context.root.device).view(len(drafts), width)
-        return Draft.chain(tokens, sizes=[len(draft) for draft in drafts])
+        return Draft.chains(drafts, context.root.device)
 
     def _draft(self, row: int, tokens: list[int]) -> list[int]:
         automaton = self._automata[row]
