@@ -22,6 +22,7 @@ from bench.sources import project_data
 
 CARD, PLAN, CURVES, LOCK = "card.json", "making.json", "curves.jsonl", ".lock"
 _NOT_THE_PART = frozenset({CARD, PLAN, CURVES, LOCK})
+_MAKING = "making/"  # what a preparation notes on its way: trials, costs, pictures
 _BLOCK = 1 << 20
 
 Origin = Literal["checkpoint", "shipped", "trained"]
@@ -108,7 +109,7 @@ def files(folder: Path) -> dict[str, Path]:
     if folder.is_file():
         return {folder.name: folder}
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if name not in _NOT_THE_PART}
+    return {name: path for name, path in found.items() if name not in _NOT_THE_PART and not name.startswith(_MAKING)}
 
 
 def digest(parts: Mapping[str, Path]) -> str:

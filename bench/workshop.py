@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from bench import build, corpus, hardware, models, preflight, prepared, scrub
-from bench.config import RunConfig, TrainConfig
+from bench.config import RunConfig, TrainConfig, sanitise
 from bench.corpus import Corpus, Texts
 from bench.errors import UserError
 from bench.models import Loaded
@@ -145,7 +145,7 @@ class Job:
             f"{self.settings.method} for {self.loaded.name}: {trainable.prepares}; {trainable.takes}", file=sys.stderr
         )
         stages, curves = Stages(), Curves(self.folder / CURVES, tracker)
-        shop = Workshop(self.loaded.lm, self._corpus(), self.folder, self.cfg.seed, stages, curves)
+        shop = Workshop(self.loaded.lm, self._corpus(), self.folder, self.cfg.seed, stages, curves, self._common())
         with self._clocked(), self._followed(tracker):
             try:
                 found = trainable.fit(shop)
@@ -164,6 +164,13 @@ class Job:
         same = [word for word in self.words if re.match(r"(model|paths)[.=]", word)]
         command = shlex.join(["python", "-m", "bench", f"method={self.settings.method}", *named, *same])
         return f"{self.folder}: {size / 1e6:,.1f} MB in {self._spent:,.0f} s\nUse it: {command}"
+
+    def _common(self) -> Path:
+        """What depends on model, corpus and seed alone is made once, whatever method needs it."""
+        shared = {key: self.definition[key] for key in ("model", "corpus", "seed")}
+        shared |= {"dtype": str(self.loaded.lm.dtype), "sha256": self.loaded.sha256}
+        digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]
+        return Path(self.cfg.paths.cache) / "common" / f"{sanitise(self.loaded.name)}-{digest}"
 
     def _corpus(self) -> Corpus:
         lm, tokenizer = self.loaded.lm, self.loaded.tokenizer

@@ -275,10 +275,12 @@ class Workshop:
     Attributes:
         target: the model it prepares for.
         corpus: dialogues, in a fixed order.
-        folder: where the finished part goes. What an interrupted call left there is still there.
+        folder: where the finished part goes. What an interrupted call left there is still there; notes on how it was
+            made go into its folder ``making``, which is no piece of the part.
         seed: the only source of randomness.
         progress: told (stage, done, total) as the work goes on.
         log: takes one point of the curves to be followed, e.g. ``{"step": 20, "loss": 1.3}``.
+        common: folder shared by all preparations for the same model and corpus, e.g. for what the target wrote.
     """
 
     target: CausalLM
@@ -287,6 +289,7 @@ class Workshop:
     seed: int
     progress: Callable[[str, int, int], None]
     log: Callable[[Mapping[str, float]], None]
+    common: Path
 
 
 @runtime_checkable

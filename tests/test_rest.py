@@ -333,7 +333,7 @@ def test_rest_refuses(options, folder, target):
 def workshop(target, folder, answers, stages=None):
     corpus = [Example(prompt=[50, 51], answer=list(answer)) for answer in answers]
     report = (lambda *told: stages.append(told)) if stages is not None else (lambda *_: None)
-    return Workshop(target, corpus, folder, 0, report, lambda _: None)
+    return Workshop(target, corpus, folder, 0, report, lambda _: None, folder)
 
 
 def test_preparation_writes_what_the_decoder_reads(target, tmp_path):

@@ -388,11 +388,11 @@ CHEAP = Costs((1, 5), (10.0, 12.0), (2.0, 3.0), draft=10.0, attention=1.2, mlp=0
 
 
 def workshop(target: CausalLM, folder: Path, seed: int = 3) -> Workshop:
-    folder.mkdir(exist_ok=True)
-    CHEAP.save(folder / "costs.json")
+    (folder / "making").mkdir(parents=True, exist_ok=True)
+    CHEAP.save(folder / "making" / "costs.json")
     texts = contract.prompts(target.vocab_size, range(4, 16), seed=8)
     corpus = [Example(text.tolist(), [1]) for text in texts]
-    return Workshop(target, corpus, folder, seed, lambda stage, done, total: None, lambda point: None)
+    return Workshop(target, corpus, folder, seed, lambda stage, done, total: None, lambda point: None, folder)
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +402,7 @@ def searched(target: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def trials_of(folder: Path) -> list[Trial]:
-    return History(folder / "trials.jsonl", 4).trials
+    return History(folder / "making" / "trials.jsonl", 4).trials
 
 
 def test_search_ends_with_a_finalist_and_facts_of_held_out_prompts(
@@ -418,7 +418,7 @@ def test_search_ends_with_a_finalist_and_facts_of_held_out_prompts(
     assert max(t.speedup for t in finalists(trials)) == max(t.speedup for t in trials)
     assert facts["pays"] == (facts["held_out"]["speedup_measured"] > 1)
     assert set(facts["held_out"]) == {"speedup", "speedup_measured", "uniform", "random_mean", "random_best"}
-    assert (folder / "search.png").stat().st_size > 5_000
+    assert (folder / "making" / "search.png").stat().st_size > 5_000
     contract.check_greedy_identity(lambda t, s: SelfSpeculative(t, s, part=folder), target, lengths=(5,))
 
 
@@ -443,11 +443,11 @@ def test_search_repeats_with_its_seed_and_differs_with_another(
 def test_killed_search_goes_on_as_if_it_had_not_been(
     after: int, searched: tuple[Path, dict], target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = (searched[0] / "trials.jsonl").read_text().splitlines(keepends=True)
+    lines = (searched[0] / "making" / "trials.jsonl").read_text().splitlines(keepends=True)
     folder = tmp_path / "killed"
     shop = workshop(target, folder)
     torn = lines[after][:20]
-    (folder / "trials.jsonl").write_text("".join(lines[:after]) + torn)
+    (folder / "making" / "trials.jsonl").write_text("".join(lines[:after]) + torn)
     tried: list[SkipSet] = []
     attempt = SkipSearch._try
 
@@ -457,7 +457,7 @@ def test_killed_search_goes_on_as_if_it_had_not_been(
 
     monkeypatch.setattr(SkipSearch, "_try", counted)
     SEARCH.fit(shop)
-    assert (folder / "trials.jsonl").read_text() == "".join(lines)
+    assert (folder / "making" / "trials.jsonl").read_text() == "".join(lines)
     assert len(tried) == len(lines[after:])
 
 

@@ -682,3 +682,15 @@ def test_the_laboratory_uses_the_part_and_notes_it(cfg: RunConfig, make: Callabl
     first = report.folder_name("greedy", cfg, experiments.Lab(), loaded)
     make("train.scale=2", "force=true")
     assert report.folder_name("greedy", cfg, experiments.Lab(), loaded) != first
+
+
+def test_notes_on_the_making_are_no_piece_of_the_part(tmp_path: Path) -> None:
+    from bench import prepared
+
+    (tmp_path / "making").mkdir()
+    (tmp_path / "part.json").write_text("{}")
+    before = prepared.digest(prepared.files(tmp_path))
+    (tmp_path / "making" / "trials.jsonl").write_text("1\n")
+    assert prepared.digest(prepared.files(tmp_path)) == before
+    (tmp_path / "making.bin").write_text("1")
+    assert prepared.digest(prepared.files(tmp_path)) != before

@@ -87,6 +87,13 @@ class Cache:
         """Forget what lies behind ``lengths[b]`` tokens of each row."""
         self.set_lengths([min(now, new) for now, new in zip(self.lengths, lengths, strict=True)])
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in this order: those whose texts go on."""
+        self.store = self.store[:, list(rows)]
+        self.batch, self._rows = len(rows), self._rows[: len(rows)]
+        self.length = self.length[: len(rows)].clone()
+        self.set_lengths([self.lengths[row] for row in rows])
+
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Declare the first ``lengths[b]`` slots of each row valid."""
         assert max(lengths) <= self.capacity, f"cache of {self.capacity} slots asked to hold {max(lengths)}"

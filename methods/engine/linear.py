@@ -30,6 +30,11 @@ class Linear:
     def __call__(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
         return F.linear(rows, self.weight, self.bias)
 
+    @property
+    def dense(self) -> Float[Tensor, "O I"]:
+        """The weight in its plain form; of a packed one a copy is made."""
+        return self.weight
+
 
 class PackedLinear(Linear):
     """The same product with the weight in oneDNN's blocked layout (CPU, 16 and 32 bit)."""
@@ -40,6 +45,10 @@ class PackedLinear(Linear):
 
     def __call__(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+
+    @property
+    def dense(self) -> Float[Tensor, "O I"]:
+        return self.weight.to_dense()
 
 
 def packable(device: torch.device, dtype: torch.dtype) -> bool:

@@ -226,6 +226,14 @@ class CausalLM:
         """Input embeddings as the first layer receives them."""
         return F.embedding(tokens, self._embedding) * self._embed_scale
 
+    def output_rows(self, ids: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n D"], Float[Tensor, "n"] | None]:
+        """Weight and bias of the output matrix for some tokens: ``hidden @ weight.T + bias`` are their logits."""
+        weight, bias = self._head.dense[ids], self._head.bias
+        kept = None if bias is None else bias[ids]
+        if self._logit_divisor == 1.0:
+            return weight, kept
+        return weight / self._logit_divisor, None if kept is None else kept / self._logit_divisor
+
     # -- whole passes -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

@@ -38,7 +38,7 @@ from methods.engine.lm import CausalLM
 from methods.speculative.self_speculative import SkipSet, exit_set
 from methods.speculative.skip_objective import Calibration, Costs, Trial, best_prediction, measured_speedup, predict
 
-_COSTS, _TRIALS, _PICTURE = "costs.json", "trials.jsonl", "search.png"
+_COSTS, _TRIALS, _PICTURE = "making/costs.json", "making/trials.jsonl", "making/search.png"
 _MEASURED_PROMPTS, _MEASURED_TOKENS = 4, 48
 _FINALISTS = 10
 
@@ -129,6 +129,7 @@ class SkipSearch:
     def fit(self, workshop: Workshop) -> dict[str, Any]:
         """See ``methods.decoder.Trainable.fit``: writes the set, the costs, the trials and a picture of them."""
         target, folder = workshop.target, workshop.folder
+        (folder / "making").mkdir(exist_ok=True)
         workshop.progress("calibration", 0, 1)
         drawn = self._draw(workshop)
         blocks = self.new_tokens // self.gamma
