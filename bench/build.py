@@ -172,7 +172,16 @@ def _build(
     try:
         return target(**built)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{error} {_shipped(error, str(group.get('name')))}".strip()) from error
+
+
+def _shipped(error: ValueError, method: str) -> str:
+    """Where a part is missing, the models for which it comes with the project."""
+    from bench import prepared
+    from methods.decoder import MissingPart
+
+    models = prepared.shipped(method) if isinstance(error, MissingPart) else []
+    return f"Prepared ones come with the project for model={', model='.join(models)}." if models else ""
 
 
 def _value(value: Any, where: str, hint: Any, load_model: ModelLoader | None) -> Any:

@@ -83,6 +83,13 @@ def places(method: str, model: str, paths: PathsConfig) -> dict[Origin, Path]:
     return {"shipped": project_data() / "checkpoints" / name, "trained": Path(paths.cache) / "trained" / name}
 
 
+def shipped(method: str) -> list[str]:
+    """Models that data/checkpoints has a part of this method for."""
+    prefix = f"{sanitise(method)}-"
+    found = (project_data() / "checkpoints").glob(f"{prefix}*/{CARD}")
+    return sorted(card.parent.name.removeprefix(prefix) for card in found)
+
+
 def read_card(folder: Path) -> dict[str, Any] | None:
     """The card of a finished part, if there is one."""
     return read_json(folder / CARD)

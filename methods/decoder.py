@@ -292,6 +292,10 @@ class Workshop:
     common: Path
 
 
+class MissingPart(ValueError):
+    """What a decoder cannot do without is not there; the message names the command that makes it."""
+
+
 @runtime_checkable
 class Trainable(Protocol):
     """Whatever must be prepared before decoding: gradient heads, a search, a datastore, a threshold.

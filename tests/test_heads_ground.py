@@ -1,4 +1,4 @@
-"""What all trained heads stand on: the target's own answers, its states, the draft vocabulary, and the training loop."""
+"""What trained heads stand on: own answers, the states over them, the draft vocabulary, and the training loop."""
 
 from __future__ import annotations
 

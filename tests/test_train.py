@@ -18,9 +18,9 @@ import pytest
 import torch
 import yaml
 
-from bench import build, cli, corpus, preflight, prepared, prompts, sources, train, workshop
+from bench import build, cli, contract, corpus, preflight, prepared, prompts, sources, train, workshop
 from bench import run as program
-from bench.config import PathsConfig, RunConfig, conf_dir, run_id
+from bench.config import PathsConfig, RunConfig, SamplingConfig, conf_dir, run_id
 from bench.corpus import Corpus, Dialogue
 from bench.errors import UserError
 from bench.random_model import byte_tokenizer
@@ -684,9 +684,21 @@ def test_the_laboratory_uses_the_part_and_notes_it(cfg: RunConfig, make: Callabl
     assert report.folder_name("greedy", cfg, experiments.Lab(), loaded) != first
 
 
-def test_notes_on_the_making_are_no_piece_of_the_part(tmp_path: Path) -> None:
-    from bench import prepared
+def test_a_missing_part_names_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "project_data", lambda: tmp_path)
+    for model in ("small", "other"):
+        (tmp_path / "checkpoints" / f"rest-{model}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"rest-{model}" / "card.json").write_text("{}")
+    (tmp_path / "checkpoints" / "rest-unfinished").mkdir()
+    method = {"name": "rest", "_target_": "methods.speculative.rest.Rest"}
+    with pytest.raises(UserError, match=r"bench.train method=rest.*for model=other, model=small\.$"):
+        build.build_decoder(method, contract.tiny_target(), SamplingConfig())
+    with pytest.raises(UserError) as other:
+        build.build_decoder(method | {"nodes": 0}, contract.tiny_target(), SamplingConfig())
+    assert "model=small" not in str(other.value)
 
+
+def test_notes_on_the_making_are_no_piece_of_the_part(tmp_path: Path) -> None:
     (tmp_path / "making").mkdir()
     (tmp_path / "part.json").write_text("{}")
     before = prepared.digest(prepared.files(tmp_path))

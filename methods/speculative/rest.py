@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from jaxtyping import UInt32
 
-from methods.decoder import ABSENT, Context, Draft
+from methods.decoder import ABSENT, Context, Draft, MissingPart
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.datastore import LONGEST, SEPARATOR, Datastore
@@ -200,7 +200,7 @@ class Rest(SpeculativeDecoder):
 def _folder(checkpoint: str | Path | None, part: Path | None) -> Path:
     folder = Path(checkpoint).expanduser() if checkpoint is not None else part
     if folder is None:
-        raise ValueError(
+        raise MissingPart(
             "rest has no datastore for this model; it needs one to draft from. Make it: "
             "python -m bench.train method=rest model=MODEL; or name yours: method.checkpoint=FOLDER."
         )

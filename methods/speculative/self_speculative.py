@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft
+from methods.decoder import Context, Draft, MissingPart
 from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM, Output
 from methods.engine.sampling import Sampling
@@ -375,7 +375,7 @@ def _one_of(named: dict[str, SkipSet], part: Path | None) -> SkipSet:
     if named:
         return next(iter(named.values()))
     if part is None:
-        raise ValueError(
+        raise MissingPart(
             "self_speculative has no skip set for this model; it needs one to draft with. Search for one: "
             "python -m bench.train method=self_speculative model=MODEL; or name one: method.skip_attention=[..] "
             "method.skip_mlp=[..], method.preset=NAME, method.layer_exit=E or method.checkpoint=FOLDER."
