@@ -106,6 +106,12 @@ def check_complete(evidence: Evidence, found: _Findings) -> None:
         found.reasons.append("No prompt was measured by both arms without an error. Run the same command to go on.")
 
 
+def check_doubt(evidence: Evidence, found: _Findings) -> None:
+    """What the method itself found strange about its part during the warm-up."""
+    if doubt := evidence.manifest.get("doubt"):
+        found.warnings.append(str(doubt))
+
+
 def check_agreement(evidence: Evidence, found: _Findings) -> None:
     """An EXACT method writes what the target would, and so does the baseline, up to stated near-ties."""
     agreement = evidence.summary.get("agreement")
@@ -243,6 +249,7 @@ def check_harness(evidence: Evidence, found: _Findings) -> None:
 
 CHECKS: tuple[Callable[[Evidence, _Findings], None], ...] = (
     check_complete,
+    check_doubt,
     check_agreement,
     check_ids,
     check_length,

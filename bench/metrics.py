@@ -333,6 +333,14 @@ def acceptance(table: pd.DataFrame) -> dict[str, Any]:
     }
 
 
+def kept_at(sample: Sample) -> list[float]:
+    """Of the drafts of one answer that had a position, the share that kept it; first position first."""
+    rounds = list(zip(sample.step_accepted, sample.step_depth, strict=True))
+    longest = max((depth for _, depth in rounds), default=0)
+    had = [[accepted for accepted, depth in rounds if depth >= place] for place in range(1, longest + 1)]
+    return [sum(accepted >= place for accepted in of) / len(of) for place, of in enumerate(had, start=1)]
+
+
 def latencies(rows: pd.DataFrame) -> dict[str, Any]:
     """Latency of a request, its time to first token, and its time per token after that (rows of 2 tokens or more)."""
     latency = pd.Series([sum(steps) / _NS for steps in rows["step_ns"]], index=rows.index, dtype=float)

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +25,7 @@ from bench.records import RunFolder, Sample
 from bench.runner import Runner, Seconds, Settings
 from methods.decoder import Decoder
 
+_DOUBT_PROMPTS = 3  # at least, of the warm-up of a method that doubts itself
 _BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
 
 
@@ -112,6 +113,8 @@ def prepare(cfg: RunConfig) -> Parts:
         print(f"warning: {part.warning}", file=sys.stderr)
     load_model = build.model_loader(cfg, loaded.tokenizer)
     method = build.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, part.folder if part else None)
+    if hasattr(method, "doubt") and settings.warmup:
+        settings = replace(settings, warmup=max(settings.warmup, _DOUBT_PROMPTS))
     return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy, part)
 
 
@@ -170,6 +173,9 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
             seconds=spent,
         )
         warm = [] if runner.complete else runner.warm_up()
+        if doubt := _doubt(parts.method, warm):
+            print(f"warning: {doubt}", file=sys.stderr)
+            folder.update(doubt=doubt)
         if cfg.measure.cost_curve and "cost_curve" not in folder.manifest:
             with _clocked(spent, "cost_curve"):
                 folder.update(cost_curve=_cost_curve(parts, warm).to_dict())
@@ -185,6 +191,12 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
     finally:
         with suppress(RunFailed):  # the disk may be full: that message is on its way already
             _note_time(folder, spent)
+
+
+def _doubt(method: Decoder, warm: Sequence[Sample]) -> str | None:
+    """What a method with a loaded part finds strange about its own acceptance on the prompts of the warm-up."""
+    ask = getattr(method, "doubt", None)
+    return ask([metrics.kept_at(sample) for sample in warm if sample.arm == "method"]) if ask else None
 
 
 def _own_bytes(method: Decoder) -> dict[str, int | None]:

@@ -74,7 +74,9 @@ class Decoder(Protocol):
     of a row may overshoot the limit: the runner trims, a method does not.
 
     A decoder with parts of its own beside the target (a datastore, heads) may have ``own_bytes() -> dict[str, int |
-    None]``, bytes by name; the runner records them after the measurement.
+    None]``, bytes by name; the runner records them after the measurement. One with a part that others made may have
+    ``doubt(acceptance) -> str | None``: told per prompt of the warm-up how often each position of its drafts was kept,
+    it returns a warning where that is implausible for such a part.
     """
 
     guarantee: Guarantee

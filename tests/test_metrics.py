@@ -55,6 +55,12 @@ def test_speedups_by_hand() -> None:
     assert found["total"]["low"] < 200 / 130 < found["total"]["high"]
 
 
+def test_shares_kept_of_one_answer() -> None:
+    made = replace(PLAIN[1], step_accepted=[0, 2, 0, 1, 0], step_depth=[0, 3, 3, 1, 0])
+    assert metrics.kept_at(made) == [2 / 3, 1 / 2, 0.0]
+    assert metrics.kept_at(replace(made, step_depth=[0] * 5)) == []
+
+
 def test_counts_by_hand() -> None:
     found = summary(PLAIN)
     # rounds after the prefill: 3 + 1 + 4 + 2 + 3 + 2 = 15 tokens in 6 passes

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench import preflight, records
+from bench import metrics, preflight, records
 from bench import run as program
 from bench.config import PathsConfig, RunConfig
 from bench.errors import UserError
 from bench.records import read_manifest, read_samples, validate
 from bench.run import run
+from methods.speculative.prompt_lookup import PromptLookup
 
 PROMPTS = [
     {"question_id": i, "category": ("even", "odd")[i % 2], "turns": [f"Say {i} {i} {i} again.", "And once more?"]}
@@ -61,6 +62,23 @@ def test_a_finished_run_is_reported_and_not_measured_again(
     again = run(cfg)
     assert again.summary == first.summary and again.verdict == first.verdict
     assert f"delete {first.path}" in capsys.readouterr().err
+
+
+def test_a_method_that_doubts_its_part_warns_early_and_in_the_verdict(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[list[list[float]]] = []
+
+    def doubt(self: PromptLookup, acceptance: list[list[float]]) -> str:
+        told.append(acceptance)
+        return "This head is of another model."
+
+    monkeypatch.setattr(PromptLookup, "doubt", doubt, raising=False)
+    outcome = run(cfg)
+    warmed = [s for s in read_samples(outcome.path) if s.phase == "warmup" and s.arm == "method"]
+    assert len(warmed) >= 3 and told == [[metrics.kept_at(sample) for sample in warmed]]
+    assert "This head is of another model." in outcome.verdict.warnings
+    assert "warning: This head is of another model." in capsys.readouterr().err
 
 
 def test_fresh_measures_anew(cfg: RunConfig) -> None:
