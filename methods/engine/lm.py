@@ -161,7 +161,7 @@ class CausalLM:
         outside = sorted(i for i in {*attention, *mlp} if not 0 <= i < self.n_layers)
         if outside:
             raise ValueError(f"Layers {outside} cannot be skipped: {self.name} has layers 0 to {self.n_layers - 1}.")
-        view = object.__new__(CausalLM)
+        view = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         view.skipped_attention = self.skipped_attention | frozenset(attention)
         view.skipped_mlp = self.skipped_mlp | frozenset(mlp)

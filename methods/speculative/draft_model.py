@@ -40,8 +40,10 @@ class DraftModel:
         self.model, self.nodes, self.confidence = model, gamma, confidence
         self._padding = vocab_size - model.vocab_size
         self._cache: Cache | None = None
+        self._prompt_lengths: list[int] = []
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
         self._cache = self.model.new_cache(len(prompts), capacity)
 
@@ -76,8 +78,8 @@ class DraftModel:
         assert cache is not None, "reset comes before propose"
         cache.truncate([len(row) - 1 for row in committed])
         if max(cache.lengths) == 0:
-            prompts = [self._readable(torch.tensor(row, device=self.model.device)) for row in committed]
-            return self._fit(self.model.prefill(prompts, cache).logits[:, 0])
+            prompts = [row[:length] for row, length in zip(committed, self._prompt_lengths, strict=True)]
+            self.model.prefill([self._readable(torch.tensor(row, device=self.model.device)) for row in prompts], cache)
         pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
         width = max(len(new) for new in pending)
         tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.model.device)

@@ -1,0 +1,273 @@
+"""Blockwise parallel decoding: k heads guess the next k tokens at once, the target keeps the prefix it agrees with.
+
+Stern et al. 2018, arXiv 1811.03115. Head 1 is the target itself. Heads 2 to k are one feed-forward layer behind the
+target's last hidden state: a hidden layer common to all, one update of the state per head, a residual connection from
+the state to each, and the target's own output matrix behind all of them (sec. 6). The pass that verifies block n
+yields the state from which block n + 1 is proposed, so a block costs one pass (sec. 4, combined scoring and proposal).
+Heads 2 to k must be trained; the target stays as it is:
+
+    python -m bench.train method=blockwise model=smollm2
+
+Published, WMT14 English-German with a Transformer base, frozen weights and k = 2, 4, 6, 8, 10: blocks of 1.51, 1.73,
+1.76, 1.76 and 1.74 tokens on newstest2013; on distilled data 1.55, 1.85, 1.90, 1.91, 1.90. With the model's own weights
+trained along, blocks of 1.88 to 4.95 tokens and up to 3.3 times the speed (k = 8), for 1.2 BLEU on newstest2014.
+
+Differences: decoder-only targets. The target's weights are never trained along, which would change the text that an
+exact method has to keep: the 3.3 times are out of reach. Heads propose from a reduced vocabulary, whose rows of the
+output matrix are the target's; verification is over the whole one. At a temperature the exact criterion is the exact
+rule for drafts that were not drawn; the relaxed criteria stay greedy. A block of k tokens is a draft of k - 1 here,
+since the first token of a block is the target's own in any case.
+
+Command: ``python -m bench method=blockwise dataset=mtbench``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from methods.decoder import Context, Draft, MissingPart, Rule
+from methods.engine.linear import make_linear
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling, argmax
+from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.verify import Distance, MinimumBlock, RelaxedRule, TopK, default_rule
+from methods.speculative.vocabulary import DraftVocabulary
+
+WEIGHTS, CONFIG = "head.safetensors", "config.json"
+_TRAIN = "python -m bench.train method=blockwise model=MODEL"
+_KEYS = ("first.weight", "first.bias", "second.weight", "second.bias", "vocabulary")
+
+Criterion = Literal["exact", "top_k", "distance"]
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the heads, and of the target they were trained for.
+
+    Attributes:
+        k: tokens of a block; one of them is the target's own.
+        hidden: units of the layer that the heads share.
+        hidden_size, layers, vocab_size: of the target.
+    """
+
+    k: int
+    hidden: int
+    hidden_size: int
+    layers: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads 2 to k: the n = k - 1 that are trained.
+
+    Attributes:
+        shape: their sizes.
+        first: weight and bias of the shared layer.
+        second: weight and bias of the layer that updates the state, n D outputs: head by head.
+        vocabulary: what they propose from.
+    """
+
+    shape: Shape
+    first: tuple[Float[Tensor, "H D"], Float[Tensor, "H"]]
+    second: tuple[Float[Tensor, "nD H"], Float[Tensor, "nD"]]
+    vocabulary: DraftVocabulary
+
+    def save(self, folder: Path) -> None:
+        """Write them into a folder, as ``load`` reads it; the weights in 16 bit."""
+        weights = (*self.first, *self.second)
+        tensors = {key: w.to("cpu", torch.bfloat16) for key, w in zip(_KEYS, weights, strict=False)}
+        tensors["vocabulary"] = self.vocabulary.ids.to("cpu", torch.int32)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(asdict(self.shape)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path, target: CausalLM) -> Heads:
+        """Read them, onto the target's device and in its type.
+
+        Raises:
+            ValueError: files are missing or damaged, or belong to another target.
+        """
+        shape, tensors = _read(folder)
+        _require_fit(folder, shape, target)
+        _require_shapes(folder, shape, tensors)
+        first, first_bias, second, second_bias = (tensors[key].to(target.device, target.dtype) for key in _KEYS[:4])
+        vocabulary = DraftVocabulary(tensors["vocabulary"].long().to(target.device), target.vocab_size)
+        return cls(shape, (first, first_bias), (second, second_bias), vocabulary)
+
+
+def states(rows: Float[Tensor, "R D"], first: Product, second: Product) -> Float[Tensor, "R n D"]:
+    """The states that heads 2 to k multiply with the output matrix (sec. 6 of the paper).
+
+    Args:
+        rows: the target's last hidden states, behind its final norm.
+        first, second: the two layers; in training modules, in decoding packed products.
+    """
+    updates = second(torch.relu(first(rows)))
+    return rows[:, None] + updates.view(len(rows), -1, rows.shape[1])
+
+
+class BlockwiseDrafter:
+    """Drafts a chain of ``nodes`` tokens, all from the state behind the last kept one."""
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, target: CausalLM, heads: Heads, nodes: int) -> None:
+        self.nodes, self._vocabulary = nodes, heads.vocabulary
+        used = nodes * target.hidden_size
+        self._first = make_linear([heads.first[0]], [heads.first[1]])
+        self._second = make_linear([heads.second[0][:used].contiguous()], [heads.second[1][:used]])
+        weight, bias = target.output_rows(heads.vocabulary.ids)
+        self._output = make_linear([weight], [bias])
+        self.nbytes = {
+            "heads": self._first.nbytes + self._second.nbytes,
+            "draft_output_matrix": self._output.nbytes,
+        }
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        """Nothing is kept between rounds."""
+
+    def propose(self, context: Context) -> Draft:
+        rows = last_kept(context)
+        proposed = states(rows, self._first, self._second)
+        best = argmax(self._output(proposed.flatten(0, 1))).view(len(rows), self.nodes)
+        return Draft.chain(self._vocabulary.tokens(best), passes=1)
+
+
+def last_kept(context: Context) -> Float[Tensor, "B D"]:
+    """The target's hidden state that the root was chosen from: behind the last kept node of the last pass."""
+    hidden = context.output.hidden
+    if context.path is None:  # after the prefill: the end of the prompt, and nothing else without taps
+        return hidden[:, -1]
+    last = (context.path >= 0).sum(1, keepdim=True) - 1
+    node = context.path.gather(1, last)
+    return hidden.gather(1, node[:, :, None].expand(-1, -1, hidden.shape[2]))[:, 0]
+
+
+class Blockwise(SpeculativeDecoder):
+    """Blockwise parallel decoding.
+
+    Args:
+        target: model that verifies, and the first head.
+        sampling: how its distribution is processed.
+        k: tokens of a block; None: as many as there are heads. Fewer use the first heads only.
+        criterion: which proposals stay: ``exact``, those the target itself would write; ``top_k``, those among its
+            ``top`` most likely ones (sec. 5.1); ``distance``, ids at most ``epsilon`` from its own, for ids on a scale
+            (sec. 5.2). The latter two change the text.
+        top: see ``top_k``.
+        epsilon: see ``distance``.
+        minimum_block: tokens of a block that stay whatever the criterion says, the first one included (sec. 5.3); 1
+            forces none. More change the text.
+        checkpoint: folder of trained heads; None: those prepared for this model. No published ones exist.
+        part: their folder, from the runner.
+
+    Raises:
+        ValueError: no heads, heads of another target, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        k: int | None = None,
+        criterion: Criterion = "exact",
+        top: int = 2,
+        epsilon: int = 2,
+        minimum_block: int = 1,
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        heads = Heads.load(_folder(checkpoint, part), target)
+        k = _block(k, heads.shape.k, minimum_block)
+        self._drafter = BlockwiseDrafter(target, heads, k - 1)
+        super().__init__(target, sampling, self._drafter, _rule(sampling, criterion, top, epsilon, minimum_block))
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """Memory beside the target's: the heads, and the rows of its output matrix that they use."""
+        return dict(self._drafter.nbytes)
+
+
+def _rule(sampling: Sampling, criterion: Criterion, top: int, epsilon: int, minimum_block: int) -> Rule:
+    """The rule of a criterion. The paper's blocks count their first token, always the target's own; drafts do not."""
+    if criterion == "exact" and minimum_block == 1:
+        return default_rule(sampling, "chain", drawn=False)
+    relaxed: RelaxedRule = {"exact": TopK(1), "top_k": TopK(top), "distance": Distance(epsilon)}[criterion]
+    return relaxed if minimum_block == 1 else MinimumBlock(minimum_block - 1, relaxed)
+
+
+def _block(k: int | None, trained: int, minimum_block: int) -> int:
+    wanted = trained if k is None else k
+    if not 2 <= wanted <= trained:
+        raise ValueError(
+            f"k={wanted} came; there are {trained - 1} heads, so blocks of 2 to {trained} tokens are allowed. Set "
+            "method.k to one of these, or train more heads (train.k=K). k=1 is method=autoregressive."
+        )
+    if not 1 <= minimum_block <= wanted:
+        raise ValueError(
+            f"minimum_block={minimum_block} came with blocks of {wanted} tokens; 1 to {wanted} is allowed. "
+            "minimum_block=1 forces nothing."
+        )
+    return wanted
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _folder(checkpoint: str | Path | None, part: Path | None) -> Path:
+    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
+    if folder is None:
+        raise MissingPart(
+            "blockwise has no heads for this model; it needs them to draft with. Train them: "
+            f"{_TRAIN}; or name yours: method.checkpoint=FOLDER. No heads of this kind were published."
+        )
+    return folder
+
+
+def _read(folder: Path) -> tuple[Shape, dict[str, Tensor]]:
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        shape = Shape(**{key: int(value) for key, value in found.items()})
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            return shape, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no mapping
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} cannot be read as heads of method=blockwise ({error}); it must hold {CONFIG} and {WEIGHTS} as "
+            f"their training leaves them. Name another folder, or train them: {_TRAIN}."
+        ) from error
+
+
+def _require_fit(folder: Path, shape: Shape, target: CausalLM) -> None:
+    theirs = (shape.hidden_size, shape.layers, shape.vocab_size)
+    ours = (target.hidden_size, target.n_layers, target.vocab_size)
+    if theirs != ours:
+        raise ValueError(
+            f"The heads in {folder} are of a model with hidden size, layers and vocabulary {theirs}; {target.name} has "
+            f"{ours}, and all must be the same. Train heads for this model: {_TRAIN}."
+        )
+
+
+def _require_shapes(folder: Path, shape: Shape, tensors: dict[str, Tensor]) -> None:
+    outputs = (shape.k - 1) * shape.hidden_size
+    wanted: dict[str, tuple[int, ...]] = {
+        "first.weight": (shape.hidden, shape.hidden_size),
+        "first.bias": (shape.hidden,),
+        "second.weight": (outputs, shape.hidden),
+        "second.bias": (outputs,),
+    }
+    found = {key: tuple(tensor.shape) for key, tensor in tensors.items() if key != "vocabulary"}
+    if found != wanted or set(tensors) != set(_KEYS) or tensors["vocabulary"].dim() != 1:
+        raise ValueError(
+            f"{folder / WEIGHTS} does not hold what {CONFIG} announces: {found} came, {wanted} and a vocabulary are "
+            f"needed. Copy both again, or train the heads: {_TRAIN}."
+        )
