@@ -292,7 +292,7 @@ def test_every_dialogue_is_seen_once_an_epoch_in_an_order_of_the_seed(target: Ca
     orders = []
     for seed in (0, 0, 1):
         this = course._Course(NextToken(target), found, COURSE, replace(shop, seed=seed))
-        epoch = len(this._batches(0))
+        epoch = this._epoch_steps
         for number in range(2):
             rows = [row for step in range(epoch) for row in this._rows(number * epoch + step)]
             assert sorted(rows) == sorted(found.train)

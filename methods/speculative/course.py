@@ -120,7 +120,8 @@ class _Course:
         self.file = workshop.folder / _STATE
         self.step = 0
         self.curve: list[dict[str, Any]] = []
-        self._order: tuple[int, list[list[int]]] | None = None
+        self._order: tuple[int, list[list[int]]] = (0, self._shuffle(0))
+        self._epoch_steps = len(self._order[1])
         self._restore()
 
     def run(self) -> None:
@@ -145,7 +146,7 @@ class _Course:
             "answers_sha256": answers.sha256,
             "parameters": sum(p.numel() for p in self.learnt.values()),
             "steps": self.step,
-            "epochs": round(self.step / max(1, len(self._batches(0))), 2),
+            "epochs": round(self.step / self._epoch_steps, 2),
             "acceptance": last.get("acceptance"),
             "tokens_per_step_of_a_chain": last.get("tokens_per_step"),
             "curve": self.curve,
@@ -186,12 +187,12 @@ class _Course:
         self.workshop.log({"step": self.step, "held_out/tokens_per_step": tokens_per_step(acceptance), **flat})
 
     def _rows(self, step: int) -> list[int]:
-        epoch, place = divmod(step, len(self._batches(0)))
+        epoch, place = divmod(step, self._epoch_steps)
         return self._batches(epoch)[place]
 
     def _batches(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch: dialogues of similar length together, all in an order that the seed decides."""
-        if self._order is None or self._order[0] != epoch:
+        if self._order[0] != epoch:
             self._order = (epoch, self._shuffle(epoch))
         return self._order[1]
 
