@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from methods.decoder import Context, Draft, MissingPart, Rule
@@ -89,7 +89,7 @@ class Heads:
         weights = (*self.first, *self.second)
         tensors = {key: w.to("cpu", torch.bfloat16) for key, w in zip(_KEYS, weights, strict=False)}
         tensors["vocabulary"] = self.vocabulary.ids.to("cpu", torch.int32)
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / WEIGHTS)
+        (folder / WEIGHTS).write_bytes(save({key: tensor.contiguous() for key, tensor in tensors.items()}))
         (folder / CONFIG).write_text(json.dumps(asdict(self.shape)) + "\n", encoding="utf-8")
 
     @classmethod

@@ -131,9 +131,7 @@ class BlockwiseTraining:
     """
 
     prepares: ClassVar[str] = "heads that propose the next tokens from the target's last state"
-    takes: ClassVar[str] = (
-        "under an hour on two CPU cores for smollm2, most of it the target's answers; minutes on a GPU"
-    )
+    takes: ClassVar[str] = "under an hour on two CPU cores for smollm2, half of it the target's answers"
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ of the first.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -161,10 +162,9 @@ def best_size(tree: Tree, costs: Costs, draft_cost: float = 0.0, level_cost: flo
 
 
 def _cost(costs: Costs, nodes: int) -> float:
-    for (low, before), (high, after) in zip(costs, costs[1:], strict=False):
-        if nodes <= high or (high, after) == tuple(costs[-1]):
-            return before + (after - before) * (nodes - low) / (high - low)
-    raise AssertionError("checked before")
+    place = min(max(bisect_left([count for count, _ in costs], nodes), 1), len(costs) - 1)
+    (low, before), (high, after) = costs[place - 1], costs[place]
+    return before + (after - before) * (nodes - low) / (high - low)
 
 
 def _check_costs(costs: Costs) -> None:

@@ -1,0 +1,78 @@
+"""The parts that come with the project are whole, say how they were made, and draft for the model they were made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import build, contract, models, preflight, prepared
+from bench.config import PathsConfig, SamplingConfig
+from methods.autoregressive import Autoregressive
+from methods.decoder import Guarantee
+from methods.engine.sampling import Sampling
+
+FOLDER = Path(__file__).parents[1] / "data" / "checkpoints"
+PARTS = sorted(card.parent for card in FOLDER.glob(f"*/{prepared.CARD}"))
+MOST_BYTES = 12_600_000
+
+
+def ids(folder: Path) -> str:
+    return folder.name
+
+
+def test_every_folder_holds_a_finished_part() -> None:
+    assert PARTS and {folder.name for folder in FOLDER.iterdir() if folder.is_dir()} == {p.name for p in PARTS}
+
+
+@pytest.mark.parametrize("folder", PARTS, ids=ids)
+def test_a_part_is_what_its_card_says(folder: Path) -> None:
+    card = prepared.read_card(folder) or {}
+    files = prepared.files(folder)
+    assert card["sha256"] == prepared.digest(files)
+    assert card["bytes"] == {name: path.stat().st_size for name, path in files.items()}
+    assert sum(card["bytes"].values()) < MOST_BYTES
+    method, model = card["definition"]["method"], card["model"]["name"]
+    assert folder.name == f"{method}-{model}" and f"method={method}" in card["command"]
+    assert card["git"]["dirty"] is False and card["seconds"] > 0 and card["corpus"]["dialogues"] > 0
+
+
+@pytest.mark.parametrize("folder", PARTS, ids=ids)
+def test_a_part_is_remade_by_its_command_and_the_configuration_of_today(folder: Path) -> None:
+    card = prepared.read_card(folder) or {}
+    words = [word for word in card["command"].split() if word.startswith(("model=", "train."))]
+    _, train = preflight.compose_training(words, card["definition"]["method"])
+    assert card["definition"]["train"] == {"_target_": train["_target_"], **build.arguments(train, preflight.TRAIN)}
+
+
+@pytest.mark.parametrize("folder", PARTS, ids=ids)
+def test_no_part_names_a_path_of_the_machine_it_was_made_on(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.suffix in (".json", ".jsonl"):
+            assert "/work/" not in path.read_text() and "/home/" not in path.read_text(), path.name
+
+
+@pytest.fixture(scope="module")
+def loaded(smollm2_dir: Path, cache_root: Path) -> Any:
+    hardware = {"device": "cpu", "dtype": "float32", "threads": 1}
+    return models.load({"name": "smollm2"}, hardware, PathsConfig(cache=str(cache_root)))
+
+
+@pytest.mark.parametrize("folder", [p for p in PARTS if p.name.endswith("-smollm2")], ids=ids)
+def test_a_part_drafts_and_the_text_stays_the_targets(folder: Path, loaded: Any, cache_root: Path) -> None:
+    name = folder.name.removesuffix("-smollm2")
+    method = dict(preflight.compose([f"method={name}", "dataset=demo"]).method)
+    part = prepared.find(method, "smollm2", loaded.revision, PathsConfig(cache=str(cache_root)))
+    assert part is not None and part.origin == "shipped" and part.warning is None
+    decoder = build.build_decoder(method, loaded.lm, SamplingConfig(), part=part.folder)
+    assert decoder.guarantee is Guarantee.EXACT
+    text = "Write two sentences about the sea."
+    prompt = loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"][0]
+    expected = contract.outputs(Autoregressive(loaded.lm, Sampling()), [prompt], 48)
+    assert contract.outputs(decoder, [prompt], 48) == expected
+    steps = list(decoder.decode([prompt], 48, torch.Generator()))
+    assert sum(step.accepted[0] for step in steps) > 0
