@@ -1,4 +1,4 @@
-"""The parts that come with the project are whole, say how they were made, and draft for the model they were made for."""
+"""The parts that come with the project are whole, say how they were made, and draft for the model they belong to."""
 
 from __future__ import annotations
 

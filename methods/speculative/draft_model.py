@@ -78,7 +78,8 @@ class DraftModel:
         assert cache is not None, "reset comes before propose"
         cache.truncate([len(row) - 1 for row in committed])
         if max(cache.lengths) == 0:
-            prompts = [row[:length] for row, length in zip(committed, self._prompt_lengths, strict=True)]
+            ends = [min(len(row) - 1, length) for row, length in zip(committed, self._prompt_lengths, strict=True)]
+            prompts = [row[:end] for row, end in zip(committed, ends, strict=True)]
             self.model.prefill([self._readable(torch.tensor(row, device=self.model.device)) for row in prompts], cache)
         pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
         width = max(len(new) for new in pending)

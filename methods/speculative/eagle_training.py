@@ -33,7 +33,7 @@ from methods.engine.families import Rows
 from methods.engine.lm import CausalLM
 from methods.speculative.answers import AnswerRecipe
 from methods.speculative.course import Learner, Recipe, discard, teach
-from methods.speculative.eagle_draft import Part, Spec
+from methods.speculative.eagle_part import Part, Spec
 from methods.speculative.features import Batch, FeatureForm, Features, features
 from methods.speculative.vocabulary import DraftVocabulary
 
@@ -41,7 +41,7 @@ Output = Literal["shared", "own"]
 
 _DECAY = 0.8  # weight of a step over that of the one before
 _POSITIONS, _RANKS = 5, 10  # of the held-out acceptance
-_CHUNK = 1024  # rows of logits that exist at once
+_CHUNK = 256  # rows of logits that exist at once: megabytes that stay in the cache, and in the heap
 _QUIET = 0.02  # standard deviation of what is not copied from the target
 _LEAST_GAIN = 1e-2  # a smaller one would blow up what undoes it
 
@@ -225,7 +225,8 @@ class EagleLearner(Learner):
         """
         places = Places.of(batch)
         taught, index = self._taught(batch)
-        total, curves = batch.hidden.new_zeros(()), {}
+        total = batch.hidden.new_zeros(())
+        curves: dict[str, Tensor | float] = {}
         for step, feature in enumerate(self.steps(batch, places, self.unroll)):
             labels, valid = self._labels(batch, places, step)
             judged = (valid & (labels >= 0)).nonzero()[:, 0]
@@ -271,6 +272,7 @@ class EagleLearner(Learner):
         keys, values = self._keys(read, at[None]), self._values(read)
         residual, read = residual[rows], read[rows]
         later: list[tuple[Tensor, Tensor]] = []
+        feature = true[rows]
         for step in range(count):
             if step:
                 residual, read = network.enter(feature, self._embed(_behind(batch.tokens, 1 + step)[rows]))
@@ -368,7 +370,7 @@ def soft_cross_entropy(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         states, weight = states.to(dtype), weight.to(dtype)
-    total: Tensor = _SoftCrossEntropy.apply(states, weight, bias, taught, index)  # type: ignore[no-untyped-call]
+    total: Tensor = _SoftCrossEntropy.apply(states, weight, bias, taught, index)
     return total / max(1, len(states))
 
 
@@ -396,7 +398,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         of_states, of_weight = ctx.saved_tensors
         scaled = None if of_weight is None else of_weight * slope.to(of_weight.dtype)
         return of_states * slope.to(of_states.dtype), scaled, None, None, None
@@ -538,8 +540,9 @@ class EagleTraining:
         steps = unroll if unroll is not None else (4 if version == 3 else 1)
         if min(steps, vocabulary) < 1 or min(noise, classification) < 0:
             raise ValueError(
-                f"unroll={unroll}, vocabulary={vocabulary}, noise={noise}, classification={classification} came; counts "
-                "of at least 1 (unroll: or null) and weights of at least 0 are allowed. Leave them out for the defaults."
+                f"unroll={unroll}, vocabulary={vocabulary}, noise={noise}, classification={classification} came; "
+                "counts of at least 1 (unroll: or null) and weights of at least 0 are allowed. Correct them, or leave "
+                "them out for the defaults."
             )
         self.version, self.unroll, self.taps, self.output = (3 if version == 3 else 1), steps, taps, output
         self.vocabulary, self.noise, self.classification = vocabulary, noise, classification

@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from methods.decoder import Example, Workshop
+from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM
+from methods.engine.seq2seq import Seq2SeqLM
 from methods.speculative.answers import AnswerRecipe, Answers, alone, own_answers
 
 FeatureForm = Literal["cached", "live"]
@@ -136,7 +139,8 @@ class LiveFeatures(Features):
     def batch(self, rows: Sequence[int], dtype: torch.dtype = torch.float32) -> Batch:
         """See ``Features.batch``."""
         tokens, prompts, lengths = self._texts(rows, self.target.device)
-        hidden, taps = states(self.target, [row[:n] for row, n in zip(tokens, lengths, strict=True)], self.taps)
+        texts = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+        hidden, taps = states(self.target, texts, self.taps, prompts)
         kept = {tap: state.to(dtype, copy=True) for tap, state in taps.items()}
         return Batch(tokens, hidden.to(dtype, copy=True), kept, prompts, lengths)
 
@@ -182,12 +186,38 @@ class CachedFeatures(Features):
 
 @torch.inference_mode()
 def states(
-    target: CausalLM, texts: Sequence[Int[Tensor, "_"]], taps: Sequence[int]
+    target: CausalLM, texts: Sequence[Int[Tensor, "_"]], taps: Sequence[int], prompts: Sequence[int] = ()
 ) -> tuple[Float[Tensor, "B T D"], dict[int, Float[Tensor, "B T D"]]]:
-    """The target's states over whole texts: behind the final norm, and behind ``taps``; rows padded at the end."""
+    """The target's states over whole texts: behind the final norm, and behind ``taps``; rows padded at the end.
+
+    Args:
+        prompts: tokens of the prompt in each text. An encoder-decoder needs them: its decoder has no states over the
+            source, so they are 0 up to the last token of it, in whose place the start token stands.
+    """
     cache = target.new_cache(len(texts), max(len(text) for text in texts))
+    if isinstance(target, Seq2SeqLM):
+        return _states_of_decoder(target, cache, texts, taps, prompts)
     output = target.prefill(texts, cache, taps=tuple({*taps, target.n_layers - 1}))
     return output.hidden, {tap: output.taps[tap] for tap in taps}
+
+
+def _states_of_decoder(
+    target: Seq2SeqLM, cache: Cache, texts: Sequence[Int[Tensor, "_"]], taps: Sequence[int], prompts: Sequence[int]
+) -> tuple[Float[Tensor, "B T D"], dict[int, Float[Tensor, "B T D"]]]:
+    sources = [text[:prompt] for text, prompt in zip(texts, prompts, strict=True)]
+    answers = [text[prompt:] for text, prompt in zip(texts, prompts, strict=True)]
+    start = target.prefill(sources, cache, taps=taps)
+    output = target.forward(pad_sequence(answers, batch_first=True), None, cache, taps=taps)
+    lengths = [len(text) for text in texts]
+
+    def place(first: Float[Tensor, "B n D"], others: Float[Tensor, "B A D"]) -> Float[Tensor, "B T D"]:
+        written = torch.cat([first[:, -1:], others], dim=1)
+        whole = written.new_zeros(len(texts), max(lengths), target.hidden_size)
+        for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            whole[row, prompt - 1 : length] = written[row, : length - prompt + 1]
+        return whole
+
+    return place(start.hidden, output.hidden), {tap: place(start.taps[tap], output.taps[tap]) for tap in taps}
 
 
 def _compute(workshop: Workshop, answers: Answers, files: dict[int | None, Path]) -> None:
@@ -200,7 +230,8 @@ def _compute(workshop: Workshop, answers: Answers, files: dict[int | None, Path]
     done = 0
     for rows in _portions(answers.rows):
         texts = [answers.rows[row].prompt + answers.rows[row].answer for row in rows]
-        hidden, seen = states(target, [torch.tensor(text, device=target.device) for text in texts], taps)
+        prompts = [len(answers.rows[row].prompt) for row in rows]
+        hidden, seen = states(target, [torch.tensor(text, device=target.device) for text in texts], taps, prompts)
         for tap, store in stores.items():
             state = (hidden if tap is None else seen[tap]).cpu()
             for place, row in enumerate(rows):

@@ -175,9 +175,17 @@ class SharedTarget(CausalLM):
     token but the last, which no draft step has read. ``forward`` runs those layers for the last token alone and the
     others for all: the same sums as in a whole pass, and the same logits up to rounding.
 
+    It is of the target's own kind too: of an encoder-decoder it shares the decoder.
+
     Attributes:
         cache: the one of the current decode.
     """
+
+    def __new__(cls, target: CausalLM, common: int) -> SharedTarget:
+        kind = type(target)
+        mixed = cls if issubclass(cls, kind) else type(f"Shared{kind.__name__}", (cls, kind), {})
+        shared: SharedTarget = object.__new__(mixed)
+        return shared
 
     def __init__(self, target: CausalLM, common: int) -> None:  # no weights are read: a view, as CausalLM.skip makes
         self.__dict__.update(target.__dict__)
@@ -186,7 +194,7 @@ class SharedTarget(CausalLM):
         self.cache: Cache | None = None
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
-        """As ``CausalLM.new_cache``; the drafter will write into it."""
+        """As the target's; the drafter will write into it."""
         self.cache = super().new_cache(batch, capacity)
         return self.cache
 
@@ -200,7 +208,7 @@ class SharedTarget(CausalLM):
         levels: int | None = None,
         taps: Collection[int] = (),
     ) -> Output:
-        """As ``CausalLM.forward``, behind the layers whose output is known."""
+        """As the target's, behind the layers whose output is known."""
         if not self.known:
             return super().forward(tokens, parents, cache, levels=levels, taps=taps)
         assert parents is None and not taps, "the draft is a chain and reads nothing of the target"
