@@ -1,4 +1,4 @@
-"""Causal language models of the Hugging Face hub, of its local cache, or of a folder."""
+"""Language models of the Hugging Face hub, of its local cache, or of a folder: causal ones and encoder-decoders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin"
 
 
 class HubModel:
-    """Any causal language model of the proven families.
+    """Any causal language model, or encoder-decoder, of the proven families.
 
     Args:
         name: hub id, or path of a folder.
@@ -42,8 +42,8 @@ class HubModel:
         commit, refusal = (None, "") if self.folder else self._ask_hub()
         where = {"trust_remote_code": False} | self._place(commit, bool(refusal))
         with self._explained(refusal):
-            self._check(where)
-            model = self._weights(dtype, where)
+            config = self._check(where)
+            model = self._weights(config, dtype, where)
             tokenizer = self._tokenizer(where)
         if self.folder:
             digest = _digest(self.folder)
@@ -78,15 +78,15 @@ class HubModel:
             return {}
         return {"revision": commit or self.revision or "main", "local_files_only": cached_only}
 
-    def _check(self, where: dict[str, Any]) -> None:
+    def _check(self, where: dict[str, Any]) -> PretrainedConfig:
         """Refuse what the engine does not stand for."""
         from transformers import AutoConfig
 
-        from methods.engine import families
+        from methods.engine import families, seq2seq_families
 
         config: PretrainedConfig = AutoConfig.from_pretrained(self.folder or self.name, **where)
         try:
-            families.check(config)
+            (seq2seq_families if is_seq2seq(config) else families).check(config)
         except families.UnsupportedModel as error:
             raise UserError(f"Model '{self.name}' cannot be measured. {error}") from error
         if getattr(config, "quantization_config", None) is not None:
@@ -94,11 +94,13 @@ class HubModel:
                 f"Model '{self.name}' has quantised weights, which the engine does not read; those of a plain 16 or 32 "
                 "bit model are read. Choose the model it was made from."
             )
+        return config
 
-    def _weights(self, dtype: torch.dtype, where: dict[str, Any]) -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
+    def _weights(self, config: PretrainedConfig, dtype: torch.dtype, where: dict[str, Any]) -> PreTrainedModel:
+        import transformers
 
-        auto: Any = AutoModelForCausalLM  # as Any: its type does not know that output_loading_info makes it a pair
+        name = "AutoModelForSeq2SeqLM" if is_seq2seq(config) else "AutoModelForCausalLM"
+        auto: Any = getattr(transformers, name)  # as Any: no type knows that output_loading_info makes it a pair
         model, found = auto.from_pretrained(self.folder or self.name, dtype=dtype, output_loading_info=True, **where)
         if missing := sorted(found["missing_keys"]):  # transformers would go on with random ones
             raise UserError(
@@ -142,6 +144,11 @@ class HubModel:
             f"Model '{self.name}' cannot be loaded from the hub: {reason} {needed}. For a gated or private model get "
             "access on its page, then log in: hf auth login"
         )
+
+
+def is_seq2seq(config: PretrainedConfig) -> bool:
+    """Whether a model has an encoder for the prompt beside the decoder that writes."""
+    return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def _first_line(error: Exception) -> str:

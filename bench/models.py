@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from bench.config import PathsConfig
 from bench.errors import UserError
@@ -70,6 +70,13 @@ class Loaded:
     sha256: str | None
 
     @property
+    def kind(self) -> Literal["causal", "seq2seq"]:
+        """Whether it goes on with its prompt, or reads it and writes something else."""
+        from methods.engine.seq2seq import Seq2SeqLM
+
+        return "seq2seq" if isinstance(self.lm, Seq2SeqLM) else "causal"
+
+    @property
     def hf_kept(self) -> bool:
         """Whether ``lm.hf`` still holds the Hugging Face model."""
         return self.lm.hf is not None
@@ -99,18 +106,48 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     """
     from transformers.utils import logging
 
-    from methods.engine.lm import CausalLM
-
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # in a log file each update of a bar would be a line
     device, dtype = resolve_hardware(hardware)
-    read = _source(model).read(dtype, Path(paths.cache))
+    source = _source(model)
+    _require_memory(source, device, dtype, keep_hf)
+    read = source.read(dtype, Path(paths.cache))
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
     try:
-        lm = CausalLM.from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
+        lm = _engine(weights.config).from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
         raise UserError(str(error)) from error
     return Loaded(lm, read.tokenizer, str(model["name"]), read.revision, read.sha256)
+
+
+def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool) -> None:
+    """Refuse a model that is made here, of any size, and does not fit.
+
+    While weights are taken over, the largest matrix and one layer exist twice; with ``keep_hf`` all of them do.
+    """
+    import torch
+
+    from bench import memory
+    from bench.architectures import Architecture
+
+    shape = getattr(source, "shape", None)
+    if not isinstance(shape, Architecture):
+        return
+    stored = shape.stored_weights
+    peak = 2 * stored if keep_hf else stored + shape.head_weights + shape.layer_weights
+    cure = "Choose a smaller one (model.like=NAME), or fewer layers (model.layers=N)."
+    what = f"A model of {stored:,} weights in {str(dtype).removeprefix('torch.')}"
+    if device.type != "cpu":  # it is made on the host
+        memory.require(what, stored * dtype.itemsize, torch.device("cpu"), cure)
+    memory.require(what, peak * dtype.itemsize, device, cure)
+
+
+def _engine(config: Any) -> type[CausalLM]:
+    from bench.hub import is_seq2seq
+    from methods.engine.lm import CausalLM
+    from methods.engine.seq2seq import Seq2SeqLM
+
+    return Seq2SeqLM if is_seq2seq(config) else CausalLM
 
 
 def load_draft(
@@ -130,7 +167,13 @@ def load_draft(
     Raises:
         UserError: as ``load``, or the two do not share one vocabulary.
     """
-    loaded = load({"name": draft} if isinstance(draft, str) else draft, hardware, paths, keep_hf=keep_hf)
+    group = {"name": draft} if isinstance(draft, str) else draft
+    if group.get("like"):
+        raise UserError(
+            f"The draft model came with like={group['like']}: nothing that random weights draft is accepted, and "
+            "acceptance would be reported. Name a model with weights."
+        )
+    loaded = load(group, hardware, paths, keep_hf=keep_hf)
     require_same_tokens((loaded.name, loaded.tokenizer), target)
     return loaded
 

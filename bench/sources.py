@@ -32,17 +32,23 @@ Row = dict[str, Any]
 
 _HUB_PATIENCE_S = 10.0  # the hub is asked once before its own client, which tries for half a minute, takes over
 _WEB_PATIENCE_S = 30.0
+_TEXT = (".en", ".de")  # files of plain lines, one half of a parallel text
 _GZIP = b"\x1f\x8b"  # how such a file begins, whatever it is called
 _NO_SCRIPT = "refs/convert/parquet"  # the hub's own conversion of sets whose main branch still is a loading script
 
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """One split of a data set on the Hugging Face hub."""
+    """One split of a data set on the Hugging Face hub.
+
+    Attributes:
+        column: the text that stands in each line of a plain text file; None: all columns, as JSON lines.
+    """
 
     repo: str
     split: str
     config: str | None = None
+    column: str | None = None
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.repo, self.config, self.split) if part)
@@ -61,7 +67,7 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A public file of JSON lines and every place that has it.
+    """A public file of JSON lines, or of plain ones, and every place that has it.
 
     Attributes:
         file: path below the data folder and below the cache.
@@ -76,6 +82,15 @@ class DataSet:
     wheel: Wheel | None = None
     web: str | None = None
     hint: str = ""
+
+
+_MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
+
+
+def _multi30k(file: str, split: str, language: str, digest: str) -> DataSet:
+    hub = Hub("bentrevett/multi30k", split, column=language)
+    hint = "dataset=spec_bench 'dataset.categories=[translation]' has sentences to translate for chat models"
+    return DataSet(f"multi30k/{file}.{language}", digest, hub, web=f"{_MULTI30K}{file}.{language}.gz", hint=hint)
 
 
 KNOWN: dict[str, DataSet] = {
@@ -144,6 +159,24 @@ KNOWN: dict[str, DataSet] = {
         hub=Hub("wmt/wmt14", "test", "de-en"),
         hint="dataset=spec_bench 'dataset.categories=[translation]' has 80 of its sentences",
     ),
+    "multi30k_test_en": _multi30k(
+        "test_2016_flickr", "test", "en", "399a4382932c1aadd3ceb9bef1008d388a64c76d4ae4e9d4728c6f4301cac182"
+    ),
+    "multi30k_test_de": _multi30k(
+        "test_2016_flickr", "test", "de", "4be6b5b3236b79c25475c6bb829800a7ce559e9ba7a1f6c2394fe4d40be46d16"
+    ),
+    "multi30k_val_en": _multi30k(
+        "val", "validation", "en", "1f2a23d992769b5b3d209b0a10dd0b77c08cceb1f20dfb97ed0aafa49d107227"
+    ),
+    "multi30k_val_de": _multi30k(
+        "val", "validation", "de", "660e09eb7e1da2f856ea13ee5ad3cf6d36b3d5b0b733c857e94c5747a3dfc660"
+    ),
+    "multi30k_train_en": _multi30k(
+        "train", "train", "en", "460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6"
+    ),
+    "multi30k_train_de": _multi30k(
+        "train", "train", "de", "2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72"
+    ),
 }
 
 
@@ -198,7 +231,14 @@ class Sources:
         Raises:
             UserError: no place has it, a file cannot be read, or a wheel holds other bytes than it should.
         """
-        known = KNOWN[name]
+        return self.read(name, KNOWN[name])
+
+    def read(self, name: str, known: DataSet) -> Table:
+        """The rows of any data set; ``get`` is this for the known ones.
+
+        Raises:
+            UserError: see ``get``.
+        """
         if self.data is not None and not self.data.is_dir():
             raise UserError(f"The data folder {self.data} does not exist. Correct DECODEBENCH_DATA or unset it.")
         found = _stored(self.data, known) or _stored(self.cache, known) or self._fetch(name, known)
@@ -236,10 +276,11 @@ class Sources:
 
     def _missing(self, name: str, known: DataSet, refusals: Sequence[str]) -> str:
         hint = f" Without a network: {known.hint}." if known.hint else ""
+        fetch = f"run: python -m bench.sources fetch {name}" if name in KNOWN else "try again"
         return (
             f"The data set {name} is not here: no {known.file} (or .gz) in DECODEBENCH_DATA "
             f"({self.data or 'not set'}) or {self.cache}, and it could not be fetched ({'; '.join(refusals)}). "
-            f"With a network run: python -m bench.sources fetch {name}; or put the file there.{hint}"
+            f"With a network {fetch}; or put the file there.{hint}"
         )
 
 
@@ -249,9 +290,13 @@ class Sources:
 def parse_rows(raw: bytes, where: str) -> list[Row]:
     """JSON lines as dictionaries, blank lines left out; a ``.json`` file is one list of them.
 
+    Of plain text every line is a row ``{"text": line}``, blank ones included: its other half counts on them.
+
     Raises:
         UserError: a line that is no JSON object, by its number.
     """
+    if where.endswith(_TEXT):
+        return [{"text": line} for line in raw.decode().removesuffix("\n").split("\n")]
     return _listed(raw, where) if where.endswith(".json") else [row for _, row in numbered_rows(raw, where)]
 
 
@@ -365,7 +410,9 @@ def _write(path: Path, raw: bytes) -> None:
 def _from_hub(known: DataSet) -> tuple[bytes, Revision]:
     assert known.hub is not None
     rows, commit = _hub_rows(known.hub)
-    raw = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    column = known.hub.column
+    lines = (json.dumps(row, ensure_ascii=False) if column is None else str(row[column]) for row in rows)
+    raw = "".join(line + "\n" for line in lines).encode()
     return raw, _revision(known, raw, "hub", f"{known.hub} at {commit}")
 
 
@@ -427,8 +474,8 @@ def _from_web(known: DataSet) -> tuple[bytes, Revision]:
     assert known.web is not None
     try:
         with urllib.request.urlopen(known.web, timeout=_WEB_PATIENCE_S) as answer:
-            raw = answer.read()
-    except OSError as error:
+            raw = _unpack(answer.read(), known.web)
+    except (OSError, EOFError, zlib.error) as error:
         raise Unavailable(_brief(error)) from error
     return raw, _revision(known, raw, "web", known.web)
 

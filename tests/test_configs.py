@@ -18,7 +18,11 @@ from bench.errors import UserError
 
 CHOICES = [(group, choice) for group, choices in preflight.groups().items() for choice in choices]
 NAMES = [f"{group}/{choice}" for group, choice in CHOICES]
-MANDATORY = {("dataset", "jsonl"): ["dataset.path=prompts.jsonl"], ("model", "hf"): ["model.name=some/model"]}
+MANDATORY = {
+    ("dataset", "jsonl"): ["dataset.path=prompts.jsonl"],
+    ("dataset", "hub_pairs"): ["dataset.repo=some/pairs"],
+    ("model", "hf"): ["model.name=some/model"],
+}
 
 
 def run_config(**changes: Any) -> RunConfig:

@@ -1,6 +1,6 @@
 """Scores of an answer against a reference. All are percentages: an exact match is 100.0, ROUGE and BLEU are 0 to 100.
 
-``Scorer`` is the interface; ``SCORERS`` names every implementation.
+``Scorer`` is the interface; ``SCORERS`` names every implementation that needs nothing but references.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bench.quality.humaneval import HumanEvalScorer
 from bench.quality.nq import NQScorer
 from bench.quality.rouge import RougeScorer
 from bench.quality.scorer import Pair, Scorer
+from bench.quality.segments import SegmentScorer
 from bench.quality.translation import TranslationScorer
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -28,5 +29,6 @@ __all__ = [
     "Pair",
     "RougeScorer",
     "Scorer",
+    "SegmentScorer",
     "TranslationScorer",
 ]

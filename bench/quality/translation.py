@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from bench.quality.scorer import Pair, Scorer
 
@@ -15,7 +15,7 @@ class TranslationScorer(Scorer):
     Sentence BLEU uses the effective order, without which a short sentence scores 0 for want of 4-grams.
     """
 
-    metrics = ("bleu", "chrf")
+    metrics: ClassVar[tuple[str, ...]] = ("bleu", "chrf")
 
     @cached_property
     def _sentence(self) -> dict[str, Any]:

@@ -5,19 +5,27 @@ from __future__ import annotations
 from bench.tasks.base import Example, Task
 from bench.tasks.chat import Demo, Jsonl, MTBench, SpecBench
 from bench.tasks.exercises import Gsm8k, HumanEval
+from bench.tasks.pairs import WMT16, CnnDailyMailArticles, HubPairs, Iwslt17, Multi30k, WMT14Pairs, XSumArticles
 from bench.tasks.texts import WMT14, CnnDailyMail, NQOpen, XSum
 
 __all__ = [
     "CnnDailyMail",
+    "CnnDailyMailArticles",
     "Demo",
     "Example",
     "Gsm8k",
+    "HubPairs",
     "HumanEval",
+    "Iwslt17",
     "Jsonl",
     "MTBench",
+    "Multi30k",
     "NQOpen",
     "SpecBench",
     "Task",
     "WMT14",
+    "WMT14Pairs",
+    "WMT16",
     "XSum",
+    "XSumArticles",
 ]

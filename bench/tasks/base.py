@@ -51,7 +51,7 @@ class Task(ABC):
         categories: only these; None: all.
 
     Attributes:
-        kind: what sort of target the prompts are for.
+        kind: what sort of target the prompts are for; the user's own may be for any.
         revision: what was read by ``load``: ``files`` (see ``bench.sources.Revision``), ``content`` (sha256 over the
             chosen examples, the same wherever they came from), ``available`` and ``chosen`` (their numbers),
             ``warnings``.
@@ -60,7 +60,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    kind: ClassVar[Literal["causal", "seq2seq"]] = "causal"
+    kind: ClassVar[Literal["causal", "seq2seq", "any"]] = "causal"
 
     def __init__(
         self,

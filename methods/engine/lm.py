@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from methods.engine import families, tree
 from methods.engine.cache import Cache
 from methods.engine.families import Attention, FeedForward, Layer, Rows, UnsupportedModel
-from methods.engine.linear import Linear, LinearForm, make_linear
+from methods.engine.linear import Linear, LinearForm, PackedLinear, make_linear
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
@@ -92,6 +92,7 @@ class CausalLM:
         self._scale = float(getattr(config, "attention_multiplier", None) or self.head_dim**-0.5)
         self._residual = float(getattr(config, "residual_multiplier", 1.0))
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
+        self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
         self._read(model, linear, keep_hf)
 
     @classmethod
@@ -213,6 +214,29 @@ class CausalLM:
                 seen[index] = state.hidden
         return seen
 
+    def fill(self, state: Pass, layers: Sequence[int]) -> None:
+        """Write into the cache the keys and values that ``layers`` make of a state, without running them.
+
+        Each layer projects the same state with its own norm and weights: what a token that left the model early shows
+        to those behind it (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3).
+        """
+        kept = [index for index in layers if index not in self.skipped_attention]
+        for rotary in (True, False):
+            group = [index for index in kept if self.layers[index].attention.rotary is rotary]
+            if not group:
+                continue
+            heads = torch.stack([self._project(index, state.hidden) for index in group])
+            if rotary:  # of all layers at once: the token stands at one position
+                cos, sin = (t if len(t) == 1 else t.repeat(len(group), 1, 1, 1) for t in (state.cos, state.sin))
+                _rotate_(heads.flatten(0, 1)[:, :, : self.kv_heads], cos, sin)
+            for index, new in zip(group, heads, strict=True):
+                state.cache.write(index, new, state.slots)
+
+    @property
+    def fill_bytes(self) -> int:
+        """Bytes of the key and value projections that ``fill`` keeps; plain ones are views of the layers' own."""
+        return sum(linear.nbytes for linear in self._key_value.values() if isinstance(linear, PackedLinear))
+
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
         """Logits of hidden states that are already behind the final norm."""
         logits = self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
@@ -330,6 +354,22 @@ class CausalLM:
         mixed = self._mix(heads[:, :, : self.heads], keys, values, state.mask)
         update = attention.out(mixed).view(batch, nodes, width)
         return update if attention.post_norm is None else attention.post_norm(update)
+
+    def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M H d"]:
+        """Keys and values of a layer (H = 2K heads) before the rotary embedding."""
+        attention = self.layers[index].attention
+        if index not in self._key_value:
+            first, joined = self.heads * self.head_dim, attention.qkv
+            bias = None if joined.bias is None else joined.bias[first:]
+            self._key_value[index] = type(joined)(joined.dense[first:].contiguous(), bias)
+        rows = hidden if attention.norm is None else attention.norm(hidden)
+        flat = self._key_value[index](rows.reshape(-1, rows.shape[-1]))
+        heads = flat.view(*hidden.shape[:2], 2 * self.kv_heads, self.head_dim)
+        if attention.key_norm is None:
+            return heads
+        key, value = heads.chunk(2, dim=2)
+        wide = key if attention.norm_heads else key.flatten(2)
+        return torch.cat([attention.key_norm(wide).view(key.shape), value], dim=2)
 
     def _norm_heads(self, attention: Attention, heads: Float[Tensor, "B M H d"]) -> Float[Tensor, "B M H d"]:
         if attention.query_norm is None or attention.key_norm is None:

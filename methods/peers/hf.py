@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from methods.decoder import Guarantee, Step
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.engine.seq2seq import Seq2SeqLM
 
 
 class _Diary(StoppingCriteria):
@@ -47,14 +48,23 @@ class HFGenerate:
         target: an engine that kept its Hugging Face model.
         sampling: passed on as generation options.
 
+    Attributes:
+        seq2seq: whether an encoder-decoder may be the target.
+
     Raises:
-        ValueError: the engine released the original weights.
+        ValueError: the engine released the original weights, or an encoder-decoder for a class that takes none.
     """
 
     guarantee = Guarantee.EXACT
     needs_hf = True
+    seq2seq: ClassVar[bool] = False
 
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
+        if isinstance(target, Seq2SeqLM) and not self.seq2seq:
+            raise ValueError(
+                f"{type(self).__name__} came with an encoder-decoder model; it decodes causal ones. Choose "
+                "method=hf_beam, whose num_beams=1 is transformers' greedy search on both, or a causal model."
+            )
         if target.hf is None:
             raise ValueError(
                 f"{type(self).__name__} needs the Hugging Face model, which was released. Use keep_hf=True."
