@@ -15,6 +15,7 @@ from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
 from methods.engine.sampling import Sampling
 from methods.peers.hf import HFAssisted, HFGenerate, HFPromptLookup
+from methods.speculative.blockwise import Blockwise
 from methods.speculative.datastore import Datastore
 from methods.speculative.draft_model import SpeculativeSampling
 from methods.speculative.lookahead import Lookahead
@@ -23,6 +24,9 @@ from methods.speculative.rest import Rest
 from methods.speculative.self_speculative import SelfSpeculative
 from methods.speculative.suffix import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
+from tests.tiny_eagle import eagle
+from tests.tiny_head_trees import hydra, medusa
+from tests.tiny_heads import blockwise_heads
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,17 @@ def rest(target, sampling, **options):
         return Rest(target, sampling, part=Path(folder), **options)
 
 
+@cache
+def heads_of(target, vocabulary=None):
+    return blockwise_heads(target, texts_of(target), vocabulary=vocabulary)
+
+
+def blockwise(target, sampling, vocabulary=None, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        heads_of(target, vocabulary).save(Path(folder))
+        return Blockwise(target, sampling, part=Path(folder), **options)
+
+
 DECODERS = {
     "autoregressive": Row(Autoregressive),
     "prompt_lookup": Row(PromptLookup),
@@ -80,6 +95,25 @@ DECODERS = {
     "rest_defaults": Row(rest, samples=False),
     "rest_wide": Row(lambda t, s: rest(t, s, nodes=12, max_ngram=2, min_ngram=1, continuation=3, occurrences=5)),
     "rest_one": Row(lambda t, s: rest(t, s, nodes=1, max_ngram=3, min_ngram=3, continuation=1)),
+    "blockwise": Row(blockwise),
+    "blockwise_two": Row(lambda t, s: blockwise(t, s, k=2)),
+    "blockwise_reduced": Row(lambda t, s: blockwise(t, s, vocabulary=t.vocab_size // 2)),
+    "medusa": Row(lambda t, s: medusa(t, s, texts_of(t))),
+    "medusa_wide": Row(lambda t, s: medusa(t, s, texts_of(t), nodes=20)),
+    "medusa_chain": Row(lambda t, s: medusa(t, s, texts_of(t), tree=[[0], [0, 0]])),
+    "medusa_published_tree": Row(lambda t, s: medusa(t, s, tree="mc_sim_7b_63"), samples=False),
+    "hydra_heads": Row(lambda t, s: hydra(t, s, texts_of(t))),
+    "hydra_heads_wide": Row(lambda t, s: hydra(t, s, texts_of(t), nodes=20)),
+    "hydra_heads_chain": Row(lambda t, s: hydra(t, s, texts_of(t), tree=[[0], [0, 0]])),
+    "hydra_heads_published_tree": Row(lambda t, s: hydra(t, s, tree="mc_sim_7b_63"), samples=False),
+    "eagle": Row(lambda t, s: eagle(t, s, 3, texts_of(t), depth=3, top_k=3, nodes=8)),
+    "eagle_chain": Row(lambda t, s: eagle(t, s, 3, texts_of(t), 6, tree="chain", gamma=3)),
+    "eagle_chain_drawn": Row(lambda t, s: eagle(t, s, 1, texts_of(t), tree="chain", gamma=2, draw=True)),
+    "eagle_1": Row(lambda t, s: eagle(t, s, 1, texts_of(t), tree="static", shape="paper")),
+    "eagle_1_drawn": Row(lambda t, s: eagle(t, s, 1, texts_of(t), 6, shape=[[3], [2, 1]], draw=True)),
+    "eagle_2": Row(lambda t, s: eagle(t, s, 2, texts_of(t), 6, depth=4, top_k=2, nodes=4)),
+    "eagle_random": Row(lambda t, s: eagle(t, s, 3, depth=2, top_k=4, nodes=7)),
+    "eagle_one": Row(lambda t, s: eagle(t, s, 3, depth=1, top_k=1, nodes=1)),
     "hf_generate": Row(HFGenerate, samples=False),
     "hf_prompt_lookup": Row(HFPromptLookup, batch=False, samples=False),
     "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),

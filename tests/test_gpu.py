@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,16 +12,33 @@ from bench import contract
 from methods.autoregressive import Autoregressive
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.speculative.blockwise import Blockwise
 from methods.speculative.draft_model import SpeculativeSampling
 from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.self_speculative import SelfSpeculative
 from methods.speculative.suffix import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
+from tests.tiny_eagle import eagle
+from tests.tiny_head_trees import hydra, medusa
+from tests.tiny_heads import blockwise_heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
+
+def blockwise(target, sampling):
+    with tempfile.TemporaryDirectory() as folder:
+        blockwise_heads(target, []).save(Path(folder))
+        return Blockwise(target, sampling, part=Path(folder))
+
+
 DECODERS = {
+    "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
+    "eagle_1": lambda target, sampling: eagle(target, sampling, 1, tree="static", draw=True),
+    "eagle_chain": lambda target, sampling: eagle(target, sampling, 3, tree="chain"),
+    "blockwise": blockwise,
+    "medusa": lambda target, sampling: medusa(target, sampling, nodes=12),
+    "hydra_heads": lambda target, sampling: hydra(target, sampling, nodes=12),
     "autoregressive": Autoregressive,
     "prompt_lookup": PromptLookup,
     "layer_skip": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
