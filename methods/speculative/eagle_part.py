@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -143,7 +143,7 @@ class Part:
         tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in self.tensors.items()}
         ids = self.vocabulary.ids.cpu()
         tensors[VOCABULARY] = ids - torch.arange(len(ids))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+        (folder / WEIGHTS).write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
         (folder / CONFIG).write_text(json.dumps(asdict(self.spec)) + "\n", encoding="utf-8")
 
     @classmethod

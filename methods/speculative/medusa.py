@@ -33,10 +33,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from methods.decoder import Context, Draft, Rule
+from methods.decoder import Context, Draft, MissingPart, Rule
 from methods.engine.linear import Linear, make_linear
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -341,7 +341,7 @@ def own_folder(checkpoint: str | Path | None, part: Path | None, method: str) ->
         ValueError: there is neither.
     """
     if checkpoint is None and part is None:
-        raise ValueError(
+        raise MissingPart(
             f"{method} has no heads for this model; it needs them to draft with. Train them: "
             f"{_train(method)}; or name yours, or published ones: method.checkpoint=FOLDER_OR_HUB_ID."
         )
@@ -362,7 +362,7 @@ def save_part(
     stored = {key: tensor.detach().to("cpu", torch.bfloat16) for key, tensor in tensors.items()}
     stored["vocabulary"] = vocabulary.ids.to("cpu", torch.int32)
     stored["ranks"] = ranks.to("cpu", torch.uint8)
-    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, folder / WEIGHTS)
+    (folder / WEIGHTS).write_bytes(save({key: tensor.contiguous() for key, tensor in stored.items()}))
     (folder / CONFIG).write_text(json.dumps(facts | _sizes(target), indent=1) + "\n", encoding="utf-8")
 
 
