@@ -16,7 +16,7 @@ import torch
 from bench import agreement, build, prepared, prompts
 from bench.config import RunConfig, SamplingConfig
 from bench.errors import UserError
-from bench.hardware import usable_cores
+from bench.hardware import keep_freed_memory, usable_cores
 from bench.lossless import continuations, greedy
 from bench.lossless.sampling import Arrangement, first_tokens, root_distributions
 from bench.lossless.statistics import Comparison, compare
@@ -236,18 +236,6 @@ def _advance(row: dict[str, Any], progress: Progress) -> dict[str, Any]:
 def _one_thread() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to reuse what is freed: the rules drop megabytes per call, and fresh pages cost more than sums."""
-    import ctypes
-
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return
-    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        mallopt(option, 1 << 30)
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:
