@@ -31,18 +31,6 @@ def set_threads(wanted: int | None) -> int:
     return torch.get_num_threads()
 
 
-def keep_freed_memory() -> None:
-    """Tell glibc to reuse what is freed: where megabytes come and go, fresh pages cost more than sums."""
-    import ctypes
-
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return
-    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        mallopt(option, 1 << 30)
-
-
 # ------------------------------------------------------------------------------------------- facts for the manifest
 
 

@@ -173,7 +173,7 @@ def _names() -> str:
 
 
 if __name__ == "__main__":
-    from bench.hardware import keep_freed_memory
+    from bench.heap import keep_freed_memory
 
     keep_freed_memory()
     sys.exit(main())

@@ -150,7 +150,7 @@ def run(experiment: str, settings: dict[str, Any], cfg: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    from bench.hardware import keep_freed_memory
+    from bench.heap import keep_freed_memory
 
     keep_freed_memory()
     sys.exit(main())

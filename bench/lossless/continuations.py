@@ -43,9 +43,12 @@ def likely_continuations(
 
 
 def _next_probs(target: CausalLM, prompt: list[int], prefixes: list[tuple[int, ...]], sampling: Sampling) -> Tensor:
-    rows = [torch.tensor([*prompt, *prefix], device=target.device) for prefix in prefixes]
-    cache = target.new_cache(len(rows), len(rows[0]))
-    return sampling.probs(target.prefill(rows, cache).logits[:, 0])
+    """Prompt and prefix apart: an encoder-decoder reads the one and writes the other."""
+    cache = target.new_cache(len(prefixes), len(prompt) + len(prefixes[0]))
+    logits = target.prefill([torch.tensor(prompt, device=target.device)] * len(prefixes), cache).logits
+    if prefixes[0]:
+        logits = target.forward(torch.tensor(prefixes, device=target.device), None, cache).logits
+    return sampling.probs(logits[:, -1])
 
 
 def _expand(grown: Sequences, prefix: tuple[int, ...], mass: float, probs: Tensor, floor: float) -> None:

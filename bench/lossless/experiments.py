@@ -16,7 +16,8 @@ import torch
 from bench import agreement, build, prepared, prompts
 from bench.config import RunConfig, SamplingConfig
 from bench.errors import UserError
-from bench.hardware import keep_freed_memory, usable_cores
+from bench.hardware import usable_cores
+from bench.heap import keep_freed_memory
 from bench.lossless import continuations, greedy
 from bench.lossless.sampling import Arrangement, first_tokens, root_distributions
 from bench.lossless.statistics import Comparison, compare
