@@ -32,10 +32,20 @@ test: $(VENV)/.installed-dev lint
 # What only a GPU can still add to the committed records, in order of value. Finished runs are not repeated, so the target can be
 # stopped and called again; each line stays well under ten minutes on a current card.
 GPU := hardware=cuda_bf16 measure=quick
+HEADS := model=smollm2 hardware=cuda_bf16 force=true train.answers.tokens=2000000 train.answers.batch=256 train.features=live
+LONG := train.recipe.batch_size=64 train.recipe.steps=6000
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.models fetch smollm2
 	$(BIN)/python -m bench.sources fetch mtbench
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	-$(BIN)/python -m bench.train method=eagle out=data/checkpoints/eagle-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench.train method=medusa out=data/checkpoints/medusa-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench.train method=hydra_heads out=data/checkpoints/hydra_heads-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench.train method=blockwise out=data/checkpoints/blockwise-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=eagle method.tree=dynamic method.depth=6 method.top_k=10 method.nodes=59 dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=medusa,hydra_heads method.tree=mc_sim_7b_63 dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench batch_size=4,16,32 $(GPU)
 	-$(BIN)/python -m bench -m method=prompt_lookup,hf_generate,hf_prompt_lookup dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=speculative_sampling,hf_assisted dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=suffix,token_recycling,lookahead dataset=mtbench $(GPU)
