@@ -9,17 +9,17 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from methods.engine.cache import Cache
-from methods.engine.lm import CausalLM
-from methods.engine.sampling import argmax
+    from methods.engine.cache import Cache
+    from methods.engine.lm import CausalLM
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -71,6 +71,41 @@ class CostCurve:
         return cls(tuple(stored["nodes"]), stored["batch"], tuple(stored["contexts"]), table)
 
 
+@dataclass(frozen=True, slots=True)
+class CostSurface:
+    """Cost curves of one model on one machine, at several batch sizes.
+
+    Attributes:
+        curves: ascending in their batch.
+    """
+
+    curves: tuple[CostCurve, ...]
+
+    def seconds(self, nodes: int | float, batch: int, context: int | float) -> float:
+        """Time of a round: as ``CostCurve``, and piecewise linear between the measured batch sizes.
+
+        Raises:
+            ValueError: a larger batch than any measured.
+        """
+        batches = [curve.batch for curve in self.curves]
+        place = min(bisect_left(batches, batch), len(batches) - 1)
+        above = self.curves[place].seconds(nodes, batch, context)
+        if place == 0 or batches[place] == batch:
+            return above
+        below = self.curves[place - 1].seconds(nodes, batches[place - 1], context)
+        return _interpolate(batches[place - 1 : place + 1], (below, above), batch)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """For a record."""
+        return [curve.to_dict() for curve in self.curves]
+
+    @classmethod
+    def from_dict(cls, stored: Sequence[dict[str, Any]]) -> CostSurface:
+        """The inverse of ``to_dict``."""
+        curves = [CostCurve.from_dict(curve) for curve in stored]
+        return cls(tuple(sorted(curves, key=lambda curve: curve.batch)))
+
+
 def grid(most: int) -> tuple[int, ...]:
     """Node counts to measure for a method whose largest pass has ``most`` nodes."""
     return tuple(nodes for nodes in NODES if nodes < most) + ((most,) if most else ())
@@ -99,25 +134,45 @@ def measure(
         repeats: timed rounds per point, after one that is not timed.
     """
     ordered, lengths = sorted(set(nodes)), sorted(set(contexts))
-    cache = target.new_cache(batch, max(lengths) + max(ordered) + 1)
-    cache.store.normal_()  # pages that were never written would be read from one page of zeros, faster than real ones
-    tokens = torch.randint(target.vocab_size, (batch, max(ordered)), generator=torch.Generator().manual_seed(seed))
-    tokens = tokens.to(target.device)
+    cache = filled_cache(target, batch, max(lengths) + max(ordered) + 1)
+    tokens = random_tokens(target, batch, max(ordered), seed)
     points = [(context, count) for context in lengths for count in ordered]
     taken: dict[tuple[int, int], list[int]] = {point: [] for point in points}
     shuffler = random.Random(seed)
     for repeat in range(repeats + 1):
         shuffler.shuffle(points)
         for context, count in points:
-            ns = _round(target, cache, tokens[:, :count], context, clock)
+            ns = time_round(target, cache, tokens[:, :count], context, clock)
             if repeat:
                 taken[context, count].append(ns)
     table = tuple(tuple(statistics.median(taken[c, n]) / 1e9 for n in ordered) for c in lengths)
     return CostCurve(tuple(ordered), batch, tuple(lengths), table)
 
 
-def _round(target: CausalLM, cache: Cache, tokens: Tensor, context: int, clock: Callable[[], int]) -> int:
+def filled_cache(target: CausalLM, batch: int, capacity: int) -> Cache:
+    """A cache full of numbers.
+
+    Pages that were never written would be read from one page of zeros, faster than real ones.
+    """
+    cache = target.new_cache(batch, capacity)
+    store = cache.store
+    store[:, :, :1].normal_()
+    store[:, :, 1:] = store[:, :, :1]
+    return cache
+
+
+def random_tokens(target: CausalLM, batch: int, nodes: int, seed: int) -> Tensor:
+    """[B, M] ids."""
+    import torch
+
+    ids = torch.randint(target.vocab_size, (batch, nodes), generator=torch.Generator().manual_seed(seed))
+    return ids.to(target.device)
+
+
+def time_round(target: CausalLM, cache: Cache, tokens: Tensor, context: int, clock: Callable[[], int]) -> int:
     """Nanoseconds of one round at a context; the cache is as before afterwards."""
+    from methods.engine.sampling import argmax
+
     batch = tokens.shape[0]
     cache.set_lengths([max(1, context - row % 2) for row in range(batch)])
     _synchronise(target.device)
@@ -131,6 +186,8 @@ def _round(target: CausalLM, cache: Cache, tokens: Tensor, context: int, clock: 
 
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 

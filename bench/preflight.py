@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 VERSION_BASE = "1.3"
 TRAIN = "train"  # the group of preparations (bench.train): no part of a run
+_SPEED_ONLY = frozenset({"methods.autoregressive.Autoregressive", "methods.peers.hf.HFGenerate"})  # they draft nothing
 _MOST_CHECKED = 64  # jobs of a sweep that are composed beforehand
 
 
@@ -37,15 +38,19 @@ def every_group() -> dict[str, list[str]]:
     return {name: choices for name, choices in sorted(found.items()) if choices}
 
 
-def compose(overrides: Sequence[str]) -> RunConfig:
+def compose(overrides: Sequence[str], *, costs_only: bool = False) -> RunConfig:
     """One run from the words of a command line.
+
+    Args:
+        costs_only: nothing but times will be reported, so that a model with random weights may stand for a real one.
 
     Raises:
         UserError: a word that cannot be read, an unknown group, choice or setting, a missing or mistyped value.
     """
     with _hydra():
         _check_words(overrides)
-        return to_run(_compose(overrides))
+        composed = _compose(overrides)
+        return RunConfig.from_dict(_resolve(composed)) if costs_only else to_run(composed)
 
 
 def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, dict[str, Any]]:
@@ -58,6 +63,8 @@ def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, 
     with _hydra():
         _check_words(words)
         resolved = _resolve(_compose(words))
+        if resolved["model"].get("like"):
+            raise _random_weights(resolved["model"]["like"], f"what train={choice} makes would be of no model")
         return RunConfig.from_dict({key: value for key, value in resolved.items() if key != TRAIN}), resolved[TRAIN]
 
 
@@ -79,9 +86,32 @@ def to_run(cfg: DictConfig) -> RunConfig:
     """Resolve a composed config and check it.
 
     Raises:
-        UserError: a value that must be given is missing, an interpolation fails, or see ``RunConfig.from_dict``.
+        UserError: a value that must be given is missing, an interpolation fails, random weights where acceptance or
+            quality would be reported, or see ``RunConfig.from_dict``.
     """
-    return RunConfig.from_dict(_resolve(cfg))
+    run = RunConfig.from_dict(_resolve(cfg))
+    _refuse_random_weights(run)
+    return run
+
+
+def _refuse_random_weights(cfg: RunConfig) -> None:
+    """A model with the shape of a public architecture and random weights has a speed, and nothing else."""
+    if not (like := cfg.model.get("like")):
+        return
+    if cfg.method.get("_target_") not in _SPEED_ONLY:
+        raise _random_weights(like, f"method={cfg.method['name']} reports acceptance")
+    from bench import build
+
+    if scores := build.build_task(cfg.dataset, cfg.paths).scorers:
+        raise _random_weights(like, f"dataset={cfg.dataset['name']} scores answers ({', '.join(scores)})")
+
+
+def _random_weights(like: str, reason: str) -> UserError:
+    return UserError(
+        f"model.like={like} came, which has random weights, and {reason}. Allowed: python -m bench.cost, and "
+        "method=autoregressive or method=hf_generate on a data set without scores (dataset=demo, dataset=mtbench). "
+        "Choose one of these, or a model with weights."
+    )
 
 
 def _resolve(cfg: DictConfig) -> dict[str, Any]:
