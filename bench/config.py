@@ -18,6 +18,7 @@ from typing import Any, Literal
 from bench.arguments import check_arguments
 from bench.errors import UserError
 
+DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
 _SHORT_HASH = 12
 
 
@@ -149,14 +150,15 @@ class TrainConfig:
     """What a preparation needs beside model, machine and its own settings (``bench.train``).
 
     Attributes:
-        corpus: names and files with commas between them, see ``bench.corpus``.
+        corpus: names and files with commas between them, see ``bench.corpus``; None: what the method declares, else
+            ``DEFAULT_CORPUS``.
         corpus_limit: most dialogues.
         out: folder of the part; None: where the method finds it by itself.
         force: replace a finished part, and whatever was made with other settings.
     """
 
     method: str
-    corpus: str = "dolly,gsm8k"
+    corpus: str | None = None
     corpus_limit: int | None = None
     out: str | None = None
     force: bool = False

@@ -5,6 +5,8 @@ Lines of an own file are like one of these; a conversation of several turns beco
     {"prompt": "What is asked", "answer": "What is right"}
     {"turns": ["first request", "second request"], "reference": ["first answer", "second answer"]}
 
+Pairs of sentences are dialogues too: the source is what is asked, its translation the answer.
+
 No test row belongs here: data/README.md says what the test sets share.
 """
 
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from bench import prompts
 from bench.arguments import did_you_mean
@@ -25,6 +27,7 @@ from bench.errors import UserError
 from bench.sources import Revision, Row, Sources, numbered_rows, read_bytes, sha256
 from bench.tasks.base import Message
 from bench.tasks.exercises import solved
+from bench.tasks.pairs import read_multi30k
 from methods.decoder import Example
 
 _FORMATS = (
@@ -73,17 +76,19 @@ class Texts:
 class Corpus(Sequence[Example]):
     """Dialogues as the target reads them, tokenised when they are first looked at and kept.
 
-    A dialogue longer than the context loses the end of its answer, and then the beginning of its prompt.
+    A dialogue longer than the context loses the end of its answer, and then the beginning of its prompt; with ``apart``
+    each of the two has the whole context, and loses its end.
 
     Args:
         texts: the dialogues.
         tokenizer: the target's; its chat template writes the prompts.
         end: id that ends an answer; None: the model declares none.
         context: most tokens of prompt and answer together.
+        apart: the target is an encoder-decoder, which reads the one and writes the other.
     """
 
-    def __init__(self, texts: Texts, tokenizer: Any, end: int | None, context: int) -> None:
-        self.texts, self.tokenizer = texts, tokenizer
+    def __init__(self, texts: Texts, tokenizer: Any, end: int | None, context: int, *, apart: bool = False) -> None:
+        self.texts, self.tokenizer, self._apart = texts, tokenizer, apart
         self._end = [] if end is None else [end]
         self._context = context
         self._kept: list[tuple[array[int], array[int]] | None] = [None] * len(texts.dialogues)
@@ -113,6 +118,8 @@ class Corpus(Sequence[Example]):
         """As arrays: a corpus as lists of Python's integers would take ten times the memory."""
         prompt = prompts.encode(self.tokenizer, dialogue.messages)
         answer = [*self.tokenizer(dialogue.answer, add_special_tokens=False)["input_ids"], *self._end]
+        if self._apart:
+            return array("i", prompt[: self._context]), array("i", answer[: self._context])
         answer = answer[: max(1, self._context - len(prompt))]
         return array("i", prompt[-(self._context - len(answer)) :]), array("i", answer)
 
@@ -124,7 +131,7 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
     """The dialogues of some corpora, one after the other.
 
     Args:
-        wanted: names of ``KNOWN`` and files of JSON lines, plain or gzipped, with commas between them.
+        wanted: names of ``KNOWN`` and ``PAIRS`` and files of JSON lines, plain or gzipped, with commas between them.
         limit: most dialogues, at least 1; which ones is drawn by ``seed`` and their text, so that a smaller limit takes
             a subset of what a larger one takes. Their order stays. None: all.
         sources: where public sets lie; None: as the environment says.
@@ -135,10 +142,11 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
     names = [name.strip() for name in wanted.split(",")]
     if not all(names) or len(set(names)) < len(names):
         raise UserError(f"corpus came as '{wanted}'; different names with commas between them are needed. Set corpus=.")
-    read = [_known(name, sources or Sources()) if name in KNOWN else _own(name) for name in names]
+    read = [_known(name, sources or Sources()) if name in {**KNOWN, **PAIRS} else _own(name) for name in names]
     dialogues = [dialogue for found, _ in read for dialogue in found]
-    shown = tuple(name if name in KNOWN else Path(name).name for name in names)
-    return Texts(shown, tuple(_draw(dialogues, limit, seed)), tuple(revision for _, revision in read))
+    revisions = tuple(revision for _, several in read for revision in several)
+    shown = tuple(name if name in {**KNOWN, **PAIRS} else Path(name).name for name in names)
+    return Texts(shown, tuple(_draw(dialogues, limit, seed)), revisions)
 
 
 def _draw(dialogues: Sequence[Dialogue], limit: int | None, seed: int) -> list[Dialogue]:
@@ -149,11 +157,34 @@ def _draw(dialogues: Sequence[Dialogue], limit: int | None, seed: int) -> list[D
     return [dialogues[place] for place in sorted(drawn)]
 
 
-def _known(name: str, sources: Sources) -> tuple[list[Dialogue], Revision]:
+def pairs(texts: Texts) -> list[tuple[str, str]]:
+    """What is asked and what is right, of dialogues of one turn.
+
+    Raises:
+        UserError: a dialogue of several turns, which no translation model can read.
+    """
+    if any(len(dialogue.said) > 1 for dialogue in texts.dialogues):
+        raise UserError(
+            f"corpus={','.join(texts.names)} has conversations of several turns; pairs of a source and its translation "
+            "are needed. Name a corpus of pairs, such as multi30k."
+        )
+    return [(dialogue.said[0], dialogue.answer) for dialogue in texts.dialogues]
+
+
+def validation_of(name: str) -> str | None:
+    """The name of the pairs that go with a corpus for validation, if there are any."""
+    found = f"{name}_val"
+    return found if found in PAIRS else None
+
+
+def _known(name: str, sources: Sources) -> tuple[list[Dialogue], list[Revision]]:
+    if name in PAIRS:
+        found, revisions = read_multi30k(sources, *PAIRS[name])
+        return [Dialogue((source,), target) for source, target in found if source.strip() and target.strip()], revisions
     data_set, to_dialogue = KNOWN[name]
     table = sources.get(data_set)
-    found = [to_dialogue(row) for row in table.rows]
-    return [dialogue for dialogue in found if dialogue.said[0].strip() and dialogue.answer], table.revision
+    dialogues = [to_dialogue(row) for row in table.rows]
+    return [dialogue for dialogue in dialogues if dialogue.said[0].strip() and dialogue.answer], [table.revision]
 
 
 def _dolly(row: Row) -> Dialogue:
@@ -175,21 +206,27 @@ KNOWN: dict[str, tuple[str, Callable[[Row], Dialogue]]] = {
     "dolly_15k": ("dolly_15k", _dolly),
     "gsm8k": ("gsm8k_train", _gsm8k),
 }
+PAIRS: dict[str, tuple[Literal["train", "val"], str, str]] = {
+    "multi30k": ("train", "en", "de"),
+    "multi30k_val": ("val", "en", "de"),
+    "multi30k_de_en": ("train", "de", "en"),
+    "multi30k_de_en_val": ("val", "de", "en"),
+}
 
 
-def _own(name: str) -> tuple[list[Dialogue], Revision]:
+def _own(name: str) -> tuple[list[Dialogue], list[Revision]]:
     path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(
-            f"Unknown corpus '{name}'.{did_you_mean(name, KNOWN)} Known: {', '.join(KNOWN)}; or name a file of JSON "
-            "lines, plain or gzipped."
+            f"Unknown corpus '{name}'.{did_you_mean(name, [*KNOWN, *PAIRS])} Known: {', '.join([*KNOWN, *PAIRS])}; or "
+            "name a file of JSON lines, plain or gzipped."
         )
     raw = read_bytes(path)
     lines = numbered_rows(raw, path.name)
     found = [dialogue for number, row in lines for dialogue in _dialogues(row, f"{path.name}, line {number}")]
     if not found:
         raise UserError(f"{path.name} is empty; {_FORMATS}. Write at least one.")
-    return found, Revision(path.name, sha256(raw), "local")
+    return found, [Revision(path.name, sha256(raw), "local")]
 
 
 def _dialogues(row: Row, where: str) -> Iterator[Dialogue]:

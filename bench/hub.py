@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import prepared
+from bench.config import PathsConfig
 from bench.errors import UserError
 from bench.failures import explain
 from bench.models import Read
@@ -144,6 +147,39 @@ class HubModel:
             f"Model '{self.name}' cannot be loaded from the hub: {reason} {needed}. For a gated or private model get "
             "access on its page, then log in: hf auth login"
         )
+
+
+class TrainedModel:
+    """A model that ``bench.train`` made: one that comes with the project, or of this machine.
+
+    Args:
+        name: as it is called in its card.
+        method: what made it.
+    """
+
+    def __init__(self, name: str, method: str = "teacher") -> None:
+        self.name, self.method = name, method
+
+    def read(self, dtype: torch.dtype, cache: Path) -> Read:
+        """See ``bench.models.Source``. It is identified by its files without the card, which knows the time."""
+        places = prepared.places(self.method, self.name, PathsConfig(cache=str(cache)))
+        folder = next((folder for folder in places.values() if prepared.read_card(folder)), None)
+        if folder is None:
+            raise UserError(
+                f"Model '{self.name}' is not made yet: {' and '.join(map(str, places.values()))} do not have it. "
+                f"{self._command()} makes it; or choose another (python -m bench list models)."
+            )
+        digest = prepared.digest(prepared.files(folder))
+        model, tokenizer, _, _ = HubModel(str(folder)).read(dtype, cache)
+        return Read(model, tokenizer, digest[:12], digest)
+
+    def _command(self) -> str:
+        layers, more = "", ""
+        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?", self.name):
+            corpus, encoder, decoder, distilled = found.groups()
+            layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
+            more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
+        return f"python -m bench.train method={self.method}{layers}{more}"
 
 
 def is_seq2seq(config: PretrainedConfig) -> bool:

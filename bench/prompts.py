@@ -67,7 +67,9 @@ def _ids(encoded: Any) -> list[int]:
     return list(ids[0]) if ids and isinstance(ids[0], list) else ids
 
 
-def check(task: Any, examples: Iterable[Any], tokenizer: Any, limit: int, context: int) -> list[int]:
+def check(
+    task: Any, examples: Iterable[Any], tokenizer: Any, limit: int, context: int, *, apart: bool = False
+) -> list[int]:
     """Refuse what cannot be decoded, before anything is measured.
 
     A later turn holds answers that are not written yet; each is counted with ``limit`` tokens.
@@ -78,6 +80,7 @@ def check(task: Any, examples: Iterable[Any], tokenizer: Any, limit: int, contex
         tokenizer: the target's.
         limit: most new tokens per prompt.
         context: most tokens of prompt and answer together.
+        apart: of each of the two instead: an encoder-decoder reads the one and writes the other.
 
     Returns:
         Lengths of all prompts in tokens; of later turns the most they can become.
@@ -93,7 +96,7 @@ def check(task: Any, examples: Iterable[Any], tokenizer: Any, limit: int, contex
     for example in examples:
         for turn in range(len(example.turns)):
             name, longest = prompt_id(example, turn), _longest(task, example, turn, tokenizer, limit)
-            fits(name, longest, limit, context, bound=turn > 0)
+            fits(name, longest, limit, context, bound=turn > 0, apart=apart)
             lengths.append(longest)
     return lengths
 
@@ -105,12 +108,15 @@ def _longest(task: Any, example: Any, turn: int, tokenizer: Any, limit: int) -> 
     raise UserError(_empty(prompt_id(example, turn)))
 
 
-def fits(name: str, length: int, limit: int, context: int, *, bound: bool = False) -> None:
+def fits(name: str, length: int, limit: int, context: int, *, bound: bool = False, apart: bool = False) -> None:
     """Raise UserError unless a prompt of ``length`` tokens leaves room for ``limit`` more.
 
     Args:
         bound: the length is the most it can become, not a count.
+        apart: prompt and answer each have the whole context.
     """
+    if apart:
+        return _fits_apart(name, length, limit, context)
     if length + limit <= context:
         return
     most = "up to " if bound else ""
@@ -119,6 +125,19 @@ def fits(name: str, length: int, limit: int, context: int, *, bound: bool = Fals
         f"Prompt {name} has {most}{length:,} tokens; with max_new_tokens={limit:,} the context of {context:,} allows "
         f"{max(0, context - limit):,}. Shorten or drop the prompt, {cure}, or choose a model with a longer context."
     )
+
+
+def _fits_apart(name: str, length: int, limit: int, context: int) -> None:
+    if limit > context:
+        raise UserError(
+            f"max_new_tokens came as {limit:,}; the context of {context:,} of this encoder-decoder model bounds its "
+            f"answers too. Set max_new_tokens={context}, or choose a model with a longer context."
+        )
+    if length > context:
+        raise UserError(
+            f"Prompt {name} has {length:,} tokens; the encoder of this model has a context of {context:,}. Shorten or "
+            "drop the prompt (dataset.max_words, where the data set has it), or choose a model with a longer context."
+        )
 
 
 def _check_ids(examples: Sequence[Any]) -> None:

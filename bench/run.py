@@ -20,6 +20,7 @@ from bench.config import RunConfig, run_id
 from bench.costs import CostCurve
 from bench.errors import RunFailed, UserError
 from bench.hardware import Instruments
+from bench.models import Loaded
 from bench.prepared import Prepared
 from bench.records import RunFolder, Sample
 from bench.runner import Runner, Seconds, Settings
@@ -105,8 +106,9 @@ def prepare(cfg: RunConfig) -> Parts:
     floor_bytes = hardware.resident_bytes()
     gpu_busy = hardware.gpu_utilisation(models.resolve_hardware(asdict(cfg.hardware))[0])
     loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=build.needs_hf(cfg.method))
+    _check_kind(cfg, task, loaded)
     settings = _settings(cfg, loaded)
-    lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context)
+    lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context, apart=settings.apart)
     baseline = build.build_decoder(_BASELINE, loaded.lm, cfg.sampling)
     part = prepared.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
     if part and part.warning:
@@ -126,6 +128,18 @@ def _check_batch(cfg: RunConfig) -> None:
             f"batch_size came as {cfg.batch_size}; method '{cfg.method['name']}' takes {most} row(s) at a time. "
             f"Set batch_size={most}, or choose another method."
         )
+
+
+def _check_kind(cfg: RunConfig, task: Any, loaded: Loaded) -> None:
+    """A chat model is not asked to continue bare sentences, nor a translator to translate a request for an essay."""
+    if task.kind in (loaded.kind, "any"):
+        return
+    kinds = {"causal": "a causal model", "seq2seq": "an encoder-decoder model (translation, summaries)"}
+    raise UserError(
+        f"dataset={cfg.dataset['name']} is written for {kinds[task.kind]}, and {loaded.name} is "
+        f"{kinds[loaded.kind]}; the two must be of one kind. Choose another data set (python -m bench list "
+        "datasets), or another model with model=hf model.name=HUB_ID_OR_FOLDER."
+    )
 
 
 def report(cfg: RunConfig, path: Path) -> Outcome:
@@ -182,6 +196,8 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
         runner.measure()
         if own := _own_bytes(parts.method):
             folder.update(own_bytes=own)
+        if facts := _facts(parts.method):
+            folder.update(method_facts=facts)
         folder.update(load_average={"start": folder.manifest["load_average"]["start"], "end": hardware.load_average()})
         with _clocked(spent, "quality"):
             folder.update(quality=_quality(parts, folder.samples))
@@ -202,6 +218,11 @@ def _doubt(method: Decoder, warm: Sequence[Sample]) -> str | None:
 def _own_bytes(method: Decoder) -> dict[str, int | None]:
     """Memory of the method's own parts by name, where it tells: a mapped datastore is in no peak until it is read."""
     return dict(getattr(method, "own_bytes", dict)())
+
+
+def _facts(method: Decoder) -> dict[str, Any]:
+    """What a method tells of its own work since it was made, the warm-up included: exits taken, heads multiplied."""
+    return dict(getattr(method, "facts", dict)())
 
 
 def _cost_curve(parts: Parts, warm: Sequence[Sample]) -> CostCurve:
@@ -264,6 +285,7 @@ def _settings(cfg: RunConfig, loaded: Any) -> Settings:
         seed=cfg.seed,
         limit=cfg.max_new_tokens,
         context=min(loaded.lm.max_positions, cfg.max_context or loaded.lm.max_positions),
+        apart=loaded.kind == "seq2seq",
         eos_ids=tuple(loaded.lm.eos_ids) or (() if end is None else (end,)),
         batch_size=cfg.batch_size,
         repeats=cfg.measure.repeats,

@@ -34,10 +34,11 @@ class Settings:
 
     Attributes:
         limit: most new tokens per prompt.
-        context: most tokens of prompt and answer together.
+        context: most tokens of prompt and answer together; with ``apart`` of each of them.
         eos_ids: ids that end a text.
         repeats: how often each prompt is decoded by each arm.
         warmup: prompts decoded by both arms before the measurement.
+        apart: prompt and answer each have the whole context, the target being an encoder-decoder.
     """
 
     seed: int
@@ -47,6 +48,7 @@ class Settings:
     batch_size: int = 1
     repeats: int = 1
     warmup: int = 2
+    apart: bool = False
 
 
 @dataclass(slots=True)
@@ -201,7 +203,9 @@ class Runner:
     def _encode(self, example: Any, turn: int) -> list[int]:
         history = [self._answers[prompts.prompt_id(example, earlier)] for earlier in range(turn)]
         ids = prompts.encode(self.tokenizer, self.task.messages(example, turn, history))
-        prompts.fits(prompts.prompt_id(example, turn), len(ids), self.settings.limit, self.settings.context)
+        settings = self.settings
+        name = prompts.prompt_id(example, turn)
+        prompts.fits(name, len(ids), settings.limit, settings.context, apart=settings.apart)
         return ids
 
     def _pair(self, unit: _Unit) -> list[Sample]:

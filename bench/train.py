@@ -6,7 +6,6 @@ line. Nothing here imports torch before a preparation or the listing needs it.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,22 +14,24 @@ from typing import Any
 from bench import failures, preflight
 from bench.arguments import check_arguments, did_you_mean
 from bench.cli import INTERRUPTED, OK, report_failure
-from bench.config import TrainConfig
+from bench.config import DEFAULT_CORPUS, TrainConfig
 from bench.errors import RunFailed, UserError
 
 _HELP = """\
-Prepare what a method needs before it can decode: a datastore, a search, trained heads.
+Prepare what a method needs before it can decode: a datastore, a search, trained heads; or a translation model.
 
 Try:
   python -m bench.train                                        what can be prepared, and how long it takes
   python -m bench.train method={example}
   python -m bench.train method={example} corpus=dolly,gsm8k corpus_limit=2000 seed=1
+  python -m bench.train method=teacher corpus=multi30k
 
 Methods: {methods}
 
 Settings:
   method=NAME            what to prepare; its own settings are train.KEY=VALUE (python -m bench show train/NAME)
-  corpus={corpus}     dolly, dolly_15k, gsm8k (its train split) and FILE.jsonl or FILE.jsonl.gz, with commas between
+  corpus={corpus}     dolly, dolly_15k, gsm8k (its train split), multi30k and FILE.jsonl or FILE.jsonl.gz, with commas
+                         between
   corpus_limit=N         most dialogues, drawn by the seed
   out=FOLDER             where the part goes; else where the method finds it by itself
   force=true             make a finished part anew, or in place of one with other settings
@@ -40,7 +41,6 @@ An interrupted preparation goes on with the same command. Exit codes: 0 fine, 1 
 
 _OF_A_RUN = ("model", "hardware", "tracker", "paths", "seed")  # of a run's configuration, what a preparation needs
 _OWN = tuple(setting.name for setting in fields(TrainConfig))
-_DEFAULT_CORPUS = inspect.signature(TrainConfig).parameters["corpus"].default
 _TEXTS = ("method", "corpus", "out")
 _KEPT = "What is prepared so far is kept; the same command goes on"
 
@@ -85,7 +85,7 @@ def _in_words(error: Exception) -> Exception:
 def help_text() -> str:
     """What ``--help`` prints."""
     methods = trainings()
-    return _HELP.format(example=(methods or ["NAME"])[0], methods=", ".join(methods) or "none", corpus=_DEFAULT_CORPUS)
+    return _HELP.format(example=(methods or ["NAME"])[0], methods=", ".join(methods) or "none", corpus=DEFAULT_CORPUS)
 
 
 def trainings() -> list[str]:

@@ -12,14 +12,14 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import build, corpus, hardware, models, preflight, prepared, scrub
-from bench.config import RunConfig, TrainConfig, sanitise
+from bench.config import DEFAULT_CORPUS, RunConfig, TrainConfig, sanitise
 from bench.corpus import Corpus, Texts
 from bench.errors import UserError
 from bench.models import Loaded
@@ -27,7 +27,10 @@ from bench.prepared import CARD, CURVES, LOCK, PLAN
 from bench.progress import Progress
 from bench.sources import Sources
 from bench.track import Tracker
-from methods.decoder import Trainable, Workshop
+from methods.decoder import ModelMaker, Trainable, Workshop
+
+if TYPE_CHECKING:
+    import torch
 
 
 def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str]) -> str:
@@ -47,12 +50,12 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
     cfg, train = preflight.compose_training(overrides, settings.method)
     trainable = build.build_trainable(train)
     tracker = build.build_tracker(cfg.tracker)
-    texts = corpus.read(settings.corpus, settings.corpus_limit, cfg.seed, Sources(cfg.paths.data, cfg.paths.cache))
+    wanted = settings.corpus or str(getattr(trainable, "corpus", DEFAULT_CORPUS))
+    texts = corpus.read(wanted, settings.corpus_limit, cfg.seed, Sources(cfg.paths.data, cfg.paths.cache))
     for warning in filter(None, (revision.warning for revision in texts.revisions)):
         print(f"warning: {warning}", file=sys.stderr)
     hardware.set_threads(cfg.hardware.threads)
-    loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths)
-    job = Job(settings, cfg, train, texts, loaded, words)
+    job = _job(settings, cfg, train, trainable, texts, words)
     with _alone(job.folder):
         if not job.claim():
             return f"{job.folder} is already there; force=true makes it anew."
@@ -60,10 +63,38 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
     return job.report()
 
 
+def _job(
+    settings: TrainConfig,
+    cfg: RunConfig,
+    train: Mapping[str, Any],
+    trainable: Trainable | ModelMaker,
+    texts: Texts,
+    words: Sequence[str],
+) -> Job:
+    if isinstance(trainable, ModelMaker):
+        from bench.foundry import model_job
+
+        return model_job(settings, cfg, train, trainable, texts, words)
+    return PartJob(settings, cfg, train, texts, models.load(cfg.model, asdict(cfg.hardware), cfg.paths), words)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that something is prepared for, or that is made."""
+
+    name: str
+    revision: str | None
+    sha256: str | None
+    device: torch.device
+    dtype: torch.dtype
+
+
 class Job:
     """One preparation: what defines it, the folder it fills, and how far it came.
 
     Attributes:
+        subject: the model it is about.
+        places: where it is looked for.
         folder: where the part goes.
         definition: two parts with an equal one are the same part.
     """
@@ -74,16 +105,16 @@ class Job:
         cfg: RunConfig,
         train: Mapping[str, Any],
         texts: Texts,
-        loaded: Loaded,
+        subject: Subject,
         words: Sequence[str],
     ) -> None:
-        self.settings, self.cfg, self.texts, self.loaded, self.words = settings, cfg, texts, loaded, words
-        self.places = prepared.places(settings.method, loaded.name, cfg.paths)
+        self.settings, self.cfg, self.texts, self.subject, self.words = settings, cfg, texts, subject, words
+        self.places = prepared.places(settings.method, subject.name, cfg.paths)
         self.folder = Path(settings.out).expanduser() if settings.out else self.places["trained"]
         self.definition: dict[str, Any] = {
             "method": settings.method,
             "train": {"_target_": train["_target_"], **build.arguments(train, preflight.TRAIN)},
-            "model": {"name": loaded.name, "revision": loaded.revision},
+            "model": {"name": subject.name, "revision": subject.revision},
             "corpus": texts.sha256,
             "seed": cfg.seed,
         }
@@ -135,20 +166,27 @@ class Job:
             "place, out=FOLDER puts it elsewhere."
         )
 
-    def make(self, trainable: Trainable, tracker: Tracker) -> None:
+    def shop(self, stages: Stages, curves: Curves) -> Any:
+        """What the class works with."""
+        raise NotImplementedError
+
+    def usage(self) -> str:
+        """The command that uses what was made."""
+        raise NotImplementedError
+
+    def make(self, trainable: Trainable | ModelMaker, tracker: Tracker) -> None:
         """Let the class work, follow it, and write the card.
 
         Raises:
             UserError: the class refuses its arguments or the corpus.
         """
         print(
-            f"{self.settings.method} for {self.loaded.name}: {trainable.prepares}; {trainable.takes}", file=sys.stderr
+            f"{self.settings.method} for {self.subject.name}: {trainable.prepares}; {trainable.takes}", file=sys.stderr
         )
         stages, curves = Stages(), Curves(self.folder / CURVES, tracker)
-        shop = Workshop(self.loaded.lm, self._corpus(), self.folder, self.cfg.seed, stages, curves, self._common())
         with self._clocked(), self._followed(tracker):
             try:
-                found = trainable.fit(shop)
+                found = trainable.fit(self.shop(stages, curves))
             except ValueError as error:
                 raise UserError(str(error)) from error
             finally:
@@ -159,25 +197,7 @@ class Job:
     def report(self) -> str:
         """Where the part is, and the command that uses it."""
         size = sum(path.stat().st_size for path in prepared.files(self.folder).values())
-        first = next((folder for folder in self.places.values() if prepared.read_card(folder)), None)
-        named = [] if first == self.folder else [f"method.checkpoint={self.folder}"]
-        same = [word for word in self.words if re.match(r"(model|paths)[.=]", word)]
-        command = shlex.join(["python", "-m", "bench", f"method={self.settings.method}", *named, *same])
-        return f"{self.folder}: {size / 1e6:,.1f} MB in {self._spent:,.0f} s\nUse it: {command}"
-
-    def _common(self) -> Path:
-        """What depends on model, corpus and seed alone is made once, whatever method needs it."""
-        shared = {key: self.definition[key] for key in ("model", "corpus", "seed")}
-        shared |= {"dtype": str(self.loaded.lm.dtype), "sha256": self.loaded.sha256}
-        digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]
-        return Path(self.cfg.paths.cache) / "common" / f"{sanitise(self.loaded.name)}-{digest}"
-
-    def _corpus(self) -> Corpus:
-        lm, tokenizer = self.loaded.lm, self.loaded.tokenizer
-        end = getattr(tokenizer, "eos_token_id", None)
-        if lm.eos_ids and end not in lm.eos_ids:
-            end = lm.eos_ids[0]
-        return Corpus(self.texts, tokenizer, end, lm.max_positions)
+        return f"{self.folder}: {size / 1e6:,.1f} MB in {self._spent:,.0f} s\nUse it: {self.usage()}"
 
     @contextmanager
     def _clocked(self) -> Iterator[None]:
@@ -198,7 +218,7 @@ class Job:
     @contextmanager
     def _followed(self, tracker: Tracker) -> Iterator[None]:
         name = f"{self.places['trained'].name}-{self.definition_sha256[:12]}"
-        tracker.start(name, scrub.tree(self.definition), ["train", self.settings.method, self.loaded.name])
+        tracker.start(name, scrub.tree(self.definition), ["train", self.settings.method, self.subject.name])
         status = "failed"
         try:
             yield
@@ -206,8 +226,8 @@ class Job:
         finally:
             tracker.finish(status)
 
-    def _card(self, trainable: Trainable, found: Mapping[str, Any]) -> dict[str, Any]:
-        loaded, parts = self.loaded, prepared.files(self.folder)
+    def _card(self, trainable: Trainable | ModelMaker, found: Mapping[str, Any]) -> dict[str, Any]:
+        subject, parts = self.subject, prepared.files(self.folder)
         return {
             "prepares": trainable.prepares,
             "definition_sha256": self.definition_sha256,
@@ -220,9 +240,9 @@ class Job:
             "seconds": round(self._spent, 1),
             "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "corpus": self._corpus_facts(),
-            "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
-            "dtype": str(loaded.lm.dtype).removeprefix("torch."),
-            "hardware": hardware.facts(loaded.lm.device),
+            "model": {"name": subject.name, "revision": subject.revision, "sha256": subject.sha256},
+            "dtype": str(subject.dtype).removeprefix("torch."),
+            "hardware": hardware.facts(subject.device),
             "versions": hardware.versions(),
             "git": hardware.git_state(),
         }
@@ -235,6 +255,48 @@ class Job:
             "sha256": self.texts.sha256,
             "files": [asdict(revision) for revision in self.texts.revisions],
         }
+
+
+class PartJob(Job):
+    """A part of a method for a model that is there."""
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        cfg: RunConfig,
+        train: Mapping[str, Any],
+        texts: Texts,
+        loaded: Loaded,
+        words: Sequence[str],
+    ) -> None:
+        subject = Subject(loaded.name, loaded.revision, loaded.sha256, loaded.lm.device, loaded.lm.dtype)
+        super().__init__(settings, cfg, train, texts, subject, words)
+        self.loaded = loaded
+
+    def shop(self, stages: Stages, curves: Curves) -> Workshop:
+        """See ``Job.shop``."""
+        return Workshop(self.loaded.lm, self._corpus(), self.folder, self.cfg.seed, stages, curves, self._common())
+
+    def usage(self) -> str:
+        """See ``Job.usage``."""
+        first = next((folder for folder in self.places.values() if prepared.read_card(folder)), None)
+        named = [] if first == self.folder else [f"method.checkpoint={self.folder}"]
+        same = [word for word in self.words if re.match(r"(model|paths)[.=]", word)]
+        return shlex.join(["python", "-m", "bench", f"method={self.settings.method}", *named, *same])
+
+    def _common(self) -> Path:
+        """What depends on model, corpus and seed alone is made once, whatever method needs it."""
+        shared = {key: self.definition[key] for key in ("model", "corpus", "seed")}
+        shared |= {"dtype": str(self.loaded.lm.dtype), "sha256": self.loaded.sha256}
+        digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]
+        return Path(self.cfg.paths.cache) / "common" / f"{sanitise(self.loaded.name)}-{digest}"
+
+    def _corpus(self) -> Corpus:
+        lm, tokenizer = self.loaded.lm, self.loaded.tokenizer
+        end = getattr(tokenizer, "eos_token_id", None)
+        if lm.eos_ids and end not in lm.eos_ids:
+            end = lm.eos_ids[0]
+        return Corpus(self.texts, tokenizer, end, lm.max_positions, apart=self.loaded.kind == "seq2seq")
 
 
 # ------------------------------------------------------------------------------------------------------- the folder

@@ -76,7 +76,8 @@ class Decoder(Protocol):
     A decoder with parts of its own beside the target (a datastore, heads) may have ``own_bytes() -> dict[str, int |
     None]``, bytes by name; the runner records them after the measurement. One with a part that others made may have
     ``doubt(acceptance) -> str | None``: told per prompt of the warm-up how often each position of its drafts was kept,
-    it returns a warning where that is implausible for such a part.
+    it returns a warning where that is implausible for such a part. One may also have ``facts() -> dict``, plain JSON
+    values on its own work that no step can tell; they are recorded as they are.
     """
 
     guarantee: Guarantee
@@ -294,8 +295,60 @@ class Workshop:
     common: Path
 
 
+@dataclass(frozen=True, slots=True)
+class Foundry:
+    """What the making of a whole model works with: there is no target yet.
+
+    Attributes:
+        pairs: what is read, and what is to be written, as texts in a fixed order.
+        validation: other pairs, to judge the model by on the way.
+        teacher: a model whose own texts are learnt from in place of those of ``pairs``, with its tokenizer; None: none.
+        device: where the model is made.
+        folder, seed, progress, log: see ``Workshop``.
+        common: folder shared by all that learn from this teacher and these pairs.
+    """
+
+    pairs: Sequence[tuple[str, str]]
+    validation: Sequence[tuple[str, str]]
+    teacher: tuple[CausalLM, Any] | None
+    device: torch.device
+    folder: Path
+    seed: int
+    progress: Callable[[str, int, int], None]
+    log: Callable[[Mapping[str, float]], None]
+    common: Path
+
+
 class MissingPart(ValueError):
     """What a decoder cannot do without is not there; the message names the command that makes it."""
+
+
+@runtime_checkable
+class ModelMaker(Protocol):
+    """Makes a model of its own, to be loaded by name like any other. ``fit`` is given a ``Foundry``.
+
+    Attributes:
+        prepares, takes: see ``Trainable``.
+        corpus: names of the pairs it learns from unless others are asked for.
+        validation: names of the pairs it is judged by; None: some of the former are held out.
+        learns_from_teacher: whether a teacher is needed.
+    """
+
+    prepares: ClassVar[str]
+    takes: ClassVar[str]
+    corpus: ClassVar[str]
+    validation: str | None
+
+    @property
+    def learns_from_teacher(self) -> bool: ...
+
+    def model_name(self, corpus: str) -> str:
+        """What the model is called, e.g. ``multi30k_4_4``."""
+        ...
+
+    def fit(self, foundry: Foundry) -> dict[str, Any]:
+        """See ``Trainable.fit``."""
+        ...
 
 
 @runtime_checkable

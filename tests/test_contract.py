@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from bench import contract
 from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
+from methods.early_exit.calm import Calm
+from methods.early_exit.free import Free
+from methods.early_exit.hash_ee import HashEE
+from methods.early_exit.hash_tables import HashTable
+from methods.early_exit.static_depth import StaticDepth
 from methods.engine.sampling import Sampling
 from methods.peers.hf import HFAssisted, HFGenerate, HFPromptLookup
 from methods.speculative.blockwise import Blockwise
@@ -24,6 +30,7 @@ from methods.speculative.rest import Rest
 from methods.speculative.self_speculative import SelfSpeculative
 from methods.speculative.suffix import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
+from methods.speculative.verify import ChainRejection
 from tests.tiny_eagle import eagle
 from tests.tiny_head_trees import hydra, medusa
 from tests.tiny_heads import blockwise_heads
@@ -66,6 +73,12 @@ def blockwise(target, sampling, vocabulary=None, **options):
     with tempfile.TemporaryDirectory() as folder:
         heads_of(target, vocabulary).save(Path(folder))
         return Blockwise(target, sampling, part=Path(folder), **options)
+
+
+def hash_ee_full(target, sampling):
+    with tempfile.TemporaryDirectory() as folder:
+        HashTable(np.full(target.vocab_size, target.n_layers), target.n_layers).save(Path(folder))
+        return HashEE(target, sampling, "hash", part=Path(folder))
 
 
 DECODERS = {
@@ -114,6 +127,16 @@ DECODERS = {
     "eagle_2": Row(lambda t, s: eagle(t, s, 2, texts_of(t), 6, depth=4, top_k=2, nodes=4)),
     "eagle_random": Row(lambda t, s: eagle(t, s, 3, depth=2, top_k=4, nodes=7)),
     "eagle_one": Row(lambda t, s: eagle(t, s, 3, depth=1, top_k=1, nodes=1)),
+    "calm_full": Row(lambda t, s: Calm(t, s, 1.0, exits=[1, 3], head="lens", decay="paper")),
+    "static_depth_full": Row(lambda t, s: StaticDepth(t, s, depth=t.n_layers)),
+    "free_full": Row(lambda t, s: Free(t, s, 2, 1.0, head="lens")),
+    "free_verify": Row(lambda t, s: Free(t, s, 2, 0.1, "verify", head="lens")),
+    "free_verify_all": Row(lambda t, s: Free(t, s, 1, 0.0, "verify", head="lens", max_pending=3)),
+    "free_verify_drawn": Row(lambda t, s: Free(t, s, 3, 0.1, "verify", head="lens", rule=ChainRejection())),
+    "free_verify_reduced": Row(
+        lambda t, s: Free(t, s, 3, 0.2, "verify", head="lens", rule=ChainRejection(), vocabulary=t.vocab_size // 2)
+    ),
+    "hash_ee_full": Row(hash_ee_full),
     "hf_generate": Row(HFGenerate, samples=False),
     "hf_prompt_lookup": Row(HFPromptLookup, batch=False, samples=False),
     "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),

@@ -5,11 +5,17 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from bench import contract
 from methods.autoregressive import Autoregressive
+from methods.early_exit.calm import Calm
+from methods.early_exit.free import Free
+from methods.early_exit.hash_ee import HashEE
+from methods.early_exit.hash_tables import HashTable
+from methods.early_exit.static_depth import StaticDepth
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.blockwise import Blockwise
@@ -32,7 +38,24 @@ def blockwise(target, sampling):
         return Blockwise(target, sampling, part=Path(folder))
 
 
+def hash_ee(target, sampling, depths=(4,)):
+    with tempfile.TemporaryDirectory() as folder:
+        HashTable(np.resize(depths, target.vocab_size), target.n_layers).save(Path(folder))
+        return HashEE(target, sampling, "hash", head="lens", part=Path(folder))
+
+
+RELAXED = {
+    "calm": lambda target, sampling: Calm(target, sampling, 0.05, exits=[1, 2, 3], head="lens"),
+    "calm_saturation": lambda target, sampling: Calm(target, sampling, 0.75, "saturation", [1, 2, 3], "lens"),
+    "static_depth": lambda target, sampling: StaticDepth(target, sampling, 2, "lens"),
+    "free": lambda target, sampling: Free(target, sampling, 2, 0.1, head="lens"),
+    "free_rollback": lambda target, sampling: Free(target, sampling, 2, 0.1, "rollback", head="lens", distance=1.0),
+    "hash_ee": lambda target, sampling: hash_ee(target, sampling, (1, 2, 4)),
+}
 DECODERS = {
+    "calm_full": lambda target, sampling: Calm(target, sampling, 1.0, exits=[1, 3], head="lens"),
+    "free_verify": lambda target, sampling: Free(target, sampling, 2, 0.1, "verify", head="lens"),
+    "hash_ee_full": hash_ee,
     "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
     "eagle_1": lambda target, sampling: eagle(target, sampling, 1, tree="static", draw=True),
     "eagle_chain": lambda target, sampling: eagle(target, sampling, 3, tree="chain"),
@@ -68,7 +91,16 @@ def test_greedy_text_is_that_of_the_cpu(make):
     assert decode(make(target, Sampling()), batch, 11) == wanted
 
 
-@pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
+@pytest.mark.parametrize("make", RELAXED.values(), ids=RELAXED.keys())
+def test_relaxed_text_is_that_of_the_cpu(make):
+    reference = contract.tiny_target()
+    batch = contract.prompts(reference.vocab_size, (5, 1, 14, 8))
+    wanted = contract.outputs(make(reference, Sampling()), batch, 11)
+    target = CausalLM.from_hf(contract.tiny_target().hf.cuda())
+    assert decode(make(target, Sampling()), batch, 11) == wanted
+
+
+@pytest.mark.parametrize("make", (DECODERS | RELAXED).values(), ids=(DECODERS | RELAXED).keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_run_and_sample(make, dtype):
     target = CausalLM.from_hf(contract.tiny_target().hf.to("cuda", dtype))

@@ -9,6 +9,7 @@ from bench import contract
 from methods.autoregressive import Autoregressive
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
+from methods.peers.hf import HFGenerate, HFPromptLookup
 from methods.peers.hf_beam import HFBeam
 from tests.test_seq2seq import EOS, VARIANTS, VOCAB, begun, full, ids, tiny
 
@@ -76,3 +77,9 @@ def test_steps_and_times(target):
 def test_what_is_no_beam_search_is_refused(target, sampling, options, said):
     with pytest.raises(ValueError, match=said):
         HFBeam(target, sampling, **options)
+
+
+@pytest.mark.parametrize("peer", [HFGenerate, HFPromptLookup])
+def test_peers_of_causal_models_point_here(target, peer):
+    with pytest.raises(ValueError, match=r"encoder-decoder.*causal ones.*method=hf_beam"):
+        peer(target, Sampling())

@@ -81,6 +81,11 @@ def test_a_method_that_doubts_its_part_warns_early_and_in_the_verdict(
     assert "warning: This head is of another model." in capsys.readouterr().err
 
 
+def test_facts_that_a_method_tells_are_recorded(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptLookup, "facts", lambda self: {"exits": {"3": 7}}, raising=False)
+    assert (read_manifest(run(cfg).path) or {})["method_facts"] == {"exits": {"3": 7}}
+
+
 def test_fresh_measures_anew(cfg: RunConfig) -> None:
     before = [s.batch_ns for s in read_samples(run(cfg).path)]
     assert [s.batch_ns for s in read_samples(run(cfg, fresh=True).path)] != before

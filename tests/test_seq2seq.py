@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from bench import contract
+from bench.lossless.continuations import likely_continuations
 from methods.autoregressive import Autoregressive
 from methods.decoder import ABSENT, Context
 from methods.engine.cache import Cache
@@ -14,11 +15,17 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.engine.seq2seq_families import PROVEN, UnsupportedModel
 from methods.speculative.answers import answer
+from methods.speculative.blockwise import Blockwise
+from methods.speculative.blockwise_training import BlockwiseLearner
 from methods.speculative.draft_model import SpeculativeSampling
+from methods.speculative.features import Batch, states
 from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.self_speculative import SelfSpeculative
 from methods.speculative.suffix import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
+from methods.speculative.vocabulary import DraftVocabulary
+from tests.tiny_heads import learn_by_heart
 
 VOCAB, START, EOS = 67, 0, 2
 BART = {
@@ -337,6 +344,7 @@ DECODERS = {
     "token_recycling": lambda t, s: TokenRecycling(t, s, tree="small"),
     "skipping_view": lambda t, s: SpeculativeSampling(t, s, gamma=3, skip_mlp=[1]),
     "draft_model": lambda t, s: other(t, s, gamma=3),
+    "self_speculative": lambda t, s: SelfSpeculative(t, s, gamma=3, skip_attention=[1], skip_mlp=[1]),
 }
 every_decoder = pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
 
@@ -418,3 +426,52 @@ def test_sampling_keeps_the_joint_distribution(variant, make):
     lm = Seq2SeqLM.from_hf(model, keep_hf=True)
     lm.hf = AsText(model, lm, 6)
     contract.check_sampling(make, lm, Sampling(0.8))
+
+
+def test_the_enumerated_joint_distribution_is_that_of_source_and_target():
+    """What the losslessness laboratory holds samples against."""
+    model = tiny("marian", vocab_size=8)
+    lm = Seq2SeqLM.from_hf(model, keep_hf=True)
+    (source,) = (row % 8 for row in ids(5))
+    found = likely_continuations(lm, source.tolist(), Sampling(1.0), horizon=3, floor=1e-9)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)
+    for written in list(found)[::37]:
+        logprobs = full(model, source, begun(lm, *written)).log_softmax(-1)[len(lm.start) - 1 : -1]
+        wanted = logprobs.gather(1, torch.tensor(written)[:, None]).sum().exp()
+        assert found[written] == pytest.approx(float(wanted), rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------- heads on a decoder
+
+
+def test_states_over_answers_stand_where_the_answer_is_predicted(pair):
+    model, lm = pair
+    sources, answers = ids(5, 2), ids(3, 6, seed=2)
+    texts = [torch.cat(parts) for parts in zip(sources, answers, strict=True)]
+    hidden, taps = states(lm, texts, (0,), [5, 2])
+    assert hidden.shape == (2, 8, lm.hidden_size)
+    for row, (source, written) in enumerate(zip(sources, answers, strict=True)):
+        prompt, end = len(source), len(texts[row])
+        with torch.no_grad():
+            seen = model(source[None], decoder_input_ids=begun(lm, *written)[None], output_hidden_states=True)
+        close(taps[0][row, prompt - 1 : end], seen.decoder_hidden_states[1][0, -len(written) - 1 :])
+        close(lm.head(hidden[row, prompt - 1 : end]), seen.logits[0, -len(written) - 1 :])
+        assert not hidden[row, : prompt - 1].any() and not hidden[row, end:].any()
+
+
+def test_heads_learn_from_states_of_a_decoder_and_draft_for_it(tmp_path):
+    lm = Seq2SeqLM.from_hf(tiny("marian", torch.float32), keep_hf=True)
+    sources = contract.prompts(VOCAB, (9, 4))
+    answers = [row[:12] for row in contract.outputs(Autoregressive(lm, Sampling()), sources, 12)]
+    texts = [torch.cat([source, torch.tensor(written)]) for source, written in zip(sources, answers, strict=True)]
+    hidden, _ = states(lm, texts, (), [9, 4])
+    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    batch = Batch(tokens, hidden.clone(), {}, [9, 4], [len(text) for text in texts])
+    torch.manual_seed(0)
+    learner = BlockwiseLearner(lm, DraftVocabulary.all(VOCAB), 3, 64, "all")
+    learn_by_heart(learner, batch, steps=150)
+    learner.heads().save(tmp_path)
+    decoder = Blockwise(lm, Sampling(), checkpoint=tmp_path)
+    assert contract.outputs(decoder, sources, 12) == answers
+    steps = list(decoder.decode(sources, 12, torch.Generator()))
+    assert sum(sum(step.accepted) for step in steps) > 12

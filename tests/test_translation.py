@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_a_source_that_is_too_long_is_refused_before_anything_is_measured(
     folder: Path, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DECODEBENCH_DATA", str(data_root))
-    with pytest.raises(UserError, match=r"Prompt .*/1 has \d+ tokens.*context of 160"):
+    with pytest.raises(UserError, match=r"Prompt .*/1 has \d+ tokens; the encoder .* context of 160.*max_words"):
         run.run(compose(folder, tmp_path, "method=prompt_lookup", "dataset=xsum_articles", "dataset.limit=1"))
 
 
@@ -241,3 +242,28 @@ def test_pairs_are_built_from_the_command_line() -> None:
     cfg = preflight.compose(["dataset=hub_pairs", "dataset.repo=a/b", "dataset.source=en", "dataset.target=de"])
     task = build.build_task(cfg.dataset, cfg.paths)
     assert isinstance(task, HubPairs) and (task.kind, str(task.hub)) == ("seq2seq", "a/b test")
+
+
+def test_source_and_answer_each_have_the_whole_context(folder: Path, tmp_path: Path) -> None:
+    lines = write(tmp_path, "own.jsonl", {"question_id": 1, "category": "own", "turns": ["x" * 155]})
+    cfg = compose(folder, tmp_path, "method=prompt_lookup", "dataset=jsonl", f"dataset.path={lines}")
+    assert run.prepare(replace(cfg, max_new_tokens=160)).settings.apart
+    with pytest.raises(UserError, match="max_new_tokens came as 161; the context of 160.*Set max_new_tokens=160"):
+        run.prepare(replace(cfg, max_new_tokens=161))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "said"),
+    [
+        ("demo", "hf", "dataset=demo is written for a causal model, and .*model is an encoder-decoder"),
+        ("multi30k", "random", "dataset=multi30k is written for an encoder-decoder.*and random is a causal model"),
+    ],
+)
+def test_a_data_set_for_the_other_kind_of_model_is_refused(
+    dataset: str, model: str, said: str, folder: Path, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DECODEBENCH_DATA", str(data_root))
+    words = ["model=random"] if model == "random" else ["model=hf", f"model.name={folder}"]
+    cfg = preflight.compose(["method=prompt_lookup", *words, f"dataset={dataset}", "hardware=cpu_fp32"])
+    with pytest.raises(UserError, match=said):
+        run.prepare(replace(cfg, paths=PathsConfig(str(tmp_path), cfg.paths.data, str(tmp_path))))

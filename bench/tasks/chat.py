@@ -74,6 +74,7 @@ class Jsonl(Task):
     """
 
     name = "jsonl"
+    kind = "any"
 
     def __init__(
         self,

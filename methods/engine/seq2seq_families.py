@@ -300,4 +300,5 @@ def _layer_norm(module: Any) -> Rows | None:
 
 def _join(module: nn.Module, names: Sequence[str], form: LinearForm) -> Linear:
     parts: list[Any] = [module.get_submodule(name) for name in names]
-    return make_linear([part.weight.detach() for part in parts], [part.bias for part in parts], form)
+    biases = [None if part.bias is None else part.bias.detach() for part in parts]
+    return make_linear([part.weight.detach() for part in parts], biases, form)

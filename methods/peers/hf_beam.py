@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ from methods.decoder import Guarantee, Step
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
+from methods.engine.writing import plainly, search_settings
 from methods.peers.hf import HFGenerate, _Diary, _left_pad
-
-_KEPT = ("decoder_start_token_id", "forced_bos_token_id", "bad_words_ids", "suppress_tokens")
 
 
 class HFBeam(HFGenerate):
@@ -74,7 +72,7 @@ class HFBeam(HFGenerate):
         ids, attention = pad(prompts, self.target.device)
         diary, start = _Diary(), ids.shape[1] if self._start is None else self._start
         options = self._options(limit)
-        with torch.inference_mode(), self._plain(options):
+        with torch.inference_mode(), plainly(self.model, options):
             output = self.model.generate(
                 ids,
                 attention_mask=attention,
@@ -84,28 +82,8 @@ class HFBeam(HFGenerate):
         yield from self._rounds(output[:, start:].tolist(), diary, self._ended(ids.device))
 
     def _options(self, limit: int) -> GenerationConfig:
-        kept = {name: getattr(self.model.generation_config, name, None) for name in _KEPT}
-        eos = list(self.target.eos_ids) or None
         beams = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
-        return GenerationConfig(
-            max_new_tokens=limit + (self._start or 1) - 1,  # transformers counts a forced first token
-            num_beams=self.num_beams,
-            do_sample=False,
-            eos_token_id=eos,
-            pad_token_id=(eos or [0])[0],
-            **(beams if self.num_beams > 1 else {}),
-            **{name: value for name, value in kept.items() if value is not None},
-        )
-
-    @contextmanager
-    def _plain(self, options: GenerationConfig) -> Iterator[None]:
-        """The model's own settings aside: transformers would fill with them what ``options`` leaves open."""
-        own = self.model.generation_config
-        self.model.generation_config = options
-        try:
-            yield
-        finally:
-            self.model.generation_config = own
+        return search_settings(self.target, limit, num_beams=self.num_beams, **(beams if self.num_beams > 1 else {}))
 
     def _ended(self, device: torch.device) -> int:
         if device.type == "cuda":

@@ -18,15 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Int
-from torch import Generator, Tensor
 
 from methods.decoder import Example, Workshop
-from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.engine.writing import answer
+
+__all__ = ["AnswerRecipe", "Answers", "alone", "answer", "own_answers"]
 
 _WINDOW = 8  # groups that are sorted by length together
-_SPARSE = 0.75  # finished rows are dropped when fewer than this share are open
 
 
 @dataclass(frozen=True)
@@ -121,33 +120,6 @@ def alone(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-@torch.inference_mode()
-def answer(
-    target: CausalLM, prompts: Sequence[Int[Tensor, "_"]], limit: int, sampling: Sampling, rng: Generator
-) -> list[list[int]]:
-    """Decode every prompt to its end-of-sequence token, which is part of the answer, or to ``limit`` tokens."""
-    cache = target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
-    root = sampling.pick(target.prefill(prompts, cache).logits[:, 0], rng)
-    texts: list[list[int]] = [[] for _ in prompts]
-    places = list(range(len(prompts)))  # the answer that each row of the cache writes
-    unfinished = set(places)
-    while True:
-        for place, token in zip(places, root.tolist(), strict=True):
-            if place in unfinished:
-                texts[place].append(token)
-                if token in target.eos_ids or len(texts[place]) == limit:
-                    unfinished.remove(place)
-        if not unfinished:
-            return texts
-        if len(unfinished) < _SPARSE * len(places):
-            left = [row for row, place in enumerate(places) if place in unfinished]
-            cache.select(left)
-            places, root = [places[row] for row in left], root[left]
-        output = target.forward(root[:, None], None, cache)
-        cache.advance([1] * len(places))
-        root = sampling.pick(output.logits[:, 0], rng)
 
 
 def _answer_group(workshop: Workshop, recipe: AnswerRecipe, group: list[Example], number: int) -> list[Example]:

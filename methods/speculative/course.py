@@ -1,9 +1,8 @@
-"""Training a draft head: the one optimisation loop of all of them, on features of the target's own answers.
+"""Training a draft head: what all of them share, on features of the target's own answers.
 
-A head is a ``Learner``: it knows its loss and what it would have drafted. Everything else is here: order of the
-batches, AdamW with a warm-up and a cosine, mixed precision, curves, a checkpoint every minute, and the held-out
-acceptance. What a step sees depends on the seed and its number alone, so an interrupted training goes on as if it had
-not been.
+A head is a ``Learner``: it knows its loss and what it would have drafted. The updates are those of
+``methods.engine.training``; here are the order of the batches, AdamW with a warm-up and a cosine, mixed precision, and
+the held-out acceptance.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from methods.decoder import Workshop
+from methods.engine.training import SAVE_EVERY_S, Loop, Precision, autocast, discard
 from methods.speculative.features import Batch, Features
 
-Precision = Literal["auto", "float32", "bfloat16"]
+__all__ = ["Learner", "Recipe", "discard", "teach", "tokens_per_step"]
 
-_STATE = "training.pt"
+_SAVE_EVERY_S = SAVE_EVERY_S
 _WINDOW = 16  # batches that are sorted by length together
-_SAVE_EVERY_S = 60.0
-_LOG_EVERY = 10  # steps
 _JUDGED = 128  # held-out dialogues that are looked at
 
 
@@ -105,37 +101,18 @@ def tokens_per_step(acceptance: Sequence[float]) -> float:
     return 1.0 + sum(math.prod(acceptance[: place + 1]) for place in range(len(acceptance)))
 
 
-def discard(folder: Path) -> None:
-    """Remove the checkpoint: the part is written, and this is no piece of it."""
-    (folder / _STATE).unlink(missing_ok=True)
-
-
-class _Course:
+class _Course(Loop):
     def __init__(self, learner: Learner, features: Features, recipe: Recipe, workshop: Workshop) -> None:
         self.learner, self.features, self.recipe, self.workshop = learner, features, recipe, workshop
-        self.learnt = {name: p for name, p in learner.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.learnt.values(), recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
-        )
-        self.file = workshop.folder / _STATE
-        self.step = 0
-        self.curve: list[dict[str, Any]] = []
         self._order: tuple[int, list[list[int]]] = (0, self._shuffle(0))
         self._epoch_steps = len(self._order[1])
-        self._restore()
-
-    def run(self) -> None:
-        marks = {round(self.recipe.steps * (n + 1) / self.recipe.evaluations) for n in range(self.recipe.evaluations)}
-        saved = perf_counter()
-        while self.step < self.recipe.steps:
-            self._update()
-            if self.step in marks:
-                self._evaluate()
-            if perf_counter() - saved > _SAVE_EVERY_S:
-                self._save()
-                saved = perf_counter()
-            self.workshop.progress("training (steps)", self.step, self.recipe.steps)
-        self._save()
+        learnt = {name: p for name, p in learner.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(
+            learnt.values(), recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
+        )
+        super().__init__(
+            learnt, optimizer, recipe, workshop, {"answers": features.answers.sha256}, save_every_s=_SAVE_EVERY_S
+        )
 
     def facts(self) -> dict[str, Any]:
         answers = self.features.answers
@@ -152,31 +129,20 @@ class _Course:
             "curve": self.curve,
         }
 
-    def _update(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate * self.recipe.rate(self.step)
-        torch.manual_seed(self.workshop.seed * 1_000_003 + self.step)  # noise and dropout of a step, also after a kill
+    def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
         self.learner.train()
         batch = self.features.batch(self._rows(self.step))
-        with self._precision(batch.hidden.device):
-            loss, seen = self.learner.loss(batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.learnt.values(), self.recipe.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        if self.step % _LOG_EVERY == 0 or self.step == self.recipe.steps:
-            numbers = {"loss": loss.detach(), "gradient": norm, **seen}
-            self.workshop.log({"step": self.step, **{name: float(value) for name, value in numbers.items()}})
+        with autocast(self.recipe.precision, batch.hidden.device):
+            return self.learner.loss(batch)
 
     @torch.no_grad()
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         self.learner.eval()
         rows = list(self.features.held_out)[:_JUDGED]
         counts = []
         for start in range(0, len(rows), self.recipe.batch_size):
             batch = self.features.batch(rows[start : start + self.recipe.batch_size])
-            with self._precision(batch.hidden.device):
+            with autocast(self.recipe.precision, batch.hidden.device):
                 counts.append(self.learner.hits(batch))
         right, judged = (torch.stack(numbers).sum(0) for numbers in zip(*counts, strict=True))
         shares = right / judged.clamp(min=1)[:, None]
@@ -208,35 +174,3 @@ class _Course:
             batches += [window[first : first + size] for first in range(0, len(window), size)]
         rng.shuffle(batches)
         return batches
-
-    def _precision(self, device: torch.device) -> torch.autocast:
-        chosen = self.recipe.precision
-        able = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bfloat16" or (chosen == "auto" and able))
-
-    def _save(self) -> None:
-        state = {
-            "step": self.step,
-            "learnt": self.learnt,
-            "optimizer": self.optimizer.state_dict(),
-            "curve": self.curve,
-            "answers": self.features.answers.sha256,
-        }
-        draft = self.file.with_suffix(".tmp")
-        torch.save(state, draft)
-        draft.replace(self.file)
-
-    def _restore(self) -> None:
-        if not self.file.exists():
-            return
-        state = torch.load(self.file, map_location=self.workshop.target.device, weights_only=True)
-        if state["answers"] != self.features.answers.sha256:
-            raise ValueError(
-                f"{self.workshop.folder} holds a training on other answers of the target than the ones that lie in the "
-                "cache now. Delete it (or force=true) to begin anew."
-            )
-        with torch.no_grad():
-            for name, parameter in self.learnt.items():
-                parameter.copy_(state["learnt"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.curve = state["step"], state["curve"]

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from methods.decoder import Example, Workshop
-from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.speculative.answers import AnswerRecipe, Answers, alone, own_answers
@@ -194,18 +193,19 @@ def states(
         prompts: tokens of the prompt in each text. An encoder-decoder needs them: its decoder has no states over the
             source, so they are 0 up to the last token of it, in whose place the start token stands.
     """
-    cache = target.new_cache(len(texts), max(len(text) for text in texts))
     if isinstance(target, Seq2SeqLM):
-        return _states_of_decoder(target, cache, texts, taps, prompts)
+        return _states_of_decoder(target, texts, taps, prompts)
+    cache = target.new_cache(len(texts), max(len(text) for text in texts))
     output = target.prefill(texts, cache, taps=tuple({*taps, target.n_layers - 1}))
     return output.hidden, {tap: output.taps[tap] for tap in taps}
 
 
 def _states_of_decoder(
-    target: Seq2SeqLM, cache: Cache, texts: Sequence[Int[Tensor, "_"]], taps: Sequence[int], prompts: Sequence[int]
+    target: Seq2SeqLM, texts: Sequence[Int[Tensor, "_"]], taps: Sequence[int], prompts: Sequence[int]
 ) -> tuple[Float[Tensor, "B T D"], dict[int, Float[Tensor, "B T D"]]]:
     sources = [text[:prompt] for text, prompt in zip(texts, prompts, strict=True)]
     answers = [text[prompt:] for text, prompt in zip(texts, prompts, strict=True)]
+    cache = target.new_cache(len(texts), max(prompts) + max(len(answer) for answer in answers))
     start = target.prefill(sources, cache, taps=taps)
     output = target.forward(pad_sequence(answers, batch_first=True), None, cache, taps=taps)
     lengths = [len(text) for text in texts]

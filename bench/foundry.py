@@ -1,0 +1,124 @@
+"""Making a whole model: what ``bench.workshop`` does for a part, where there is no target that the part belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import corpus, models, preflight
+from bench.config import RunConfig, TrainConfig, sanitise
+from bench.corpus import Texts
+from bench.errors import UserError
+from bench.models import Loaded
+from bench.sources import Sources
+from bench.workshop import Curves, Job, Stages, Subject
+from methods.decoder import Foundry, ModelMaker
+
+
+class ModelJob(Job):
+    """One model to be made.
+
+    Args:
+        maker: the class that makes it.
+        texts: pairs to learn from.
+        teacher: the model that is learnt from, if one is.
+    """
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        cfg: RunConfig,
+        train: Mapping[str, Any],
+        maker: ModelMaker,
+        texts: Texts,
+        teacher: Loaded | None,
+        words: Sequence[str],
+    ) -> None:
+        self.maker, self.teacher = maker, teacher
+        device, _ = models.resolve_hardware(asdict(cfg.hardware))
+        name = maker.model_name("_".join(name.split(".")[0] for name in texts.names))
+        super().__init__(settings, cfg, train, texts, Subject(name, None, None, device, torch.float16), words)
+        self.pairs, self.validation = corpus.pairs(texts), self._validation()
+        self.definition |= {
+            "teacher": {"name": teacher.name, "revision": teacher.revision} if teacher else None,
+            "validation": hashlib.sha256(json.dumps(self.validation).encode()).hexdigest(),
+        }
+
+    def _validation(self) -> list[tuple[str, str]]:
+        name = self.maker.validation
+        if name is None and len(self.texts.names) == 1:
+            name = corpus.validation_of(self.texts.names[0])
+        if name is None:
+            return []
+        return corpus.pairs(corpus.read(name, sources=Sources(self.cfg.paths.data, self.cfg.paths.cache)))
+
+    def shop(self, stages: Stages, curves: Curves) -> Foundry:
+        """What the class works with."""
+        teacher = (self.teacher.lm, self.teacher.tokenizer) if self.teacher else None
+        return Foundry(
+            self.pairs,
+            self.validation,
+            teacher,
+            self.subject.device,
+            self.folder,
+            self.cfg.seed,
+            stages,
+            curves,
+            self._common(),
+        )
+
+    def usage(self) -> str:
+        """The command that decodes with the model."""
+        choices, corpus_name = preflight.groups(), self.texts.names[0]
+        known = self.subject.name in choices["model"] and self.folder == self.places["trained"]
+        model = [f"model={self.subject.name}"] if known else ["model=hf", f"model.name={self.folder}"]
+        own = ["dataset=jsonl", "dataset.path=FILE"]  # lines of a corpus are no lines of a data set
+        data = [f"dataset={corpus_name}"] if corpus_name in choices["dataset"] else own
+        return shlex.join(["python", "-m", "bench", *model, *data])
+
+    def _common(self) -> Path:
+        """Of this teacher and these pairs."""
+        teacher = self.teacher
+        if teacher is None:
+            return self.folder
+        made = [teacher.name, teacher.revision, teacher.sha256, str(teacher.lm.dtype), self.texts.sha256]
+        digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:12]
+        return Path(self.cfg.paths.cache) / "common" / f"{sanitise(teacher.name)}-{digest}"
+
+
+def model_job(
+    settings: TrainConfig,
+    cfg: RunConfig,
+    train: Mapping[str, Any],
+    maker: ModelMaker,
+    texts: Texts,
+    words: Sequence[str],
+) -> ModelJob:
+    """Load the teacher, if one is needed, and lay out what is to be made.
+
+    Raises:
+        UserError: a model is named where none is needed, or not named where one is.
+    """
+    named = any(word.split("=")[0] == "model" for word in words)
+    if named != maker.learns_from_teacher:
+        raise UserError(
+            "train.data=distilled learns from what another model translates, and none is named. Name one: "
+            "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+            if maker.learns_from_teacher
+            else f"model= came, and method={settings.method} makes a model of its own from the corpus. Leave it out, "
+            "or learn from that model's translations: train.data=distilled."
+        )
+    teacher = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=True) if named else None
+    if teacher and teacher.kind != "seq2seq":
+        raise UserError(
+            f"model={teacher.name} is a causal model; a teacher must be an encoder-decoder that translates. Set "
+            "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+        )
+    return ModelJob(settings, cfg, train, maker, texts, teacher, words)

@@ -1,0 +1,115 @@
+"""CALM: each token leaves the model as soon as it is sure enough (Schuster et al. 2022, arXiv 2207.07061).
+
+Behind each of a set of layers the token's confidence is measured (``confidence.py``: softmax gap, saturation of the
+state, trained classifier) and compared with one threshold that may fall along the text (``threshold.py``); the layers
+it skips get keys and values of the state it left with (``loop.py``). Nothing is promised of one text. With a threshold
+of 1 no token leaves and the text is the target's; thresholds in between are chosen by ``calibration.py``, which
+promises a bound on the expected loss.
+
+Exits must be trained: into the model itself (then ``method.head=lens``), or as maps and a classifier over a frozen one:
+
+    python -m bench.train method=calm model=MODEL
+
+Published, T5 with 8 decoder layers, textual tolerance 0.25 at error rate 0.05: 2.62 layers and 2.57x on CNN/DM, 1.76
+and 2.83x on WMT15 en-fr, 1.03 on SQuAD, all with the softmax gap, whose heads make the decoder compute more than
+without exits (0.49 of its FLOPs "saved" on CNN/DM); the classifier 4.51 layers and 2.04x there. SmolLM2-135M, which
+was not trained to exit, keeps a ROUGE-L of 0.71 to its own text at 28.5 of 30 layers with trained maps.
+
+Differences: decoder-only targets, whose prompt and first token take all layers. A token exits above its threshold, not
+at it, since a softmax in 32 bit reaches 1. A threshold of 1 is the full model under every decay. The state that skipped
+layers project is the one behind the exit that was taken; the published code takes the first exit's. The classifier
+reads the state behind the final norm. Batches: see ``loop.py``. At a temperature the exit's own distribution is sampled
+from.
+
+Command: ``python -m bench method=calm method.threshold=0.8``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtyping import Float
+from torch import Tensor
+
+from methods.decoder import Guarantee
+from methods.early_exit.confidence import Confidence, Measure, make_confidence
+from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
+from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.threshold import Decay, Threshold
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+
+
+class CalmPolicy:
+    """Leave at the first exit whose confidence is above the threshold."""
+
+    def __init__(self, depths: Sequence[int], layers: int, confidence: Confidence, threshold: Threshold) -> None:
+        self.confidence, self.threshold = confidence, threshold
+        self.guarantee = Guarantee.EXACT if threshold.never else Guarantee.RELAXED
+        self.columns, self.nbytes, self.deepest = confidence.vocabulary, confidence.nbytes, layers
+        self._stops = (layers,) if threshold.never else (*depths, layers)
+        self._place, self._limit = 0, 1
+
+    def reset(self, limit: int) -> None:
+        self._place, self._limit = 0, limit
+
+    def stops(self, roots: Sequence[int]) -> Sequence[int]:
+        self._place += 1  # the first token came with the prompt
+        self.confidence.begin()
+        return self._stops
+
+    def look(self, depth: int, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], roots: list[int]) -> Look:
+        """Costs one host read: whether to go on is for the data to say."""
+        opinion = self.confidence(hidden, ready)
+        if opinion.confidence is None:
+            return Look([False] * len(hidden))
+        sure = opinion.confidence > self.threshold.at(self._place, self._limit)
+        return Look(sure.tolist(), opinion.logits)
+
+
+class Calm(EarlyExitDecoder):
+    """Confident adaptive language modeling.
+
+    Args:
+        target: model to leave early.
+        sampling: how the distribution at an exit is processed.
+        threshold: confidence above which a token leaves; 1 is the full model.
+        confidence: how it is measured.
+        exits: depths that are checked, in layers run; None: those that were trained, else every fourth from the middle
+            on.
+        head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
+        vocabulary: the softmax looks at the first so many ids only; None: all.
+        decay: how the threshold falls along the text.
+        tau: how fast.
+        horizon: tokens over which it does; None: the limit of the run.
+        checkpoint: folder of trained exits; None: those prepared for this model.
+        part: their folder, from the runner.
+
+    Raises:
+        ValueError: exits that are not trained, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        threshold: float = 0.9,
+        confidence: Measure = "softmax",
+        exits: Sequence[int] | None = None,
+        head: Head = "trained",
+        vocabulary: int | None = None,
+        decay: Decay = "none",
+        tau: float = 4.0,
+        horizon: int | None = None,
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        trained = find_exits(target, checkpoint, part)
+        reader = find_reader("calm", head, target, trained)
+        known = default_depths(target) if trained is None else trained.depths
+        depths = known if exits is None else tuple(exits)
+        require_depths(depths, target, reader, "method.exits")
+        measure = make_confidence(confidence, target, trained, vocabulary)
+        policy = CalmPolicy(depths, target.n_layers, measure, Threshold(threshold, decay, tau, horizon))
+        super().__init__(target, sampling, policy, reader)

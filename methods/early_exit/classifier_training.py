@@ -1,0 +1,148 @@
+"""The exit classifier of ``calm``: one linear classifier, shared by all exits, says whether an exit has the model's
+token.
+
+Schuster et al. 2022, arXiv 2207.07061, sec. 3.4: the model is frozen, the label of an exit is whether its most likely
+token is that of the whole model, and the classifier has as many weights as a state has dimensions. Two losses:
+
+    independent   mean of the binary cross-entropies of all exits. As in the published code (not in the paper) the two
+                  classes of an exit are weighted by the share of the other one (``balance``)
+    geometric     cross-entropy of the first right exit under p_i = m_i prod_{j<i} (1 - m_j), the whole model's m being
+                  1 (Elbayad et al. 2020, arXiv 1910.10073). The paper found it worse: F1 of "do not exit" on CNN/DM at
+                  layers 1, 4 and 7 of 8 is .59, .35, .24, against .62, .49, .37
+
+States are computed once, and both losses are those of a generalised linear model over them: L-BFGS on all of them at
+once takes seconds, and no learning rate has to be found. Unless the model was itself trained to exit, maps for its
+exits are fitted first (``translators.py``); the classifier judges what they yield.
+
+Command: ``python -m bench.train method=calm model=smollm2``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from methods.decoder import Workshop
+from methods.early_exit.exits import Exits, Lens, Reader, Translated
+from methods.early_exit.translators import Places, chosen_depths, compare, fit_maps, gather, judge, quality
+from methods.engine.lm import CausalLM
+
+Loss = Literal["independent", "geometric"]
+
+_STEPS = 200
+_DECAY = 1e-4  # of squared weights, for states whose dimensions have variance 1
+
+
+class ClassifierTraining:
+    """Fits maps and the classifier.
+
+    Args:
+        exits: depths, in layers run; None: every fourth from the middle of the model on.
+        translators: fit maps first; false for a model that was itself trained to exit.
+        loss: see the head of this file.
+        balance: weigh the two classes of an exit equally (``independent`` alone).
+        ridge, tokens: see ``TranslatorFit``.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    prepares: ClassVar[str] = "affine maps for the exits, and a classifier that says when they are right"
+    takes: ClassVar[str] = "some minutes on two CPU cores for smollm2, most of them its forward passes"
+
+    def __init__(
+        self,
+        exits: Sequence[int] | None = None,
+        translators: bool = True,
+        loss: Loss = "independent",
+        balance: bool = True,
+        ridge: float = 1e-3,
+        tokens: int = 16384,
+    ) -> None:
+        if ridge <= 0 or tokens < 1:
+            raise ValueError(f"ridge={ridge}, tokens={tokens} came; a ridge above 0 and at least 1 token are allowed.")
+        self.exits, self.translators, self.loss, self.balance = exits, translators, loss, balance
+        self.ridge, self.tokens = ridge, tokens
+
+    def fit(self, workshop: Workshop) -> dict[str, Any]:
+        """See ``methods.decoder.Trainable``."""
+        target = workshop.target
+        depths = chosen_depths(self.exits, target)
+        train, held_out = gather(workshop, depths, self.tokens)
+        maps = fit_maps(target, train, self.ridge) if self.translators else {}
+        reader = Translated(target, Exits(depths, maps)) if maps else Lens(target)
+        states, right = _examples(target, reader, train, depths)
+        classifier = fit_classifier(states, right, self.loss, self.balance)
+        facts: dict[str, Any] = {"tokens": len(train), "loss": self.loss, "balance": self.balance, "ridge": self.ridge}
+        facts |= compare(target, Exits(depths, maps), held_out) if maps else {}
+        facts["classifier"] = _held_out(target, reader, held_out, depths, classifier)
+        Exits(depths, maps, classifier, facts).save(workshop.folder, target)
+        return facts
+
+
+def fit_classifier(
+    states: Float[Tensor, "E N D"], right: Bool[Tensor, "E N"], loss: Loss, balance: bool = True
+) -> tuple[Float[Tensor, "D"], Float[Tensor, ""]]:
+    """Weight and bias that minimise a loss over states at E exits, in the order of their depth."""
+    middle, scale = states.mean((0, 1)), states.std((0, 1)).clamp(min=1e-6)
+    x = (states - middle) / scale
+    weight = torch.zeros(states.shape[-1], dtype=states.dtype, device=states.device, requires_grad=True)
+    bias = torch.zeros((), dtype=states.dtype, device=states.device, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=_STEPS, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        scores = x @ weight + bias
+        value = independent(scores, right, balance) if loss == "independent" else geometric(scores, right)
+        value = value + _DECAY * weight.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    plain = weight.detach() / scale
+    return plain, bias.detach() - plain @ middle
+
+
+def independent(scores: Float[Tensor, "E N"], right: Bool[Tensor, "E N"], balance: bool) -> Float[Tensor, ""]:
+    """Mean over the exits of the binary cross-entropy; ``balance`` weighs a class by the share of the other one."""
+    labels = right.to(scores.dtype)
+    losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    if balance:
+        share = labels.mean(1, keepdim=True)
+        losses = losses * torch.where(right, 1 - share, share)
+    return losses.mean()
+
+
+def geometric(scores: Float[Tensor, "E N"], right: Bool[Tensor, "E N"]) -> Float[Tensor, ""]:
+    """-log p of the first right exit, p_i = m_i prod_{j<i} (1 - m_j); where none is right, of the model (m = 1)."""
+    stays = F.logsigmoid(-scores).cumsum(0)
+    before = torch.cat([torch.zeros_like(stays[:1]), stays])  # log of the product before each exit, and before the end
+    log_p = before + torch.cat([F.logsigmoid(scores), torch.zeros_like(scores[:1])])
+    first = torch.cat([right, torch.ones_like(right[:1])]).int().argmax(0)
+    return -log_p.gather(0, first[None]).mean()
+
+
+@torch.inference_mode()
+def _examples(
+    target: CausalLM, reader: Reader, places: Places, depths: Sequence[int]
+) -> tuple[Float[Tensor, "E N D"], Bool[Tensor, "E N"]]:
+    states = torch.stack([reader.read(depth, places.exits[depth]).float() for depth in depths])
+    return states, torch.stack([judge(target, reader, places, depth)[0] for depth in depths])
+
+
+def _held_out(
+    target: CausalLM,
+    reader: Reader,
+    places: Places,
+    depths: Sequence[int],
+    classifier: tuple[Float[Tensor, "D"], Float[Tensor, ""]],
+) -> dict[str, Any]:
+    states, right = _examples(target, reader, places, depths)
+    sure = torch.sigmoid(states @ classifier[0] + classifier[1])
+    return {str(depth): quality(right[place], sure[place]) for place, depth in enumerate(depths)}

@@ -1,0 +1,212 @@
+"""What turns the state behind a layer into a token, and the part in which the trained pieces of it lie.
+
+A model's last layer has a norm and an output matrix behind it. An exit behind an earlier layer uses the same output
+matrix; what stands between is one of two things:
+
+``lens``      the model's own final norm, nothing else. Right for a model that was trained to exit. On one that was not
+              it is confidently wrong: SmolLM2-135M agrees with itself on 10 % of the tokens at layer 15 of 30 and on 36
+              % at layer 24, with a mean gap between the two likeliest tokens of 0.47 and 0.61.
+``trained``   an affine map from the normed state to the state behind the whole model (``translators.py``), from the
+              part.
+
+An untrained lens must therefore be asked for by name (``method.head=lens``).
+
+A part is a folder with ``exits.safetensors`` (translators, classifier) and ``exits.json`` (for which target and
+depths). Depths are counted in layers that have run: depth 1 is behind the first layer, depth L the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from methods.decoder import MissingPart
+from methods.engine.linear import Linear, make_linear
+from methods.engine.lm import CausalLM
+
+Head = Literal["trained", "lens"]
+
+WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
+_EVERY = 4
+
+
+@dataclass(frozen=True)
+class Exits:
+    """Trained exits of one target.
+
+    Attributes:
+        depths: layers run at each exit, ascending.
+        translators: by depth, weight and bias of the affine map; empty for a model whose own norm is right.
+        classifier: weight and bias of the classifier that all exits share; None without one.
+        facts: how they were made, as plain JSON values.
+    """
+
+    depths: tuple[int, ...]
+    translators: dict[int, tuple[Float[Tensor, "D D"], Float[Tensor, "D"]]] = field(default_factory=dict)
+    classifier: tuple[Float[Tensor, "D"], Float[Tensor, ""]] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path, target: CausalLM) -> None:
+        """Write them into a folder, as ``load`` reads it."""
+        tensors: dict[str, Tensor] = {}
+        for depth, (weight, bias) in self.translators.items():
+            tensors |= {f"translator.{depth}.weight": weight, f"translator.{depth}.bias": bias}
+        if self.classifier is not None:
+            tensors |= {"classifier.weight": self.classifier[0], "classifier.bias": self.classifier[1]}
+        save_file({key: t.detach().float().cpu().contiguous() for key, t in tensors.items()}, folder / WEIGHTS)
+        config = {"depths": self.depths, "translators": bool(self.translators)} | _sizes(target) | {"facts": self.facts}
+        (folder / CONFIG).write_text(json.dumps(config) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path, target: CausalLM) -> Exits:
+        """Read them, onto the target's device.
+
+        Raises:
+            ValueError: files are missing or damaged, or belong to another target.
+        """
+        try:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            tensors = {key: tensor.to(target.device) for key, tensor in load_file(folder / WEIGHTS).items()}
+            depths = tuple(int(depth) for depth in config["depths"])
+            translators = {
+                depth: (tensors[f"translator.{depth}.weight"], tensors[f"translator.{depth}.bias"])
+                for depth in (depths if config["translators"] else ())
+            }
+            sizes = {key: config[key] for key in _sizes(target)}
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ValueError(
+                f"{folder} cannot be read as trained exits ({type(error).__name__}: {error}); a folder with {WEIGHTS} "
+                f"and {CONFIG} is needed. Name another, or make one: python -m bench.train method=NAME model=MODEL."
+            ) from None
+        if sizes != _sizes(target):
+            raise ValueError(
+                f"The exits in {folder} are of a model with {sizes}, {target.name} has {_sizes(target)}; both must be "
+                "the same. Make new ones: python -m bench.train method=NAME model=MODEL force=true."
+            )
+        classifier = tensors.get("classifier.weight"), tensors.get("classifier.bias")
+        known = None if classifier[0] is None or classifier[1] is None else (classifier[0], classifier[1])
+        return cls(depths, translators, known, config.get("facts", {}))
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Makes the state at an exit ready for the output matrix.
+
+    Attributes:
+        depths: exits it can read; None: any.
+        nbytes: of its own weights.
+    """
+
+    depths: tuple[int, ...] | None
+    nbytes: int
+
+    def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
+        """What the output matrix multiplies, from the state behind ``depth`` layers."""
+        ...
+
+
+class Lens:
+    """The target's own final norm at every depth."""
+
+    depths: tuple[int, ...] | None = None
+    nbytes = 0
+
+    def __init__(self, target: CausalLM) -> None:
+        self.target = target
+
+    def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
+        return self.target.norm(hidden)
+
+
+class Translated(Lens):
+    """An affine map of the normed state for each exit; the whole model needs none."""
+
+    def __init__(self, target: CausalLM, exits: Exits) -> None:
+        super().__init__(target)
+        self.depths = exits.depths
+        self._maps: dict[int, Linear] = {
+            depth: make_linear([weight.to(target.dtype)], [bias.to(target.dtype)])
+            for depth, (weight, bias) in exits.translators.items()
+        }
+        self.nbytes = sum(linear.nbytes for linear in self._maps.values())
+
+    def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
+        normed = super().read(depth, hidden)
+        if depth == self.target.n_layers:
+            return normed
+        return self._maps[depth](normed.reshape(-1, normed.shape[-1])).view(normed.shape)
+
+
+def default_depths(target: CausalLM) -> tuple[int, ...]:
+    """Every fourth depth from the middle of the model on."""
+    return tuple(range(max(1, target.n_layers // 2), target.n_layers, _EVERY))
+
+
+def find_exits(target: CausalLM, checkpoint: str | Path | None, part: Path | None) -> Exits | None:
+    """The exits in the user's own folder or, without one, in the part prepared for this method and model.
+
+    Raises:
+        ValueError: see ``Exits.load``; the user's own folder is none.
+    """
+    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
+    if folder is None or (checkpoint is None and not (folder / CONFIG).exists()):
+        return None
+    return Exits.load(folder, target)
+
+
+def find_reader(method: str, head: Head, target: CausalLM, exits: Exits | None) -> Reader:
+    """How this decoder reads its exits.
+
+    Raises:
+        MissingPart: trained exits are wanted and there are none.
+    """
+    if head == "lens" or (exits is not None and not exits.translators):
+        return Lens(target)
+    if exits is None:
+        raise MissingPart(
+            f"{method} has no trained exits for this model; without them its earlier layers say nothing useful. Make "
+            f"them: python -m bench.train method={method} model=MODEL; or, for a model that was itself trained to "
+            "exit, method.head=lens, which reads every layer by the model's own norm and output matrix."
+        )
+    return Translated(target, exits)
+
+
+def require_depths(depths: Sequence[int], target: CausalLM, reader: Reader, name: str, last: bool = False) -> None:
+    """Refuse exits that the model or its reader does not have.
+
+    Args:
+        depths: layers run at each exit.
+        target: the model.
+        reader: how its exits are read.
+        name: of the setting, for the message.
+        last: whether the whole model counts as an exit.
+
+    Raises:
+        ValueError: a depth out of range, not ascending, or without a trained exit.
+    """
+    most = target.n_layers if last else target.n_layers - 1
+    ascending = all(a < b for a, b in zip(depths, depths[1:], strict=False))
+    if not depths or not ascending or depths[0] < 1 or depths[-1] > most:
+        raise ValueError(
+            f"{name}={list(depths)} came; {target.name} has {target.n_layers} layers, so ascending numbers from 1 to "
+            f"{most} are allowed: how many layers have run. Set {name} to some of these."
+        )
+    known: Collection[int] = range(1, target.n_layers) if reader.depths is None else reader.depths
+    missing = [depth for depth in depths if depth not in known and depth < target.n_layers]
+    if missing:
+        raise ValueError(
+            f"{name}={list(depths)} came; the trained exits are behind {list(known)} layers. Choose among them, or "
+            "train others: python -m bench.train method=NAME model=MODEL train.exits=[..] force=true."
+        )
+
+
+def _sizes(target: CausalLM) -> dict[str, int]:
+    return {"hidden_size": target.hidden_size, "layers": target.n_layers, "vocab_size": target.vocab_size}

@@ -1,0 +1,111 @@
+"""FREE: a shallow and a deep exit, and deep layers that run over many waiting tokens at once (Bae et al. 2023).
+
+Fast and robust early exiting, arXiv 2310.05424. The first k layers produce a token if their exit is sure; otherwise the
+rest of the model does, together with the deep part of all tokens that have waited (synchronised parallel decoding).
+Since no state is ever copied upwards, the only error is an accepted shallow token. ``accept`` says what happens to
+those when the deep layers see them: ``all`` keeps them (the paper), ``rollback`` takes back unlikely ones (BiLD, Kim et
+al. 2023, arXiv 2302.07863), ``verify`` keeps only what an exact rule keeps, which makes the same exit a lossless
+self-speculative drafter (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). ``shallow_deep.py`` is the machine.
+
+The threshold is fixed, or learnt from how often the exits agree (``adaptive``, ``beta_mixture.py``). The exit must be
+trained, into the model (``method.head=lens``) or as a map over a frozen one:
+
+    python -m bench.train method=free model=MODEL
+
+Published (T5-large, k = 6 of 24): up to 2.16x with about 99 % of the full model's quality over summarisation, question
+answering and translation, batch size 1. Measured on SmolLM2-135M with closed-form maps: k = 24 of 30 at threshold 0.8
+keeps a ROUGE-L of 0.79 to the full text, where hidden-state propagation at the same average depth keeps 0.71.
+
+Differences: decoder-only targets; ragged batches; what the threshold learns begins anew with each prompt unless
+``remember`` (the paper re-fits on everything so far), since otherwise a text depends on the texts before it. At most
+``max_pending`` tokens wait, which bounds the time of a deep pass. With ``vocabulary`` the exit chooses among the first
+ids only and costs that much less; a token outside is then the deep layers' to find.
+
+Command: ``python -m bench method=free method.accept=verify``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from methods.decoder import Rule
+from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
+from methods.early_exit.shallow_deep import (
+    Accept,
+    AdaptiveThreshold,
+    Agreement,
+    FixedThreshold,
+    Options,
+    ShallowDeepDecoder,
+)
+from methods.early_exit.threshold import Threshold
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+
+
+class Free(ShallowDeepDecoder):
+    """A shallow exit with synchronised parallel decoding.
+
+    Args:
+        target: model to leave early, and to catch up with.
+        sampling: how both distributions are processed.
+        depth: k, layers of the shallow exit; None: a quarter of the model, or the trained depth next to that.
+        threshold: confidence (gap between the two likeliest tokens) above which it is taken; 1 is the full model.
+        accept: what becomes of shallow tokens: ``all``, ``rollback`` or ``verify``.
+        adaptive: a threshold that learns; takes the place of ``threshold``.
+        remember: it keeps what it learnt from prompt to prompt.
+        distance: ``rollback`` takes back tokens of which the deep layers' -log p is above this.
+        rule: exact rule of ``verify``; None: keep a token while the whole model picks it too. At a temperature one
+            for drawn chains (methods.speculative.verify.ChainRejection) keeps more.
+        max_pending: most tokens that wait for the deep layers.
+        head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
+        vocabulary: the exit chooses among the first so many ids; None: among all.
+        checkpoint: folder of trained exits; None: those prepared for this model.
+        part: their folder, from the runner.
+
+    Raises:
+        ValueError: an exit that is not trained, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        depth: int | None = None,
+        threshold: float = 0.9,
+        accept: Accept = "all",
+        adaptive: AdaptiveThreshold | None = None,
+        remember: bool = False,
+        distance: float = 2.0,
+        rule: Rule | None = None,
+        max_pending: int = 16,
+        head: Head = "trained",
+        vocabulary: int | None = None,
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        reader = find_reader("free", head, target, find_exits(target, checkpoint, part))
+        chosen = _nearest(reader.depths or range(1, target.n_layers), target.n_layers / 4) if depth is None else depth
+        require_depths((chosen,), target, reader, "method.depth")
+        _check(accept, distance, rule, max_pending)
+        known = FixedThreshold(Threshold(threshold).value) if adaptive is None else adaptive
+        options = Options(chosen, accept, known, rule or Agreement(), distance, max_pending, vocabulary, remember)
+        super().__init__(target, sampling, reader, options, drawn=accept != "verify" or rule is not None)
+
+
+def _nearest(depths: Sequence[int], wished: float) -> int:
+    return min(depths, key=lambda depth: abs(depth - wished))
+
+
+def _check(accept: Accept, distance: float, rule: Rule | None, max_pending: int) -> None:
+    if distance < 0 or max_pending < 0:
+        raise ValueError(
+            f"distance={distance}, max_pending={max_pending} came; both must be at least 0. max_pending=0 runs the "
+            "deep layers for every token."
+        )
+    if rule is not None and accept != "verify":
+        raise ValueError(
+            f"A rule came with accept={accept}, which uses none; only accept=verify judges by a rule. Set "
+            "method.accept=verify, or method.rule=null."
+        )

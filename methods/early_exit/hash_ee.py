@@ -1,0 +1,172 @@
+"""HASH-EE: the token that is read decides how deep its step goes (Sun et al. 2022).
+
+A Simple Hash-Based Early Exiting Approach For Language Understanding and Generation, arXiv 2203.01670. A fixed table
+gives each token id a depth. Nothing is measured on the way: one output matrix per step, no classifier, no threshold.
+The depth of a step is known before it begins, so rows of a batch that go equally deep can be put together, and an
+accelerator is never waited for between layers. Above its depth a token shows the later layers the state it left with,
+each by its own projections (``loop.py``). ``hash_tables.py`` makes the tables: random, by frequency, by mutual
+information, by clusters.
+
+    python -m bench.train method=hash_ee model=MODEL train.kind=frequency
+
+The paper trains the model with the table it decodes with, and that is where its quality comes from: on one that was not
+trained so a table does no better than a static exit, whatever it was made of.
+
+Published: better scores than PABEE, DeeBERT and BERxiT at fewer operations on ELUE; the released code classifies and
+does not generate. What generation asks for is therefore ours: the token that is read decides (the next one is not known
+yet), the end-of-sequence and unseen tokens take the whole model, the prompt is read in full unless ``prompt=hash``.
+Rows and positions are masked, never compacted: the code's compacting path forgets the attention mask and is wrong for
+padded batches.
+
+Command: ``python -m bench method=hash_ee``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from methods.decoder import Guarantee, MissingPart
+from methods.early_exit.exits import CONFIG, Head, find_exits, find_reader, require_depths
+from methods.early_exit.hash_tables import HashTable
+from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.engine.cache import Cache
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+
+Prompt = Literal["full", "hash"]
+
+_CHUNK = 512
+
+
+class HashPolicy:
+    """Leave where the table sends the token that is read."""
+
+    columns = 0
+
+    def __init__(self, table: HashTable) -> None:
+        self._depths: list[int] = table.depths.tolist()
+        self.deepest = max(self._depths)
+        self.guarantee = Guarantee.EXACT if min(self._depths) == table.layers else Guarantee.RELAXED
+        self.nbytes = 8 * len(self._depths)
+
+    def reset(self, limit: int) -> None:
+        """Nothing depends on the text."""
+
+    def stops(self, roots: Sequence[int]) -> Sequence[int]:
+        return sorted({self._depths[token] for token in roots})
+
+    def look(self, depth: int, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], roots: list[int]) -> Look:
+        """Known on the host: nothing is read back."""
+        return Look([self._depths[token] == depth for token in roots])
+
+
+class HashEE(EarlyExitDecoder):
+    """Early exit by a table of tokens.
+
+    Args:
+        target: model to leave early.
+        sampling: how the distribution at an exit is processed.
+        prompt: read prompts by the whole model, or each of their tokens by its own depth.
+        head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
+        checkpoint: folder of a table; None: the one prepared for this model.
+        part: its folder, from the runner.
+
+    Attributes:
+        checksum: of the table.
+
+    Raises:
+        ValueError: no table, one of another model, or exits that are not trained.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        prompt: Prompt = "full",
+        head: Head = "trained",
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        self.table = _table(target, checkpoint, part)
+        self.checksum = self.table.checksum
+        policy = HashPolicy(self.table)
+        exact = policy.guarantee is Guarantee.EXACT
+        exits = None if exact else find_exits(target, *_exits_beside(checkpoint, part))
+        reader = find_reader("hash_ee", "lens" if exact else head, target, exits)
+        require_depths(np.unique(self.table.depths).tolist(), target, reader, "the depths of the table", last=True)
+        super().__init__(target, sampling, policy, reader)
+        self._hashes_prompts = prompt == "hash"
+        self._by_id = torch.from_numpy(self.table.depths.astype(np.int64)).to(target.device)
+
+    def facts(self) -> dict[str, Any]:
+        """What the steps so far have cost, and the table."""
+        return super().facts() | {"table": self.table.facts, "table_sha256": self.checksum}
+
+    @property
+    def prompt_depth(self) -> int:
+        return self.policy.deepest if self._hashes_prompts else self.target.n_layers
+
+    def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
+        """With ``prompt=hash`` each token runs its own layers, and the last one of a prompt is read at its own exit."""
+        if not self._hashes_prompts:
+            return super().read_prompts(prompts, cache)
+        target, lengths = self.target, [len(prompt) for prompt in prompts]
+        rows = [prompt.to(target.device) for prompt in prompts]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        last = torch.tensor(lengths, device=target.device) - 1
+        final = torch.empty(len(rows), target.hidden_size, dtype=target.dtype, device=target.device)
+        cache.reset()
+        for start in range(0, tokens.shape[1], _CHUNK):
+            part = tokens[:, start : start + _CHUNK]
+            hidden = self._frozen_pass(part, cache)
+            here = (last >= start) & (last < start + part.shape[1])
+            place = (last - start).clamp(0, part.shape[1] - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
+            final = torch.where(here[:, None], hidden.gather(1, place)[:, 0], final)
+            cache.advance([part.shape[1]] * len(rows))
+        cache.set_lengths(lengths)
+        ready = torch.empty_like(final)
+        for row, prompt in enumerate(prompts):
+            depth = int(self.table.depths[int(prompt[-1])])
+            ready[row] = self.reader.read(depth, final[row : row + 1])[0]
+        return target.head(ready)
+
+    def _frozen_pass(self, tokens: Int[Tensor, "B T"], cache: Cache) -> Float[Tensor, "B T D"]:
+        """All tokens through all layers; a layer changes the states of those alone that go so deep."""
+        state, depth = self.target.begin(tokens, None, cache), self._by_id[tokens][:, :, None]
+        for layer in range(self.policy.deepest):
+            before = state.hidden
+            self.target.run(state, (layer,))
+            state.hidden = torch.where(depth > layer, state.hidden, before)
+        return state.hidden
+
+
+def _table(target: CausalLM, checkpoint: str | Path | None, part: Path | None) -> HashTable:
+    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
+    if folder is None:
+        raise MissingPart(
+            "hash_ee has no table for this model; it needs one. Make it: python -m bench.train method=hash_ee "
+            "model=MODEL; or name a folder of one: method.checkpoint=FOLDER."
+        )
+    table = HashTable.load(folder)
+    if (len(table.depths), table.layers) != (target.vocab_size, target.n_layers):
+        raise ValueError(
+            f"The table in {folder} is of a model with {len(table.depths)} tokens and {table.layers} layers, "
+            f"{target.name} has {target.vocab_size} and {target.n_layers}; both must be the same. Make one: python -m "
+            "bench.train method=hash_ee model=MODEL force=true."
+        )
+    return table
+
+
+def _exits_beside(checkpoint: str | Path | None, part: Path | None) -> tuple[Path | None, Path | None]:
+    """Where exits may lie: beside the table. A user's own may come without."""
+    if checkpoint is None:
+        return None, part
+    folder = Path(checkpoint).expanduser()
+    return (folder if (folder / CONFIG).exists() else None), None

@@ -1,0 +1,274 @@
+"""Decoding in which tokens leave the model early: the loop of ``calm``, ``static_depth`` and ``hash_ee``.
+
+A step runs the layers in portions, up to the depths at which its policy wants to look. A row that leaves is read there:
+its state goes behind the output matrix, and its token is drawn from the processed distribution. The prompt is read by
+the whole model, and so is the first token (hash tables may change that).
+
+Later tokens attend to this one in every layer, so the layers it skipped need its keys and values: each makes them of
+the state the token left with, by its own norm and projections (hidden-state propagation, Schuster et al. 2022, arXiv
+2207.07061, sec. 3.3). Layers that no later token can ask for are left alone.
+
+Rows of a batch go in lockstep to the deepest one wanted. A row that has left is frozen: it passes through the layers
+that others still need with the state it left with, which is what propagation writes for it, and its text is the one it
+would have had alone. Its own layers are not saved then, and ``Step.layers`` says so: it is what the batch ran, for
+every row. Splitting the batch would save them where layers are bound by arithmetic, at the price of gathering keys and
+values of the rows that stay; a layer that is bound by reading its weights costs the same for one row as for eight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from methods.decoder import Guarantee, Step
+from methods.early_exit.exits import Reader
+from methods.engine.cache import Cache
+from methods.engine.lm import CausalLM, Pass
+from methods.engine.sampling import Sampling
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the steps behind the prompts have cost since the decoder was made.
+
+    Attributes:
+        steps: how many there were.
+        layers: layers run, each over all rows of a batch at once.
+        fills: layers that only got keys and values.
+        columns: columns of the output matrix that were multiplied, the token's own included.
+        exits: by depth, tokens that left there; each row by itself, whatever the batch ran.
+    """
+
+    steps: int = 0
+    layers: int = 0
+    fills: int = 0
+    columns: int = 0
+    exits: Counter[int] = field(default_factory=Counter)
+
+    def facts(self, target: CausalLM) -> dict[str, Any]:
+        """Per step, as plain JSON values; ``layer_equivalents`` counts heads and fills in layers of the target."""
+        if not self.steps:
+            return {}
+        heads = self.columns / target.vocab_size
+        equivalents = self.layers + heads * head_share(target) + self.fills * fill_share(target)
+        return {
+            "steps": self.steps,
+            "tokens": sum(self.exits.values()),
+            "layers_per_step": self.layers / self.steps,
+            "heads_per_step": heads / self.steps,
+            "fills_per_step": self.fills / self.steps,
+            "layer_equivalents_per_step": equivalents / self.steps,
+            "layer_equivalents_of_the_model": target.n_layers + head_share(target),
+            "exits": {str(depth): count for depth, count in sorted(self.exits.items())},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a policy decides at a depth.
+
+    Attributes:
+        leaves: per row, whether it leaves here; of rows that have left or are done it says nothing.
+        logits: [B, V] of this exit, if they had to be computed.
+    """
+
+    leaves: list[bool]
+    logits: Float[Tensor, "B V"] | None = None
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides how deep each token goes.
+
+    Attributes:
+        guarantee: what becomes of the target's text.
+        deepest: layers that any token behind the prompt can want; those above are left alone.
+        columns: of the output matrix, multiplied in each look.
+        nbytes: of its own weights.
+    """
+
+    guarantee: Guarantee
+    deepest: int
+    columns: int
+    nbytes: int
+
+    def reset(self, limit: int) -> None:
+        """New prompts begin, of which at most ``limit`` tokens are wanted each."""
+        ...
+
+    def stops(self, roots: Sequence[int]) -> Sequence[int]:
+        """Depths to look at in this step, ascending; whoever is left at the last one leaves there.
+
+        Args:
+            roots: the tokens that the open rows read.
+        """
+        ...
+
+    def look(self, depth: int, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], roots: list[int]) -> Look:
+        """Who leaves behind ``depth`` layers; not asked at the last stop."""
+        ...
+
+
+class EarlyExitDecoder:
+    """A target, a policy of leaving it early, and a reader of its exits.
+
+    Attributes:
+        guarantee: what the policy promises.
+        tally: what the steps so far have cost.
+    """
+
+    def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
+        self.target, self.sampling, self.policy, self.reader = target, sampling, policy, reader
+        self.guarantee = policy.guarantee
+        self.tally = Tally()
+
+    def facts(self) -> dict[str, Any]:
+        """What the steps so far have cost, and where tokens left."""
+        return self.tally.facts(self.target)
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """Memory beside the target's."""
+        return {"exits": self.reader.nbytes + self.policy.nbytes, "key_value_projections": self.target.fill_bytes}
+
+    @torch.inference_mode()
+    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        """See ``methods.decoder.Decoder.decode``."""
+        cache = self.target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
+        self.policy.reset(limit)
+        root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
+        roots = root.tolist()
+        yield _step([[token] for token in roots], self._share(self.prompt_depth))
+        done = [1] * len(prompts)
+        while min(done) < limit:
+            rows = [count < limit for count in done]
+            logits, depth = self._forward(root, roots, cache, rows)
+            new = self.sampling.pick(logits, rng)
+            root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
+            roots = root.tolist()
+            cache.advance([int(is_open) for is_open in rows])
+            done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
+            yield _step([[t] if is_open else [] for t, is_open in zip(roots, rows, strict=True)], self._share(depth))
+
+    def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
+        """Logits behind the prompts; afterwards the cache holds them."""
+        return self.target.prefill([prompt.to(self.target.device) for prompt in prompts], cache).logits[:, 0]
+
+    @property
+    def prompt_depth(self) -> int:
+        """Layers that prompts are read by."""
+        return self.target.n_layers
+
+    def _share(self, depth: int) -> float:
+        return depth / self.target.n_layers
+
+    def _forward(
+        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool]
+    ) -> tuple[Float[Tensor, "B V"], int]:
+        """One token per row: logits at the exit of each, and the layers that were run."""
+        target = self.target
+        walk = Walk(target, target.begin(root[:, None], None, cache), rows)
+        stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
+        logits = None
+        for depth in stops:
+            walk.to(depth)
+            ready = self.reader.read(depth, walk.state.hidden[:, 0])
+            if depth == stops[-1]:
+                look = Look([True] * len(rows))
+            else:
+                look = self.policy.look(depth, walk.state.hidden[:, 0], ready, roots)
+                self.tally.columns += self.policy.columns
+            alone = walk.waiting == 0  # nobody left before: what was computed here is what everybody takes
+            self.tally.exits[depth] += walk.leave(look.leaves, ready)
+            if not walk.staying:
+                logits = look.logits if alone else None
+                break
+        self.tally.steps += 1
+        self.tally.layers += walk.depth
+        above = range(walk.depth, self.policy.deepest)
+        target.fill(walk.state, above)
+        self.tally.fills += len(above)
+        if logits is None:
+            self.tally.columns += target.vocab_size
+            logits = target.head(walk.ready)
+        return logits, walk.depth
+
+
+class Walk:
+    """A pass over one token per row on its way up, in which rows come to rest at different depths.
+
+    Attributes:
+        state: the pass; a row at rest keeps the state it left with.
+        depth: layers run so far.
+        ready: [B, D] what the output matrix multiplies, for the rows that have left.
+        waiting: rows at rest.
+    """
+
+    ready: Float[Tensor, "B D"]
+
+    def __init__(self, target: CausalLM, state: Pass, rows: Sequence[bool]) -> None:
+        self.target, self.state, self.depth = target, state, 0
+        self._open = list(rows)
+        self._gone: Tensor | None = None
+        self.waiting = 0
+
+    @property
+    def staying(self) -> bool:
+        """Some row still goes up."""
+        return any(self._open)
+
+    def to(self, depth: int) -> None:
+        """Run the layers up to ``depth``."""
+        layers = range(self.depth, depth)
+        self.depth = depth
+        if self._gone is None:
+            self.target.run(self.state, layers)
+            return
+        for layer in layers:
+            before = self.state.hidden
+            self.target.run(self.state, (layer,))
+            self.state.hidden = torch.where(self._gone, before, self.state.hidden)
+
+    def leave(self, leaves: Sequence[bool], ready: Float[Tensor, "B D"]) -> int:
+        """Bring rows to rest here; returns how many."""
+        new = [now and is_open for now, is_open in zip(leaves, self._open, strict=True)]
+        count = sum(new)
+        if not count:
+            return 0
+        self._open = [is_open and not now for now, is_open in zip(new, self._open, strict=True)]
+        if self._gone is None:  # whoever stays overwrites this at its own exit
+            self.ready = ready
+            if self.staying:
+                self._gone = torch.tensor(new, device=ready.device)[:, None, None]
+        else:
+            now = torch.tensor(new, device=ready.device)
+            self.ready = torch.where(now[:, None], ready, self.ready)
+            self._gone = self._gone | now[:, None, None]
+        self.waiting += count
+        return count
+
+
+def head_share(target: CausalLM) -> float:
+    """What the output matrix costs, in layers of the target, by the weights that are read."""
+    return target.vocab_size * target.hidden_size * target.dtype.itemsize / _layer_bytes(target)
+
+
+def fill_share(target: CausalLM) -> float:
+    """What keys and values alone cost, in layers of the target."""
+    rows = 2 * target.kv_heads * target.head_dim
+    return rows * target.hidden_size * target.dtype.itemsize / _layer_bytes(target)
+
+
+def _layer_bytes(target: CausalLM) -> float:
+    attention, mlp = target.layers[0].attention, target.layers[0].mlp
+    return float(attention.qkv.nbytes + attention.out.nbytes + mlp.gate_up.nbytes + mlp.down.nbytes)
+
+
+def _step(tokens: list[list[int]], layers: float) -> Step:
+    none = [0] * len(tokens)
+    return Step(tokens, drafted=none, accepted=none, layers=[layers] * len(tokens), depth=none)

@@ -1,0 +1,45 @@
+"""One vocabulary of byte pairs for both languages (Sennrich et al. 2016, arXiv 1508.07909), over bytes.
+
+Every text can be written with it, so there is no unknown token, and what is decoded is the text itself: scores on
+detokenised text need no undoing. It is learnt from the references alone, so that models of one corpus, with raw or
+distilled targets and whatever their layers, share it and may draft for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, MASK = "<pad>", "</s>", "<mask>"
+SPECIAL = (PAD, EOS, MASK)  # ids 0, 1 and 2; nothing is masked here, non-autoregressive students do that
+
+
+def learn(texts: Iterable[str], size: int, positions: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most ``size`` tokens that ends every text with ``</s>``.
+
+    Raises:
+        ValueError: a size that does not hold every byte.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if size < (least := len(alphabet) + len(SPECIAL)):
+        raise ValueError(f"vocabulary={size} came; bytes and special tokens alone are {least}. Set train.vocabulary.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a first word is a word like others
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", pair=f"$A {EOS} $B {EOS}", special_tokens=[(EOS, SPECIAL.index(EOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        mask_token=MASK,
+        model_max_length=positions,
+        clean_up_tokenization_spaces=False,
+    )
