@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from bench import __version__, preflight
 from bench.arguments import did_you_mean
-from bench.config import RunConfig, conf_dir
+from bench.config import RunConfig
 from bench.errors import UserError
 from bench.failures import explain, kept_prompts
 
 if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
     from omegaconf import DictConfig
+
+    from bench.sweep import Job
 
 OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
 TRACEBACK = "DECODEBENCH_TRACEBACK"
@@ -39,9 +42,15 @@ Sub-commands:
   show GROUP/CHOICE                    its settings and what they mean
   validate FOLDER ...                  check the records of finished runs
   doctor                               check this machine and installation
+  compare A B                          two runs, by folder or id: what differs, and which is faster
+  collect [column=value ...] [out=F]   one table over all runs, filtered; F: .csv .parquet .json .md
+  report [column=value ...] [out=F]    a page with a table per group of runs; F: .html .md; rebuild=true
+  check-method NAME [method.key=value] hold a decoder to the contract, yours too (CONTRIBUTING.md)
 
 Options:
-  -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), every combination one run
+  -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), every combination one run; a plan comes first
+                   resume=auto|never|force|only_failed  shuffle_seed=0  dry_run=true
+  sweep=NAME       a sweep from conf/sweep (python -m bench list sweeps); further settings may be added
   --fresh          measure anew what was measured before, and forget the earlier records
   --config         print the composed configuration instead of running it
   --version, -h, --help
@@ -101,11 +110,15 @@ def _dispatch(words: list[str]) -> int:
     overrides = [word for word in words if word not in flags]
     if "--config" in flags:
         return _print_config(overrides)
-    start = _sweep if flags & {"-m", "--multirun"} else _run
+    start = _sweep if flags & {"-m", "--multirun"} or any(map(_names_sweep, overrides)) else _run
     return start(overrides, "--fresh" in flags)
 
 
 _FLAGS = {"-m", "--multirun", "--fresh", "--config", "-h", "--help", "--version"}
+
+
+def _names_sweep(word: str) -> bool:
+    return word.lstrip("+").startswith(f"{preflight.SWEEP}=")
 
 
 def _is_command(word: str) -> bool:
@@ -143,62 +156,49 @@ def _print_config(overrides: list[str]) -> int:
 
 
 def _sweep(overrides: list[str], fresh: bool) -> int:
-    """Every combination is one run, started by Hydra's launcher (``hydra/launcher=...``)."""
-    from bench import build
+    """The plan, and then every job of it that is to run, started by Hydra's launcher (``hydra/launcher=...``)."""
+    from bench import sweep
 
-    planned = preflight.compose_sweep(overrides)
-    for cfg in planned:
-        build.check(cfg)
-    done: list[tuple[str, int, str]] = []
+    options, words = sweep.read_words(overrides, fresh=fresh)
+    plan = sweep.make(words, options)
+    print(plan.text(every=options.dry_run), flush=True)
+    if options.dry_run or not plan.to_run:
+        return BAD_INPUT if all(job.state == "incompatible" for job in plan.jobs) else OK
 
     def job(cfg: DictConfig) -> int:
-        return _job(cfg, fresh, done, len(planned))
+        return _job(cfg, options.fresh, len(plan.to_run))
 
-    try:
-        _hydra_main(job, ["-m", *overrides])
-    except Exception:
-        if not done:  # the jobs ran elsewhere, or none was started
-            raise
-    return _close_sweep(done)
+    return _close_sweep(plan.to_run, sweep.launch(job, plan.to_run, words))
 
 
-def _job(cfg: DictConfig, fresh: bool, done: list[tuple[str, int, str]], planned: int) -> int:
+def _job(cfg: DictConfig, fresh: bool, planned: int) -> int:
     """One run of a sweep. A failure is reported and raised again: Hydra goes on and its launcher knows."""
     from hydra.core.hydra_config import HydraConfig
 
     hydra = HydraConfig.get()
-    name = " ".join(hydra.overrides.task)
-    print(f"\n[{hydra.job.num + 1}/{planned}] {name}", flush=True)
+    print(f"\n[{hydra.job.num + 1}/{planned}] {' '.join(hydra.overrides.task)}", flush=True)
     try:
-        code = _execute(preflight.to_run(cfg), fresh)
+        return _execute(preflight.to_run(cfg), fresh)
     except Exception as error:
-        done.append((name, report_failure(error), _classify(error)[1]))
+        report_failure(error)
         raise
-    done.append((name, code, ""))
-    return code
 
 
-def _close_sweep(done: list[tuple[str, int, str]]) -> int:
-    failed = [(name, message) for name, _, message in done if message]
+def _close_sweep(jobs: Sequence[Job], returned: Sequence[JobReturn]) -> int:
+    """The table of failures, and the exit code that says most."""
+    from hydra.core.utils import JobStatus
+
+    codes, failed = set(), []
+    for job, back in zip(jobs, returned, strict=True):
+        if back.status == JobStatus.COMPLETED:
+            codes.add(back.return_value)
+            continue
+        code, message, _ = _classify(back._return_value)  # the property would raise it
+        codes.add(code)
+        failed.append(f"  {' '.join(job.words)}: {message}")
     if failed:
-        print(f"\n{len(failed)} of {len(done)} runs failed:", file=sys.stderr)
-    for name, message in failed:
-        print(f"  {name}: {message}", file=sys.stderr)
-    codes = {code for _, code, _ in done}
+        print("\n".join([f"\n{len(failed)} of {len(jobs)} runs failed:", *failed]), file=sys.stderr)
     return next((code for code in (FAILED, BAD_INPUT, INVALID) if code in codes), OK)
-
-
-def _hydra_main(job: Callable[[DictConfig], int], words: list[str]) -> None:
-    """Hand over to Hydra, whose entry point reads ``sys.argv`` and hides tracebacks unless told not to."""
-    import hydra
-
-    preflight.set_path_defaults()
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    before, sys.argv = sys.argv, ["bench", *words]
-    try:
-        hydra.main(config_path=str(conf_dir()), config_name="config", version_base=preflight.VERSION_BASE)(job)()
-    finally:
-        sys.argv = before
 
 
 # -------------------------------------------------------------------------------------------------- sub-commands
@@ -248,11 +248,80 @@ def _doctor(arguments: list[str]) -> int:
     return FAILED if any(finding.state == "fail" for finding in findings) else OK
 
 
+def _compare(arguments: list[str]) -> int:
+    names, options = _split(arguments, "paths.results")
+    if len(names) != 2:
+        raise UserError("compare needs two runs, by folder or id, as in: python -m bench compare results/A results/B")
+    from bench import compare
+
+    results = _results(options)
+    a, b = (compare.Run.read(compare.find(name, results)) for name in names)
+    return _print(compare.compare(a, b))
+
+
+def _collect(arguments: list[str]) -> int:
+    filters, options = _split(arguments, "out", "paths.results")
+    from bench import collect
+
+    rows = collect.select([collect.row(record) for record in collect.read(_results(options))], filters)
+    if out := options.get("out"):
+        collect.write(rows, Path(out))
+        return _print(f"{len(rows)} runs: {out}")
+    return _print(collect.text(rows) if rows else "No run.")
+
+
+def _report(arguments: list[str]) -> int:
+    filters, options = _split(arguments, "out", "rebuild", "paths.results")
+    from bench import collect, report
+
+    results = _results(options)
+    if (again := options.get("rebuild", "false")) not in ("true", "false"):
+        raise UserError(
+            f"rebuild came as '{again}'; it must be true or false. Set rebuild=true to make summaries anew."
+        )
+    found, problems = report.rebuild(collect.read(results), everything=again == "true")
+    rows = [collect.row(record) | {"record": record} for record in found]
+    kept = [row["record"] for row in collect.select(rows, filters)]
+    groups, file = report.tabulate(kept), Path(options.get("out", results / "report.html"))
+    report.write(groups, [*problems, *report.unfinished(kept)], file)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return _print(f"{sum(len(group.rows) for group in groups)} runs in {len(groups)} tables: {file}")
+
+
+def _split(arguments: list[str], *names: str) -> tuple[list[str], dict[str, str]]:
+    """Words of a sub-command, and those of its own options, ``name=value``."""
+    options = dict(word.split("=", 1) for word in arguments if word.split("=", 1)[0] in names and "=" in word)
+    return [word for word in arguments if "=" not in word or word.split("=", 1)[0] not in names], options
+
+
+def _results(options: dict[str, str]) -> Path:
+    """The folder with the runs, as a run would find it."""
+    given = options.get("paths.results")
+    return Path(given) if given else Path(preflight.compose([]).paths.results)
+
+
+def _check_method(arguments: list[str]) -> int:
+    if not arguments:
+        raise UserError("check-method needs the name of a method, as in: python -m bench check-method prompt_lookup")
+    from bench.check_method import check_method
+
+    failed = 0
+    for check in check_method(arguments[0], arguments[1:]):
+        print(check.line(), flush=True)  # some take seconds
+        failed += check.state == "FAIL"
+    return FAILED if failed else OK
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "list": _list,
     "show": _show,
     "validate": _validate,
     "doctor": _doctor,
+    "compare": _compare,
+    "collect": _collect,
+    "report": _report,
+    "check-method": _check_method,
 }
 
 

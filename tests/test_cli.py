@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,12 +82,16 @@ def test_help_starts_with_three_lines_to_try_and_is_quick() -> None:
         assert any(line.split()[:1] == [group] and choices[0] in line for line in done.stdout.splitlines())
 
 
-def test_lines_to_try_are_right(ran: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_to_try_are_right(
+    ran: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DECODEBENCH_HOME", str(tmp_path))
     for line in cli._HELP.splitlines()[1:4]:
         words = line.split("  ")[1].replace("'", "").split()[3:]
         assert cli.main(words) == 0
-    assert len(ran) == 2 + len(preflight.groups()["method"])
+    left_out = re.findall(r"^  incompatible method=(\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert {cfg.method["name"] for cfg in ran} == {*preflight.groups()["method"]} - {*left_out}
+    assert len(ran) == 2 + len(preflight.groups()["method"]) - len(left_out)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

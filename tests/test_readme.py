@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cli, preflight, readme
+from bench import cli, preflight, readme, sweep
 from bench.lossless import __main__ as lossless
 
 ROOT = Path(__file__).parents[1]
@@ -23,12 +23,16 @@ def test_tables_come_from_the_records():
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m bench ")])
-def test_bench_commands_compose(command, capsys):
+def test_bench_commands_compose(command, capsys, tmp_path):
     words = shlex.split(command)[3:]
     if words[0] in ("list", "show", "doctor"):
         assert cli.main(words) in (0, 1)
-    elif "-m" in words:
-        assert preflight.compose_sweep([word for word in words if word != "-m"])
+    elif words[0] in ("compare", "collect", "report"):
+        out = [f"out={tmp_path / 'report.html'}"] if words[0] == "report" else []
+        assert cli.main([*words, f"paths.results={ROOT / 'results'}", *out]) == 0
+    elif "-m" in words or words[0].startswith("sweep="):
+        _, rest = sweep.read_words([word for word in words if word != "-m"])
+        assert preflight.compose_sweep(rest)
     else:
         assert preflight.compose(words).method["name"]
     assert "Unknown" not in capsys.readouterr().err

@@ -1,0 +1,282 @@
+"""A sweep: which jobs there are, which of them are done, which cannot run and why; then the rest, one by one.
+
+Hydra splits the command line into jobs and its launchers run them (``hydra/launcher=...``). In between stands the plan:
+each job is looked up among the records (``bench.archive``) and, unless it is done, asked whether it can run here
+(``bench.obstacles``). Nothing is loaded for that.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import yaml
+
+from bench import preflight
+from bench.archive import Archive, State
+from bench.arguments import did_you_mean
+from bench.config import RunConfig, conf_dir
+from bench.errors import UserError
+from bench.table import WIDTH
+
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
+    from omegaconf import DictConfig
+
+Resume = Literal["auto", "never", "force", "only_failed"]
+_STATES: tuple[State, ...] = get_args(State)
+_RUN: dict[Resume, tuple[State, ...]] = {
+    "auto": ("new", "cut", "failed"),
+    "never": ("new", "cut", "failed"),
+    "force": ("new", "cut", "failed", "done"),
+    "only_failed": ("cut", "failed"),
+}
+_MOST_LINES = 40  # of a plan, for each kind of job
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a sweep goes about its jobs; none of it defines a run.
+
+    Attributes:
+        resume: auto: skip what is done, go on with what was cut or failed. never: skip what is done, begin what was cut
+            or failed anew. force: measure everything anew. only_failed: only what was cut or failed, going on with it.
+        shuffle_seed: run in a random order that this number decides; None: in the order of the command line.
+        dry_run: print the plan and stop.
+    """
+
+    resume: Resume = "auto"
+    shuffle_seed: int | None = None
+    dry_run: bool = False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether earlier records of a job that is run are forgotten."""
+        return self.resume in ("never", "force")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One combination of the sweep's values.
+
+    Attributes:
+        words: its command line.
+        label: those of them in which the jobs of the sweep differ.
+        state: what the records say of it.
+        reason: why it failed before, or cannot run.
+        left: share of its prompts that is still to be measured.
+        seconds: how long it may take, by earlier records; None where there are none.
+    """
+
+    words: list[str]
+    cfg: RunConfig
+    label: str
+    state: State = "new"
+    reason: str = ""
+    left: float = 1.0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All jobs in the order of the command line, and those that are to run, in the order they will."""
+
+    jobs: list[Job]
+    to_run: list[Job]
+
+    def text(self, *, every: bool = False) -> str:
+        """For the terminal: counts, what will run, what will not and why.
+
+        Args:
+            every: name the jobs that are done, too, and leave none out.
+        """
+        counts = Counter(job.state for job in self.jobs)
+        counted = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state]) or "none"
+        lines = [f"Plan: {_plural(len(self.jobs), 'job')}: {counted}. {self._will()}"]
+        lines += _listed([_line(job) for job in self.to_run], every)
+        others = [job for job in self.jobs if job.state in ("incompatible", "running", *(["done"] if every else []))]
+        lines += _listed([_line(job) for job in others if job not in self.to_run], every)
+        return "\n".join(lines)
+
+    def _will(self) -> str:
+        if not self.to_run:
+            return "Nothing to run."
+        known = [job.seconds for job in self.to_run if job.seconds is not None]
+        if not known:
+            return f"To run: {len(self.to_run)}, no earlier record tells how long."
+        of = "" if len(known) == len(self.to_run) else f" for {len(known)} of them"
+        return f"To run: {len(self.to_run)}, about {duration(sum(known))}{of} by earlier records."
+
+
+# ----------------------------------------------------------------------------------------------------- command line
+
+
+def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, list[str]]:
+    """The options of a sweep, and the other words with a named sweep's settings before them.
+
+    Args:
+        words: of the command line.
+        fresh: ``--fresh`` was given, which is ``resume=force``.
+
+    Raises:
+        UserError: a value that an option does not take, or no sweep of that name.
+    """
+    options = Options(resume="force") if fresh else Options()
+    rest: list[str] = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.lstrip("+") == preflight.SWEEP:
+            rest = [*named(value), *rest]
+        elif key in _READERS:
+            options = replace(options, **{key: _READERS[key](value)})
+        elif key.startswith("hydra/sweeper"):
+            raise UserError(f"{word} came; sweeps are planned here, with resume and shuffle. Leave it out.")
+        else:
+            rest.append(word)
+    return options, rest
+
+
+def named(name: str) -> list[str]:
+    """The words of a file of conf/sweep: Hydra's ``hydra.sweeper.params``, one word for each."""
+    text = preflight.config_file(preflight.SWEEP, name).read_text(encoding="utf-8")
+    return [f"{key}={value}" for key, value in yaml.safe_load(text)["hydra"]["sweeper"]["params"].items()]
+
+
+def _resume(value: str) -> Resume:
+    for known in get_args(Resume):
+        if value == known:
+            return known
+    raise UserError(
+        f"resume came as '{value}'; it must be one of {', '.join(_RUN)}.{did_you_mean(value, _RUN)} Set resume=auto."
+    )
+
+
+def _shuffle_seed(value: str) -> int | None:
+    if value == "null" or value.isdecimal():
+        return None if value == "null" else int(value)
+    raise UserError(f"shuffle_seed came as '{value}'; it must be a whole number or null. Set shuffle_seed=0.")
+
+
+def _dry_run(value: str) -> bool:
+    if value in ("true", "false"):
+        return value == "true"
+    raise UserError(f"dry_run came as '{value}'; it must be true or false. Set dry_run=true.")
+
+
+_READERS: dict[str, Callable[[str], Any]] = {"resume": _resume, "shuffle_seed": _shuffle_seed, "dry_run": _dry_run}
+
+
+# ---------------------------------------------------------------------------------------------------------- the plan
+
+
+def make(words: Sequence[str], options: Options) -> Plan:
+    """Compose and check every job and look it up among the records.
+
+    Args:
+        words: of the command line, without those of ``options``.
+
+    Raises:
+        UserError: a job whose settings are wrong; no job at all is run then.
+    """
+    from bench import build
+    from bench.obstacles import Obstacles
+
+    composed = preflight.compose_jobs(words)
+    here = not any(word.startswith("hydra/launcher=") for word in words)
+    archives: dict[str, Archive] = {}
+    obstacles, checked = Obstacles(), set()
+    jobs = []
+    for label, (job_words, cfg) in zip(_labels([job for job, _ in composed]), composed, strict=True):
+        groups = [getattr(cfg, name) for name in ("method", "model", "dataset", "tracker")]
+        if (key := json.dumps(groups, sort_keys=True)) not in checked:
+            build.check(cfg)
+            checked.add(key)
+        job = Job(job_words, cfg, label)
+        if cfg.paths.results not in archives:
+            archives[cfg.paths.results] = Archive.read(Path(cfg.paths.results), here=here)
+        jobs.append(_placed(job, obstacles.of(cfg) if here else None, archives[cfg.paths.results]))
+    to_run = [job for job in jobs if job.state in _RUN[options.resume]]
+    if options.shuffle_seed is not None:
+        random.Random(options.shuffle_seed).shuffle(to_run)
+    return Plan(jobs, to_run)
+
+
+def _placed(job: Job, obstacle: str | None, archive: Archive) -> Job:
+    """The job with its state; what is done stays done, even if it could not be measured here any more."""
+    state, reason, left = archive.state(job.cfg)
+    if obstacle and state != "done":
+        return replace(job, state="incompatible", reason=obstacle, left=0.0)
+    expected = archive.seconds(job.cfg)
+    return replace(job, state=state, reason=reason, left=left, seconds=expected and expected * left)
+
+
+def _labels(jobs: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The words of each job that not all of them have; all words where there is but one."""
+    shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    for job in jobs:
+        yield " ".join(word for word in job if word not in shared) or "(the defaults)"
+
+
+# ---------------------------------------------------------------------------------------------------------- the text
+
+
+def _line(job: Job) -> str:
+    """State, label, time and reason; a reason too long for the line stands below it."""
+    parts = [f"  {job.state:12} {job.label}"]
+    parts += [f"about {duration(job.seconds)}"] if job.seconds is not None and job.left else []
+    head = "  ".join(parts)
+    if not job.reason:
+        return head
+    beside = f"{head}  ({job.reason})"
+    indent = " " * 15
+    below = textwrap.wrap(job.reason, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return beside if len(beside) <= WIDTH else "\n".join([head, *below])
+
+
+def _listed(lines: list[str], every: bool) -> list[str]:
+    if every or len(lines) <= _MOST_LINES:
+        return lines
+    return [*lines[:_MOST_LINES], f"  ... and {len(lines) - _MOST_LINES} more (dry_run=true names all)"]
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+# ----------------------------------------------------------------------------------------------------- handing over
+
+
+def launch(task: Callable[[DictConfig], Any], jobs: Sequence[Job], words: Sequence[str]) -> Sequence[JobReturn]:
+    """Hand the jobs to Hydra's launcher, in this order; what a sweeper of Hydra does after it has split the line.
+
+    Args:
+        task: gets the composed configuration of a job.
+        jobs: of the plan.
+        words: of the command line, for what concerns Hydra itself.
+    """
+    from hydra import initialize_config_dir
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
+    from hydra.types import HydraContext, RunMode
+
+    preflight.set_path_defaults()
+    with initialize_config_dir(str(conf_dir()), job_name="bench", version_base=preflight.VERSION_BASE):
+        hydra: Any = GlobalHydra.instance().hydra
+        config = hydra.compose_config("config", list(words), run_mode=RunMode.MULTIRUN, with_log_configuration=True)
+        context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
+        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
+        return launcher.launch([job.words for job in jobs], initial_job_idx=0)
