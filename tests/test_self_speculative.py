@@ -136,7 +136,12 @@ def test_a_file_that_is_no_skip_set_is_refused(text: str, target: CausalLM, tmp_
 
 def test_presets_have_the_published_sizes() -> None:
     sizes = {name: (s.layers, len(s.attention), len(s.mlp)) for name, s in PRESETS.items()}
-    assert sizes == {"llama2_13b": (40, 24, 10), "llama2_13b_chat": (40, 24, 10)}
+    assert sizes == {
+        "llama2_13b": (40, 24, 10),
+        "llama2_13b_chat": (40, 24, 10),
+        "codellama_13b": (40, 22, 12),
+        "llama2_70b": (80, 47, 37),
+    }
 
 
 def test_presets_fit_a_model_of_their_depth() -> None:

@@ -105,7 +105,7 @@ def _span(*parts: int | tuple[int, int]) -> tuple[int, ...]:
     return tuple(layer for first, last in runs for layer in range(first, last + 1))
 
 
-Preset = Literal["llama2_13b", "llama2_13b_chat"]
+Preset = Literal["llama2_13b", "llama2_13b_chat", "codellama_13b", "llama2_70b"]
 
 PRESETS: dict[str, SkipSet] = {
     "llama2_13b": SkipSet(
@@ -117,6 +117,42 @@ PRESETS: dict[str, SkipSet] = {
         40,
         attention=_span((7, 11), 14, 15, 18, (22, 24), (26, 38)),
         mlp=_span(7, 10, 11, 14, 27, 30, 32, 33, 37, 38),
+    ),
+    "codellama_13b": SkipSet(
+        40,
+        attention=_span(5, 6, (9, 11), (14, 16), 21, 23, 24, (26, 32), (34, 37)),
+        mlp=_span((10, 12), 14, 15, (25, 27), 30, (32, 34)),
+    ),
+    "llama2_70b": SkipSet(
+        80,
+        attention=_span(
+            10, 11, 13, 14, 16, (18, 22), 25, (27, 31), 35, 41, 43, (45, 58), (60, 63), (65, 70), 74, 75, 78, 79
+        ),
+        mlp=_span(
+            2,
+            4,
+            9,
+            10,
+            13,
+            14,
+            16,
+            (20, 22),
+            (24, 29),
+            31,
+            34,
+            37,
+            41,
+            (47, 50),
+            (53, 55),
+            57,
+            58,
+            60,
+            62,
+            63,
+            (66, 68),
+            70,
+            76,
+        ),
     ),
 }
 """Sets published with the paper, by the target they were found for."""
