@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_a_part_is_remade_by_its_command_and_the_configuration_of_today(folder: 
 def test_no_part_names_a_path_of_the_machine_it_was_made_on(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.suffix in (".json", ".jsonl"):
-            assert "/work/" not in path.read_text() and "/home/" not in path.read_text(), path.name
+            assert not re.search(r'"/\w+/', path.read_text()), path.name
 
 
 @pytest.fixture(scope="module")
