@@ -131,7 +131,8 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
     """The dialogues of some corpora, one after the other.
 
     Args:
-        wanted: names of ``KNOWN`` and ``PAIRS`` and files of JSON lines, plain or gzipped, with commas between them.
+        wanted: names of ``KNOWN`` and ``PAIRS`` and files of JSON lines, plain or gzipped, with commas between them;
+            ``name:count`` takes at most so many of its dialogues, so that a large corpus does not outweigh the others.
         limit: most dialogues, at least 1; which ones is drawn by ``seed`` and their text, so that a smaller limit takes
             a subset of what a larger one takes. Their order stays. None: all.
         sources: where public sets lie; None: as the environment says.
@@ -139,14 +140,27 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
     Raises:
         UserError: an unknown name, a file that cannot be read, a line without an answer.
     """
-    names = [name.strip() for name in wanted.split(",")]
-    if not all(names) or len(set(names)) < len(names):
-        raise UserError(f"corpus came as '{wanted}'; different names with commas between them are needed. Set corpus=.")
+    asked = [_counted(name.strip()) for name in wanted.split(",")]
+    names = [name for name, _ in asked]
+    if not all(names) or len(set(names)) < len(names) or any(count == 0 for _, count in asked):
+        raise UserError(
+            f"corpus came as '{wanted}'; different names with commas between them are needed, each alone or as "
+            "NAME:COUNT with a count of at least 1. Set corpus=."
+        )
     read = [_known(name, sources or Sources()) if name in {**KNOWN, **PAIRS} else _own(name) for name in names]
-    dialogues = [dialogue for found, _ in read for dialogue in found]
+    drawn = [_draw(found, count, seed) for (found, _), (_, count) in zip(read, asked, strict=True)]
+    dialogues = [dialogue for found in drawn for dialogue in found]
     revisions = tuple(revision for _, several in read for revision in several)
     shown = tuple(name if name in {**KNOWN, **PAIRS} else Path(name).name for name in names)
     return Texts(shown, tuple(_draw(dialogues, limit, seed)), revisions)
+
+
+def _counted(name: str) -> tuple[str, int | None]:
+    """``gsm8k:800`` is at most 800 dialogues of gsm8k; a file may have such a name."""
+    before, colon, count = name.rpartition(":")
+    if colon and count.isdecimal() and not Path(name).expanduser().is_file():
+        return before, int(count)
+    return name, None
 
 
 def _draw(dialogues: Sequence[Dialogue], limit: int | None, seed: int) -> list[Dialogue]:

@@ -23,8 +23,9 @@ from methods.decoder import Example, Workshop
 from methods.engine.sampling import Sampling
 from methods.engine.writing import answer
 
-__all__ = ["AnswerRecipe", "Answers", "alone", "answer", "own_answers"]
+__all__ = ["HEADS_CORPUS", "AnswerRecipe", "Answers", "alone", "answer", "own_answers"]
 
+HEADS_CORPUS = "dolly,gsm8k:800"  # what draft heads learn from: requests of many kinds, and some mathematics
 _WINDOW = 8  # groups that are sorted by length together
 
 
@@ -40,8 +41,8 @@ class AnswerRecipe:
         temperature: 0 is greedy.
     """
 
-    tokens: int = 320_000
-    limit: int = 160
+    tokens: int = 480_000
+    limit: int = 224
     longest_prompt: int = 256
     batch: int = 64
     temperature: float = 0.0

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from methods.decoder import Workshop
 from methods.engine.lm import CausalLM
-from methods.speculative.answers import AnswerRecipe
+from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe
 from methods.speculative.blockwise import Heads, Shape, states
 from methods.speculative.course import Learner, Recipe, discard, teach
 from methods.speculative.features import Batch, FeatureForm, Features, features
@@ -132,6 +132,7 @@ class BlockwiseTraining:
 
     prepares: ClassVar[str] = "heads that propose the next tokens from the target's last state"
     takes: ClassVar[str] = "under an hour on two CPU cores for smollm2, half of it the target's answers"
+    corpus: ClassVar[str] = HEADS_CORPUS
 
     def __init__(
         self,

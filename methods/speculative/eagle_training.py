@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from methods.decoder import Workshop
 from methods.engine.families import Rows
 from methods.engine.lm import CausalLM
-from methods.speculative.answers import AnswerRecipe
+from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe
 from methods.speculative.course import Learner, Recipe, discard, teach
 from methods.speculative.eagle_part import Part, Spec
 from methods.speculative.features import Batch, FeatureForm, Features, features
@@ -523,6 +523,7 @@ class EagleTraining:
 
     prepares: ClassVar[str] = "a draft network of one layer that predicts the target's next features"
     takes: ClassVar[str] = "an hour or two on two CPU cores for smollm2; minutes on a GPU"
+    corpus: ClassVar[str] = HEADS_CORPUS
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from methods.decoder import Workshop
 from methods.engine.lm import CausalLM
-from methods.speculative.answers import AnswerRecipe
+from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe
 from methods.speculative.course import Recipe, discard, teach
 from methods.speculative.features import FeatureForm, Features, features
 from methods.speculative.hydra_heads import Block, Heads
@@ -133,6 +133,7 @@ class HydraTraining:
 
     prepares: ClassVar[str] = "heads that each propose a token from those before it, and the tree that suits them"
     takes: ClassVar[str] = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
+    corpus: ClassVar[str] = HEADS_CORPUS
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from methods.decoder import Workshop
 from methods.engine.lm import CausalLM
-from methods.speculative.answers import AnswerRecipe
+from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe
 from methods.speculative.course import Learner, Recipe, discard, teach
 from methods.speculative.features import Batch, FeatureForm, Features, features
 from methods.speculative.head_tree import RANKS, accuracies, search
@@ -193,6 +193,7 @@ class MedusaTraining:
 
     prepares: ClassVar[str] = "heads that each propose one of the next tokens, and the tree that suits them"
     takes: ClassVar[str] = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
+    corpus: ClassVar[str] = HEADS_CORPUS
 
     def __init__(
         self,
