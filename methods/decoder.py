@@ -236,6 +236,16 @@ class Context:
     rng: Generator
     scouted: list[list[int]] = field(default_factory=list)
 
+    @property
+    def last_hidden(self) -> Float[Tensor, "B D"]:
+        """The target's hidden state that the root was chosen from: behind the last kept node of the last pass."""
+        hidden = self.output.hidden
+        if self.path is None:  # after the prefill: the end of the prompt, and nothing else without taps
+            return hidden[:, -1]
+        last = (self.path >= 0).sum(1, keepdim=True) - 1
+        node = self.path.gather(1, last)
+        return hidden.gather(1, node[:, :, None].expand(-1, -1, hidden.shape[2]))[:, 0]
+
 
 @runtime_checkable
 class Drafter(Protocol):

@@ -13,10 +13,11 @@ from bench import contract
 from methods.autoregressive import Autoregressive
 from methods.decoder import Context, Example, Guarantee, MissingPart, Trainable, Workshop
 from methods.engine.lm import Output
+from methods.engine.part_files import CONFIG, WEIGHTS
 from methods.engine.sampling import Sampling
 from methods.speculative import verify
 from methods.speculative.answers import AnswerRecipe
-from methods.speculative.blockwise import CONFIG, WEIGHTS, Blockwise, BlockwiseDrafter, Heads, last_kept
+from methods.speculative.blockwise import Blockwise, BlockwiseDrafter, Heads
 from methods.speculative.blockwise import states as head_states
 from methods.speculative.blockwise_training import BlockwiseLearner, BlockwiseTraining
 from methods.speculative.course import Recipe
@@ -116,8 +117,8 @@ def context_of(hidden, path=None):
 def test_the_state_of_the_last_kept_node():
     hidden = torch.arange(24.0).view(3, 4, 2)
     path = torch.tensor([[0, -1, -1], [0, 1, 3], [0, 2, -1]])
-    assert last_kept(context_of(hidden, path)).tolist() == [[0, 1], [14, 15], [20, 21]]
-    assert last_kept(context_of(hidden[:, :1])).tolist() == hidden[:, 0].tolist()
+    assert context_of(hidden, path).last_hidden.tolist() == [[0, 1], [14, 15], [20, 21]]
+    assert context_of(hidden[:, :1]).last_hidden.tolist() == hidden[:, 0].tolist()
 
 
 def test_only_words_of_the_draft_vocabulary_are_proposed(target, texts, tmp_path):
@@ -399,11 +400,11 @@ def vocabulary_beyond(folder):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda folder: (folder / CONFIG).unlink(), "cannot be read as heads"),
-        (lambda folder: (folder / CONFIG).write_text("[1]"), "cannot be read as heads"),
-        (torn, "cannot be read as heads"),
-        (without_bias, "does not hold what"),
-        (other_k, "does not hold what"),
+        (lambda folder: (folder / CONFIG).unlink(), "cannot be read as a part"),
+        (lambda folder: (folder / CONFIG).write_text("[1]"), "cannot be read as a part"),
+        (torn, "cannot be read as a part"),
+        (without_bias, "what is announced beside them is"),
+        (other_k, "what is announced beside them is"),
         (vocabulary_beyond, "draft ids"),
     ],
 )

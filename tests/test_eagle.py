@@ -15,6 +15,7 @@ from bench import contract
 from methods.autoregressive import Autoregressive
 from methods.decoder import Context, Example, Guarantee, MissingPart, Trainable, Workshop
 from methods.engine.linear import make_linear
+from methods.engine.part_files import CONFIG, WEIGHTS
 from methods.engine.sampling import Sampling
 from methods.engine.tree import Shape
 from methods.speculative import eagle, eagle_trees
@@ -22,7 +23,7 @@ from methods.speculative.answers import AnswerRecipe
 from methods.speculative.course import Recipe
 from methods.speculative.eagle import Eagle, EagleDrafter
 from methods.speculative.eagle_draft import Network, Reader
-from methods.speculative.eagle_part import CONFIG, WEIGHTS, Part
+from methods.speculative.eagle_part import Part
 from methods.speculative.eagle_training import (
     DraftModule,
     EagleLearner,
@@ -697,11 +698,11 @@ def without_config(folder):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (of_other_target, "hidden size, layers and vocabulary .* must be the same. Train"),
+        (of_other_target, "is of a model with .* must be the same. Train"),
         (without_weight, r"fc\.weight missing came; fc\.weight \(32, .* is needed\. Copy"),
         (with_more, r"fd\.weight \(3,\) came; fd\.weight none is needed\. Copy"),
-        (torn, "cannot be read as a draft network.* it must hold .* Name another folder"),
-        (without_config, "cannot be read as a draft network.* it must hold .* Name another folder"),
+        (torn, "cannot be read as a part.* it must hold .* Name another folder"),
+        (without_config, "cannot be read as a part.* it must hold .* Name another folder"),
     ],
 )
 @pytest.mark.parametrize("version", VERSIONS)

@@ -380,7 +380,7 @@ def test_exits_of_another_model_are_refused(target: CausalLM, tmp_path: Path) ->
     with pytest.raises(ValueError, match="of a model with"):
         Calm(target, GREEDY, checkpoint=str(tmp_path))
     (tmp_path / "exits.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="cannot be read as trained exits"):
+    with pytest.raises(ValueError, match="cannot be read as a part"):
         Calm(target, GREEDY, part=tmp_path)
 
 

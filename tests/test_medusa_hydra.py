@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from bench import contract
 from methods.autoregressive import Autoregressive
 from methods.decoder import Example, Guarantee, Trainable, Workshop
+from methods.engine.part_files import CONFIG, WEIGHTS
 from methods.engine.sampling import Sampling
 from methods.speculative import course, head_tree, hydra_heads, medusa
 from methods.speculative.answers import AnswerRecipe
@@ -22,7 +23,7 @@ from methods.speculative.features import Batch
 from methods.speculative.head_tree import RANKS, TREES, Tree, accuracies, best_size, search
 from methods.speculative.hydra_heads import Block, HydraDrafter, HydraHeads
 from methods.speculative.hydra_training import HydraLearner, HydraTraining
-from methods.speculative.medusa import CONFIG, WEIGHTS, Medusa, MedusaDrafter
+from methods.speculative.medusa import Medusa, MedusaDrafter
 from methods.speculative.medusa_training import Lessons, MedusaLearner, MedusaTraining
 from methods.speculative.vocabulary import DraftVocabulary
 from tests import tiny_head_trees
@@ -520,7 +521,7 @@ def test_without_heads_the_training_is_named(name, target):
 def test_heads_of_another_model_are_refused(name, target, texts, tmp_path):
     stored(name, target, texts, tmp_path)
     other = contract.tiny_target(layers=2)
-    with pytest.raises(ValueError, match=r"are of a model with .*'layers': 4.*'layers': 2.*must be the same\. Train"):
+    with pytest.raises(ValueError, match=r"is of a model with .*'layers': 4.*'layers': 2.*must be the same\. Train"):
         DECODERS[name](other, Sampling(), part=tmp_path)
 
 
@@ -531,10 +532,10 @@ def test_damaged_files_are_refused(name, target, texts, tmp_path):
     key = next(key for key in tensors if key.endswith("weight"))
     for changed in ({key: tensors[key][:1].contiguous()}, {"more": torch.ones(1)}, {"ranks": tensors["ranks"][:, :2]}):
         save_file({name: t.contiguous() for name, t in (tensors | changed).items()}, tmp_path / WEIGHTS)
-        with pytest.raises(ValueError, match=rf"holds .*{next(iter(changed))}.* announces .*Copy both files again"):
+        with pytest.raises(ValueError, match=rf"The weights in .*{next(iter(changed))}.* announced .*Copy both files again"):
             DECODERS[name](target, Sampling(), part=tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="cannot be read as heads .* must hold config.json .*Name another folder"):
+    with pytest.raises(ValueError, match="cannot be read as a part .* must hold config.json .*Name another folder"):
         DECODERS[name](target, Sampling(), checkpoint=str(tmp_path))
 
 

@@ -13,7 +13,7 @@ from bench import contract
 from methods.decoder import ABSENT, Context
 from methods.engine import tree
 from methods.engine.lm import Output
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.tree import Shape
 from methods.speculative.suffix import SuffixAutomaton, SuffixDecoding, SuffixDrafter
 from methods.speculative.token_recycling import (
@@ -21,7 +21,6 @@ from methods.speculative.token_recycling import (
     CandidateMatrix,
     RecyclingDrafter,
     TokenRecycling,
-    top_candidates,
 )
 from tests.host_reads import no_host_reads
 

@@ -17,24 +17,23 @@ depths). Depths are counted in layers that have run: depth 1 is behind the first
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from methods.decoder import MissingPart
 from methods.engine.linear import Linear, make_linear
 from methods.engine.lm import CausalLM
+from methods.engine.part_files import read_part, require_shapes, require_target, target_sizes, write_part
 
 Head = Literal["trained", "lens"]
 
-WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
+NAMES = "exits.safetensors", "exits.json"  # a part may hold other files beside these
 _EVERY = 4
 
 
@@ -61,9 +60,8 @@ class Exits:
             tensors |= {f"translator.{depth}.weight": weight, f"translator.{depth}.bias": bias}
         if self.classifier is not None:
             tensors |= {"classifier.weight": self.classifier[0], "classifier.bias": self.classifier[1]}
-        save_file({key: t.detach().float().cpu().contiguous() for key, t in tensors.items()}, folder / WEIGHTS)
-        config = {"depths": self.depths, "translators": bool(self.translators)} | _sizes(target) | {"facts": self.facts}
-        (folder / CONFIG).write_text(json.dumps(config) + "\n", encoding="utf-8")
+        config = {"depths": self.depths} | target_sizes(target)
+        write_part(folder, tensors, config | {"facts": self.facts}, torch.float32, NAMES)
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Exits:
@@ -72,28 +70,35 @@ class Exits:
         Raises:
             ValueError: files are missing or damaged, or belong to another target.
         """
-        try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            tensors = {key: tensor.to(target.device) for key, tensor in load_file(folder / WEIGHTS).items()}
-            depths = tuple(int(depth) for depth in config["depths"])
-            translators = {
-                depth: (tensors[f"translator.{depth}.weight"], tensors[f"translator.{depth}.bias"])
-                for depth in (depths if config["translators"] else ())
-            }
-            sizes = {key: config[key] for key in _sizes(target)}
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ValueError(
-                f"{folder} cannot be read as trained exits ({type(error).__name__}: {error}); a folder with {WEIGHTS} "
-                f"and {CONFIG} is needed. Name another, or make one: python -m bench.train method=NAME model=MODEL."
-            ) from None
-        if sizes != _sizes(target):
-            raise ValueError(
-                f"The exits in {folder} are of a model with {sizes}, {target.name} has {_sizes(target)}; both must be "
-                "the same. Make new ones: python -m bench.train method=NAME model=MODEL force=true."
-            )
+        (depths, sizes, facts), tensors = read_part(folder, "NAME", _announced, NAMES)
+        require_target(folder, "NAME", sizes, target)
+        require_shapes(folder, tensors, _shapes(depths, tensors, target.hidden_size))
+        tensors = {key: tensor.to(target.device) for key, tensor in tensors.items()}
+        translators = {
+            depth: (tensors[f"translator.{depth}.weight"], tensors[f"translator.{depth}.bias"])
+            for depth in depths
+            if f"translator.{depth}.weight" in tensors
+        }
         classifier = tensors.get("classifier.weight"), tensors.get("classifier.bias")
         known = None if classifier[0] is None or classifier[1] is None else (classifier[0], classifier[1])
-        return cls(depths, translators, known, config.get("facts", {}))
+        return cls(depths, translators, known, facts)
+
+
+def _announced(config: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, int], dict[str, Any]]:
+    """Depths, sizes of the target, facts."""
+    sizes = {key: int(config[key]) for key in ("hidden_size", "layers", "vocab_size")}
+    return tuple(int(depth) for depth in config["depths"]), sizes, dict(config.get("facts", {}))
+
+
+def _shapes(depths: Sequence[int], tensors: Collection[str], width: int) -> dict[str, tuple[int, ...]]:
+    """Of a translator for each depth or none, and of a classifier if any."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if any(key.startswith("translator.") for key in tensors):
+        for depth in depths:
+            shapes |= {f"translator.{depth}.weight": (width, width), f"translator.{depth}.bias": (width,)}
+    if any(key.startswith("classifier.") for key in tensors):
+        shapes |= {"classifier.weight": (width,), "classifier.bias": ()}
+    return shapes
 
 
 @runtime_checkable
@@ -157,7 +162,7 @@ def find_exits(target: CausalLM, checkpoint: str | Path | None, part: Path | Non
         ValueError: see ``Exits.load``; the user's own folder is none.
     """
     folder = Path(checkpoint).expanduser() if checkpoint is not None else part
-    if folder is None or (checkpoint is None and not (folder / CONFIG).exists()):
+    if folder is None or (checkpoint is None and not (folder / NAMES[1]).exists()):
         return None
     return Exits.load(folder, target)
 
@@ -206,7 +211,3 @@ def require_depths(depths: Sequence[int], target: CausalLM, reader: Reader, name
             f"{name}={list(depths)} came; the trained exits are behind {list(known)} layers. Choose among them, or "
             "train others: python -m bench.train method=NAME model=MODEL train.exits=[..] force=true."
         )
-
-
-def _sizes(target: CausalLM) -> dict[str, int]:
-    return {"hidden_size": target.hidden_size, "layers": target.n_layers, "vocab_size": target.vocab_size}

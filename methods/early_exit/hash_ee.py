@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.decoder import Guarantee, MissingPart
-from methods.early_exit.exits import CONFIG, Head, find_exits, find_reader, require_depths
+from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, Look
 from methods.engine.cache import Cache
@@ -169,4 +169,4 @@ def _exits_beside(checkpoint: str | Path | None, part: Path | None) -> tuple[Pat
     if checkpoint is None:
         return None, part
     folder = Path(checkpoint).expanduser()
-    return (folder if (folder / CONFIG).exists() else None), None
+    return (folder if (folder / NAMES[1]).exists() else None), None

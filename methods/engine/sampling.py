@@ -74,6 +74,19 @@ def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
     return block * _BLOCK + inside[..., 0, :].argmax(-1)
 
 
+def top_candidates(logits: Float[Tensor, "*batch V"], k: int) -> Int[Tensor, "*batch k"]:
+    """Ids of the k largest logits, largest first. They lie in the k blocks with the largest maxima."""
+    vocab = logits.shape[-1]
+    if vocab <= k * _BLOCK:
+        return logits.topk(k).indices
+    padding = -vocab % _BLOCK
+    padded = F.pad(logits, (0, padding), value=-torch.inf) if padding else logits
+    blocks = padded.unflatten(-1, (-1, _BLOCK))
+    best = blocks.amax(-1).topk(k).indices
+    places = blocks.gather(-2, best[..., None].expand(*best.shape, _BLOCK)).flatten(-2).topk(k).indices
+    return best.gather(-1, places // _BLOCK) * _BLOCK + places % _BLOCK
+
+
 def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:
     """One categorical draw per row of non-negative weights, which need not sum to 1.
 

@@ -23,28 +23,24 @@ Command: ``python -m bench method=blockwise dataset=mtbench``
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from methods.decoder import Context, Draft, MissingPart, Rule
+from methods.decoder import Context, Draft, Rule
 from methods.engine.linear import make_linear
 from methods.engine.lm import CausalLM
+from methods.engine.part_files import own_folder, read_part, require_shapes, require_target, write_part
 from methods.engine.sampling import Sampling, argmax
-from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.heads import HeadsDecoder
 from methods.speculative.verify import Distance, MinimumBlock, RelaxedRule, TopK, default_rule
 from methods.speculative.vocabulary import DraftVocabulary
 
-WEIGHTS, CONFIG = "head.safetensors", "config.json"
-_TRAIN = "python -m bench.train method=blockwise model=MODEL"
 _KEYS = ("first.weight", "first.bias", "second.weight", "second.bias", "vocabulary")
 
 Criterion = Literal["exact", "top_k", "distance"]
@@ -67,6 +63,11 @@ class Shape:
     layers: int
     vocab_size: int
 
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Shape:
+        """As ``config.json`` has it."""
+        return cls(**{key: int(value) for key, value in found.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -86,11 +87,8 @@ class Heads:
 
     def save(self, folder: Path) -> None:
         """Write them into a folder, as ``load`` reads it; the weights in 16 bit."""
-        weights = (*self.first, *self.second)
-        tensors = {key: w.to("cpu", torch.bfloat16) for key, w in zip(_KEYS, weights, strict=False)}
-        tensors["vocabulary"] = self.vocabulary.ids.to("cpu", torch.int32)
-        (folder / WEIGHTS).write_bytes(save({key: tensor.contiguous() for key, tensor in tensors.items()}))
-        (folder / CONFIG).write_text(json.dumps(asdict(self.shape)) + "\n", encoding="utf-8")
+        tensors = dict(zip(_KEYS, (*self.first, *self.second, self.vocabulary.ids.to(torch.int32)), strict=True))
+        write_part(folder, tensors, asdict(self.shape))
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Heads:
@@ -99,9 +97,12 @@ class Heads:
         Raises:
             ValueError: files are missing or damaged, or belong to another target.
         """
-        shape, tensors = _read(folder)
-        _require_fit(folder, shape, target)
-        _require_shapes(folder, shape, tensors)
+        shape, tensors = read_part(
+            folder, "blockwise", lambda found: Shape(**{key: int(n) for key, n in found.items()})
+        )
+        theirs = {"hidden_size": shape.hidden_size, "layers": shape.layers, "vocab_size": shape.vocab_size}
+        require_target(folder, "blockwise", theirs, target)
+        require_shapes(folder, tensors, _tensor_shapes(shape, tensors))
         first, first_bias, second, second_bias = (tensors[key].to(target.device, target.dtype) for key in _KEYS[:4])
         vocabulary = DraftVocabulary(tensors["vocabulary"].long().to(target.device), target.vocab_size)
         return cls(shape, (first, first_bias), (second, second_bias), vocabulary)
@@ -139,23 +140,13 @@ class BlockwiseDrafter:
         """Nothing is kept between rounds."""
 
     def propose(self, context: Context) -> Draft:
-        rows = last_kept(context)
+        rows = context.last_hidden
         proposed = states(rows, self._first, self._second)
         best = argmax(self._output(proposed.flatten(0, 1))).view(len(rows), self.nodes)
         return Draft.chain(self._vocabulary.tokens(best), passes=1)
 
 
-def last_kept(context: Context) -> Float[Tensor, "B D"]:
-    """The target's hidden state that the root was chosen from: behind the last kept node of the last pass."""
-    hidden = context.output.hidden
-    if context.path is None:  # after the prefill: the end of the prompt, and nothing else without taps
-        return hidden[:, -1]
-    last = (context.path >= 0).sum(1, keepdim=True) - 1
-    node = context.path.gather(1, last)
-    return hidden.gather(1, node[:, :, None].expand(-1, -1, hidden.shape[2]))[:, 0]
-
-
-class Blockwise(SpeculativeDecoder):
+class Blockwise(HeadsDecoder):
     """Blockwise parallel decoding.
 
     Args:
@@ -188,14 +179,12 @@ class Blockwise(SpeculativeDecoder):
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
-        heads = Heads.load(_folder(checkpoint, part), target)
+        folder = own_folder("blockwise", "heads", checkpoint, part, published=False)
+        assert folder is not None, "there is one format"
+        heads = Heads.load(folder, target)
         k = _block(k, heads.shape.k, minimum_block)
-        self._drafter = BlockwiseDrafter(target, heads, k - 1)
-        super().__init__(target, sampling, self._drafter, _rule(sampling, criterion, top, epsilon, minimum_block))
-
-    def own_bytes(self) -> dict[str, int | None]:
-        """Memory beside the target's: the heads, and the rows of its output matrix that they use."""
-        return dict(self._drafter.nbytes)
+        drafter = BlockwiseDrafter(target, heads, k - 1)
+        super().__init__(target, sampling, drafter, _rule(sampling, criterion, top, epsilon, minimum_block))
 
 
 def _rule(sampling: Sampling, criterion: Criterion, top: int, epsilon: int, minimum_block: int) -> Rule:
@@ -221,53 +210,13 @@ def _block(k: int | None, trained: int, minimum_block: int) -> int:
     return wanted
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def _folder(checkpoint: str | Path | None, part: Path | None) -> Path:
-    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
-    if folder is None:
-        raise MissingPart(
-            "blockwise has no heads for this model; it needs them to draft with. Train them: "
-            f"{_TRAIN}; or name yours: method.checkpoint=FOLDER. No heads of this kind were published."
-        )
-    return folder
-
-
-def _read(folder: Path) -> tuple[Shape, dict[str, Tensor]]:
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        shape = Shape(**{key: int(value) for key, value in found.items()})
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            return shape, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no mapping
-    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder} cannot be read as heads of method=blockwise ({error}); it must hold {CONFIG} and {WEIGHTS} as "
-            f"their training leaves them. Name another folder, or train them: {_TRAIN}."
-        ) from error
-
-
-def _require_fit(folder: Path, shape: Shape, target: CausalLM) -> None:
-    theirs = (shape.hidden_size, shape.layers, shape.vocab_size)
-    ours = (target.hidden_size, target.n_layers, target.vocab_size)
-    if theirs != ours:
-        raise ValueError(
-            f"The heads in {folder} are of a model with hidden size, layers and vocabulary {theirs}; {target.name} has "
-            f"{ours}, and all must be the same. Train heads for this model: {_TRAIN}."
-        )
-
-
-def _require_shapes(folder: Path, shape: Shape, tensors: dict[str, Tensor]) -> None:
+def _tensor_shapes(shape: Shape, tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """What heads of this shape hold; any number of tokens to propose from."""
     outputs = (shape.k - 1) * shape.hidden_size
-    wanted: dict[str, tuple[int, ...]] = {
+    return {
         "first.weight": (shape.hidden, shape.hidden_size),
         "first.bias": (shape.hidden,),
         "second.weight": (outputs, shape.hidden),
         "second.bias": (outputs,),
+        "vocabulary": (tensors["vocabulary"].numel() if "vocabulary" in tensors else 0,),
     }
-    found = {key: tuple(tensor.shape) for key, tensor in tensors.items() if key != "vocabulary"}
-    if found != wanted or set(tensors) != set(_KEYS) or tensors["vocabulary"].dim() != 1:
-        raise ValueError(
-            f"{folder / WEIGHTS} does not hold what {CONFIG} announces: {found} came, {wanted} and a vocabulary are "
-            f"needed. Copy both again, or train the heads: {_TRAIN}."
-        )

@@ -11,7 +11,6 @@ Command: ``python -m bench.train method=blockwise model=smollm2``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,7 +23,7 @@ from methods.engine.lm import CausalLM
 from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe
 from methods.speculative.blockwise import Heads, Shape, states
 from methods.speculative.course import Learner, Recipe, discard, teach
-from methods.speculative.features import Batch, FeatureForm, Features, features
+from methods.speculative.features import Batch, FeatureForm, features
 from methods.speculative.vocabulary import DraftVocabulary
 
 HeadsPerStep = Literal["all", "one"]
@@ -156,28 +155,17 @@ class BlockwiseTraining:
         """See ``methods.decoder.Trainable``."""
         target = workshop.target
         found = features(workshop, (), self.answers, self.features)
-        vocabulary = self._vocabulary(found, target)
+        vocabulary = found.vocabulary(self.vocabulary, target)
         torch.manual_seed(workshop.seed)
         hidden = self.hidden or (self.k - 1) * target.hidden_size
         learner = BlockwiseLearner(target, vocabulary, self.k, hidden, self.heads_per_step)
         facts = teach(learner, found, self.recipe, workshop)
         learner.heads().save(workshop.folder)
         discard(workshop.folder)
-        covered = vocabulary.of(_answer_tokens(found, found.held_out).to(target.device)) >= 0
         return facts | {
             "draft_vocabulary": len(vocabulary),
-            "held_out_coverage": round(float(covered.float().mean()), 4),
+            "held_out_coverage": found.coverage(vocabulary),
         }
-
-    def _vocabulary(self, found: Features, target: CausalLM) -> DraftVocabulary:
-        """What the target writes most often in the dialogues to learn from."""
-        tokens = _answer_tokens(found, found.train or found.held_out)
-        frequent = DraftVocabulary.frequent(tokens, self.vocabulary, target.vocab_size, target.eos_ids)
-        return frequent.to(target.device)
-
-
-def _answer_tokens(found: Features, rows: Sequence[int]) -> Int[Tensor, "T"]:
-    return torch.tensor([token for row in rows for token in found.answers.rows[row].answer])
 
 
 def _cross_entropy(logits: Float[Tensor, "R v"], wanted: Int[Tensor, "R"]) -> Float[Tensor, ""]:

@@ -30,14 +30,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft, MissingPart
+from methods.decoder import Context, Draft
 from methods.engine.lm import CausalLM
+from methods.engine.part_files import own_folder
 from methods.engine.sampling import Sampling
 from methods.engine.tree import Shape
 from methods.speculative.eagle_draft import Network, Reader
-from methods.speculative.eagle_part import TRAIN, WEIGHTS, Part, of_published
+from methods.speculative.eagle_part import TRAIN, Part, of_published
 from methods.speculative.eagle_trees import TREES, Chain, Dynamic, Growth, Static
-from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.heads import HeadsDecoder
 from methods.speculative.verify import default_rule
 
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
@@ -48,6 +49,7 @@ class EagleDrafter:
 
     def __init__(self, network: Network, growth: Growth, last_layer: int) -> None:
         self.network, self.growth, self.nodes = network, growth, growth.nodes
+        self.nbytes = network.nbytes
         # Behind a prefill the states of all positions are there only if some layer is tapped.
         self.taps: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
@@ -86,7 +88,7 @@ def _kept(states: Float[Tensor, "B P D"], rows: Int[Tensor, "B W"] | None, width
     return states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[2]))
 
 
-class Eagle(SpeculativeDecoder):
+class Eagle(HeadsDecoder):
     """EAGLE 1, 2 and 3.
 
     Args:
@@ -125,19 +127,14 @@ class Eagle(SpeculativeDecoder):
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
-        found = _part(checkpoint, part, target)
+        folder = own_folder("eagle", "draft network", checkpoint, part)
+        found = _part(folder, checkpoint, target)
         _require_version(version, found.spec.version)
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
         growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
-        self._network = Network(target, found)
-        drafter = EagleDrafter(self._network, growth, target.n_layers - 1)
-        super().__init__(
-            target, sampling, drafter, default_rule(sampling, "chain" if kind == "chain" else "tree", draw)
-        )
-
-    def own_bytes(self) -> dict[str, int | None]:
-        """Memory beside the target's: the draft network, and its output matrix where it is no view of the target's."""
-        return dict(self._network.nbytes)
+        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1)
+        rule = default_rule(sampling, "chain" if kind == "chain" else "tree", draw)
+        super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
 
 
 def _growth(
@@ -192,18 +189,10 @@ def _require_version(wanted: int, found: int) -> None:
         )
 
 
-def _part(checkpoint: str | Path | None, part: Path | None, target: CausalLM) -> Part:
-    """The user's own network, in our format or a published one, else the prepared one."""
-    if checkpoint is None:
-        if part is None:
-            raise MissingPart(
-                "eagle has no draft network for this model; it needs one to draft with. Train it: "
-                f"{TRAIN}; or name yours, or a published one: method.checkpoint=FOLDER_OR_HUB_ID."
-            )
-        return Part.load(part, target)
-    folder = Path(checkpoint).expanduser()
-    if (folder / WEIGHTS).is_file():
+def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM) -> Part:
+    """A network in our format from its folder, else the user's in a published one."""
+    if folder is not None:
         return Part.load(folder, target)
     from methods.speculative import published
 
-    return of_published(published.read(checkpoint, target), str(checkpoint), target)
+    return of_published(published.read(str(checkpoint), target), str(checkpoint), target)

@@ -6,7 +6,6 @@ was trained along, its output matrix: neither is in the file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,18 +13,16 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from methods.engine.families import PROVEN_ROPE
 from methods.engine.lm import CausalLM, RotaryTable
+from methods.engine.part_files import read_part, require_target, training_command, write_part
 from methods.speculative.vocabulary import DraftVocabulary
 
-WEIGHTS, CONFIG = "head.safetensors", "config.json"
-TRAIN = "python -m bench.train method=eagle model=MODEL"
+TRAIN = training_command("eagle")
 VOCABULARY = "d2t"  # the authors' name: what to add to a place to get its id
 _OF_LLAMA = (  # of a published configuration, what a network's layer depends on
     "hidden_size",
@@ -140,11 +137,9 @@ class Part:
 
     def save(self, folder: Path) -> None:
         """Write it into a folder, as ``load`` reads it; the weights in 16 bit."""
-        tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in self.tensors.items()}
         ids = self.vocabulary.ids.cpu()
-        tensors[VOCABULARY] = ids - torch.arange(len(ids))
-        (folder / WEIGHTS).write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-        (folder / CONFIG).write_text(json.dumps(asdict(self.spec)) + "\n", encoding="utf-8")
+        offsets = ids - torch.arange(len(ids))
+        write_part(folder, {**self.tensors, VOCABULARY: offsets}, asdict(self.spec))
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Part:
@@ -153,14 +148,9 @@ class Part:
         Raises:
             ValueError: files are missing or damaged, or belong to another target.
         """
-        spec, tensors = _read(folder)
-        theirs = (spec.hidden_size, spec.layers, spec.vocab_size)
-        ours = (target.hidden_size, target.n_layers, target.vocab_size)
-        if theirs != ours:
-            raise ValueError(
-                f"The draft network in {folder} is of a model with hidden size, layers and vocabulary {theirs}; "
-                f"{target.name} has {ours}, and all must be the same. Train one for this model: {TRAIN}."
-            )
+        spec, tensors = read_part(folder, "eagle", lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
+        theirs = {"hidden_size": spec.hidden_size, "layers": spec.layers, "vocab_size": spec.vocab_size}
+        require_target(folder, "eagle", theirs, target)
         offsets = tensors.pop(VOCABULARY, None)
         vocabulary = vocabulary_of(offsets, target.vocab_size)
         part = cls(spec, tensors, vocabulary)
@@ -191,19 +181,6 @@ def vocabulary_of(offsets: Int[Tensor, "n"] | None, vocab_size: int) -> DraftVoc
     if offsets is None:
         return DraftVocabulary.all(vocab_size)
     return DraftVocabulary(torch.arange(len(offsets)) + offsets.long().cpu(), vocab_size)
-
-
-def _read(folder: Path) -> tuple[Spec, dict[str, Tensor]]:
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        spec = Spec(**{**found, "taps": tuple(found["taps"])})
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            return spec, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no mapping
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder} cannot be read as a draft network of method=eagle ({error}); it must hold {CONFIG} and "
-            f"{WEIGHTS} as their training leaves them. Name another folder, or train one: {TRAIN}."
-        ) from error
 
 
 def of_published(found: object, where: str, target: CausalLM) -> Part:

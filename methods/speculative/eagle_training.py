@@ -34,7 +34,7 @@ from methods.engine.lm import CausalLM
 from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe
 from methods.speculative.course import Learner, Recipe, discard, teach
 from methods.speculative.eagle_part import Part, Spec
-from methods.speculative.features import Batch, FeatureForm, Features, features
+from methods.speculative.features import Batch, FeatureForm, features
 from methods.speculative.vocabulary import DraftVocabulary
 
 Output = Literal["shared", "own"]
@@ -554,25 +554,14 @@ class EagleTraining:
         target = workshop.target
         spec = spec_of(target, self.version, self.taps)
         found = features(workshop, spec.taps, self.answers, self.features)
-        vocabulary = self._vocabulary(found, target)
+        vocabulary = found.vocabulary(self.vocabulary, target)
         torch.manual_seed(workshop.seed)
         learner = EagleLearner(target, spec, vocabulary, self.unroll, self.output, self.noise, self.classification)
         facts = teach(learner, found, self.recipe, workshop)
         learner.part().save(workshop.folder)
         discard(workshop.folder)
-        covered = vocabulary.of(_answer_tokens(found, found.held_out).to(target.device)) >= 0
         return facts | {
             "version": self.version,
             "draft_vocabulary": len(vocabulary),
-            "held_out_coverage": round(float(covered.float().mean()), 4),
+            "held_out_coverage": found.coverage(vocabulary),
         }
-
-    def _vocabulary(self, found: Features, target: CausalLM) -> DraftVocabulary:
-        """What the target writes most often in the dialogues to learn from."""
-        tokens = _answer_tokens(found, found.train or found.held_out)
-        frequent = DraftVocabulary.frequent(tokens, self.vocabulary, target.vocab_size, target.eos_ids)
-        return frequent.to(target.device)
-
-
-def _answer_tokens(found: Features, rows: Sequence[int]) -> Int[Tensor, "T"]:
-    return torch.tensor([token for row in rows for token in found.answers.rows[row].answer])

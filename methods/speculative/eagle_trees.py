@@ -15,10 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.decoder import Context, Draft
-from methods.engine.sampling import Sampling, argmax
+from methods.engine.sampling import Sampling, argmax, top_candidates
 from methods.engine.tree import Shape
 from methods.speculative.eagle_draft import Network, Reader
-from methods.speculative.token_recycling import top_candidates
 
 TREES: dict[str, list[list[int]]] = {
     # 25 nodes, 4 + 8 + 8 + 3 + 2 on five levels: the tree in the authors' code for version 1.

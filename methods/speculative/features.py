@@ -24,6 +24,7 @@ from methods.decoder import Example, Workshop
 from methods.engine.lm import CausalLM
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.speculative.answers import AnswerRecipe, Answers, alone, own_answers
+from methods.speculative.vocabulary import DraftVocabulary
 
 FeatureForm = Literal["cached", "live"]
 _HELD_OUT = 20  # every twentieth dialogue is held out
@@ -93,6 +94,20 @@ class Features:
     def batch(self, rows: Sequence[int], dtype: torch.dtype = torch.float32) -> Batch:
         """Some dialogues, on the target's device."""
         raise NotImplementedError
+
+    def answer_tokens(self, rows: Sequence[int]) -> Int[Tensor, "T"]:
+        """The ids of some answers, one behind the other."""
+        return torch.tensor([token for row in rows for token in self.answers.rows[row].answer], dtype=torch.long)
+
+    def vocabulary(self, most: int, target: CausalLM) -> DraftVocabulary:
+        """What the target writes most often in the dialogues to learn from, on its device."""
+        tokens = self.answer_tokens(self.train or self.held_out)
+        return DraftVocabulary.frequent(tokens, most, target.vocab_size, target.eos_ids).to(target.device)
+
+    def coverage(self, vocabulary: DraftVocabulary) -> float:
+        """Share of the tokens of held-out answers that can be proposed."""
+        tokens = self.answer_tokens(self.held_out).to(vocabulary.ids.device)
+        return round(float((vocabulary.of(tokens) >= 0).float().mean()), 4)
 
     def _texts(self, rows: Sequence[int], device: torch.device) -> tuple[Tensor, list[int], list[int]]:
         """Ids, tokens of the prompts, tokens in all."""

@@ -36,11 +36,11 @@ from torch import Tensor
 from methods.decoder import Context, Draft
 from methods.engine.linear import Linear, make_linear
 from methods.engine.lm import CausalLM
-from methods.engine.sampling import Sampling
+from methods.engine.part_files import own_folder
+from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.tree import Shape
-from methods.speculative.blockwise import last_kept
 from methods.speculative.head_tree import Costs, Tree
-from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.heads import HeadsDecoder
 from methods.speculative.medusa import (
     CPU_COSTS,
     MEASURED,
@@ -48,15 +48,13 @@ from methods.speculative.medusa import (
     Layout,
     choose_tree,
     output_products,
-    own_folder,
-    read_part,
-    require_shapes,
+    read_heads,
+    require_heads,
     rule_of,
-    save_part,
+    save_heads,
     vocabulary_of,
 )
-from methods.speculative.published import HydraWeights, check_plausible, read
-from methods.speculative.token_recycling import top_candidates
+from methods.speculative.published import HydraWeights, read
 from methods.speculative.vocabulary import DraftVocabulary
 
 
@@ -98,7 +96,7 @@ class Heads:
         for key, (head, block, name) in _keys(len(self.blocks), len(self.blocks[0])).items():
             tensors[key] = getattr(self.blocks[head][block], name)
         sizes = {"heads": len(self.blocks), "blocks": len(self.blocks[0])}
-        save_part(folder, target, tensors, self.vocabulary, self.ranks, sizes | facts)
+        save_heads(folder, target, tensors, self.vocabulary, self.ranks, sizes | facts)
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Heads:
@@ -107,11 +105,11 @@ class Heads:
         Raises:
             ValueError: files are missing or damaged, or belong to another target.
         """
-        config, tensors = read_part(folder, "hydra_heads", target)
-        keys, width = _keys(config["heads"], config["blocks"]), target.hidden_size
+        count, layers, tensors = read_heads(folder, "hydra_heads", target)
+        keys, width = _keys(count, layers), target.hidden_size
         shapes = {key: _shape(head, block, name, width) for key, (head, block, name) in keys.items()}
-        require_shapes(folder, tensors, shapes, config["heads"])
-        blocks: list[list[dict[str, Tensor]]] = [[{} for _ in range(config["blocks"])] for _ in range(config["heads"])]
+        require_heads(folder, tensors, shapes, count)
+        blocks: list[list[dict[str, Tensor]]] = [[{} for _ in range(layers)] for _ in range(count)]
         for key, (head, block, name) in keys.items():
             blocks[head][block][name] = tensors[key].to(target.device, target.dtype)
         heads = [[Block(**block) for block in head] for head in blocks]
@@ -231,7 +229,7 @@ class HydraDrafter:
         """Nothing is kept between rounds."""
 
     def propose(self, context: Context) -> Draft:
-        state = last_kept(context)
+        state = context.last_hidden
         inputs = torch.cat([state, self._target.embed(context.root)], 1)[:, None]  # what the path to each node says
         drafted = []
         for number, level in enumerate(self._levels):
@@ -249,7 +247,7 @@ class HydraDrafter:
         return self._vocabulary.tokens(top_candidates(logits.view(*inputs.shape[:2], -1), width))
 
 
-class HydraHeads(SpeculativeDecoder):
+class HydraHeads(HeadsDecoder):
     """Hydra heads with a static tree.
 
     Args:
@@ -279,18 +277,10 @@ class HydraHeads(SpeculativeDecoder):
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
-        folder = own_folder(checkpoint, part, "hydra_heads")
+        folder = own_folder("hydra_heads", "heads", checkpoint, part)
         heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
-        self._published = str(checkpoint) if folder is None else None
         limits = len(heads.blocks), len(heads.vocabulary)
         self.tree = choose_tree(tree, nodes, heads.ranks, limits, costs, draft_cost, level_cost)
-        self._drafter = HydraDrafter(target, heads, self.tree)
-        super().__init__(target, sampling, self._drafter, rule_of(acceptance, sampling, epsilon, delta))
-
-    def own_bytes(self) -> dict[str, int | None]:
-        """Memory beside the target's: the heads, and the rows of its output matrix that they use."""
-        return dict(self._drafter.nbytes)
-
-    def doubt(self, acceptance: Sequence[Sequence[float]]) -> str | None:
-        """A warning where published heads draft implausibly badly."""
-        return check_plausible(self._published, acceptance) if self._published else None
+        drafter = HydraDrafter(target, heads, self.tree)
+        rule = rule_of(acceptance, sampling, epsilon, delta)
+        super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)

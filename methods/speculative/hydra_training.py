@@ -15,27 +15,17 @@ Command: ``python -m bench.train method=hydra_heads model=smollm2``
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from methods.decoder import Workshop
 from methods.engine.lm import CausalLM
-from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe
-from methods.speculative.course import Recipe, discard, teach
-from methods.speculative.features import FeatureForm, Features, features
+from methods.speculative.features import Features
 from methods.speculative.hydra_heads import Block, Heads
-from methods.speculative.medusa_training import (
-    HeadsLearner,
-    Labels,
-    Lessons,
-    check_sizes,
-    draft_vocabulary,
-    measure,
-)
+from methods.speculative.medusa_training import HeadsLearner, HeadsTraining, Labels, Lessons
 from methods.speculative.vocabulary import DraftVocabulary
 
 _SCALE_ROWS = 8  # dialogues of which the scale of the states is taken
@@ -114,55 +104,15 @@ class HydraLearner(HeadsLearner):
         return Heads(blocks, self.vocabulary, None, ranks)
 
 
-class HydraTraining:
-    """Trains the heads of Hydra.
-
-    Args:
-        heads: P; head i proposes the token i + 1 places behind the root, and has 2 (i + 2) D^2 weights and more.
-        blocks: layers of each.
-        vocabulary: most tokens that the heads choose among.
-        labels: ``soft``, the target's distributions, or ``hard``, its answers.
-        decay: weight of a head's loss over that of the head before.
-        answers: of the target, to learn from; None: the defaults.
-        features: read the target's states from files, or compute them for each batch.
-        recipe: of the training; None: the defaults.
-
-    Raises:
-        ValueError: a number out of range.
-    """
+class HydraTraining(HeadsTraining):
+    """Trains the heads of Hydra, of which head i has 2 (i + 2) D^2 weights and more."""
 
     prepares: ClassVar[str] = "heads that each propose a token from those before it, and the tree that suits them"
-    takes: ClassVar[str] = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
-    corpus: ClassVar[str] = HEADS_CORPUS
+    paper_labels: ClassVar[Labels] = "soft"
 
-    def __init__(
-        self,
-        heads: int = 4,
-        blocks: int = 1,
-        vocabulary: int = 8192,
-        labels: Labels = "soft",
-        decay: float = 1.0,
-        answers: AnswerRecipe | None = None,
-        features: FeatureForm = "cached",
-        recipe: Recipe | None = None,
-    ) -> None:
-        check_sizes(heads, blocks, vocabulary, decay)
-        self.heads, self.blocks, self.vocabulary = heads, blocks, vocabulary
-        self.labels, self.decay = labels, decay
-        self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
-
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
-        target = workshop.target
-        found = features(workshop, (), self.answers, self.features)
-        vocabulary = draft_vocabulary(found, self.vocabulary, target)
+    def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> HydraLearner:
         scale = embedding_scale(found, vocabulary, target)
-        learner = HydraLearner(target, vocabulary, self.heads, self.blocks, self.labels, self.decay, scale)
-        facts = teach(learner, found, self.recipe, workshop)
-        ranks, measured = measure(learner, found, self.recipe.batch_size)
-        learner.trained(ranks).save(workshop.folder, target, measured)
-        discard(workshop.folder)
-        return facts | measured | {"draft_vocabulary": len(vocabulary), "embedding_scale": round(scale, 4)}
+        return HydraLearner(target, vocabulary, self.heads, self.blocks, self.labels, self.decay, scale)
 
 
 def embedding_scale(found: Features, vocabulary: DraftVocabulary, target: CausalLM) -> float:

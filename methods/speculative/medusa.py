@@ -23,7 +23,6 @@ Command: ``python -m bench method=medusa dataset=mtbench``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,25 +31,21 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from methods.decoder import Context, Draft, MissingPart, Rule
+from methods.decoder import Context, Draft, Rule
 from methods.engine.linear import Linear, make_linear
 from methods.engine.lm import CausalLM
-from methods.engine.sampling import Sampling
+from methods.engine.part_files import own_folder, read_part, require_shapes, require_target, target_sizes, write_part
+from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.tree import Shape
 from methods.speculative import head_tree
-from methods.speculative.blockwise import last_kept
 from methods.speculative.head_tree import TREES, Costs, Tree
-from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.published import MedusaWeights, check_plausible, read
-from methods.speculative.token_recycling import top_candidates
+from methods.speculative.heads import HeadsDecoder
+from methods.speculative.published import MedusaWeights, read
 from methods.speculative.verify import Typical, default_rule
 from methods.speculative.vocabulary import DraftVocabulary
 
-WEIGHTS, CONFIG = "head.safetensors", "config.json"
 MEASURED = "measured"
 
 Acceptance = Literal["exact", "typical"]
@@ -84,7 +79,7 @@ class Heads:
             "blocks.bias": torch.stack([torch.stack([bias for _, bias in head]) for head in self.blocks]),
         }
         sizes = {"heads": len(self.blocks), "blocks": len(self.blocks[0])}
-        save_part(folder, target, tensors, self.vocabulary, self.ranks, sizes | facts)
+        save_heads(folder, target, tensors, self.vocabulary, self.ranks, sizes | facts)
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Heads:
@@ -93,10 +88,10 @@ class Heads:
         Raises:
             ValueError: files are missing or damaged, or belong to another target.
         """
-        config, tensors = read_part(folder, "medusa", target)
-        count, width = (config["heads"], config["blocks"]), target.hidden_size
-        shapes = {"blocks.weight": (*count, width, width), "blocks.bias": (*count, width)}
-        require_shapes(folder, tensors, shapes, config["heads"])
+        count, layers, tensors = read_heads(folder, "medusa", target)
+        width = target.hidden_size
+        shapes = {"blocks.weight": (count, layers, width, width), "blocks.bias": (count, layers, width)}
+        require_heads(folder, tensors, shapes, count)
         weight, bias = (tensors[key].to(target.device, target.dtype) for key in ("blocks.weight", "blocks.bias"))
         blocks = [list(zip(*head, strict=True)) for head in zip(weight, bias, strict=True)]
         return cls(blocks, vocabulary_of(tensors, target), None, tensors["ranks"].long())
@@ -162,6 +157,7 @@ class MedusaDrafter:
         shape = tree.shape()
         self.model = MedusaModel(target, heads, tree.levels)
         self.nodes, self._width = len(shape.parents), tree.width
+        self.nbytes = self.model.nbytes
         self._layout = Layout(shape, target.device)
         self._vocabulary = heads.vocabulary
         depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
@@ -172,7 +168,7 @@ class MedusaDrafter:
         """Nothing is kept between rounds."""
 
     def propose(self, context: Context) -> Draft:
-        candidates = top_candidates(self.model(last_kept(context)), self._width)
+        candidates = top_candidates(self.model(context.last_hidden), self._width)
         tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
         return self._layout.draft(tokens, passes=1)
 
@@ -194,7 +190,7 @@ class Layout:
         return Draft(tokens, parents, levels=self._levels, width=self._width, passes=passes)
 
 
-class Medusa(SpeculativeDecoder):
+class Medusa(HeadsDecoder):
     """Medusa with a static tree.
 
     Args:
@@ -231,21 +227,13 @@ class Medusa(SpeculativeDecoder):
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
-        folder = own_folder(checkpoint, part, "medusa")
+        folder = own_folder("medusa", "heads", checkpoint, part)
         heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
-        self._published = str(checkpoint) if folder is None else None
         limits = len(heads.blocks), len(heads.vocabulary)
         self.tree = choose_tree(tree, nodes, heads.ranks, limits, costs, draft_cost)
-        self._drafter = MedusaDrafter(target, heads, self.tree)
-        super().__init__(target, sampling, self._drafter, rule_of(acceptance, sampling, epsilon, delta))
-
-    def own_bytes(self) -> dict[str, int | None]:
-        """Memory beside the target's: the heads, and the rows of its output matrix that they use."""
-        return dict(self._drafter.model.nbytes)
-
-    def doubt(self, acceptance: Sequence[Sequence[float]]) -> str | None:
-        """A warning where published heads draft implausibly badly."""
-        return check_plausible(self._published, acceptance) if self._published else None
+        drafter = MedusaDrafter(target, heads, self.tree)
+        rule = rule_of(acceptance, sampling, epsilon, delta)
+        super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
 
 
 def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: float) -> Rule:
@@ -334,23 +322,7 @@ def _bytes(products: Sequence[Linear]) -> int:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def own_folder(checkpoint: str | Path | None, part: Path | None, method: str) -> Path | None:
-    """The folder of a part in our own format; None where the checkpoint is in another one.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    if checkpoint is None and part is None:
-        raise MissingPart(
-            f"{method} has no heads for this model; it needs them to draft with. Train them: "
-            f"{_train(method)}; or name yours, or published ones: method.checkpoint=FOLDER_OR_HUB_ID."
-        )
-    folder = part if checkpoint is None else Path(checkpoint).expanduser()
-    ours = checkpoint is None or (folder is not None and (folder / WEIGHTS).is_file())
-    return folder if ours else None
-
-
-def save_part(
+def save_heads(
     folder: Path,
     target: CausalLM,
     tensors: dict[str, Tensor],
@@ -359,63 +331,34 @@ def save_part(
     facts: dict[str, Any],
 ) -> None:
     """Write trained heads: weights in 16 bit, the draft vocabulary, the measured ranks, and what they were made for."""
-    stored = {key: tensor.detach().to("cpu", torch.bfloat16) for key, tensor in tensors.items()}
-    stored["vocabulary"] = vocabulary.ids.to("cpu", torch.int32)
-    stored["ranks"] = ranks.to("cpu", torch.uint8)
-    (folder / WEIGHTS).write_bytes(save({key: tensor.contiguous() for key, tensor in stored.items()}))
-    (folder / CONFIG).write_text(json.dumps(facts | _sizes(target), indent=1) + "\n", encoding="utf-8")
+    whole = {"vocabulary": vocabulary.ids.to(torch.int32), "ranks": ranks.to(torch.uint8)}
+    write_part(folder, tensors | whole, facts | target_sizes(target))
 
 
-def read_part(folder: Path, method: str, target: CausalLM) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What ``save_part`` wrote.
+def read_heads(folder: Path, method: str, target: CausalLM) -> tuple[int, int, dict[str, Tensor]]:
+    """What ``save_heads`` wrote: numbers of heads and blocks, and the tensors.
 
     Raises:
         ValueError: files are missing or damaged, or belong to another target.
     """
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        counts = {key: int(config[key]) for key in ("heads", "blocks")}
-        theirs = {key: int(config[key]) for key in _sizes(target)}
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no mapping
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder} cannot be read as heads of method={method} ({type(error).__name__}: {error}); it must hold "
-            f"{CONFIG} and {WEIGHTS} as their training leaves them. Name another folder, or train them: "
-            f"{_train(method)}."
-        ) from error
-    if theirs != _sizes(target):
-        raise ValueError(
-            f"The heads in {folder} are of a model with {theirs}; {target.name} has {_sizes(target)}, and all must be "
-            f"the same. Train heads for this model: {_train(method)}."
-        )
-    return config | counts, tensors
+    wanted = ("heads", "blocks", *target_sizes(target))
+    config, tensors = read_part(folder, method, lambda found: {key: int(found[key]) for key in wanted})
+    heads, blocks = config.pop("heads"), config.pop("blocks")
+    require_target(folder, method, config, target)
+    return heads, blocks, tensors
 
 
-def require_shapes(folder: Path, tensors: dict[str, Tensor], weights: dict[str, tuple[int, ...]], heads: int) -> None:
+def require_heads(folder: Path, tensors: dict[str, Tensor], weights: dict[str, tuple[int, ...]], heads: int) -> None:
     """Refuse a file that holds other tensors than its configuration announces.
 
     Raises:
         ValueError: naming those that differ.
     """
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    wanted = weights | {"vocabulary": found.get("vocabulary", (0,))[:1], "ranks": (*found.get("ranks", ())[:1], heads)}
-    differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
-    if differing:
-        raise ValueError(
-            f"{folder / WEIGHTS} holds { {key: found.get(key) for key in differing} }; what {CONFIG} announces is "
-            f"{ {key: wanted.get(key) for key in differing} }. Copy both files again, or train the heads."
-        )
+    free = {"vocabulary": found.get("vocabulary", (0,))[:1], "ranks": (*found.get("ranks", ())[:1], heads)}
+    require_shapes(folder, tensors, weights | free)
 
 
 def vocabulary_of(tensors: dict[str, Tensor], target: CausalLM) -> DraftVocabulary:
     """The draft vocabulary of a part, on the target's device."""
     return DraftVocabulary(tensors["vocabulary"].long().to(target.device), target.vocab_size)
-
-
-def _sizes(target: CausalLM) -> dict[str, int]:
-    return {"hidden_size": target.hidden_size, "layers": target.n_layers, "vocab_size": target.vocab_size}
-
-
-def _train(method: str) -> str:
-    return f"python -m bench.train method={method} model=MODEL"

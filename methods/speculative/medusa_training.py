@@ -18,9 +18,11 @@ Command: ``python -m bench.train method=medusa model=smollm2``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +71,15 @@ class Lessons:
         return cls(batch.hidden[rows, places], tokens, judged, batch.hidden[rows[:, None], ahead[:, :-1]])
 
 
+@runtime_checkable
+class TreeHeads(Protocol):
+    """Trained heads that fill a tree."""
+
+    def save(self, folder: Path, target: CausalLM, facts: dict[str, Any]) -> None:
+        """Write them into a folder, with what is known of them."""
+        ...
+
+
 class HeadsLearner(Learner):
     """Heads that propose through the target's output matrix over a draft vocabulary: what Medusa and Hydra share.
 
@@ -94,6 +105,10 @@ class HeadsLearner(Learner):
 
     def states(self, lessons: Lessons) -> Iterator[Float[Tensor, "n D"]]:
         """Head by head, what is multiplied with the output matrix."""
+        raise NotImplementedError
+
+    def trained(self, ranks: Int[Tensor, "N P"]) -> TreeHeads:
+        """As they are now, with the measured ranks."""
         raise NotImplementedError
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
@@ -174,14 +189,14 @@ class MedusaLearner(HeadsLearner):
         return Heads(blocks, self.vocabulary, None, ranks)
 
 
-class MedusaTraining:
-    """Trains the heads of Medusa.
+class HeadsTraining(ABC):
+    """Trains heads that fill a tree of fixed shape: what Medusa and Hydra share.
 
     Args:
         heads: P; head i proposes the token i + 1 places behind the root.
         blocks: residual layers of each.
         vocabulary: most tokens that the heads choose among.
-        labels: ``hard``, the target's answers, or ``soft``, its distributions.
+        labels: ``hard``, the target's answers, or ``soft``, its distributions; None: as the paper.
         decay: weight of a head's loss over that of the head before.
         answers: of the target, to learn from; None: the defaults.
         features: read the target's states from files, or compute them for each batch.
@@ -191,32 +206,42 @@ class MedusaTraining:
         ValueError: a number out of range.
     """
 
-    prepares: ClassVar[str] = "heads that each propose one of the next tokens, and the tree that suits them"
     takes: ClassVar[str] = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
     corpus: ClassVar[str] = HEADS_CORPUS
+    paper_labels: ClassVar[Labels]
 
     def __init__(
         self,
         heads: int = 4,
         blocks: int = 1,
         vocabulary: int = 8192,
-        labels: Labels = "hard",
+        labels: Labels | None = None,
         decay: float = 1.0,
         answers: AnswerRecipe | None = None,
         features: FeatureForm = "cached",
         recipe: Recipe | None = None,
     ) -> None:
-        check_sizes(heads, blocks, vocabulary, decay)
+        if min(heads, blocks, vocabulary) < 1 or decay <= 0:
+            raise ValueError(
+                f"heads={heads}, blocks={blocks}, vocabulary={vocabulary}, decay={decay} came; counts of at least 1 "
+                "and a decay above 0 are allowed. Set train.heads=4 train.blocks=1 train.vocabulary=8192 "
+                "train.decay=1.0."
+            )
         self.heads, self.blocks, self.vocabulary = heads, blocks, vocabulary
-        self.labels, self.decay = labels, decay
+        self.labels: Labels = labels or self.paper_labels
+        self.decay = decay
         self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
+
+    @abstractmethod
+    def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> HeadsLearner:
+        """Heads to begin with."""
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
         """See ``methods.decoder.Trainable``."""
         target = workshop.target
         found = features(workshop, (), self.answers, self.features)
-        vocabulary = draft_vocabulary(found, self.vocabulary, target)
-        learner = MedusaLearner(target, vocabulary, self.heads, self.blocks, self.labels, self.decay)
+        vocabulary = found.vocabulary(self.vocabulary, target)
+        learner = self.learner(target, vocabulary, found)
         facts = teach(learner, found, self.recipe, workshop)
         ranks, measured = measure(learner, found, self.recipe.batch_size)
         learner.trained(ranks).save(workshop.folder, target, measured)
@@ -224,28 +249,14 @@ class MedusaTraining:
         return facts | measured | {"draft_vocabulary": len(vocabulary)}
 
 
-def check_sizes(heads: int, blocks: int, vocabulary: int, decay: float) -> None:
-    """Refuse sizes that make no heads.
+class MedusaTraining(HeadsTraining):
+    """Trains the heads of Medusa."""
 
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    if min(heads, blocks, vocabulary) < 1 or decay <= 0:
-        raise ValueError(
-            f"heads={heads}, blocks={blocks}, vocabulary={vocabulary}, decay={decay} came; counts of at least 1 and a "
-            "decay above 0 are allowed. Set train.heads=4 train.blocks=1 train.vocabulary=8192 train.decay=1.0."
-        )
+    prepares: ClassVar[str] = "heads that each propose one of the next tokens, and the tree that suits them"
+    paper_labels: ClassVar[Labels] = "hard"
 
-
-def draft_vocabulary(found: Features, most: int, target: CausalLM) -> DraftVocabulary:
-    """What the target writes most often in the dialogues to learn from."""
-    tokens = answer_tokens(found, found.train or found.held_out)
-    return DraftVocabulary.frequent(tokens, most, target.vocab_size, target.eos_ids).to(target.device)
-
-
-def answer_tokens(found: Features, rows: Sequence[int]) -> Int[Tensor, "T"]:
-    """The ids of some answers, one behind the other."""
-    return torch.tensor([token for row in rows for token in found.answers.rows[row].answer], dtype=torch.long)
+    def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> MedusaLearner:
+        return MedusaLearner(target, vocabulary, self.heads, self.blocks, self.labels, self.decay)
 
 
 @torch.no_grad()
@@ -259,12 +270,11 @@ def measure(learner: HeadsLearner, found: Features, batch_size: int) -> tuple[In
     groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     parts = [learner.ranks(found.batch(group)) for group in groups]
     ranks, judged = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-    covered = learner.vocabulary.of(answer_tokens(found, rows).to(learner.vocabulary.ids.device)) >= 0
     tree = search(ranks)
     return ranks, {
         "accuracies": accuracies(ranks, judged),
         "positions": len(ranks),
-        "held_out_coverage": round(float(covered.float().mean()), 4),
+        "held_out_coverage": found.coverage(learner.vocabulary),
         "tokens_per_step_of_trees": {
             str(nodes): round(tree.first(nodes).tokens_per_step or 1.0, 4) for nodes in (1, 3, 7, 15, 31, 63)
         },

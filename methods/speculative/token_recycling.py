@@ -23,18 +23,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from methods.decoder import Context, Draft
 from methods.engine.lm import CausalLM
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.tree import Shape
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verify import default_rule
-
-_BLOCK = 256  # candidates are looked for in the best blocks of the vocabulary only
 
 TREES: dict[str, list[list[int]]] = {
     # 80 nodes, 8 + 21 + 25 + 15 + 8 + 3 on six levels: the tree of the paper's experiments, as Spec-Bench runs it.
@@ -141,19 +138,6 @@ class RecyclingDrafter:
             nodes[:, 1 + start : 1 + end] = self._matrix.find(parents, self._ranks[start:end])
             start = end
         return nodes
-
-
-def top_candidates(logits: Float[Tensor, "B M V"], k: int) -> Int[Tensor, "B M k"]:
-    """Ids of the k largest logits, largest first. They lie in the k blocks with the largest maxima."""
-    vocab = logits.shape[-1]
-    if vocab <= k * _BLOCK:
-        return logits.topk(k).indices
-    padding = -vocab % _BLOCK
-    padded = F.pad(logits, (0, padding), value=-torch.inf) if padding else logits
-    blocks = padded.unflatten(-1, (-1, _BLOCK))
-    best = blocks.amax(-1).topk(k).indices
-    places = blocks.gather(2, best[..., None].expand(-1, -1, -1, _BLOCK)).flatten(2).topk(k).indices
-    return best.gather(2, places // _BLOCK) * _BLOCK + places % _BLOCK
 
 
 def _authority(tokens: Int[Tensor, "B M"], path: Int[Tensor, "B P"] | None) -> Int[Tensor, "B M"]:
