@@ -77,7 +77,7 @@ class Run:
         config.pop("tracker", None)
         part = (self.manifest.get("part") or {}).get("sha256")
         facts = {"part": part and part[:12], "git": (self.manifest.get("git") or {}).get("sha")}
-        return dict(_flat(config)) | facts | dict(_flat({"versions": self.manifest.get("versions", {})}))
+        return dict(flattened(config)) | facts | dict(flattened({"versions": self.manifest.get("versions", {})}))
 
 
 def compare(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP) -> str:
@@ -254,11 +254,11 @@ def _rows(a: Run, b: Run) -> Iterator[tuple[str, str, str]]:
     for name in _ROWS:
         cell = table._COLUMNS[name]
         yield name, cell(a.summary), cell(b.summary)
-    was = [table._rate_number(run.summary["baseline_tokens_per_s"]) for run in (a, b)]
+    was = [table.rate_number(run.summary["baseline_tokens_per_s"]) for run in (a, b)]
     yield "was tokens/s", was[0], was[1]
     scores = dict.fromkeys([*a.summary["quality"], *b.summary["quality"]])
     for score in scores:
-        cells = [table._number(run.summary["quality"].get(score)) for run in (a, b)]
+        cells = [table.number(run.summary["quality"].get(score)) for run in (a, b)]
         yield f"quality {score}", cells[0], cells[1]
 
 
@@ -290,13 +290,15 @@ def _categories(a: Run, b: Run) -> Iterator[str]:
     yield "B against A by category"
     for name in names:
         found = speedup_ratio(a, b, category=name)
-        yield f"  {name:16} {table._times(found.value)}  95 % {table._range(asdict(found))}  ({found.n} conversations)"
+        yield f"  {name:16} {table.times(found.value)}  95 % {table.interval(asdict(found))}  ({found.n} conversations)"
     yield ""
 
 
 def _verdict(a: Run, b: Run, ratio: stats.Interval) -> Iterator[str]:
-    how = f"95 % {table._range(asdict(ratio))}, {ratio.n} conversations" + (f", {ratio.reason}" if ratio.reason else "")
-    yield f"B against A: {table._times(ratio.value)} ({how})"
+    how = f"95 % {table.interval(asdict(ratio))}, {ratio.n} conversations" + (
+        f", {ratio.reason}" if ratio.reason else ""
+    )
+    yield f"B against A: {table.times(ratio.value)} ({how})"
     if invalid := [label for label, run in (("A", a), ("B", b)) if not run.valid]:
         yield f"RESULT: none, for {' and '.join(invalid)} {'is' if len(invalid) == 1 else 'are'} INVALID"
     elif ratio.low is None or ratio.high is None or ratio.low <= 1.0 <= ratio.high:
@@ -317,9 +319,10 @@ def _notes(a: Run, b: Run) -> Iterator[str]:
         yield "note: the guarantees differ; weigh the speed against agreement and quality"
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys joined by dots, and their values."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -335,10 +335,8 @@ def acceptance(table: pd.DataFrame) -> dict[str, Any]:
 
 def kept_at(sample: Sample) -> list[float]:
     """Of the drafts of one answer that had a position, the share that kept it; first position first."""
-    rounds = list(zip(sample.step_accepted, sample.step_depth, strict=True))
-    longest = max((depth for _, depth in rounds), default=0)
-    had = [[accepted for accepted, depth in rounds if depth >= place] for place in range(1, longest + 1)]
-    return [sum(accepted >= place for accepted in of) / len(of) for place, of in enumerate(had, start=1)]
+    found: list[float] = acceptance(rounds(frame([sample]).assign(weight=1.0)))["acceptance_at"]
+    return found
 
 
 def latencies(rows: pd.DataFrame) -> dict[str, Any]:

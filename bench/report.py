@@ -77,7 +77,7 @@ def columns() -> list[str]:
 
 def _heading(run: Mapping[str, Any]) -> str:
     return ", ".join(
-        [str(run.get("dataset")), table._place(run), table._how(run), f"{run.get('max_new_tokens')} new tokens at most"]
+        [str(run.get("dataset")), table.place(run), table.how(run), f"{run.get('max_new_tokens')} new tokens at most"]
     )
 
 

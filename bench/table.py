@@ -39,9 +39,7 @@ def render(summary: Mapping[str, Any], path: str | Path) -> str:
     """
     shown = _shown(path)
     lines = [
-        *_pack(
-            [_place(summary), f"{summary.get('dataset')}: {_plural(summary['n_prompts'], 'prompt')}", _how(summary)]
-        ),
+        *_pack([place(summary), f"{summary.get('dataset')}: {_plural(summary['n_prompts'], 'prompt')}", how(summary)]),
         f"{summary.get('method')} vs autoregressive, interleaved{_repeats(summary)}",
         "",
         *(line for row in _ROWS for line in row(summary)),
@@ -67,22 +65,20 @@ def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
         "  ".join(_aligned(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
         for row in cells
     )
-    return "\n".join(
-        [*_pack([_place(runs[0]), str(runs[0].get("dataset")), _how(runs[0])]), "", *map(str.rstrip, lines)]
-    )
+    return "\n".join([*_pack([place(runs[0]), str(runs[0].get("dataset")), how(runs[0])]), "", *map(str.rstrip, lines)])
 
 
 # ---------------------------------------------------------------------------------------------------------- one run
 
 
-def _place(summary: Mapping[str, Any]) -> str:
+def place(summary: Mapping[str, Any]) -> str:
     threads = summary.get("threads")
     facts = [summary.get("hardware"), summary.get("dtype"), None if threads is None else _plural(threads, "thread")]
     known = ", ".join(str(fact) for fact in facts if fact)
     return f"{summary.get('model')} ({known})" if known else str(summary.get("model"))
 
 
-def _how(summary: Mapping[str, Any]) -> str:
+def how(summary: Mapping[str, Any]) -> str:
     return ", ".join([*_sampling(summary.get("sampling")), f"batch {summary.get('batch_size') or MISSING}"])
 
 
@@ -104,37 +100,53 @@ def _repeats(summary: Mapping[str, Any]) -> str:
 def _speed_up(summary: Mapping[str, Any]) -> list[str]:
     speedup, total = summary["speedup"], summary["speedup"]["total"]
     details = [
-        f"95 % {_range(total)}",
+        f"95 % {interval(total)}",
         f"total time, {_plural(total['n'] or 0, 'pair')}",
-        f"predicted {_times(summary['predicted_speedup'])}",
+        f"predicted {times(summary['predicted_speedup'])}",
     ]
     per_token = speedup.get("per_token")
     if per_token and total["value"] and abs(per_token / total["value"] - 1) > _LENGTHS_DIFFER:
-        details.append(f"per token {_times(per_token)}")
-    return _row("speed-up", _times(total["value"]), details)
+        details.append(f"per token {times(per_token)}")
+    return _row("speed-up", times(total["value"]), details)
 
 
 def _steps(summary: Mapping[str, Any]) -> list[str]:
     if summary["acceptance_rate"] is None:
-        return _row("tokens/step", _number(summary["tokens_per_step"]), ["nothing was drafted"])
-    at = " ".join(_number(share) for share in summary["acceptance_at"][:8])
+        return _row("tokens/step", number(summary["tokens_per_step"]), ["nothing was drafted"])
+    at = " ".join(number(share) for share in summary["acceptance_at"][:8])
     more = " .." if len(summary["acceptance_at"]) > 8 else ""
-    details = [f"acceptance {_number(summary['acceptance_rate'])}", f"by position {at}{more}"]
-    return _row("tokens/step", _number(summary["tokens_per_step"]), details)
+    details = [f"acceptance {number(summary['acceptance_rate'])}", f"by position {at}{more}"]
+    return _row("tokens/step", number(summary["tokens_per_step"]), details)
 
 
 def _layers(summary: Mapping[str, Any]) -> list[str]:
     share = summary["layers_per_token"]
-    return [] if share in (None, 1.0) else _row("layers/token", _number(share), ["of the target's layers"])
+    details = ["of the target's layers", *_exits(summary)]
+    return [] if share in (None, 1.0) and not details[1:] else _row("layers/token", number(share), details)
+
+
+def _exits(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What tokens that leave early cost all in all."""
+    facts = summary.get("method_facts") or {}
+    if (cost := facts.get("layer_equivalents_per_token")) is not None:
+        yield f"{cost:.1f} of {facts['layer_equivalents_of_the_model']:.1f} layer-equivalents"
+        yield f"{facts['heads_per_token']:.2f} output matrices"
+    if (share := facts.get("confidence_share")) is not None:
+        yield f"{_percent(share)} of the time on confidence"
+
+
+def _promise(summary: Mapping[str, Any]) -> list[str]:
+    found = summary.get("calibration")
+    return _row("promise", "", [found["explanation"]]) if found else []
 
 
 def _rate(summary: Mapping[str, Any]) -> list[str]:
     details = [
-        f"was {_rate_number(summary['baseline_tokens_per_s'])}",
+        f"was {rate_number(summary['baseline_tokens_per_s'])}",
         f"TTFT {_seconds(summary['ttft_s']['mean'])}  TPOT {_seconds(summary['tpot_s']['mean'])}  "
         f"p90 step {_seconds(summary['step_s']['p90'])}",
     ]
-    return _row("tokens/s", _rate_number(summary["tokens_per_s"]), details)
+    return _row("tokens/s", rate_number(summary["tokens_per_s"]), details)
 
 
 def _memory(summary: Mapping[str, Any]) -> list[str]:
@@ -162,7 +174,7 @@ def _agreement(summary: Mapping[str, Any]) -> list[str]:
 
 def _quality(summary: Mapping[str, Any]) -> list[str]:
     scores, before = summary["quality"], summary["baseline"]["quality"]
-    details = [f"{name} {_number(value)} (was {_number(before.get(name))})" for name, value in scores.items()]
+    details = [f"{name} {number(value)} (was {number(before.get(name))})" for name, value in scores.items()]
     return _row("quality", *(("", details) if details else (MISSING, [])))
 
 
@@ -170,6 +182,7 @@ _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
     _speed_up,
     _steps,
     _layers,
+    _promise,
     _rate,
     _memory,
     _energy,
@@ -233,10 +246,10 @@ def _is_valid(run: Mapping[str, Any]) -> bool:
 _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "method": lambda run: str(run.get("method")),
     "guarantee": lambda run: str(run["guarantee"]).replace("INDEPENDENT_MODEL", "INDEPENDENT"),
-    "speed-up": lambda run: _times(run["speedup"]["total"]["value"]),
-    "95 %": lambda run: _range(run["speedup"]["total"]),
-    "tokens/step": lambda run: _number(run["tokens_per_step"]),
-    "tokens/s": lambda run: _rate_number(run["tokens_per_s"]),
+    "speed-up": lambda run: times(run["speedup"]["total"]["value"]),
+    "95 %": lambda run: interval(run["speedup"]["total"]),
+    "tokens/step": lambda run: number(run["tokens_per_step"]),
+    "tokens/s": lambda run: rate_number(run["tokens_per_s"]),
     "memory": lambda run: _quantity(run["peak_memory_bytes"], ".0f", " MiB", scale=2**20),
     "agreement": lambda run: _percent((run.get("agreement") or {}).get("exact")),
     "result": lambda run: "VALID" if _is_valid(run) else "INVALID",
@@ -267,11 +280,11 @@ def _quantity(value: Number | None, form: str, unit: str = "", scale: Number = 1
     return MISSING if value is None else f"{value / scale:{form}}{unit}"
 
 
-def _number(value: Number | None) -> str:
+def number(value: Number | None) -> str:
     return _quantity(value, ".2f")
 
 
-def _times(value: Number | None) -> str:
+def times(value: Number | None) -> str:
     return _quantity(value, ".2f", "x")
 
 
@@ -279,7 +292,7 @@ def _percent(share: Number | None) -> str:
     return _quantity(share, ".1f", " %", scale=0.01)
 
 
-def _rate_number(value: Number | None) -> str:
+def rate_number(value: Number | None) -> str:
     return _quantity(value, ".1f" if value is None or value < 1000 else ",.0f")
 
 
@@ -287,8 +300,8 @@ def _seconds(value: Number | None) -> str:
     return _quantity(value, ".2f", " s") if value is None or value >= 0.1 else f"{value * 1000:.3g} ms"
 
 
-def _range(interval: Mapping[str, Any]) -> str:
-    low, high = interval["low"], interval["high"]
+def interval(bounds: Mapping[str, Any]) -> str:
+    low, high = bounds["low"], bounds["high"]
     return MISSING if low is None or high is None else f"{low:.2f}-{high:.2f}"
 
 

@@ -26,7 +26,7 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
 
 
-class _Diary(StoppingCriteria):
+class Diary(StoppingCriteria):
     """Notes, once per round, when it ended and how long the rows were; never stops anything."""
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class HFGenerate:
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; stops at end-of-sequence by itself, as transformers does."""
-        ids, attention = _left_pad(prompts, self.target.device)
-        diary, drafted = _Diary(), [0]
+        ids, attention = left_pad(prompts, self.target.device)
+        diary, drafted = Diary(), [0]
         torch.manual_seed(rng.initial_seed())
         options = self._options(limit)
         with torch.inference_mode():
@@ -109,7 +109,7 @@ class HFGenerate:
     def _unwatch(self) -> None:
         self.model.__dict__.pop("_get_candidate_generator", None)
 
-    def _steps(self, output: Tensor, start: int, diary: _Diary, drafted: list[int]) -> Iterator[Step]:
+    def _steps(self, output: Tensor, start: int, diary: Diary, drafted: list[int]) -> Iterator[Step]:
         rows = output[:, start:].tolist()
         batch = len(rows)
         before = start
@@ -252,7 +252,7 @@ def _renumber(layer: Any, place: int) -> torch.nn.Module:
     return moved
 
 
-def _left_pad(prompts: list[Int[Tensor, "_"]], device: torch.device) -> tuple[Tensor, Tensor]:
+def left_pad(prompts: list[Int[Tensor, "_"]], device: torch.device) -> tuple[Tensor, Tensor]:
     width = max(len(prompt) for prompt in prompts)
     ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
     attention = torch.zeros_like(ids)

@@ -27,7 +27,7 @@ from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.engine.writing import plainly, search_settings
-from methods.peers.hf import HFGenerate, _Diary, _left_pad
+from methods.peers.hf import Diary, HFGenerate, left_pad
 
 
 class HFBeam(HFGenerate):
@@ -68,9 +68,9 @@ class HFBeam(HFGenerate):
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; ends by itself, as transformers does."""
-        pad = _left_pad if self._start is None else _right_pad  # an encoder counts positions from the left
+        pad = left_pad if self._start is None else _right_pad  # an encoder counts positions from the left
         ids, attention = pad(prompts, self.target.device)
-        diary, start = _Diary(), ids.shape[1] if self._start is None else self._start
+        diary, start = Diary(), ids.shape[1] if self._start is None else self._start
         options = self._options(limit)
         with torch.inference_mode(), plainly(self.model, options):
             output = self.model.generate(
@@ -90,7 +90,7 @@ class HFBeam(HFGenerate):
             torch.cuda.synchronize(device)
         return time.perf_counter_ns()
 
-    def _rounds(self, rows: list[list[int]], diary: _Diary, end_ns: int) -> Iterator[Step]:
+    def _rounds(self, rows: list[list[int]], diary: Diary, end_ns: int) -> Iterator[Step]:
         """One step per token; the last one has the rounds in which only worse hypotheses grew."""
         count, batch = len(rows[0]), len(rows)
         times: list[Any] = [*diary.times[: count - 1], end_ns]

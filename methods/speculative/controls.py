@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 
 from methods.decoder import Draft, Verdict
 from methods.engine.sampling import draw
-from methods.speculative.verify import ChainRejection, ExactRule, TreeWithReplacement, _behind, _Walk
+from methods.speculative.verify import ChainRejection, ExactRule, TreeWithReplacement, Walk, values_at
 
 
 class IndependentPaths(ExactRule):
@@ -30,13 +30,13 @@ class IndependentPaths(ExactRule):
     """
 
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
-        walk = _Walk(draft)
+        walk = Walk(draft)
         for _ in range(draft.max_depth):
-            behind = _behind(probs, walk.node)
+            behind = values_at(probs, walk.node)
             own_draws = draw(behind[:, None].expand(-1, draft.tokens.shape[1], -1), rng)
             matches = walk.children() & (draft.tokens == own_draws)
             walk.descend(matches.any(1), matches.int().argmax(1))
-        return walk.verdict(draw(_behind(probs, walk.node), rng))
+        return walk.verdict(draw(values_at(probs, walk.node), rng))
 
 
 class ArgmaxAsDrawn(ChainRejection):
@@ -63,16 +63,16 @@ class UncorrectedRejection(ExactRule):
 
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
         assert draft.probs is not None
-        walk = _Walk(draft)
+        walk = Walk(draft)
         for _ in range(draft.max_depth):
             candidates = walk.children()
             column = candidates.int().argmax(1)
             token = draft.tokens.gather(1, column[:, None]).clamp(min=0)
-            p, q = _behind(probs, walk.node), _behind(draft.probs, column)
+            p, q = values_at(probs, walk.node), values_at(draft.probs, column)
             luck = torch.rand(token.shape, dtype=p.dtype, device=p.device, generator=rng)
             kept = (luck * q.gather(1, token) < p.gather(1, token))[:, 0] & candidates.any(1)
             walk.descend(kept, column)
-        return walk.verdict(draw(_behind(probs, walk.node), rng))
+        return walk.verdict(draw(values_at(probs, walk.node), rng))
 
 
 CONTROLS: dict[str, tuple[type[ExactRule], Literal["top", "top_as_drawn", "without_replacement", "chain"]]] = {

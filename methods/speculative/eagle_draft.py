@@ -22,7 +22,7 @@ from torch import Tensor
 from methods.engine.cache import Cache
 from methods.engine.families import RMSNorm
 from methods.engine.linear import Linear, make_linear
-from methods.engine.lm import CausalLM, _rotate_
+from methods.engine.lm import CausalLM, rotate_
 from methods.speculative.eagle_part import Part
 
 
@@ -157,7 +157,7 @@ class Reader:
         else:
             self.network.rotary.reserve(max(cache.lengths) + width)
             cos, sin = self.network.rotary.gather(cache.slots(width))
-        _rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
         cache.write(0, heads[:, :, spec.heads :], None if cache.uniform else cache.slots(width))
         cache.advance(counts)
         self._guesses, self._prefix = 0, self._hide_padding()
@@ -189,7 +189,7 @@ class Reader:
         end = start + tokens.shape[1]
         assert end <= cache.capacity, f"{end} pairs in a cache of {cache.capacity}"
         residual, heads = network.enter(feature, tokens)
-        _rotate_(heads[:, :, : spec.heads + spec.kv_heads], *self._turn(level))
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], *self._turn(level))
         cache.store[0][:, start:end] = heads[:, :, spec.heads :]
         self._guesses += tokens.shape[1]
         return network.leave(residual, self._mix(heads[:, :, : spec.heads], self._mask(reach)))

@@ -66,12 +66,12 @@ class DeterministicTree(ExactRule):
 
     def _walk(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
         """As ``follow``, but draws only behind the nodes it comes by."""
-        walk = _Walk(draft)
-        wanted = draw(_behind(probs, walk.node), rng)
+        walk = Walk(draft)
+        wanted = draw(values_at(probs, walk.node), rng)
         for _ in range(draft.max_depth):
             matches = walk.children() & (draft.tokens == wanted[:, None])
             moved = walk.descend(matches.any(1), matches.int().argmax(1))
-            wanted = torch.where(moved, draw(_behind(probs, walk.node), rng), wanted)
+            wanted = torch.where(moved, draw(values_at(probs, walk.node), rng), wanted)
         return walk.verdict(wanted)
 
 
@@ -139,17 +139,17 @@ class TreeWithReplacement(ExactRule):
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
         if draft.probs is None:
             return DeterministicTree().judge(draft, probs, rng)
-        walk = _Walk(draft)
+        walk = Walk(draft)
         bonus = torch.zeros_like(walk.node)
         for _ in range(draft.max_depth):
             before = walk.alive
-            found, column, rest = self._try_children(walk, draft, _behind(probs, walk.node), rng)
+            found, column, rest = self._try_children(walk, draft, values_at(probs, walk.node), rng)
             bonus = torch.where(before & ~found, rest, bonus)
             walk.descend(found, column)
-        return walk.verdict(torch.where(walk.alive, draw(_behind(probs, walk.node), rng), bonus))
+        return walk.verdict(torch.where(walk.alive, draw(values_at(probs, walk.node), rng), bonus))
 
     def _try_children(
-        self, walk: _Walk, draft: Draft, p: Float[Tensor, "B V"], rng: Generator
+        self, walk: Walk, draft: Draft, p: Float[Tensor, "B V"], rng: Generator
     ) -> tuple[Bool[Tensor, "B"], Int[Tensor, "B"], Int[Tensor, "B"]]:
         """One level: who found a child to keep, its column, and for the others a draw from what is left of p."""
         assert draft.probs is not None
@@ -162,7 +162,7 @@ class TreeWithReplacement(ExactRule):
             column = (rank == turn).int().argmax(1)
             tried = ((rank == turn).any(1) & ~found)[:, None]
             token = draft.tokens.gather(1, column[:, None]).clamp(min=0)
-            q, q_mass = _behind(draft.probs, column), torch.ones_like(left_mass)
+            q, q_mass = values_at(draft.probs, column), torch.ones_like(left_mass)
             if gone is not None:
                 tried = tried & ~(gone == token).any(1, keepdim=True)  # an equal sibling was judged already
                 q_mass = _mass_without(q, gone).clamp(min=_TINY)
@@ -334,14 +334,14 @@ def follow(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verdict:
 
 def follow_tree(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verdict:
     """``follow`` for any shape; the chain's short cut is tested against it."""
-    walk = _Walk(draft)
+    walk = Walk(draft)
     for _ in range(draft.max_depth):
         matches = walk.children() & (draft.tokens == wanted.gather(1, walk.node[:, None]))
         walk.descend(matches.any(1), matches.int().argmax(1))
     return walk.verdict(wanted.gather(1, walk.node[:, None])[:, 0])
 
 
-class _Walk:
+class Walk:
     """The way of every row from its root down: where it stands, and whether it still moves."""
 
     def __init__(self, draft: Draft) -> None:
@@ -416,7 +416,7 @@ def _of_tokens(values: Float[Tensor, "B N V"], tokens: Int[Tensor, "B N"]) -> Fl
     return values.gather(2, tokens.clamp(min=0)[:, :, None])[:, :, 0]
 
 
-def _behind(values: Float[Tensor, "B n V"], place: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+def values_at(values: Float[Tensor, "B n V"], place: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
     """Row ``place[b]`` of each row's distributions; a view where all of them are one and the same."""
     if values.shape[1] == 1 or values.stride(1) == 0:
         return values[:, 0]
@@ -439,8 +439,8 @@ def _draw_residual(
     present = (column[:, None] < nodes) & (draft.tokens.gather(1, inside[:, None]) != ABSENT)
     share = present.to(probs.dtype)
     share = share if scale is None else share * scale
-    p = _behind(probs, column)
-    left, mass = _subtract(p, _behind(draft.probs, inside), share)
+    p = values_at(probs, column)
+    left, mass = _subtract(p, values_at(draft.probs, inside), share)
     return _draw_left(left, mass, p, rng)
 
 
