@@ -138,6 +138,29 @@ def check_run(target: Scorer, samples: Sequence[Sample], near_tie: float, *, gre
     }
 
 
+def check_own(verifier: Scorer, samples: Sequence[Sample], near_tie: float, *, greedy: bool) -> dict[str, Any]:
+    """Agreement of the method's outputs with the model of its own whose text it writes, see ``check_run``."""
+    results = _check_all(verifier, _first_repeat(samples, "method").values(), near_tie)
+    return _aggregate(list(results.values()), greedy)
+
+
+def compare(samples: Sequence[Sample], *, greedy: bool, reason: str) -> dict[str, Any]:
+    """What is left of ``check_run`` where the target cannot judge: how many outputs are the baseline's.
+
+    Args:
+        reason: why it cannot.
+    """
+    arms = {arm: _first_repeat(samples, arm) for arm in ("method", "baseline")}
+    nothing = _aggregate([], greedy=False)
+    return {
+        **nothing,
+        "near_tie_gap": None,
+        "identical_to_baseline": _identical(arms["method"], arms["baseline"]) if greedy else None,
+        "reason": reason,
+        "baseline": nothing,
+    }
+
+
 def _first_repeat(samples: Iterable[Sample], arm: str) -> dict[str, Sample]:
     return {s.prompt_id: s for s in samples if s.phase == "measure" and s.arm == arm and s.repeat == 0 and s.output_ids}
 

@@ -127,6 +127,7 @@ def _resolved(manifest: dict[str, Any]) -> dict[str, Any]:
     part, dataset = manifest.get("part"), manifest.get("dataset") or {}
     return {
         **({"part": part.get("sha256")} if part else {}),
+        **({"calibration": trial["corpus"]["sha256"]} if (trial := manifest.get("calibration")) else {}),
         "model_revision": (manifest.get("model") or {}).get("revision"),
         "data_revision": (dataset.get("revision") or {}).get("content"),
         "device": _processor(manifest),

@@ -120,12 +120,15 @@ def check_agreement(evidence: Evidence, found: _Findings) -> None:
             found.warnings.append("Agreement with the target was not measured. Set measure.agreement=true.")
         return
     judged = {"baseline": agreement.get("baseline") or {}, "method": agreement if evidence.exact else {}}
+    if own := agreement.get("verifier"):
+        judged["method"] = own
     for arm, part in judged.items():
         if part.get("violation"):
             culprit = "the engine" if arm == "baseline" else "the method"
             found.reasons.append(
-                f"Tokens of the {arm} that the target would not write: {_violations(part)}{_gap(agreement)}; none may "
-                f"be there. Compare with hardware=cpu_fp32: if they stay, {culprit} is wrong."
+                f"Tokens of the {arm} that {_writer(arm, agreement)} would not write: {_violations(part)}"
+                f"{_gap(agreement)}; none may be there. Compare with hardware=cpu_fp32: if they stay, {culprit} is "
+                "wrong."
             )
     exact = agreement.get("exact")
     if evidence.exact and evidence.manifest.get("dtype") in _FULL_PRECISION and exact is not None and exact < 1:
@@ -292,6 +295,10 @@ def _name(sample: Sample) -> str:
 
 def _first(found: Sequence[str]) -> str:
     return f"{'The first' if len(found) > 1 else 'It is'}: {found[0]}."
+
+
+def _writer(arm: str, agreement: Mapping[str, Any]) -> str:
+    return "its own model" if arm == "method" and agreement.get("verifier") else "the target"
 
 
 def _violations(part: Mapping[str, Any]) -> str:

@@ -44,6 +44,7 @@ Sub-commands:
   doctor                               check this machine and installation
   compare A B                          two runs, by folder or id: what differs, and which is faster
   collect [column=value ...] [out=F]   one table over all runs, filtered; F: .csv .parquet .json .md
+  frontier [column=value ...] [out=F]  speed against quality, and which points count; original=MODEL quality=SCORE
   report [column=value ...] [out=F]    a page with a table per group of runs; F: .html .md; rebuild=true
   check-method NAME [method.key=value] hold a decoder to the contract, yours too (CONTRIBUTING.md)
 
@@ -289,6 +290,22 @@ def _report(arguments: list[str]) -> int:
     return _print(f"{sum(len(group.rows) for group in groups)} runs in {len(groups)} tables: {file}")
 
 
+def _frontier(arguments: list[str]) -> int:
+    filters, options = _split(arguments, "out", "original", "quality", "paths.results")
+    from bench import collect, frontier, records
+
+    rows = [collect.row(record) | {"record": record} for record in collect.read(_results(options))]
+    kept = [row["record"] for row in collect.select(rows, filters)]
+    found = frontier.frontiers(kept, options.get("original"), options.get("quality"))
+    if not (out := options.get("out")):
+        return _print(frontier.text(found))
+    if Path(out).suffix != ".md":
+        raise UserError(f"out={out} came; it must end in .md. Set out=FILE.md.")
+    with records.machine_failures():
+        Path(out).write_text(frontier.markdown(found), encoding="utf-8")
+    return _print(f"{sum(len(each.points) for each in found)} runs in {len(found)} tables: {out}")
+
+
 def _split(arguments: list[str], *names: str) -> tuple[list[str], dict[str, str]]:
     """Words of a sub-command, and those of its own options, ``name=value``."""
     options = dict(word.split("=", 1) for word in arguments if word.split("=", 1)[0] in names and "=" in word)
@@ -320,6 +337,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _doctor,
     "compare": _compare,
     "collect": _collect,
+    "frontier": _frontier,
     "report": _report,
     "check-method": _check_method,
 }

@@ -72,6 +72,7 @@ class HardwareConfig:
     Attributes:
         threads: CPU threads; None is one per physical core.
         linear: form of the matrix products, see ``methods.engine.linear``.
+        graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
     """
 
     name: str = "auto"
@@ -79,6 +80,7 @@ class HardwareConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int | None = None
     linear: Literal["auto", "plain", "packed"] = "auto"
+    graphs: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         _within("hardware.threads", self.threads, low=1)

@@ -5,7 +5,8 @@ Lines of an own file are like one of these; a conversation of several turns beco
     {"prompt": "What is asked", "answer": "What is right"}
     {"turns": ["first request", "second request"], "reference": ["first answer", "second answer"]}
 
-Pairs of sentences are dialogues too: the source is what is asked, its translation the answer.
+Pairs of sentences are dialogues too: the source is what is asked, its translation the answer. So are the lines of plain
+text (FILE.txt): nothing is asked. A language model is made from them; who answers has nothing to learn there.
 
 No test row belongs here: data/README.md says what the test sets share.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -61,11 +62,13 @@ class Texts:
     Attributes:
         names: the corpora, as they were asked for; of a path its last part.
         revisions: what was read for each.
+        asked: as it was asked for, counts included, so that the same can be read again.
     """
 
     names: tuple[str, ...]
     dialogues: tuple[Dialogue, ...]
     revisions: tuple[Revision, ...]
+    asked: str = ""
 
     @cached_property
     def sha256(self) -> str:
@@ -131,7 +134,7 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
     """The dialogues of some corpora, one after the other.
 
     Args:
-        wanted: names of ``KNOWN`` and ``PAIRS`` and files of JSON lines, plain or gzipped, with commas between them;
+        wanted: names of ``NAMES`` and files of JSON lines or of text, plain or gzipped, with commas between them;
             ``name:count`` takes at most so many of its dialogues, so that a large corpus does not outweigh the others.
         limit: most dialogues, at least 1; which ones is drawn by ``seed`` and their text, so that a smaller limit takes
             a subset of what a larger one takes. Their order stays. None: all.
@@ -147,12 +150,12 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
             f"corpus came as '{wanted}'; different names with commas between them are needed, each alone or as "
             "NAME:COUNT with a count of at least 1. Set corpus=."
         )
-    read = [_known(name, sources or Sources()) if name in {**KNOWN, **PAIRS} else _own(name) for name in names]
+    read = [_known(name, sources or Sources()) if name in NAMES else _own(name) for name in names]
     drawn = [_draw(found, count, seed) for (found, _), (_, count) in zip(read, asked, strict=True)]
     dialogues = [dialogue for found in drawn for dialogue in found]
     revisions = tuple(revision for _, several in read for revision in several)
-    shown = tuple(name if name in {**KNOWN, **PAIRS} else Path(name).name for name in names)
-    return Texts(shown, tuple(_draw(dialogues, limit, seed)), revisions)
+    shown = tuple(name if name in NAMES else Path(name).name for name in names)
+    return Texts(shown, tuple(_draw(dialogues, limit, seed)), revisions, wanted)
 
 
 def _counted(name: str) -> tuple[str, int | None]:
@@ -191,7 +194,16 @@ def validation_of(name: str) -> str | None:
     return found if found in PAIRS else None
 
 
+def languages(names: Iterable[str]) -> tuple[str, str] | None:
+    """Source and target of the corpora; None where these are no pairs, or not of one kind."""
+    found = {PAIRS[name][1:] if name in PAIRS else None for name in names}
+    return found.pop() if len(found) == 1 else None
+
+
 def _known(name: str, sources: Sources) -> tuple[list[Dialogue], list[Revision]]:
+    if name in TEXTS:
+        table = sources.get(TEXTS[name])
+        return _lines(row["text"] for row in table.rows), [table.revision]
     if name in PAIRS:
         found, revisions = read_multi30k(sources, *PAIRS[name])
         return [Dialogue((source,), target) for source, target in found if source.strip() and target.strip()], revisions
@@ -220,27 +232,36 @@ KNOWN: dict[str, tuple[str, Callable[[Row], Dialogue]]] = {
     "dolly_15k": ("dolly_15k", _dolly),
     "gsm8k": ("gsm8k_train", _gsm8k),
 }
+TEXTS = {"wikitext2": "wikitext2_valid"}
 PAIRS: dict[str, tuple[Literal["train", "val"], str, str]] = {
     "multi30k": ("train", "en", "de"),
     "multi30k_val": ("val", "en", "de"),
     "multi30k_de_en": ("train", "de", "en"),
     "multi30k_de_en_val": ("val", "de", "en"),
 }
+NAMES = [*KNOWN, *PAIRS, *TEXTS]
 
 
 def _own(name: str) -> tuple[list[Dialogue], list[Revision]]:
     path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(
-            f"Unknown corpus '{name}'.{did_you_mean(name, [*KNOWN, *PAIRS])} Known: {', '.join([*KNOWN, *PAIRS])}; or "
-            "name a file of JSON lines, plain or gzipped."
+            f"Unknown corpus '{name}'.{did_you_mean(name, NAMES)} Known: {', '.join(NAMES)}; or "
+            "name a file of JSON lines, or of text (.txt), plain or gzipped."
         )
     raw = read_bytes(path)
+    if path.name.removesuffix(".gz").endswith(".txt"):
+        return _lines(raw.decode(errors="replace").splitlines()), [Revision(path.name, sha256(raw), "local")]
     lines = numbered_rows(raw, path.name)
     found = [dialogue for number, row in lines for dialogue in _dialogues(row, f"{path.name}, line {number}")]
     if not found:
         raise UserError(f"{path.name} is empty; {_FORMATS}. Write at least one.")
     return found, [Revision(path.name, sha256(raw), "local")]
+
+
+def _lines(lines: Iterable[str]) -> list[Dialogue]:
+    """Plain text: every line that is not empty answers to nothing."""
+    return [Dialogue(("",), line.strip()) for line in lines if line.strip()]
 
 
 def _dialogues(row: Row, where: str) -> Iterator[Dialogue]:

@@ -131,7 +131,7 @@ def measure(
         batch: rows in lockstep.
         nodes: scored nodes per row.
         contexts: committed tokens per row; each must leave room for the most nodes within the model's context.
-        repeats: timed rounds per point, after one that is not timed.
+        repeats: timed rounds per point, after one that is not timed (two where the second one captures a graph).
     """
     ordered, lengths = sorted(set(nodes)), sorted(set(contexts))
     cache = filled_cache(target, batch, max(lengths) + max(ordered) + 1)
@@ -139,11 +139,12 @@ def measure(
     points = [(context, count) for context in lengths for count in ordered]
     taken: dict[tuple[int, int], list[int]] = {point: [] for point in points}
     shuffler = random.Random(seed)
-    for repeat in range(repeats + 1):
+    untimed = 1 if target.graphs is None else 2
+    for repeat in range(untimed + repeats):
         shuffler.shuffle(points)
         for context, count in points:
             ns = time_round(target, cache, tokens[:, :count], context, clock)
-            if repeat:
+            if repeat >= untimed:
                 taken[context, count].append(ns)
     table = tuple(tuple(statistics.median(taken[c, n]) / 1e9 for n in ordered) for c in lengths)
     return CostCurve(tuple(ordered), batch, tuple(lengths), table)

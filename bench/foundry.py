@@ -1,4 +1,4 @@
-"""Making a whole model: what ``bench.workshop`` does for a part, where there is no target that the part belongs to."""
+"""Making things out of pairs: a whole model, where there is no target that a part belongs to, or a student of one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from bench.corpus import Texts
 from bench.errors import UserError
 from bench.models import Loaded
 from bench.sources import Sources
-from bench.workshop import Curves, Job, Stages, Subject
-from methods.decoder import Foundry, ModelMaker
+from bench.workshop import Curves, Job, PartJob, Stages, Subject
+from methods.decoder import Foundry, ModelMaker, PairLearner
 
 
 class ModelJob(Job):
@@ -45,19 +45,11 @@ class ModelJob(Job):
         device, _ = models.resolve_hardware(asdict(cfg.hardware))
         name = maker.model_name("_".join(name.split(".")[0] for name in texts.names))
         super().__init__(settings, cfg, train, texts, Subject(name, None, None, device, torch.float16), words)
-        self.pairs, self.validation = corpus.pairs(texts), self._validation()
+        self.pairs, self.validation = corpus.pairs(texts), _validation(maker.validation, texts, cfg)
         self.definition |= {
             "teacher": {"name": teacher.name, "revision": teacher.revision} if teacher else None,
-            "validation": hashlib.sha256(json.dumps(self.validation).encode()).hexdigest(),
+            "validation": _hash(self.validation),
         }
-
-    def _validation(self) -> list[tuple[str, str]]:
-        name = self.maker.validation
-        if name is None and len(self.texts.names) == 1:
-            name = corpus.validation_of(self.texts.names[0])
-        if name is None:
-            return []
-        return corpus.pairs(corpus.read(name, sources=Sources(self.cfg.paths.data, self.cfg.paths.cache)))
 
     def shop(self, stages: Stages, curves: Curves) -> Foundry:
         """What the class works with."""
@@ -71,7 +63,7 @@ class ModelJob(Job):
             self.cfg.seed,
             stages,
             curves,
-            self._common(),
+            _common(self.teacher, self.texts, self.cfg) if self.teacher else self.folder,
         )
 
     def usage(self) -> str:
@@ -83,14 +75,43 @@ class ModelJob(Job):
         data = [f"dataset={corpus_name}"] if corpus_name in choices["dataset"] else own
         return shlex.join(["python", "-m", "bench", *model, *data])
 
-    def _common(self) -> Path:
-        """Of this teacher and these pairs."""
-        teacher = self.teacher
-        if teacher is None:
-            return self.folder
-        made = [teacher.name, teacher.revision, teacher.sha256, str(teacher.lm.dtype), self.texts.sha256]
-        digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:12]
-        return Path(self.cfg.paths.cache) / "common" / f"{sanitise(teacher.name)}-{digest}"
+
+class StudentJob(PartJob):
+    """A part that learns from pairs what a translation model does.
+
+    Args:
+        learner: the class that makes it.
+        loaded: the model, with its Hugging Face weights.
+    """
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        cfg: RunConfig,
+        train: Mapping[str, Any],
+        learner: PairLearner,
+        texts: Texts,
+        loaded: Loaded,
+        words: Sequence[str],
+    ) -> None:
+        super().__init__(settings, cfg, train, texts, loaded, words)
+        self.pairs, self.validation = corpus.pairs(texts), _validation(learner.validation, texts, cfg)
+        self.definition["validation"] = _hash(self.validation)
+
+    def shop(self, stages: Stages, curves: Curves) -> Foundry:  # type: ignore[override]
+        """What the class works with."""
+        loaded = self.loaded
+        return Foundry(
+            self.pairs,
+            self.validation,
+            (loaded.lm, loaded.tokenizer),
+            loaded.lm.device,
+            self.folder,
+            self.cfg.seed,
+            stages,
+            curves,
+            _common(loaded, self.texts, self.cfg),
+        )
 
 
 def model_job(
@@ -121,4 +142,39 @@ def model_job(
             f"model={teacher.name} is a causal model; a teacher must be an encoder-decoder that translates. Set "
             "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
         )
+    if teacher:
+        models.require_languages(teacher, f"corpus={texts.asked}", corpus.languages(texts.names))
     return ModelJob(settings, cfg, train, maker, texts, teacher, words)
+
+
+def student_job(
+    settings: TrainConfig,
+    cfg: RunConfig,
+    train: Mapping[str, Any],
+    learner: PairLearner,
+    texts: Texts,
+    words: Sequence[str],
+) -> StudentJob:
+    """Load the model that a part is made for, with the weights that the part may begin with."""
+    loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=True)
+    return StudentJob(settings, cfg, train, learner, texts, loaded, words)
+
+
+def _validation(name: str | None, texts: Texts, cfg: RunConfig) -> list[tuple[str, str]]:
+    """Pairs to judge by: those of that name, else the corpus' own; empty where there are none."""
+    if name is None and len(texts.names) == 1:
+        name = corpus.validation_of(texts.names[0])
+    if name is None:
+        return []
+    return corpus.pairs(corpus.read(name, sources=Sources(cfg.paths.data, cfg.paths.cache)))
+
+
+def _hash(pairs: Sequence[tuple[str, str]]) -> str:
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def _common(teacher: Loaded, texts: Texts, cfg: RunConfig) -> Path:
+    """Of this teacher and these pairs: whoever learns from its translations shares them."""
+    made = [teacher.name, teacher.revision, teacher.sha256, str(teacher.lm.dtype), texts.sha256]
+    digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:12]
+    return Path(cfg.paths.cache) / "common" / f"{sanitise(teacher.name)}-{digest}"

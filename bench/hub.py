@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import prepared
+from bench import corpus, prepared
 from bench.config import PathsConfig
 from bench.errors import UserError
 from bench.failures import explain
@@ -50,8 +50,16 @@ class HubModel:
             tokenizer = self._tokenizer(where)
         if self.folder:
             digest = _digest(self.folder)
-            return Read(model, tokenizer, digest[:12], digest)
-        return Read(model, tokenizer, commit, None)
+            return Read(model, tokenizer, digest[:12], digest, self.languages(tokenizer))
+        return Read(model, tokenizer, commit, None, self.languages(tokenizer))
+
+    def languages(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+        """What it was trained to translate: by the corpus in our card, or by a Marian tokenizer, in codes of two."""
+        card = prepared.read_card(self.folder) if self.folder else None
+        if card and (found := corpus.languages((card.get("corpus") or {}).get("names") or [])):
+            return found
+        source, target = (str(getattr(tokenizer, f"{side}_lang", None) or "") for side in ("source", "target"))
+        return (source, target) if len(source) == len(target) == 2 else None
 
     def _ask_hub(self) -> tuple[str | None, str]:
         """The commit behind the revision, so that all files are of one; and, where the hub gave none, why."""
@@ -82,12 +90,16 @@ class HubModel:
         return {"revision": commit or self.revision or "main", "local_files_only": cached_only}
 
     def _check(self, where: dict[str, Any]) -> PretrainedConfig:
-        """Refuse what the engine does not stand for."""
         from transformers import AutoConfig
 
+        config: PretrainedConfig = AutoConfig.from_pretrained(self.folder or self.name, **where)
+        self._refuse(config)
+        return config
+
+    def _refuse(self, config: PretrainedConfig) -> None:
+        """Refuse what the engine does not stand for."""
         from methods.engine import families, seq2seq_families
 
-        config: PretrainedConfig = AutoConfig.from_pretrained(self.folder or self.name, **where)
         try:
             (seq2seq_families if is_seq2seq(config) else families).check(config)
         except families.UnsupportedModel as error:
@@ -97,14 +109,16 @@ class HubModel:
                 f"Model '{self.name}' has quantised weights, which the engine does not read; those of a plain 16 or 32 "
                 "bit model are read. Choose the model it was made from."
             )
-        return config
 
     def _weights(self, config: PretrainedConfig, dtype: torch.dtype, where: dict[str, Any]) -> PreTrainedModel:
         import transformers
 
         name = "AutoModelForSeq2SeqLM" if is_seq2seq(config) else "AutoModelForCausalLM"
-        auto: Any = getattr(transformers, name)  # as Any: no type knows that output_loading_info makes it a pair
-        model, found = auto.from_pretrained(self.folder or self.name, dtype=dtype, output_loading_info=True, **where)
+        return self._load(getattr(transformers, name), dtype, **where)
+
+    def _load(self, kind: Any, dtype: torch.dtype, **how: Any) -> PreTrainedModel:
+        """Weights by a class of transformers; as Any: no type knows that output_loading_info makes it a pair."""
+        model, found = kind.from_pretrained(self.folder or self.name, dtype=dtype, output_loading_info=True, **how)
         if missing := sorted(found["missing_keys"]):  # transformers would go on with random ones
             raise UserError(
                 f"Model '{self.name}' lacks {len(missing)} weights, {missing[0]} first; a complete checkpoint is "
@@ -116,7 +130,9 @@ class HubModel:
     def _tokenizer(self, where: dict[str, Any]) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder or self.name, **where)
+        return self._with_template(AutoTokenizer.from_pretrained(self.folder or self.name, **where))
+
+    def _with_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         if self.chat_template and not tokenizer.chat_template:
             tokenizer.chat_template = self.chat_template
         return tokenizer
@@ -162,6 +178,17 @@ class TrainedModel:
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:
         """See ``bench.models.Source``. It is identified by its files without the card, which knows the time."""
+        folder = self.find(cache)
+        digest = prepared.digest(prepared.files(folder))
+        read = HubModel(str(folder)).read(dtype, cache)
+        return Read(read.model, read.tokenizer, digest[:12], digest, read.languages)
+
+    def find(self, cache: Path) -> Path:
+        """Where it lies.
+
+        Raises:
+            UserError: it is not made yet.
+        """
         places = prepared.places(self.method, self.name, PathsConfig(cache=str(cache)))
         folder = next((folder for folder in places.values() if prepared.read_card(folder)), None)
         if folder is None:
@@ -169,16 +196,15 @@ class TrainedModel:
                 f"Model '{self.name}' is not made yet: {' and '.join(map(str, places.values()))} do not have it. "
                 f"{self._command()} makes it; or choose another (python -m bench list models)."
             )
-        digest = prepared.digest(prepared.files(folder))
-        model, tokenizer, _, _ = HubModel(str(folder)).read(dtype, cache)
-        return Read(model, tokenizer, digest[:12], digest)
+        return folder
 
     def _command(self) -> str:
         layers, more = "", ""
-        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?", self.name):
-            corpus, encoder, decoder, distilled = found.groups()
+        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?(?:_(calm|free))?", self.name):
+            corpus, encoder, decoder, distilled, exits = found.groups()
             layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
             more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
+            more += f" train.exits={exits}" if exits else ""
         return f"python -m bench.train method={self.method}{layers}{more}"
 
 

@@ -281,6 +281,7 @@ def arm_rates(rows: pd.DataFrame) -> dict[str, Any]:
     decode = table[table["step"] > 0]
     return {
         "tokens_per_s": throughput(done),
+        **per_prompt(rows, done),
         "tokens_per_step": tokens_per_step(decode),
         **acceptance(table),
         "layers_per_token": _ratio_of_sums(table["layers"] * table["tokens"], table["tokens"], table["weight"]),
@@ -300,6 +301,13 @@ def arm_rates(rows: pd.DataFrame) -> dict[str, Any]:
 def throughput(done: pd.DataFrame) -> float | None:
     """Output tokens of all rows per second of wall time, prefill included."""
     return _ratio_of_sums(done["tokens"], done["batch_ns"] / _NS, done["weight"])
+
+
+def per_prompt(rows: pd.DataFrame, done: pd.DataFrame) -> dict[str, float | None]:
+    """Prompts answered per second of wall time, all rows of a batch together, and the milliseconds that each took."""
+    seconds = _sum(done["batch_ns"] / _NS * done["weight"])
+    rate = _divide(_sum(rows["weight"]), seconds)
+    return {"prompts_per_s": rate, "ms_per_prompt": _divide(1000.0, rate)}
 
 
 def tokens_per_step(decode: pd.DataFrame) -> float | None:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import yaml
+
+from bench import preflight
 from bench.config import PathsConfig
 from bench.errors import UserError
 
@@ -35,6 +38,7 @@ class Read(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     revision: str | None
     sha256: str | None
+    languages: tuple[str, str] | None = None
 
 
 @runtime_checkable
@@ -61,6 +65,7 @@ class Loaded:
     Attributes:
         revision: commit of the hub, hash of the files of a folder, or seed of random weights.
         sha256: of the weights where they are files we have; None where the hub's commit says it all.
+        languages: what a translation model reads and writes (``en``, ``de``), where its card or its tokenizer tells.
     """
 
     lm: CausalLM
@@ -68,6 +73,7 @@ class Loaded:
     name: str
     revision: str | None
     sha256: str | None
+    languages: tuple[str, str] | None = None
 
     @property
     def kind(self) -> Literal["causal", "seq2seq"]:
@@ -75,6 +81,13 @@ class Loaded:
         from methods.engine.seq2seq import Seq2SeqLM
 
         return "seq2seq" if isinstance(self.lm, Seq2SeqLM) else "causal"
+
+    @property
+    def denoises(self) -> bool:
+        """Whether it fills in masks, instead of writing from left to right."""
+        from methods.engine.masked_lm import MaskedLM
+
+        return isinstance(self.lm, MaskedLM)
 
     @property
     def hf_kept(self) -> bool:
@@ -117,7 +130,17 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
         lm = _engine(weights.config).from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
         raise UserError(str(error)) from error
-    return Loaded(lm, read.tokenizer, str(model["name"]), read.revision, read.sha256)
+    _replay(lm, hardware)
+    return Loaded(lm, read.tokenizer, str(model["name"]), read.revision, read.sha256, read.languages)
+
+
+def _replay(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
+    """Let passes be replayed as CUDA graphs, where that is possible and wanted."""
+    from methods.engine.graphs import Graphs
+    from methods.engine.lm import CausalLM
+
+    if lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto":
+        lm.graphs = Graphs(lm)
 
 
 def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool) -> None:
@@ -145,8 +168,11 @@ def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, ke
 def _engine(config: Any) -> type[CausalLM]:
     from bench.hub import is_seq2seq
     from methods.engine.lm import CausalLM
+    from methods.engine.masked_lm import MaskedLM, is_masked
     from methods.engine.seq2seq import Seq2SeqLM
 
+    if is_masked(config):
+        return MaskedLM
     return Seq2SeqLM if is_seq2seq(config) else CausalLM
 
 
@@ -161,13 +187,13 @@ def load_draft(
     """Load a model that drafts for another one, onto the same hardware.
 
     Args:
-        draft: a name, or a ``model`` group.
+        draft: a name (of a config, a hub id or a folder), or a ``model`` group.
         target: name and tokenizer of the model that verifies.
 
     Raises:
         UserError: as ``load``, or the two do not share one vocabulary.
     """
-    group = {"name": draft} if isinstance(draft, str) else draft
+    group = named(draft) if isinstance(draft, str) else draft
     if group.get("like"):
         raise UserError(
             f"The draft model came with like={group['like']}: nothing that random weights draft is accepted, and "
@@ -176,6 +202,33 @@ def load_draft(
     loaded = load(group, hardware, paths, keep_hf=keep_hf)
     require_same_tokens((loaded.name, loaded.tokenizer), target)
     return loaded
+
+
+def named(name: str) -> Mapping[str, Any]:
+    """The ``model`` group of a name: that of a config of this name, else one with nothing but the name."""
+    if name in _BY_NAME or name not in preflight.groups()["model"]:
+        return {"name": name}
+    group: Mapping[str, Any] = yaml.safe_load(preflight.config_file("model", name).read_text(encoding="utf-8"))
+    return group
+
+
+def require_languages(model: Loaded, what: str, wanted: tuple[str, str] | None) -> None:
+    """Refuse to have a model translate what is not of its languages, as far as both are known.
+
+    Args:
+        what: is translated, for the message.
+        wanted: the languages it is in, and is to be in.
+
+    Raises:
+        UserError: they differ.
+    """
+    if wanted is None or model.languages is None or wanted == model.languages:
+        return
+    raise UserError(
+        f"{what} goes from {' to '.join(wanted)}, and {model.name} was trained to go from "
+        f"{' to '.join(model.languages)}; the two must be of one direction. Turn the data (dataset.source and "
+        "dataset.target, or corpus), or choose another model."
+    )
 
 
 def require_same_tokens(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bench import build, models, prepared
@@ -15,6 +16,7 @@ from bench.config import RunConfig, SamplingConfig
 from bench.errors import UserError
 from methods.decoder import MissingPart
 from methods.engine.lm import CausalLM
+from methods.engine.seq2seq import Seq2SeqLM
 
 _KINDS = {"causal": "a causal model", "seq2seq": "an encoder-decoder model"}
 _CAUSAL_SOURCES = ("bench.embedded.", "bench.random_model.")
@@ -62,6 +64,31 @@ def _kind(cfg: RunConfig) -> str | None:
     return f"{cfg.dataset['name']} is written for {_KINDS[wanted]}, and {cfg.model['name']} is {_KINDS[found]}"
 
 
+def _made(cfg: RunConfig) -> str | None:
+    """A model of our own that is not trained yet, or one that would draft for itself."""
+    from bench.hub import TrainedModel
+
+    draft = cfg.method.get("draft_model")
+    if draft is not None and draft == cfg.model["name"]:
+        return f"{draft} would draft for itself"
+    for group in (cfg.model, models.named(draft) if isinstance(draft, str) else {}):
+        if group.get("_target_") == f"{TrainedModel.__module__}.{TrainedModel.__name__}":
+            try:
+                TrainedModel(group["name"]).find(Path(cfg.paths.cache))
+            except UserError as error:
+                return str(error)
+    return None
+
+
+def _order(cfg: RunConfig) -> str | None:
+    """Diffusion models and what decodes them go together only."""
+    fills, masked = (getattr(build.locate(part["_target_"]), "denoises", False) for part in (cfg.method, cfg.model))
+    if fills == masked:
+        return None
+    verb = "fills in masks" if fills else "writes from left to right"
+    return f"{cfg.method['name']} {verb}, and {cfg.model['name']} is {'a' if masked else 'no'} diffusion model"
+
+
 def _kind_of_model(model: dict[str, Any]) -> str | None:
     """None where only the model's own files tell and they are not on this machine."""
     if str(model["_target_"]).startswith(_CAUSAL_SOURCES):
@@ -83,7 +110,8 @@ def _part(cfg: RunConfig) -> str | None:
     """Asks the class itself, for some do with their settings what others need a part for."""
     if prepared.find(cfg.method, str(cfg.model["name"]), None, cfg.paths) is not None:
         return None
-    error = _refusal(cfg, cfg.sampling, CausalLM.__new__(CausalLM))  # a target that nothing is known of
+    kind = Seq2SeqLM if getattr(build.locate(cfg.dataset["_target_"]), "kind", "any") == "seq2seq" else CausalLM
+    error = _refusal(cfg, cfg.sampling, kind.__new__(kind))  # a target that nothing else is known of
     return str(error) if error is not None and isinstance(error.__cause__, MissingPart) else None
 
 
@@ -117,6 +145,8 @@ _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and what
     _batch: ("method", "batch_size"),
     _device: ("method", "hardware"),
     _kind: ("dataset", "model"),
+    _made: ("method", "model", "paths"),
+    _order: ("method", "model"),
     _part: ("method", "model", "paths"),
     _sampling: ("method", "sampling"),
 }

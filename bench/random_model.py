@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-_BYTES = 256
-_SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}  # ids 256 to 259
+_TOKENS = 260  # of the byte tokenizer: 256 bytes and four special ones
 _CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -28,7 +27,7 @@ _CHAT = (
 _SPREAD = 0.3  # of the weights: at the usual 0.02 all tokens would be about equally likely
 _USUAL_SPREAD = 0.02  # of a large model: at 0.3 a hundred layers would overflow 16 bit
 _BLOCK = 1 << 24
-_SMALL = Architecture("llama", _BYTES + len(_SPECIAL), 64, 256, 4, 4, 2, 16, 2048, source="")
+_SMALL = Architecture("llama", _TOKENS, 64, 256, 4, 4, 2, 16, 2048, source="")
 
 
 class RandomModel:
@@ -121,7 +120,7 @@ class RandomModel:
 
 def _check(shape: Architecture) -> None:
     sizes = (shape.hidden_size, shape.layers, shape.heads, shape.kv_heads, shape.max_positions)
-    least = _BYTES + len(_SPECIAL)
+    least = _TOKENS
     misfit = shape.hidden_size % (2 * max(1, shape.heads)) or shape.heads % max(1, shape.kv_heads)
     if shape.vocab_size < least or min(sizes) < 1 or misfit:
         raise ValueError(
@@ -168,14 +167,6 @@ def _tile(value: Tensor, block: Tensor, start: int) -> int:
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
     """One token per byte, four special ones behind them, and a chat template of one line per message."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from methods.engine import byte_tokenizer as plain
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(_SPECIAL.values()))
-    wrapped: PreTrainedTokenizerBase = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
-    wrapped.chat_template = _CHAT
-    return wrapped
+    return plain.byte_tokenizer(_CHAT)

@@ -13,9 +13,25 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 import yaml
 
-from bench import agreement, audit, build, costs, hardware, metrics, models, prepared, prompts, records, scrub, table
+from bench import (
+    agreement,
+    audit,
+    build,
+    calibration,
+    costs,
+    hardware,
+    metrics,
+    models,
+    prepared,
+    prompts,
+    records,
+    scrub,
+    table,
+)
+from bench.calibration import Choice, Trial, Writer
 from bench.config import RunConfig, run_id
 from bench.costs import CostCurve
 from bench.errors import RunFailed, UserError
@@ -26,8 +42,16 @@ from bench.records import RunFolder, Sample
 from bench.runner import Runner, Seconds, Settings
 from methods.decoder import Decoder
 
+CALIBRATION = "calibration.json"  # beside the manifest: the losses that a threshold was chosen by
 _DOUBT_PROMPTS = 3  # at least, of the warm-up of a method that doubts itself
 _BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
+_MASK_BY_MASK = {  # what stands in its place for a diffusion model, which knows no order of tokens
+    "name": "diffusion",
+    "_target_": "methods.non_autoregressive.diffusion.Diffusion",
+    "threshold": None,
+    "tokens_per_step": 1,
+    "cache": "none",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,7 @@ class Parts:
         floor_bytes: memory of the process before the model was loaded.
         gpu_busy: percent, before the model was loaded.
         prepared: what was made beforehand for the method and this model, if the method takes such a part.
+        trial: what the method's threshold is chosen by, if it promises something.
     """
 
     task: Any
@@ -70,6 +95,7 @@ class Parts:
     floor_bytes: int | None
     gpu_busy: float | None
     prepared: Prepared | None = None
+    trial: Trial | None = None
 
 
 def run(cfg: RunConfig, *, fresh: bool = False) -> Outcome:
@@ -90,8 +116,12 @@ def run(cfg: RunConfig, *, fresh: bool = False) -> Outcome:
     if not fresh and _finished(path):
         print(f"Measured before. To measure anew, delete {path}", file=sys.stderr)
         return report(cfg, path)
-    with RunFolder.create(path.parent, path.name, _manifest(cfg, parts), _config_yaml(cfg), fresh=fresh) as folder:
+    choice = _calibrate(cfg, parts)
+    manifest = _manifest(cfg, parts, choice)
+    with RunFolder.create(path.parent, path.name, manifest, _config_yaml(cfg), fresh=fresh) as folder:
         with _status(folder):
+            if choice:
+                prepared.write_json(path / CALIBRATION, choice.to_json())
             _measure(cfg, parts, folder)
         return report(cfg, path)
 
@@ -107,9 +137,11 @@ def prepare(cfg: RunConfig) -> Parts:
     gpu_busy = hardware.gpu_utilisation(models.resolve_hardware(asdict(cfg.hardware))[0])
     loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=build.needs_hf(cfg.method))
     _check_kind(cfg, task, loaded)
+    _check_order(cfg, loaded)
+    models.require_languages(loaded, f"dataset={cfg.dataset['name']}", getattr(task, "languages", None))
     settings = _settings(cfg, loaded)
     lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context, apart=settings.apart)
-    baseline = build.build_decoder(_BASELINE, loaded.lm, cfg.sampling)
+    baseline = build.build_decoder(_MASK_BY_MASK if loaded.denoises else _BASELINE, loaded.lm, cfg.sampling)
     part = prepared.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
     if part and part.warning:
         print(f"warning: {part.warning}", file=sys.stderr)
@@ -117,7 +149,18 @@ def prepare(cfg: RunConfig) -> Parts:
     method = build.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, part.folder if part else None)
     if hasattr(method, "doubt") and settings.warmup:
         settings = replace(settings, warmup=max(settings.warmup, _DOUBT_PROMPTS))
-    return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy, part)
+    trial = calibration.draw(cfg, method, loaded, examples, part, settings.context)
+    return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy, part, trial)
+
+
+def _calibrate(cfg: RunConfig, parts: Parts) -> Choice | None:
+    """Let the method have the threshold that its promise allows."""
+    if parts.trial is None:
+        return None
+    settings, part = parts.settings, parts.prepared.sha256 if parts.prepared else None
+    writer = Writer(parts.loaded, settings.limit, settings.eos_ids, settings.batch_size)
+    with records.machine_failures("calibration"):
+        return calibration.choose(parts.trial, cfg, parts.baseline, parts.method, writer, part)
 
 
 def _check_batch(cfg: RunConfig) -> None:
@@ -139,6 +182,17 @@ def _check_kind(cfg: RunConfig, task: Any, loaded: Loaded) -> None:
         f"dataset={cfg.dataset['name']} is written for {kinds[task.kind]}, and {loaded.name} is "
         f"{kinds[loaded.kind]}; the two must be of one kind. Choose another data set (python -m bench list "
         "datasets), or another model with model=hf model.name=HUB_ID_OR_FOLDER."
+    )
+
+
+def _check_order(cfg: RunConfig, loaded: Loaded) -> None:
+    """A class that fills in masks declares ``denoises``."""
+    if bool(getattr(build.locate(cfg.method["_target_"]), "denoises", False)) is loaded.denoises:
+        return
+    fills = f"{loaded.name} is a diffusion model, which fills in masks" if loaded.denoises else f"{loaded.name} is not"
+    raise UserError(
+        f"method={cfg.method['name']} came with model={cfg.model['name']}: {fills}. method=diffusion goes with "
+        "diffusion models (model=llada_8b, dream_7b), and these with nothing else. Change one of the two."
     )
 
 
@@ -190,23 +244,32 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
         if doubt := _doubt(parts.method, warm):
             print(f"warning: {doubt}", file=sys.stderr)
             folder.update(doubt=doubt)
-        if cfg.measure.cost_curve and "cost_curve" not in folder.manifest:
+        if cfg.measure.cost_curve and not parts.loaded.denoises and "cost_curve" not in folder.manifest:
             with _clocked(spent, "cost_curve"):
                 folder.update(cost_curve=_cost_curve(parts, warm).to_dict())
+        captured = _graphs(parts)
         runner.measure()
+        if captured:
+            folder.update(graphs={"before": captured, "in_all": _graphs(parts)})
         if own := _own_bytes(parts.method):
             folder.update(own_bytes=own)
         if facts := _facts(parts.method):
-            folder.update(method_facts=facts)
+            folder.update(method_facts=facts | _probe(parts, warm))
         folder.update(load_average={"start": folder.manifest["load_average"]["start"], "end": hardware.load_average()})
         with _clocked(spent, "quality"):
-            folder.update(quality=_quality(parts, folder.samples))
+            folder.update(quality=_quality(parts, folder.samples), quality_notes=parts.task.notes())
         if cfg.measure.agreement:
             with _clocked(spent, "agreement"):
                 folder.update(agreement=_agreement(cfg, parts, folder.samples))
     finally:
         with suppress(RunFailed):  # the disk may be full: that message is on its way already
             _note_time(folder, spent)
+
+
+def _graphs(parts: Parts) -> dict[str, float] | None:
+    """Graphs made so far of the target's passes, and the time that took: those made in the run are in its times."""
+    graphs = parts.loaded.lm.graphs
+    return {"captured": graphs.captured, "seconds": round(graphs.seconds, 3)} if graphs is not None else None
 
 
 def _doubt(method: Decoder, warm: Sequence[Sample]) -> str | None:
@@ -225,6 +288,16 @@ def _facts(method: Decoder) -> dict[str, Any]:
     return dict(getattr(method, "facts", dict)())
 
 
+def _probe(parts: Parts, warm: Sequence[Sample]) -> dict[str, Any]:
+    """What a method tells of a decode of the first prompts of the warm-up, outside of the measurement."""
+    probe, first = getattr(parts.method, "probe", None), [s for s in warm if s.arm == "method" and s.batch == 0]
+    if probe is None or not first:
+        return {}
+    device = parts.loaded.lm.device
+    rows = [torch.tensor(sample.prompt_ids, device=device) for sample in first]
+    return dict(probe(rows, parts.settings.limit, torch.Generator(device).manual_seed(first[0].seed)))
+
+
 def _cost_curve(parts: Parts, warm: Sequence[Sample]) -> CostCurve:
     """At the shortest and the longest text of the run, up to the method's largest pass."""
     most = max((nodes for sample in warm if sample.arm == "method" for nodes in sample.step_nodes), default=64)
@@ -234,9 +307,14 @@ def _cost_curve(parts: Parts, warm: Sequence[Sample]) -> CostCurve:
 
 
 def _agreement(cfg: RunConfig, parts: Parts, samples: Sequence[Sample]) -> dict[str, Any]:
-    lm = parts.loaded.lm
+    lm, greedy = parts.loaded.lm, cfg.sampling.temperature == 0.0
+    if parts.loaded.denoises:
+        return agreement.compare(samples, greedy=greedy, reason="a diffusion model judges no text token by token")
     gap = agreement.near_tie_gap(lm.dtype, cfg.measure.near_tie_gap)
-    return agreement.check_run(lm, samples, gap, greedy=cfg.sampling.temperature == 0.0)
+    found = agreement.check_run(lm, samples, gap, greedy=greedy)
+    if (verifier := getattr(parts.method, "verifier", None)) is not None:
+        found["verifier"] = agreement.check_own(verifier, samples, gap, greedy=greedy)
+    return found
 
 
 def _quality(parts: Parts, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
@@ -297,8 +375,10 @@ def _resolved(parts: Parts) -> dict[str, str | None]:
     """What the configuration leaves open and this machine decided: another machine's results are other results."""
     lm, facts = parts.loaded.lm, hardware.facts(parts.loaded.lm.device)
     part = {"part": parts.prepared.sha256} if parts.prepared else {}  # without one the id stays what it always was
+    trial = {"calibration": parts.trial.sha256} if parts.trial else {}
     return {
         **part,
+        **trial,
         "model_revision": parts.loaded.revision,
         "data_revision": parts.task.revision["content"],
         "device": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
@@ -307,7 +387,7 @@ def _resolved(parts: Parts) -> dict[str, str | None]:
     }
 
 
-def _manifest(cfg: RunConfig, parts: Parts) -> dict[str, Any]:
+def _manifest(cfg: RunConfig, parts: Parts, choice: Choice | None) -> dict[str, Any]:
     """All facts that are known before the measurement."""
     loaded, settings = parts.loaded, parts.settings
     return scrub.tree(
@@ -318,6 +398,7 @@ def _manifest(cfg: RunConfig, parts: Parts) -> dict[str, Any]:
             "environment": scrub.environment(os.environ),
             "method": cfg.method,
             **({"part": parts.prepared.facts()} if parts.prepared else {}),
+            **({"calibration": choice.record} if choice else {}),
             "guarantee": parts.method.guarantee.value,
             "model": {
                 "name": cfg.model["name"],
@@ -364,6 +445,23 @@ def _names(manifest: dict[str, Any]) -> dict[str, Any]:
         "max_new_tokens": manifest["max_new_tokens"],
         "harness_share": manifest.get("harness_share"),
         "own_bytes": manifest.get("own_bytes", {}),
+        "quality_notes": manifest.get("quality_notes", {}),
+        **({"calibration": manifest["calibration"]} if "calibration" in manifest else {}),
+        **({"method_facts": _per_token(manifest)} if "method_facts" in manifest else {}),
+    }
+
+
+def _per_token(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a method told of its work, and what it counted per step also per token."""
+    facts = manifest["method_facts"]
+    if not (facts.get("steps") and facts.get("tokens")):
+        return dict(facts)
+    rows = min(manifest["batch_size"], manifest["n_prompts"])  # a step is one of all rows, and each bears its cost
+    share = facts["steps"] * rows / facts["tokens"]
+    return facts | {
+        key.replace("_per_step", "_per_token"): value * share
+        for key, value in facts.items()
+        if key.endswith("_per_step")
     }
 
 

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 _HUB_PATIENCE_S = 10.0  # the hub is asked once before its own client, which tries for half a minute, takes over
 _WEB_PATIENCE_S = 30.0
-_TEXT = (".en", ".de")  # files of plain lines, one half of a parallel text
+_TEXT = (".en", ".de", ".txt")  # files of plain lines, such as one half of a parallel text
 _GZIP = b"\x1f\x8b"  # how such a file begins, whatever it is called
 _NO_SCRIPT = "refs/convert/parquet"  # the hub's own conversion of sets whose main branch still is a loading script
 
@@ -130,6 +130,12 @@ KNOWN: dict[str, DataSet] = {
         "dolly/databricks-dolly-15k.jsonl",
         hub=Hub("databricks/databricks-dolly-15k", "train"),
         hint="corpus=dolly has 2,996 of its rows",
+    ),
+    "wikitext2_valid": DataSet(
+        "wikitext2/valid.txt",
+        "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+        web="https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/valid.txt",
+        hint="corpus=FILE.txt takes your own text",
     ),
     "humaneval": DataSet(
         "humaneval/HumanEval.jsonl",

@@ -59,10 +59,12 @@ def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
     runs = list(summaries)
     _check_comparable(runs)
     runs.sort(key=lambda run: (not _is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
-    cells = [list(_COLUMNS), *([column(run) for column in _COLUMNS.values()] for run in runs)]
+    columns = _COLUMNS | (_TRANSLATION if all(map(_translates, runs)) else {})
+    left = [place for place, name in enumerate(columns) if name in _LEFT]
+    cells = [list(columns), *([column(run) for column in columns.values()] for run in runs)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
-        "  ".join(_aligned(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(_aligned(cell, width, i in left) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
         for row in cells
     )
     return "\n".join([*_pack([place(runs[0]), str(runs[0].get("dataset")), how(runs[0])]), "", *map(str.rstrip, lines)])
@@ -169,13 +171,34 @@ def _agreement(summary: Mapping[str, Any]) -> list[str]:
     count = found.get("n_violations")
     wrong = f"{found['violation']:.1%} violations".replace("%", " %") if count is None else _plural(count, "violation")
     details = ["identical to the target", f"{_percent(found['near_tie'])} near-ties", wrong]
+    if own := found.get("verifier"):
+        details.append(f"{_percent(own['exact'])} identical to its own model")
     return _row("agreement", _percent(found["exact"]), details)
+
+
+def _translates(summary: Mapping[str, Any]) -> bool:
+    """Whether every answer is a translation: only their scorer counts repetitions."""
+    return {"bleu", "repetition"} <= set(summary.get("quality", {}))
+
+
+def _sentences(summary: Mapping[str, Any]) -> list[str]:
+    """For translations, whose prompts are sentences."""
+    rate, before = summary.get("prompts_per_s"), summary["baseline"].get("prompts_per_s")
+    if rate is None or not _translates(summary):
+        return []
+    return _row(
+        "sentences/s",
+        rate_number(rate),
+        [f"was {rate_number(before)}", f"{summary['ms_per_prompt']:.3g} ms per sentence"],
+    )
 
 
 def _quality(summary: Mapping[str, Any]) -> list[str]:
     scores, before = summary["quality"], summary["baseline"]["quality"]
     details = [f"{name} {number(value)} (was {number(before.get(name))})" for name, value in scores.items()]
-    return _row("quality", *(("", details) if details else (MISSING, [])))
+    signature = (summary.get("quality_notes") or {}).get("bleu") if _translates(summary) else None
+    signed = _row("sacreBLEU", "", [signature]) if signature else []
+    return [*_row("quality", *(("", details) if details else (MISSING, []))), *signed]
 
 
 _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
@@ -184,6 +207,7 @@ _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
     _layers,
     _promise,
     _rate,
+    _sentences,
     _memory,
     _energy,
     _agreement,
@@ -254,12 +278,17 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "agreement": lambda run: _percent((run.get("agreement") or {}).get("exact")),
     "result": lambda run: "VALID" if _is_valid(run) else "INVALID",
 }
-_LEFT = (0, 1, 8)
+_TRANSLATION: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "BLEU": lambda run: number(run["quality"]["bleu"]),
+    "was": lambda run: number(run["baseline"]["quality"].get("bleu")),
+    "sentences/s": lambda run: rate_number(run.get("prompts_per_s")),
+}
+_LEFT = ("method", "guarantee", "result")
 
 
-def _aligned(cell: str, width: int, column: int) -> str:
+def _aligned(cell: str, width: int, left: bool) -> str:
     short = "-" if cell == MISSING else cell
-    return short.ljust(width) if column in _LEFT else short.rjust(width)
+    return short.ljust(width) if left else short.rjust(width)
 
 
 def _check_comparable(runs: Sequence[Mapping[str, Any]]) -> None:

@@ -31,7 +31,7 @@ Methods: {methods}
 Settings:
   method=NAME            what to prepare; its own settings are train.KEY=VALUE (python -m bench show train/NAME)
   corpus={corpus}     dolly, dolly_15k, gsm8k (its train split), multi30k and FILE.jsonl or FILE.jsonl.gz, with commas
-                         between
+                         between; NAME:COUNT takes so many of one. Unless set: what the method declares
   corpus_limit=N         most dialogues, drawn by the seed
   out=FOLDER             where the part goes; else where the method finds it by itself
   force=true             make a finished part anew, or in place of one with other settings

@@ -27,7 +27,7 @@ from bench.prepared import CARD, CURVES, LOCK, PLAN
 from bench.progress import Progress
 from bench.sources import Sources
 from bench.track import Tracker
-from methods.decoder import ModelMaker, Trainable, Workshop
+from methods.decoder import ModelMaker, PairLearner, Trainable, Workshop
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def _job(
     settings: TrainConfig,
     cfg: RunConfig,
     train: Mapping[str, Any],
-    trainable: Trainable | ModelMaker,
+    trainable: Trainable | ModelMaker | PairLearner,
     texts: Texts,
     words: Sequence[str],
 ) -> Job:
@@ -75,6 +75,10 @@ def _job(
         from bench.foundry import model_job
 
         return model_job(settings, cfg, train, trainable, texts, words)
+    if isinstance(trainable, PairLearner):
+        from bench.foundry import student_job
+
+        return student_job(settings, cfg, train, trainable, texts, words)
     return PartJob(settings, cfg, train, texts, models.load(cfg.model, asdict(cfg.hardware), cfg.paths), words)
 
 
@@ -119,6 +123,7 @@ class Job:
             "seed": cfg.seed,
         }
         self._spent = 0.0  # seconds, those of interrupted attempts included
+        self._summary: list[str] = []
 
     @property
     def definition_sha256(self) -> str:
@@ -174,7 +179,7 @@ class Job:
         """The command that uses what was made."""
         raise NotImplementedError
 
-    def make(self, trainable: Trainable | ModelMaker, tracker: Tracker) -> None:
+    def make(self, trainable: Trainable | ModelMaker | PairLearner, tracker: Tracker) -> None:
         """Let the class work, follow it, and write the card.
 
         Raises:
@@ -186,18 +191,20 @@ class Job:
         stages, curves = Stages(), Curves(self.folder / CURVES, tracker)
         with self._clocked(), self._followed(tracker):
             try:
-                found = trainable.fit(self.shop(stages, curves))
+                found = dict(trainable.fit(self.shop(stages, curves)))
             except ValueError as error:
                 raise UserError(str(error)) from error
             finally:
                 stages.close()
+        self._summary = found.pop("summary", [])
         prepared.write_json(self.folder / CARD, scrub.tree(self._card(trainable, found)))
         (self.folder / PLAN).unlink(missing_ok=True)
 
     def report(self) -> str:
         """Where the part is, and the command that uses it."""
         size = sum(path.stat().st_size for path in prepared.files(self.folder).values())
-        return f"{self.folder}: {size / 1e6:,.1f} MB in {self._spent:,.0f} s\nUse it: {self.usage()}"
+        made = f"{self.folder}: {size / 1e6:,.1f} MB in {self._spent:,.0f} s"
+        return "\n".join([made, *self._summary, f"Use it: {self.usage()}"])
 
     @contextmanager
     def _clocked(self) -> Iterator[None]:
@@ -226,7 +233,7 @@ class Job:
         finally:
             tracker.finish(status)
 
-    def _card(self, trainable: Trainable | ModelMaker, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _card(self, trainable: Trainable | ModelMaker | PairLearner, found: Mapping[str, Any]) -> dict[str, Any]:
         subject, parts = self.subject, prepared.files(self.folder)
         return {
             "prepares": trainable.prepares,
@@ -250,6 +257,7 @@ class Job:
     def _corpus_facts(self) -> dict[str, Any]:
         return {
             "names": list(self.texts.names),
+            "asked": self.texts.asked,
             "limit": self.settings.corpus_limit,
             "dialogues": len(self.texts.dialogues),
             "sha256": self.texts.sha256,
@@ -271,7 +279,19 @@ class PartJob(Job):
     ) -> None:
         subject = Subject(loaded.name, loaded.revision, loaded.sha256, loaded.lm.device, loaded.lm.dtype)
         super().__init__(settings, cfg, train, texts, subject, words)
+        models.require_languages(loaded, f"corpus={texts.asked}", corpus.languages(texts.names))
+        if loaded.kind == "seq2seq" and settings.corpus is None and corpus.languages(texts.names) is None:
+            raise UserError(
+                f"method={settings.method} learns from {texts.asked} unless told otherwise, requests that an "
+                f"encoder-decoder as {loaded.name} does not answer. Name what it reads: corpus=multi30k, or "
+                "corpus=FILE.jsonl."
+            )
         self.loaded = loaded
+        if not all(dialogue.said[0] for dialogue in texts.dialogues):
+            raise UserError(
+                f"corpus={','.join(texts.names)} has plain text, which asks nothing; requests are needed for the model "
+                f"to answer. Name another, such as {DEFAULT_CORPUS}."
+            )
 
     def shop(self, stages: Stages, curves: Curves) -> Workshop:
         """See ``Job.shop``."""

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
@@ -77,7 +78,9 @@ class Decoder(Protocol):
     None]``, bytes by name; the runner records them after the measurement. One with a part that others made may have
     ``doubt(acceptance) -> str | None``: told per prompt of the warm-up how often each position of its drafts was kept,
     it returns a warning where that is implausible for such a part. One may also have ``facts() -> dict``, plain JSON
-    values on its own work that no step can tell; they are recorded as they are.
+    values on its own work that no step can tell, and ``probe(prompts, limit, rng) -> dict``, more of them from decoding
+    once more behind the measurement; they are recorded as they are. ``Calibrated`` has what may be chosen before it.
+    One that writes the text of a model of its own, to the letter, has that as ``verifier``; a run checks it, greedily.
     """
 
     guarantee: Guarantee
@@ -90,6 +93,44 @@ class Decoder(Protocol):
             limit: most tokens wanted per row; the method sizes its buffers by it.
             rng: the only source of randomness, on the target's device.
         """
+        ...
+
+
+@runtime_checkable
+class Calibrator(Protocol):
+    """Chooses a threshold by what texts lose at it on calibration prompts.
+
+    Attributes:
+        promise: its settings, of which the benchmark reads ``against``, ``metric``, ``corpus``, ``prompts``, ``seed``.
+        thresholds: to be tried in this order, the safest first; all below 1, which stands for the full model.
+        fewest: prompts without which nothing can be promised.
+    """
+
+    promise: Any
+    thresholds: Sequence[float]
+    fewest: int
+
+    def planned(self) -> int:
+        """How many prompts to take, if the settings do not say."""
+        ...
+
+    def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:
+        """Whether the losses at the thresholds tried so far decide."""
+        ...
+
+    def choose(self, losses: Float[np.ndarray, "prompts tried"]) -> dict[str, Any]:
+        """Plain JSON values to be recorded; of them ``threshold`` is the choice, ``explanation`` a sentence on it."""
+        ...
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """A decoder with a threshold that the benchmark finds before the run, if ``calibrator`` is not None."""
+
+    calibrator: Calibrator | None
+
+    def use(self, threshold: float) -> None:
+        """Decode with this threshold from now on, as if the decoder had been made with it; 1 is the full model."""
         ...
 
 
@@ -362,6 +403,25 @@ class ModelMaker(Protocol):
 
 
 @runtime_checkable
+class PairLearner(Protocol):
+    """Makes a part for a translation model out of pairs. ``fit`` is given a ``Foundry`` with that model as its teacher.
+
+    Attributes:
+        prepares, takes: see ``Trainable``.
+        corpus, validation: see ``ModelMaker``.
+    """
+
+    prepares: ClassVar[str]
+    takes: ClassVar[str]
+    corpus: ClassVar[str]
+    validation: str | None
+
+    def fit(self, foundry: Foundry) -> dict[str, Any]:
+        """See ``Trainable.fit``."""
+        ...
+
+
+@runtime_checkable
 class Trainable(Protocol):
     """Whatever must be prepared before decoding: gradient heads, a search, a datastore, a threshold.
 
@@ -377,7 +437,7 @@ class Trainable(Protocol):
         """Make the part and write it into the workshop's folder, going on from what lies there.
 
         Returns:
-            Facts for the card beside the part: sizes, steps, acceptance.
+            Facts for the card beside the part: sizes, steps, acceptance. Lines under ``summary`` are printed instead.
 
         Raises:
             ValueError: arguments or a corpus that cannot work.

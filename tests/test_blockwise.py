@@ -231,7 +231,7 @@ def test_hits_count_what_decoding_would_keep(target, monkeypatch):
         for head, token in enumerate(tokens):
             right[row, head, token] = 1
     answers = iter(right.unbind(1))
-    monkeypatch.setattr(BlockwiseLearner, "_logits", lambda self, rows: next(answers))
+    monkeypatch.setattr(BlockwiseLearner, "logits", lambda self, rows: next(answers))
     hits, judged = learner.hits(counting_batch())
     assert judged.tolist() == [4, 1, 1] and hits.tolist() == [[2], [1], [0]]  # the 6 stands behind a wrong token
 

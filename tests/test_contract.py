@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.sampling import Sampling
-from methods.peers.hf import HFAssisted, HFGenerate, HFPromptLookup
+from methods.peers.flashspec import FlashSpec
+from methods.peers.hf import HFAssisted, HFCompiled, HFGenerate, HFPromptLookup
 from methods.speculative.blockwise import Blockwise
 from methods.speculative.datastore import Datastore
 from methods.speculative.draft_model import SpeculativeSampling
@@ -138,7 +140,9 @@ DECODERS = {
     ),
     "hash_ee_full": Row(hash_ee_full),
     "hf_generate": Row(HFGenerate, samples=False),
+    "hf_compiled": Row(lambda target, sampling: HFCompiled(target, sampling, cache_length=64), samples=False),
     "hf_prompt_lookup": Row(HFPromptLookup, batch=False, samples=False),
+    **({"flashspec": Row(FlashSpec, batch=False, samples=False)} if find_spec("flashspec") else {}),
     "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),
 }
 SAMPLINGS = [Sampling(1.0), Sampling(0.7, top_k=5), Sampling(1.3, top_p=0.8)]

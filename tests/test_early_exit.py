@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +13,17 @@ import pytest
 import torch
 
 from bench import contract
-from methods.decoder import Example, Guarantee, MissingPart, Workshop
+from methods.decoder import Example, Guarantee, MissingPart
 from methods.early_exit.beta_mixture import BetaMixture
 from methods.early_exit.calm import Calm
-from methods.early_exit.classifier_training import ClassifierTraining, fit_classifier, geometric, independent
 from methods.early_exit.confidence import Saturation, gap
-from methods.early_exit.exits import Exits, Lens, Translated
+from methods.early_exit.exits import Exits, Lens
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
-from methods.early_exit.hash_tables import Corpus, HashTable, HashTables, even_depths, make_table, mutual_information
+from methods.early_exit.hash_tables import Corpus, HashTable, make_table, mutual_information
 from methods.early_exit.loop import EarlyExitDecoder, Look
 from methods.early_exit.static_depth import StaticDepth
 from methods.early_exit.threshold import Threshold
-from methods.early_exit.translators import TranslatorFit, gather, quality
 from methods.engine.cache import Cache
 from methods.engine.families import PROVEN
 from methods.engine.lm import CausalLM
@@ -771,124 +768,3 @@ def test_hash_ee_refuses(target: CausalLM, hashed: Path) -> None:
         HashEE(target, GREEDY, part=hashed)
     with pytest.raises(ValueError, match="61 tokens and 4 layers"):
         HashEE(contract.tiny_target(layers=5), GREEDY, head="lens", part=hashed)
-
-
-# ----------------------------------------------------------------------------------------------------------- training
-
-
-def workshop(target: CausalLM, folder: Path, rows: list[Example] | None = None) -> Workshop:
-    return Workshop(target, rows or zipf(), folder, 0, lambda *progress: None, lambda point: None, folder)
-
-
-def test_maps_are_the_ridge_solution_and_closer_than_the_lens(target: CausalLM, tmp_path: Path) -> None:
-    facts = TranslatorFit([1, 3], 1e-6, 400).fit(workshop(target, tmp_path))
-    exits = Exits.load(tmp_path, target)
-    places, held_out = gather(workshop(target, tmp_path), (1, 3), 400)
-    assert facts["tokens"] == len(places) and facts["held_out_tokens"] == len(held_out)
-    for depth, states in held_out.exits.items():
-        lens, mapped = (reader.read(depth, states) for reader in (Lens(target), Translated(target, exits)))
-        assert (mapped - held_out.final).square().mean() < 0.8 * (lens - held_out.final).square().mean()
-    normed = target.norm(places.exits[3])
-    padded = torch.cat([normed, torch.ones(len(normed), 1, dtype=normed.dtype)], 1)
-    wanted = torch.linalg.lstsq(padded, places.final).solution
-    weight, bias = exits.translators[3]
-    torch.testing.assert_close(weight.double(), wanted[:-1].T, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(bias.double(), wanted[-1], rtol=1e-2, atol=1e-2)
-
-
-def test_states_are_those_that_predict_answers(target: CausalLM, tmp_path: Path) -> None:
-    places, held_out = gather(workshop(target, tmp_path, zipf(rows=8)), (2,), 10**6)
-    assert len(places) == 7 * 16 and len(held_out) == 16
-    texts = [torch.tensor(row.prompt + row.answer) for row in zipf(rows=8)]
-    with torch.no_grad():
-        every = torch.cat([target.hf(text[None]).logits[0, 7:-1] for text in texts])  # type: ignore[misc]
-    found = target.head(torch.cat([places.final, held_out.final]))
-    torch.testing.assert_close(found.sort(0).values, every.sort(0).values, rtol=1e-4, atol=1e-4)
-
-
-def test_coverage_is_the_largest_share_that_is_precise_enough() -> None:
-    agrees = torch.tensor([True] * 60 + [False] + [True] * 20 + [False] * 19)
-    found = quality(agrees, torch.linspace(1, 0, 100))
-    assert found == {"agreement": 0.8, "confidence": 0.5, "coverage_at_98": 0.81}
-
-
-def separable(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """States of two exits whose first coordinate says whether the exit is right, mostly."""
-    generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(2, 600, 6, generator=generator) * 3 + 1
-    noise = torch.randn(2, 600, generator=generator)
-    return states, states[..., 0] + noise > torch.tensor([2.0, 0.0])[:, None]
-
-
-@pytest.mark.parametrize("loss", ["independent", "geometric"])
-def test_the_classifier_finds_what_separates_and_stands_at_a_minimum(loss: str) -> None:
-    states, right = separable()
-    weight, bias = fit_classifier(states, right, loss)  # type: ignore[arg-type]
-    assert weight[0] > 4 * weight[1:].abs().max()
-    weight, bias = weight.requires_grad_(), bias.requires_grad_()
-    scores = states @ weight + bias
-    value = independent(scores, right, True) if loss == "independent" else geometric(scores, right)
-    value.backward()
-    assert bias.grad is not None and bias.grad.abs() < 1e-3
-
-
-def test_losses_equal_their_definitions() -> None:
-    scores = torch.tensor([[0.3, -1.0, 2.0], [1.0, 0.5, -0.2]])
-    right = torch.tensor([[True, False, False], [True, True, False]])
-    m = scores.sigmoid()
-    plain = -torch.where(right, m.log(), (1 - m).log())
-    torch.testing.assert_close(independent(scores, right, False), plain.mean())
-    weights = torch.tensor([[2 / 3, 1 / 3, 1 / 3], [1 / 3, 1 / 3, 2 / 3]])
-    torch.testing.assert_close(independent(scores, right, True), (plain * weights).mean())
-    first = [m[0, 0], (1 - m[0, 1]) * m[1, 1], (1 - m[0, 2]) * (1 - m[1, 2])]  # the last: no exit, the whole model
-    torch.testing.assert_close(geometric(scores, right), -torch.stack(first).log().mean())
-
-
-def test_what_training_writes_can_be_decoded_with(target: CausalLM, tmp_path: Path) -> None:
-    batch = contract.prompts(target.vocab_size, (5, 9))
-    facts = ClassifierTraining([1, 2, 3], tokens=300).fit(workshop(target, tmp_path))
-    assert set(facts["classifier"]) == {"1", "2", "3"}
-    for confidence in ("softmax", "saturation", "classifier"):
-        decoder = Calm(target, GREEDY, 0.3, confidence, part=tmp_path)  # type: ignore[arg-type]
-        assert [len(row) for row in contract.outputs(decoder, batch, 12)] == [12, 12]
-        assert decoder.own_bytes()["exits"] >= 3 * 32 * 32 * 8  # type: ignore[operator]
-    for make in (Free, StaticDepth):
-        decoder = make(target, GREEDY, depth=2, part=tmp_path)
-        assert [len(row) for row in contract.outputs(decoder, batch, 12)] == [12, 12]
-        with pytest.raises(ValueError, match=r"trained exits are behind \[1, 2, 3\]|1 to "):
-            make(target, GREEDY, depth=9, part=tmp_path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hash_tables_come_with_exits_unless_the_model_has_its_own(target: CausalLM, kind: str, tmp_path: Path) -> None:
-    facts = HashTables(kind, buckets=3, tokens=200).fit(workshop(target, tmp_path))  # type: ignore[arg-type]
-    decoder = HashEE(target, GREEDY, part=tmp_path)
-    assert decoder.checksum == facts["table_sha256"] and decoder.reader.depths == (1, 3)
-    assert set(decoder.table.depths.tolist()) == {1, 3, 4}
-    assert len(contract.outputs(decoder, contract.prompts(61, (4,)), 9)[0]) == 9
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    HashTables(kind, translators=False, buckets=2).fit(workshop(target, bare))  # type: ignore[arg-type]
-    HashEE(target, GREEDY, head="lens", part=bare)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TranslatorFit(ridge=0.0), "above 0"),
-        (lambda: ClassifierTraining(tokens=0), "at least 1 token"),
-        (lambda: HashTables(balance="none"), "only with kind=clustered"),
-        (lambda: HashTables(buckets=0), "at least one bucket"),
-        (lambda: even_depths(5, 4), "the model has 4 layers"),
-    ],
-)
-def test_training_refuses(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_training_refuses_a_corpus_that_is_too_small(target: CausalLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 8 dialogues"):
-        TranslatorFit([1]).fit(workshop(target, tmp_path, zipf(rows=3)))
-    with pytest.raises(ValueError, match="1 to 3"):
-        TranslatorFit([4]).fit(workshop(target, tmp_path))

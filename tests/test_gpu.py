@@ -16,6 +16,7 @@ from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.static_depth import StaticDepth
+from methods.engine.graphs import Graphs
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.blockwise import Blockwise
@@ -89,6 +90,18 @@ def test_greedy_text_is_that_of_the_cpu(make):
     wanted = [contract.greedy_reference(reference, prompt, 11) for prompt in batch]
     target = CausalLM.from_hf(contract.tiny_target().hf.cuda())
     assert decode(make(target, Sampling()), batch, 11) == wanted
+
+
+@pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
+def test_text_by_graphs_is_that_of_the_cpu(make):
+    reference = contract.tiny_target()
+    batch = contract.prompts(reference.vocab_size, (5, 1, 14, 8))
+    wanted = [contract.greedy_reference(reference, prompt, 40) for prompt in batch]
+    target = CausalLM.from_hf(contract.tiny_target().hf.cuda())
+    target.graphs = Graphs(target)
+    for _ in range(2):  # captured, then replayed over the same cache
+        assert decode(make(target, Sampling()), batch, 40) == wanted
+    assert target.graphs.captured > 0
 
 
 @pytest.mark.parametrize("make", RELAXED.values(), ids=RELAXED.keys())

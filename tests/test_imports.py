@@ -26,7 +26,12 @@ LIGHT_FILES = {
 }
 SHARED = {"decoder", "engine"}  # what every method and the benchmark may use
 # The baseline is the speculative loop with an empty draft, and the denominator of every run.
-ALSO = {"methods/autoregressive.py": {"speculative"}, "bench": {"autoregressive"}}
+# Exits learn from what draft heads learn from: the target's own answers and its states over them.
+ALSO = {
+    "methods/autoregressive.py": {"speculative"},
+    "methods/early_exit/lessons.py": {"speculative"},
+    "bench": {"autoregressive"},
+}
 # The laboratory draws from the rules themselves, right and wrong ones, without a decoder around them.
 RULES = {"methods.speculative.verify", "methods.speculative.controls"}
 

@@ -400,7 +400,8 @@ def test_earlier_records_are_kept_or_forgotten(use_run: Any, words: list[str], w
 
 
 def test_the_named_sweeps() -> None:
-    assert set(NAMED) == {"smoke", "all_methods", "draft_length", "batch", "threshold", "pareto"}
+    early_exit = {"threshold", "frontier", "frontier_static", "frontier_exact"}
+    assert set(NAMED) == {"smoke", "all_methods", "draft_length", "batch", "pareto", "translation"} | early_exit
     assert "sweep" not in preflight.groups(), "a sweep is no part of a run"
 
 

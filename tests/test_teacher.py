@@ -143,7 +143,7 @@ def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
     found, seen = course.loss()
     total, count = torch.zeros(()), 0
     network.eval()
-    for place in course.batches[course._batch(0)]:
+    for place in course.rows():
         source, target = (torch.tensor([side]) for side in pairs[place])
         logits = network(input_ids=source, labels=target).logits[0]  # it shifts the labels itself
         total += torch.nn.functional.cross_entropy(logits, target[0], label_smoothing=0.1, reduction="sum")
@@ -224,9 +224,10 @@ def test_shapes_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
         TeacherTraining(**SMALL | wrong)
 
 
-def test_the_rate_rises_and_falls_with_the_root() -> None:
-    recipe = Recipe(warmup=100)
-    assert recipe.rate(0) == 0.01 and recipe.rate(99) == 1.0 and recipe.rate(399) == pytest.approx(0.5)
+def test_the_rate_rises_and_falls_along_straight_lines() -> None:
+    recipe = Recipe(steps=500, warmup=100)
+    assert recipe.rate(0) == 0.01 and recipe.rate(99) == 1.0 and recipe.rate(300) == pytest.approx(0.5)
+    assert recipe.rate(499) == pytest.approx(1 / 400)
     with pytest.raises(ValueError, match="dropout and smoothing from 0 to below 1"):
         Recipe(dropout=1.0)
 

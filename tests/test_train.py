@@ -225,6 +225,23 @@ def test_our_own_preparations_fit_their_classes_and_methods(name: str, monkeypat
     assert {"part", "checkpoint"} <= set(signature(decoder).parameters), "the method does not take what is prepared"
 
 
+def test_a_corpus_may_be_limited_by_itself(tmp_path: Path) -> None:
+    big, small = tmp_path / "big.jsonl", tmp_path / "small.jsonl"
+    for file, count in ((big, 50), (small, 4)):
+        rows = [json.dumps({"prompt": f"{file.stem} {n}", "answer": str(n)}) for n in range(count)]
+        file.write_text("\n".join(rows))
+    drawn = corpus.read(f"{big}:9,{small}", seed=1)
+    names = [dialogue.said[0].split()[0] for dialogue in drawn.dialogues]
+    assert names == ["big"] * 9 + ["small"] * 4 and drawn.names == ("big.jsonl", "small.jsonl")
+    assert set(corpus.read(f"{big}:9", seed=1).dialogues) < set(corpus.read(f"{big}:20", seed=1).dialogues)
+    assert corpus.read(f"{big}:9", seed=2).sha256 != corpus.read(f"{big}:9", seed=1).sha256
+    assert len(corpus.read(f"{big}:99").dialogues) == 50
+    with pytest.raises(UserError, match="each alone or as NAME:COUNT with a count of at least 1"):
+        corpus.read(f"{big}:0")
+    with pytest.raises(UserError, match="Unknown corpus"):
+        corpus.read(f"{big}:many")
+
+
 # ------------------------------------------------------------------------------------------- made, cut, made again
 
 

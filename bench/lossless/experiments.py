@@ -19,7 +19,7 @@ from bench.errors import UserError
 from bench.hardware import usable_cores
 from bench.heap import keep_freed_memory
 from bench.lossless import continuations, greedy
-from bench.lossless.sampling import Arrangement, first_tokens, root_distributions
+from bench.lossless.sampling import LIMIT, Arrangement, first_tokens, root_distributions
 from bench.lossless.statistics import Comparison, compare
 from bench.models import Loaded
 from bench.progress import Progress
@@ -40,6 +40,19 @@ MORE_PROMPTS = (
     "Write a Python function that returns the second largest number of a list.",
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
     "What is the difference between weather and climate?",
+)
+SENTENCES = (
+    "A man in a green coat walks his dog along the river.",
+    "Two children are playing with a red ball in front of a house.",
+    "A woman is selling fruit at a market.",
+    "Several people stand on a bridge and look at the water.",
+)
+"""What a model that reads and writes apart, a translator, is asked in place of ``PROMPTS``: it follows no request."""
+MORE_SENTENCES = (
+    "A girl rides a bicycle down the street.",
+    "The band plays on a small stage.",
+    "Three workers in yellow helmets repair the roof.",
+    "An old man is reading a newspaper on a bench.",
 )
 _A_CHANCE = 1e-9  # below it, siblings cannot be told apart from rounding
 _TOP = 12  # tokens per prompt whose three bars are recorded
@@ -97,10 +110,10 @@ def greedy_identity(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
     baseline, method = (_decoder(cfg, group, 0.0, loaded) for group in (BASELINE, cfg.method))
     gap = agreement.near_tie_gap(loaded.lm.dtype, cfg.measure.near_tie_gap)
     rows = []
-    texts = (*PROMPTS, *MORE_PROMPTS)
+    texts = (*SENTENCES, *MORE_SENTENCES) if loaded.kind == "seq2seq" else (*PROMPTS, *MORE_PROMPTS)
     with Progress("greedy", len(texts)) as progress:
         for text in texts:
-            ids = _encode(loaded, text)
+            ids = _encode(loaded, text, cfg.max_new_tokens)
             found = greedy.compare_prompt(baseline, method, loaded.lm, text, ids, cfg.max_new_tokens, gap)
             rows.append(found.to_dict())
             progress.advance()
@@ -154,8 +167,9 @@ def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
                 "Use experiment=joint, which draws through the whole decoder."
             )
         sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
-        for number, text in enumerate(PROMPTS):
-            target, draft, given = root_distributions(decoder, _encode(loaded, text), sampling, cfg.seed)
+        for number, text in enumerate(_prompts(loaded)):
+            ids = _encode(loaded, text, LIMIT)
+            target, draft, given = root_distributions(decoder, ids, sampling, cfg.seed)
             known = target if draft is None else draft
             if draft is not None:
                 _check_children(lab, int((draft > _A_CHANCE).sum()))
@@ -300,12 +314,13 @@ def _by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def joint_sampling(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
     """Whole short continuations by the full decoder, against the target's exact joint distribution."""
     rows = []
-    n_tests = len(lab.temperatures) * len(PROMPTS)
+    texts = _prompts(loaded)
+    n_tests = len(lab.temperatures) * len(texts)
     with Progress("joint", lab.draws * n_tests) as progress:
         for temperature in lab.temperatures:
             decoder = _decoder(cfg, cfg.method, temperature, loaded)
             sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
-            for text in PROMPTS:
+            for text in texts:
                 rows.append(_joint_row(cfg, lab, loaded, decoder, sampling, text, progress.advance))
     bound = lab.level / n_tests
     for row in rows:
@@ -322,7 +337,7 @@ def _joint_row(
     text: str,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    ids, lm = _encode(loaded, text), loaded.lm
+    ids, lm = _encode(loaded, text, lab.horizon), loaded.lm
     exact = continuations.likely_continuations(lm, ids, sampling, lab.horizon, lab.floor)
     counts = continuations.drawn_continuations(
         decoder, ids, lab.horizon, lab.draws, cfg.seed, cfg.batch_size, lm.device, progress
@@ -352,8 +367,19 @@ def _decoder(cfg: RunConfig, group: dict[str, Any], temperature: float, loaded: 
     return decoder
 
 
-def _encode(loaded: Loaded, text: str) -> list[int]:
-    return prompts.encode(loaded.tokenizer, [{"role": "user", "content": text}])
+def _prompts(loaded: Loaded) -> tuple[str, ...]:
+    return SENTENCES if loaded.kind == "seq2seq" else PROMPTS
+
+
+def _encode(loaded: Loaded, text: str, limit: int) -> list[int]:
+    """Ids of a prompt that leaves room for ``limit`` more.
+
+    Raises:
+        UserError: it does not.
+    """
+    ids = prompts.encode(loaded.tokenizer, [{"role": "user", "content": text}])
+    prompts.fits(f"'{text}'", len(ids), limit, loaded.lm.max_positions, apart=loaded.kind == "seq2seq")
+    return ids
 
 
 def _top_texts(loaded: Loaded, target: torch.Tensor, draft: torch.Tensor) -> dict[int, str]:

@@ -16,10 +16,11 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import ABSENT, Draft
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, argmax
 from methods.speculative.verify import ExactRule
 
 Kind = Literal["chain", "with_replacement", "without_replacement", "top", "top_as_drawn", "given"]
+LIMIT = 8  # tokens that a drafter is told to make room for
 _ROWS = 32  # rounds judged at once: so many rows of 49,152 probabilities stay near the processor
 
 
@@ -147,18 +148,22 @@ def root_distributions(
     """p behind the prompt, and what the decoder's own drafter proposes there: q, or tokens without one.
 
     The round is the loop's own: the cache holds the prompt but its last token, the drafter proposes, and the target
-    scores root and draft in one pass.
+    scores root and draft in one pass. An encoder-decoder reads the whole prompt; the token it most likely begins with
+    is the root.
     """
     from methods.decoder import Context
+    from methods.engine.seq2seq import Seq2SeqLM
 
     target, drafter = decoder.target, decoder.drafter  # type: ignore[attr-defined]
     device = target.device
     rng = torch.Generator(device=device).manual_seed(seed)
-    drafter.reset([prompt], 8)
+    drafter.reset([prompt], LIMIT)
+    apart = isinstance(target, Seq2SeqLM)
+    read = prompt if apart else prompt[:-1]
     cache = target.new_cache(1, len(prompt) + drafter.nodes + 2)
-    before = target.prefill([torch.tensor(prompt[:-1], device=device)], cache, taps=drafter.taps)
-    root = torch.tensor([prompt[-1]], device=device)
-    draft = drafter.propose(Context([list(prompt)], root, before, None, sampling, rng))
+    before = target.prefill([torch.tensor(read, device=device)], cache, taps=drafter.taps)
+    root = argmax(before.logits[:, -1]) if apart else torch.tensor([prompt[-1]], device=device)
+    draft = drafter.propose(Context([[*read, *root.tolist()]], root, before, None, sampling, rng))
     nodes = torch.cat([root[:, None], draft.tokens.clamp(min=0)], dim=1)
     output = target.forward(nodes, None if draft.is_chain else draft.parents, cache, levels=draft.max_depth)
     children = ((draft.parents[0] == -1) & (draft.tokens[0] != ABSENT)).nonzero()[:, 0]

@@ -46,6 +46,11 @@ class Pairs(Task):
     def judges(self) -> Mapping[str, Scorer]:
         return {ANY: SegmentScorer(self.target)}
 
+    @property
+    def languages(self) -> tuple[str, str]:
+        """What is read, and what is to be written."""
+        return self.source, self.target
+
     def _examples(self, label: str, pairs: Iterable[tuple[str, str]]) -> list[Example]:
         """Numbered as in the file; a pair without a text on either side is left out."""
         return [

@@ -524,6 +524,21 @@ def _in_unit(values: Float[np.ndarray, "..."], name: str) -> Float[np.ndarray, "
     return values
 
 
+def require_falling(thresholds: Sequence[float]) -> None:
+    """Refuse thresholds that are no falling sequence from below 1 to 0.
+
+    Raises:
+        ValueError: they are not.
+    """
+    falling = all(high > low for high, low in zip([FULL_MODEL, *thresholds], thresholds, strict=False))
+    _check(
+        bool(thresholds) and falling and thresholds[-1] >= 0,
+        f"thresholds {', '.join(f'{t:g}' for t in thresholds) or '(none)'}",
+        "a falling sequence that starts below 1 (the full model, which needs no test) and ends at 0 or above",
+        "sort them from the safest down",
+    )
+
+
 def _checked_losses(
     losses: Float[np.ndarray, "prompts thresholds"], thresholds: Sequence[float]
 ) -> Float[np.ndarray, "prompts thresholds"]:
@@ -533,11 +548,5 @@ def _checked_losses(
         "one row per prompt and one column per threshold, at least one of each",
         "decode every calibration prompt at every threshold",
     )
-    falling = all(high > low for high, low in zip([FULL_MODEL, *thresholds], thresholds, strict=False))
-    _check(
-        falling,
-        f"thresholds {', '.join(f'{t:g}' for t in thresholds)}",
-        "a falling sequence that starts below 1 (the full model, which needs no test)",
-        "sort them from the safest down",
-    )
+    require_falling(thresholds)
     return _in_unit(losses, "losses")

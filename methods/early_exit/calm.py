@@ -3,8 +3,8 @@
 Behind each of a set of layers the token's confidence is measured (``confidence.py``: softmax gap, saturation of the
 state, trained classifier) and compared with one threshold that may fall along the text (``threshold.py``); the layers
 it skips get keys and values of the state it left with (``loop.py``). Nothing is promised of one text. With a threshold
-of 1 no token leaves and the text is the target's; thresholds in between are chosen by ``calibration.py``, which
-promises a bound on the expected loss.
+of 1 no token leaves and the text is the target's; in between, ``method.calibration.tolerance`` chooses the threshold on
+calibration prompts and promises a bound on the expected loss (``promise.py``, ``calibration.py``).
 
 Exits must be trained: into the model itself (then ``method.head=lens``), or as maps and a classifier over a frozen one:
 
@@ -27,15 +27,18 @@ Command: ``python -m bench method=calm method.threshold=0.8``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
 
 from methods.decoder import Guarantee
 from methods.early_exit.confidence import Confidence, Measure, make_confidence
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.probe import confidence_share
+from methods.early_exit.promise import GRID, Promise
 from methods.early_exit.threshold import Decay, Threshold
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -83,8 +86,12 @@ class Calm(EarlyExitDecoder):
         decay: how the threshold falls along the text.
         tau: how fast.
         horizon: tokens over which it does; None: the limit of the run.
+        calibration: a promise for which the threshold is chosen; it takes the place of ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
         part: their folder, from the runner.
+
+    Attributes:
+        calibrator: see ``methods.decoder.Calibrated``.
 
     Raises:
         ValueError: exits that are not trained, or an option out of range.
@@ -102,6 +109,7 @@ class Calm(EarlyExitDecoder):
         decay: Decay = "none",
         tau: float = 4.0,
         horizon: int | None = None,
+        calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
@@ -110,6 +118,18 @@ class Calm(EarlyExitDecoder):
         known = default_depths(target) if trained is None else trained.depths
         depths = known if exits is None else tuple(exits)
         require_depths(depths, target, reader, "method.exits")
-        measure = make_confidence(confidence, target, trained, vocabulary)
-        policy = CalmPolicy(depths, target.n_layers, measure, Threshold(threshold, decay, tau, horizon))
-        super().__init__(target, sampling, policy, reader)
+        self._depths, self._threshold = depths, Threshold(threshold, decay, tau, horizon)
+        self._confidence = make_confidence(confidence, target, trained, vocabulary)
+        self.calibrator = None if calibration is None else calibration.over(GRID, sampling)
+        super().__init__(target, sampling, self._policy(threshold, target.n_layers), reader)
+
+    def use(self, threshold: float) -> None:
+        """See ``methods.decoder.Calibrated``."""
+        super().__init__(self.target, self.sampling, self._policy(threshold, self.target.n_layers), self.reader)
+
+    def probe(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> dict[str, float]:
+        """See ``confidence_share``."""
+        return confidence_share(self, prompts, limit, rng)
+
+    def _policy(self, threshold: float, layers: int) -> CalmPolicy:
+        return CalmPolicy(self._depths, layers, self._confidence, replace(self._threshold, value=threshold))

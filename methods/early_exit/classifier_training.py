@@ -11,83 +11,33 @@ token is that of the whole model, and the classifier has as many weights as a st
                   layers 1, 4 and 7 of 8 is .59, .35, .24, against .62, .49, .37
 
 States are computed once, and both losses are those of a generalised linear model over them: L-BFGS on all of them at
-once takes seconds, and no learning rate has to be found. Unless the model was itself trained to exit, maps for its
-exits are fitted first (``translators.py``); the classifier judges what they yield.
-
-Command: ``python -m bench.train method=calm model=smollm2``
+once takes seconds, and no learning rate has to be found. Over a model that was not trained to exit the classifier
+judges what the maps of its exits yield (``exit_training.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from methods.decoder import Workshop
-from methods.early_exit.exits import Exits, Lens, Reader, Translated
-from methods.early_exit.translators import Places, chosen_depths, compare, fit_maps, gather, judge, quality
+from methods.early_exit.exits import Reader
+from methods.early_exit.translators import Places, judge
 from methods.engine.lm import CausalLM
 
 Loss = Literal["independent", "geometric"]
+Weights = tuple[Float[Tensor, "D"], Float[Tensor, ""]]
 
 _STEPS = 200
 _DECAY = 1e-4  # of squared weights, for states whose dimensions have variance 1
 
 
-class ClassifierTraining:
-    """Fits maps and the classifier.
-
-    Args:
-        exits: depths, in layers run; None: every fourth from the middle of the model on.
-        translators: fit maps first; false for a model that was itself trained to exit.
-        loss: see the head of this file.
-        balance: weigh the two classes of an exit equally (``independent`` alone).
-        ridge, tokens: see ``TranslatorFit``.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-
-    prepares: ClassVar[str] = "affine maps for the exits, and a classifier that says when they are right"
-    takes: ClassVar[str] = "some minutes on two CPU cores for smollm2, most of them its forward passes"
-
-    def __init__(
-        self,
-        exits: Sequence[int] | None = None,
-        translators: bool = True,
-        loss: Loss = "independent",
-        balance: bool = True,
-        ridge: float = 1e-3,
-        tokens: int = 16384,
-    ) -> None:
-        if ridge <= 0 or tokens < 1:
-            raise ValueError(f"ridge={ridge}, tokens={tokens} came; a ridge above 0 and at least 1 token are allowed.")
-        self.exits, self.translators, self.loss, self.balance = exits, translators, loss, balance
-        self.ridge, self.tokens = ridge, tokens
-
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
-        target = workshop.target
-        depths = chosen_depths(self.exits, target)
-        train, held_out = gather(workshop, depths, self.tokens)
-        maps = fit_maps(target, train, self.ridge) if self.translators else {}
-        reader = Translated(target, Exits(depths, maps)) if maps else Lens(target)
-        states, right = _examples(target, reader, train, depths)
-        classifier = fit_classifier(states, right, self.loss, self.balance)
-        facts: dict[str, Any] = {"tokens": len(train), "loss": self.loss, "balance": self.balance, "ridge": self.ridge}
-        facts |= compare(target, Exits(depths, maps), held_out) if maps else {}
-        facts["classifier"] = _held_out(target, reader, held_out, depths, classifier)
-        Exits(depths, maps, classifier, facts).save(workshop.folder, target)
-        return facts
-
-
 def fit_classifier(
     states: Float[Tensor, "E N D"], right: Bool[Tensor, "E N"], loss: Loss, balance: bool = True
-) -> tuple[Float[Tensor, "D"], Float[Tensor, ""]]:
+) -> Weights:
     """Weight and bias that minimise a loss over states at E exits, in the order of their depth."""
     middle, scale = states.mean((0, 1)), states.std((0, 1)).clamp(min=1e-6)
     x = (states - middle) / scale
@@ -129,20 +79,13 @@ def geometric(scores: Float[Tensor, "E N"], right: Bool[Tensor, "E N"]) -> Float
 
 
 @torch.inference_mode()
-def _examples(
-    target: CausalLM, reader: Reader, places: Places, depths: Sequence[int]
-) -> tuple[Float[Tensor, "E N D"], Bool[Tensor, "E N"]]:
-    states = torch.stack([reader.read(depth, places.exits[depth]).float() for depth in depths])
-    return states, torch.stack([judge(target, reader, places, depth)[0] for depth in depths])
+def labelled(target: CausalLM, reader: Reader, places: Places) -> tuple[Float[Tensor, "E N D"], Bool[Tensor, "E N"]]:
+    """What the classifier reads at every exit, and whether the exit has the whole model's token."""
+    seen = judge(target, {"": reader}, places)[""]
+    states = [reader.read(depth, states).float() for depth, states in places.exits.items()]
+    return torch.stack(states), torch.stack([agrees for agrees, _ in seen.values()])
 
 
-def _held_out(
-    target: CausalLM,
-    reader: Reader,
-    places: Places,
-    depths: Sequence[int],
-    classifier: tuple[Float[Tensor, "D"], Float[Tensor, ""]],
-) -> dict[str, Any]:
-    states, right = _examples(target, reader, places, depths)
-    sure = torch.sigmoid(states @ classifier[0] + classifier[1])
-    return {str(depth): quality(right[place], sure[place]) for place, depth in enumerate(depths)}
+def confidences(states: Float[Tensor, "E N D"], classifier: Weights) -> Float[Tensor, "E N"]:
+    """Probability that the exit is right."""
+    return torch.sigmoid(states @ classifier[0] + classifier[1])

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.early_exit.exits import Exits
+from methods.engine.exit_quality import gap
 from methods.engine.linear import Linear, make_linear
 from methods.engine.lm import CausalLM
 
@@ -154,13 +155,6 @@ def reduced_head(target: CausalLM, vocabulary: int) -> Linear:
         )
     weight, bias = target.output_rows(torch.arange(vocabulary, device=target.device))
     return make_linear([weight], [bias])
-
-
-def gap(logits: Float[Tensor, "*b V"]) -> Float[Tensor, "*b"]:
-    """p_1 - p_2 of the softmax."""
-    scores = _exact(logits)
-    two = (scores.topk(2, dim=-1).values - scores.logsumexp(-1, keepdim=True)).exp()
-    return two[..., 0] - two[..., 1]
 
 
 def _exact(values: Tensor) -> Tensor:

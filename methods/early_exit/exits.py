@@ -61,7 +61,7 @@ class Exits:
         if self.classifier is not None:
             tensors |= {"classifier.weight": self.classifier[0], "classifier.bias": self.classifier[1]}
         config = {"depths": self.depths} | target_sizes(target)
-        write_part(folder, tensors, config | {"facts": self.facts}, torch.float32, NAMES)
+        write_part(folder, tensors, config | {"facts": self.facts}, torch.float16, NAMES)
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Exits:

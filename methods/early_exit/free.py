@@ -27,10 +27,16 @@ Command: ``python -m bench method=free method.accept=verify``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from jaxtyping import Int
+from torch import Generator, Tensor
 
 from methods.decoder import Rule
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
+from methods.early_exit.probe import confidence_share
+from methods.early_exit.promise import GRID, Promise
 from methods.early_exit.shallow_deep import (
     Accept,
     AdaptiveThreshold,
@@ -61,8 +67,12 @@ class Free(ShallowDeepDecoder):
         max_pending: most tokens that wait for the deep layers.
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
         vocabulary: the exit chooses among the first so many ids; None: among all.
+        calibration: a promise for which the threshold is chosen; it takes the place of ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
         part: their folder, from the runner.
+
+    Attributes:
+        calibrator: see ``methods.decoder.Calibrated``.
 
     Raises:
         ValueError: an exit that is not trained, or an option out of range.
@@ -82,6 +92,7 @@ class Free(ShallowDeepDecoder):
         max_pending: int = 16,
         head: Head = "trained",
         vocabulary: int | None = None,
+        calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
@@ -89,9 +100,21 @@ class Free(ShallowDeepDecoder):
         chosen = _nearest(reader.depths or range(1, target.n_layers), target.n_layers / 4) if depth is None else depth
         require_depths((chosen,), target, reader, "method.depth")
         _check(accept, distance, rule, max_pending)
+        self.calibrator = None if calibration is None else calibration.over(GRID, sampling)
+        _check_calibrated(self.calibrator is not None, accept, adaptive)
         known = FixedThreshold(Threshold(threshold).value) if adaptive is None else adaptive
         options = Options(chosen, accept, known, rule or Agreement(), distance, max_pending, vocabulary, remember)
-        super().__init__(target, sampling, reader, options, drawn=accept != "verify" or rule is not None)
+        self._drawn = accept != "verify" or rule is not None
+        super().__init__(target, sampling, reader, options, self._drawn)
+
+    def use(self, threshold: float) -> None:
+        """See ``methods.decoder.Calibrated``."""
+        options = replace(self.options, threshold=FixedThreshold(Threshold(threshold).value))
+        super().__init__(self.target, self.sampling, self.reader, options, self._drawn)
+
+    def probe(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> dict[str, float]:
+        """See ``confidence_share``."""
+        return confidence_share(self, prompts, limit, rng)
 
 
 def _nearest(depths: Sequence[int], wished: float) -> int:
@@ -108,4 +131,15 @@ def _check(accept: Accept, distance: float, rule: Rule | None, max_pending: int)
         raise ValueError(
             f"A rule came with accept={accept}, which uses none; only accept=verify judges by a rule. Set "
             "method.accept=verify, or method.rule=null."
+        )
+
+
+def _check_calibrated(calibrated: bool, accept: Accept, adaptive: AdaptiveThreshold | None) -> None:
+    if calibrated and (accept == "verify" or adaptive is not None):
+        came = (
+            "accept=verify, which loses nothing" if accept == "verify" else "an adaptive threshold, which is not fixed"
+        )
+        raise ValueError(
+            f"method.calibration.tolerance came with {came}; a fixed threshold with accept=all or "
+            "rollback can be calibrated. Set method.calibration.tolerance=null, or change the other."
         )

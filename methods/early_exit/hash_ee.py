@@ -18,12 +18,16 @@ yet), the end-of-sequence and unseen tokens take the whole model, the prompt is 
 Rows and positions are masked, never compacted: the code's compacting path forgets the attention mask and is wrong for
 padded batches.
 
+With ``method.calibration.tolerance`` a least depth is chosen, to which shallower entries of the table are raised: the
+smallest that can be answered for, its share of the layers being what is called a threshold elsewhere.
+
 Command: ``python -m bench method=hash_ee``
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +37,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.decoder import Guarantee, MissingPart
-from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
+from methods.early_exit.exits import NAMES, Head, Reader, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.promise import Promise
 from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -43,6 +48,7 @@ from methods.engine.sampling import Sampling
 Prompt = Literal["full", "hash"]
 
 _CHUNK = 512
+_IN_LAYERS = "method.calibration.thresholds, in layers"
 
 
 class HashPolicy:
@@ -75,11 +81,14 @@ class HashEE(EarlyExitDecoder):
         sampling: how the distribution at an exit is processed.
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
+        calibration: a promise for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
         part: its folder, from the runner.
 
     Attributes:
-        checksum: of the table.
+        table: as it is used.
+        checksum: of the table as it was made.
+        calibrator: see ``methods.decoder.Calibrated``.
 
     Raises:
         ValueError: no table, one of another model, or exits that are not trained.
@@ -91,23 +100,37 @@ class HashEE(EarlyExitDecoder):
         sampling: Sampling,
         prompt: Prompt = "full",
         head: Head = "trained",
+        calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
         self.table = _table(target, checkpoint, part)
         self.checksum = self.table.checksum
-        policy = HashPolicy(self.table)
-        exact = policy.guarantee is Guarantee.EXACT
+        exact = HashPolicy(self.table).guarantee is Guarantee.EXACT
         exits = None if exact else find_exits(target, *_exits_beside(checkpoint, part))
         reader = find_reader("hash_ee", "lens" if exact else head, target, exits)
         require_depths(np.unique(self.table.depths).tolist(), target, reader, "the depths of the table", last=True)
-        super().__init__(target, sampling, policy, reader)
-        self._hashes_prompts = prompt == "hash"
+        self._made, self._hashes_prompts = self.table, prompt == "hash"
+        shares = [depth / target.n_layers for depth in np.unique(self.table.depths)[::-1].tolist()]
+        grid = [share for share in shares if share < 1]
+        self.calibrator = None if calibration is None else calibration.over(grid, sampling)
+        self._begin(target, sampling, reader)
+
+    def use(self, threshold: float) -> None:
+        """See ``methods.decoder.Calibrated``; a share of the layers."""
+        least = round(threshold * self.target.n_layers)
+        self.table = replace(self._made, depths=np.maximum(self._made.depths, least))
+        require_depths(np.unique(self.table.depths).tolist(), self.target, self.reader, _IN_LAYERS, last=True)
+        self._begin(self.target, self.sampling, self.reader)
+
+    def _begin(self, target: CausalLM, sampling: Sampling, reader: Reader) -> None:
+        super().__init__(target, sampling, HashPolicy(self.table), reader)
         self._by_id = torch.from_numpy(self.table.depths.astype(np.int64)).to(target.device)
 
     def facts(self) -> dict[str, Any]:
         """What the steps so far have cost, and the table."""
-        return super().facts() | {"table": self.table.facts, "table_sha256": self.checksum}
+        table = {"table": self._made.facts, "table_sha256": self.checksum, "least_depth": int(self.table.depths.min())}
+        return super().facts() | table | {"confidence_share": 0.0}
 
     @property
     def prompt_depth(self) -> int:

@@ -25,14 +25,10 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
-
-from methods.decoder import Workshop
-from methods.early_exit.translators import TranslatorFit
 
 Kind = Literal["random", "frequency", "mutual_information", "clustered"]
 Balance = Literal["types", "mass", "none"]
@@ -172,70 +168,6 @@ def make_table(
         "mean_depth": float((table * corpus.counts).sum() / corpus.counts.sum()),
     }
     return HashTable(table, layers, facts)
-
-
-class HashTables:
-    """Makes a table from the counts of a corpus, and the exits it sends tokens to.
-
-    Args:
-        kind: see the head of this file.
-        balance: likewise.
-        buckets: how many; their depths are spread evenly over the model, the last is the whole of it.
-        depths: depths of the buckets, ascending, in place of even ones.
-        special: ids that always take the whole model, beside those that end a text.
-        translators: fit maps for the depths, for a model that was not trained to exit.
-        ridge, tokens: see ``TranslatorFit``.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-
-    prepares: ClassVar[str] = "a table that says for each token how many layers it takes"
-    takes: ClassVar[str] = "seconds; with translators some minutes on two CPU cores for smollm2"
-
-    def __init__(
-        self,
-        kind: Kind = "frequency",
-        balance: Balance = "types",
-        buckets: int = 6,
-        depths: Sequence[int] | None = None,
-        special: Sequence[int] = (),
-        translators: bool = True,
-        ridge: float = 1e-3,
-        tokens: int = 16384,
-    ) -> None:
-        if buckets < 1 or (balance == "none" and kind != "clustered"):
-            raise ValueError(
-                f"buckets={buckets}, kind={kind}, balance={balance} came; at least one bucket is allowed, and "
-                "balance=none only with kind=clustered. Set train.buckets=6, train.balance=types."
-            )
-        self.kind, self.balance, self.buckets, self.depths = kind, balance, buckets, depths
-        self.special, self.translators, self.ridge, self.tokens = special, translators, ridge, tokens
-
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
-        target = workshop.target
-        depths = even_depths(self.buckets, target.n_layers) if self.depths is None else tuple(self.depths)
-        exits = [depth for depth in depths if depth < target.n_layers]
-        facts = {}
-        if self.translators and exits:
-            facts = TranslatorFit(exits, self.ridge, self.tokens).fit(workshop)
-        corpus = Corpus.of([row.prompt + row.answer for row in workshop.corpus], target.vocab_size)
-        embeddings = None
-        if self.kind == "clustered":
-            embeddings = target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu().numpy()
-        table = make_table(
-            self.kind,
-            depths,
-            corpus,
-            target.n_layers,
-            balance=self.balance,
-            special={*target.eos_ids, *self.special},
-            seed=workshop.seed,
-            embeddings=embeddings,
-        )
-        table.save(workshop.folder)
-        return facts | {"table": table.facts, "table_sha256": table.checksum}
 
 
 def even_depths(buckets: int, layers: int) -> tuple[int, ...]:

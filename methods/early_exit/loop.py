@@ -31,6 +31,7 @@ from methods.early_exit.exits import Reader
 from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM, Pass
 from methods.engine.sampling import Sampling
+from methods.engine.seq2seq import DecoderPass
 
 
 @dataclass(slots=True)
@@ -203,7 +204,7 @@ class Walk:
     """A pass over one token per row on its way up, in which rows come to rest at different depths.
 
     Attributes:
-        state: the pass; a row at rest keeps the state it left with.
+        state: the pass, as the target begins it; a row at rest keeps the state it left with.
         depth: layers run so far.
         ready: [B, D] what the output matrix multiplies, for the rows that have left.
         waiting: rows at rest.
@@ -211,8 +212,9 @@ class Walk:
 
     ready: Float[Tensor, "B D"]
 
-    def __init__(self, target: CausalLM, state: Pass, rows: Sequence[bool]) -> None:
-        self.target, self.state, self.depth = target, state, 0
+    def __init__(self, target: CausalLM, state: Pass | DecoderPass, rows: Sequence[bool]) -> None:
+        self.target, self.depth = target, 0
+        self.state: Any = state  # of the target's own kind
         self._open = list(rows)
         self._gone: Tensor | None = None
         self.waiting = 0
@@ -265,8 +267,8 @@ def fill_share(target: CausalLM) -> float:
 
 
 def _layer_bytes(target: CausalLM) -> float:
-    attention, mlp = target.layers[0].attention, target.layers[0].mlp
-    return float(attention.qkv.nbytes + attention.out.nbytes + mlp.gate_up.nbytes + mlp.down.nbytes)
+    """What a token reads in one layer; of an encoder-decoder, in one of the decoder."""
+    return float(target.weight_bytes - target.skip([0], [0]).weight_bytes)
 
 
 def _step(tokens: list[list[int]], layers: float) -> Step:

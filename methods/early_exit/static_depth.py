@@ -11,6 +11,9 @@ The exit behind layer k must be trained, into the model (``method.head=lens``) o
 Measured on SmolLM2-135M with closed-form maps: with 28 of 30 layers the text has a ROUGE-L of 0.36 to the full
 model's, for at most 1.06 times the speed. k = L is the full model.
 
+With ``method.calibration.tolerance`` the depth is chosen: the smallest trained one that can be answered for. Its
+share of the layers is what is called a threshold elsewhere.
+
 Command: ``python -m bench method=static_depth method.depth=20``
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -25,6 +29,7 @@ from torch import Tensor
 from methods.decoder import Guarantee
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.promise import Promise
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 
@@ -56,8 +61,12 @@ class StaticDepth(EarlyExitDecoder):
         sampling: how the distribution at the exit is processed.
         depth: layers run; None: three quarters of the model's, or the trained depth next to that.
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
+        calibration: a promise for which the depth is chosen; it takes the place of ``depth``.
         checkpoint: folder of trained exits; None: those prepared for this model.
         part: their folder, from the runner.
+
+    Attributes:
+        calibrator: see ``methods.decoder.Calibrated``.
 
     Raises:
         ValueError: an exit that is not trained, or a depth out of range.
@@ -69,10 +78,11 @@ class StaticDepth(EarlyExitDecoder):
         sampling: Sampling,
         depth: int | None = None,
         head: Head = "trained",
+        calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
-        whole = depth == target.n_layers
+        whole = depth == target.n_layers and (calibration is None or calibration.tolerance is None)
         trained = find_exits(target, checkpoint, part)
         reader = find_reader("static_depth", "lens" if whole else head, target, trained)
         wished = round(0.75 * target.n_layers)
@@ -80,3 +90,15 @@ class StaticDepth(EarlyExitDecoder):
         chosen = min(known, key=lambda k: abs(k - wished)) if depth is None else depth
         require_depths((chosen,), target, reader, "method.depth", last=True)
         super().__init__(target, sampling, StaticPolicy(chosen, target.n_layers), reader)
+        shares = [k / target.n_layers for k in sorted(known, reverse=True)]
+        self.calibrator = None if calibration is None else calibration.over(shares, sampling)
+
+    def use(self, threshold: float) -> None:
+        """See ``methods.decoder.Calibrated``; a share of the layers."""
+        depth = round(threshold * self.target.n_layers)
+        require_depths((depth,), self.target, self.reader, "method.calibration.thresholds, in layers", last=True)
+        super().__init__(self.target, self.sampling, StaticPolicy(depth, self.target.n_layers), self.reader)
+
+    def facts(self) -> dict[str, Any]:
+        """What the steps so far have cost; nothing is spent on confidence."""
+        return super().facts() | {"confidence_share": 0.0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from methods.engine import families, tree
 from methods.engine.cache import Cache
 from methods.engine.families import Attention, FeedForward, Layer, Rows, UnsupportedModel
 from methods.engine.linear import Linear, LinearForm, PackedLinear, make_linear
+
+if TYPE_CHECKING:
+    from methods.engine.graphs import Graphs
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
@@ -37,11 +40,14 @@ class Output:
         hidden: [B, P, D] behind the final norm (what the output matrix multiplies); P = M, but after a prefill
             with taps it covers all positions of the prompts, rows padded at the end.
         taps: hidden states behind the layers asked for, over the same positions.
+        memory: [B, S, D] what the encoder made of the sources, rows padded at the end; only after a prefill of an
+            encoder-decoder.
     """
 
     logits: Float[Tensor, "B M V"]
     hidden: Float[Tensor, "B P D"]
     taps: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
+    memory: Float[Tensor, "B S D"] | None = None
 
 
 @dataclass(slots=True)
@@ -73,6 +79,7 @@ class CausalLM:
         max_positions: longest context, in tokens.
         eos_ids: ids that end a text; empty if the model declares none.
         hf: the original model, or None where its weights were released.
+        graphs: what replays whole passes; None: they run kernel by kernel.
     """
 
     def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
@@ -86,13 +93,14 @@ class CausalLM:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.max_positions = families.max_positions(config)
-        self.eos_ids = _eos_ids(model)
+        self.eos_ids = eos_ids(model)
         self.skipped_attention: frozenset[int] = frozenset()
         self.skipped_mlp: frozenset[int] = frozenset()
         self._scale = float(getattr(config, "attention_multiplier", None) or self.head_dim**-0.5)
         self._residual = float(getattr(config, "residual_multiplier", 1.0))
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
+        self.graphs: Graphs | None = None
         self._read(model, linear, keep_hf)
 
     @classmethod
@@ -113,12 +121,13 @@ class CausalLM:
         base: Any = model.model
         embedding: Any = model.get_input_embeddings()
         if not keep_hf:
-            _leave_file(model, embedding.weight)
+            leave_file(model, embedding.weight)
         self._embedding = embedding.weight.detach()
         self._embed_scale = float(getattr(embedding, "scalar_embed_scale", 1.0)) * float(
             getattr(self.config, "embedding_multiplier", 1.0)
         )
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self._embed_factor = torch.tensor(self._embed_scale, dtype=self.dtype, device=self.device)
         self._rope = RotaryTable(base.rotary_emb, self.device, self.dtype)
         head: Any = model.get_output_embeddings()
         self._final_norm: Rows = families.read_norm(base.norm)  # type: ignore[assignment]
@@ -166,6 +175,7 @@ class CausalLM:
         view.__dict__.update(self.__dict__)
         view.skipped_attention = self.skipped_attention | frozenset(attention)
         view.skipped_mlp = self.skipped_mlp | frozenset(mlp)
+        view.graphs = None if self.graphs is None else self.graphs.of(view)
         view.name = (
             f"{self.name} without {len(view.skipped_attention)} attention and {len(view.skipped_mlp)} mlp layers"
         )
@@ -173,33 +183,57 @@ class CausalLM:
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, drafts in flight included."""
+        if self.graphs is not None:
+            return self.graphs.new_cache(batch, capacity, self._make_cache)
+        return self._make_cache(batch, capacity)
+
+    def _make_cache(self, batch: int, capacity: int) -> Cache:
         kept = [i for i in range(self.n_layers) if i not in self.skipped_attention]
         return Cache(kept, batch, capacity, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
 
     # -- a pass in three acts: begin, run (any layers, in any portions), head ---------------------------------------
 
     def begin(
-        self, tokens: Int[Tensor, "B M"], parents: Int[Tensor, "B N"] | None, cache: Cache, levels: int | None = None
+        self,
+        tokens: Int[Tensor, "B M"],
+        parents: Int[Tensor, "B N"] | None,
+        cache: Cache,
+        levels: int | None = None,
+        end: int | None = None,
     ) -> Pass:
-        """Embed the nodes of a pass and lay out positions and mask. ``parents`` None: a chain."""
-        batch, nodes = tokens.shape
-        end = max(cache.lengths) + nodes
+        """Embed the nodes of a pass and lay out positions and mask.
+
+        Args:
+            tokens: node 0 is the root.
+            parents: draft columns; None: a chain.
+            cache: where rows end, and keys and values go.
+            levels: of the tree, if known.
+            end: slots that attention reads, for a pass whose shapes do not depend on the rows' lengths; their
+                positions must have been reserved. None: up to the last node of the longest row.
+        """
+        nodes, fixed = tokens.shape[1], end is not None
+        end = end or max(cache.lengths) + nodes
         assert end <= cache.capacity, f"a pass over {nodes} nodes needs {end} slots, the cache has {cache.capacity}"
         hidden = F.embedding(tokens, self._embedding)
         if self._embed_scale != 1.0:
-            hidden = hidden * torch.tensor(self._embed_scale, dtype=hidden.dtype, device=hidden.device)
+            hidden = hidden * self._embed_factor
         groups = self.heads // self.kv_heads
-        if parents is None and cache.uniform:
+        if parents is None and cache.uniform and not fixed:
             start = cache.lengths[0]
             cos, sin = self._rope.slice(start, start + nodes)
-            mask = None if nodes == 1 else _causal_mask(nodes, start, groups, self.dtype, self.device)
+            mask = None if nodes == 1 else causal_mask(nodes, start, groups, self.dtype, self.device)
             return Pass(hidden, cos, sin, mask, None, end, cache)
         reach = None if parents is None else tree.ancestors(parents, levels or nodes)
         offsets = torch.arange(nodes, device=self.device)[None] if reach is None else tree.depths(reach)
         self._rope.reserve(end)
         cos, sin = self._rope.gather(cache.length[:, None] + offsets)
-        mask = _ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
-        return Pass(hidden, cos, sin, mask, None if cache.uniform else cache.slots(nodes), end, cache)
+        mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
+        slots = None if cache.uniform and not fixed else cache.slots(nodes)
+        return Pass(hidden, cos, sin, mask, slots, end, cache)
+
+    def reserve_positions(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Make rotary tables that long; they stay where they are as long as somebody holds them."""
+        return self._rope.slice(0, positions)
 
     def run(self, state: Pass, layers: Iterable[int], taps: Collection[int] = ()) -> dict[int, Float[Tensor, "B M D"]]:
         """Push a pass through ``layers``; returns the hidden states behind those in ``taps``."""
@@ -228,7 +262,7 @@ class CausalLM:
             heads = torch.stack([self._project(index, state.hidden) for index in group])
             if rotary:  # of all layers at once: the token stands at one position
                 cos, sin = (t if len(t) == 1 else t.repeat(len(group), 1, 1, 1) for t in (state.cos, state.sin))
-                _rotate_(heads.flatten(0, 1)[:, :, : self.kv_heads], cos, sin)
+                rotate_(heads.flatten(0, 1)[:, :, : self.kv_heads], cos, sin)
             for index, new in zip(group, heads, strict=True):
                 state.cache.write(index, new, state.slots)
 
@@ -278,9 +312,13 @@ class CausalLM:
             levels: depth of the tree, if known; a smaller bound is cheaper.
             taps: layers whose outputs are wanted.
         """
-        state = self.begin(tokens, parents, cache, levels)
-        seen = self.run(state, range(self.n_layers), taps)
-        hidden = self.norm(state.hidden)
+        found = None if self.graphs is None else self.graphs.states(tokens, parents, cache, levels, taps)
+        if found is None:
+            state = self.begin(tokens, parents, cache, levels)
+            seen = self.run(state, range(self.n_layers), taps)
+            found = state.hidden, seen
+        last, seen = found
+        hidden = self.norm(last)
         return Output(self.head(hidden), hidden, seen)
 
     @torch.inference_mode()
@@ -348,7 +386,7 @@ class CausalLM:
         heads = attention.qkv(rows.reshape(-1, width)).view(batch, nodes, self.heads + 2 * self.kv_heads, self.head_dim)
         heads = self._norm_heads(attention, heads)
         if attention.rotary:
-            _rotate_(heads[:, :, : self.heads + self.kv_heads], state.cos, state.sin)
+            rotate_(heads[:, :, : self.heads + self.kv_heads], state.cos, state.sin)
         state.cache.write(index, heads[:, :, self.heads :], state.slots)
         keys, values = state.cache.view(index, state.end)
         mixed = self._mix(heads[:, :, : self.heads], keys, values, state.mask)
@@ -358,18 +396,22 @@ class CausalLM:
     def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M H d"]:
         """Keys and values of a layer (H = 2K heads) before the rotary embedding."""
         attention = self.layers[index].attention
-        if index not in self._key_value:
-            first, joined = self.heads * self.head_dim, attention.qkv
-            bias = None if joined.bias is None else joined.bias[first:]
-            self._key_value[index] = type(joined)(joined.dense[first:].contiguous(), bias)
         rows = hidden if attention.norm is None else attention.norm(hidden)
-        flat = self._key_value[index](rows.reshape(-1, rows.shape[-1]))
+        flat = self._key_value_of(index)(rows.reshape(-1, rows.shape[-1]))
         heads = flat.view(*hidden.shape[:2], 2 * self.kv_heads, self.head_dim)
         if attention.key_norm is None:
             return heads
         key, value = heads.chunk(2, dim=2)
         wide = key if attention.norm_heads else key.flatten(2)
         return torch.cat([attention.key_norm(wide).view(key.shape), value], dim=2)
+
+    def _key_value_of(self, index: int) -> Linear:
+        """The rows of a layer's joined projection that make keys and values."""
+        if index not in self._key_value:
+            first, joined = self.heads * self.head_dim, self.layers[index].attention.qkv
+            bias = None if joined.bias is None else joined.bias[first:]
+            self._key_value[index] = type(joined)(joined.dense[first:].contiguous(), bias)
+        return self._key_value[index]
 
     def _norm_heads(self, attention: Attention, heads: Float[Tensor, "B M H d"]) -> Float[Tensor, "B M H d"]:
         if attention.query_norm is None or attention.key_norm is None:
@@ -428,7 +470,7 @@ class RotaryTable:
         return self._cos[positions], self._sin[positions]
 
 
-def _rotate_(heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> None:
+def rotate_(heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> None:
     """Rotary embedding in place; dimensions beyond the table's width pass through."""
     width = cos.shape[-1]
     turned = heads if width == heads.shape[-1] else heads[..., :width]
@@ -436,12 +478,12 @@ def _rotate_(heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> None:
     turned.mul_(cos).add_(swapped)
 
 
-def _causal_mask(nodes: int, start: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def causal_mask(nodes: int, start: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     mask = torch.full((nodes, start + nodes), -torch.inf, dtype=dtype, device=device).triu_(start + 1)
     return mask.repeat_interleave(groups, 0)[None, None]
 
 
-def _ragged_mask(
+def ragged_mask(
     length: Int[Tensor, "B"], reach: Bool[Tensor, "B M M"] | None, nodes: int, end: int, groups: int, dtype: torch.dtype
 ) -> Float[Tensor, "B 1 MG S"]:
     """Row b sees its own prefix, and of the pass what ``reach`` says (None: a chain)."""
@@ -456,7 +498,7 @@ def _ragged_mask(
     return mask.repeat_interleave(groups, 1)[:, None]
 
 
-def _leave_file(model: PreTrainedModel, embedding: Tensor) -> None:
+def leave_file(model: PreTrainedModel, embedding: Tensor) -> None:
     """Give what outlives the packing memory of its own.
 
     Weights read from a file are views into one mapping of it: a single norm kept would keep all of it resident.
@@ -466,7 +508,7 @@ def _leave_file(model: PreTrainedModel, embedding: Tensor) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:

@@ -26,7 +26,7 @@ from methods.engine import families, seq2seq_families, tree
 from methods.engine.cache import Cache
 from methods.engine.families import UnsupportedModel
 from methods.engine.linear import LinearForm, make_linear
-from methods.engine.lm import CausalLM, Output, _causal_mask, _eos_ids, _leave_file, _ragged_mask
+from methods.engine.lm import CausalLM, Output, causal_mask, eos_ids, leave_file, ragged_mask
 from methods.engine.seq2seq_families import CrossAttention, FeedForward, SelfAttention, Stack
 
 __all__ = ["Seq2SeqLM", "Source", "SourceCache", "UnsupportedModel"]
@@ -163,20 +163,22 @@ class Seq2SeqLM(CausalLM):
         self.name = str(getattr(config, "_name_or_path", "") or config.model_type)
         self.hidden_size: int = config.d_model
         self.max_positions = seq2seq_families.max_positions(config)
-        self.eos_ids = _eos_ids(model)
+        self.eos_ids = eos_ids(model)
+        self.graphs = None
         self.start = _start(model)
         self.suppressed = _suppressed(model)
         self.skipped_attention: frozenset[int] = frozenset()
         self.skipped_mlp: frozenset[int] = frozenset()
         self._output_scale = seq2seq_families.output_scale(config)
         self._residual = self._logit_divisor = 1.0
+        self._key_value = {}
         self._read(model, linear, keep_hf)
 
     def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
         whole: Any = model
         head: Any = model.get_output_embeddings()
         if not keep_hf:
-            _leave_file(model, model.get_input_embeddings().weight)  # type: ignore[arg-type]
+            leave_file(model, model.get_input_embeddings().weight)  # type: ignore[arg-type]
         self._encoder, self._decoder = (
             seq2seq_families.read_stack(stack, self.config, linear)
             for stack in (whole.get_encoder(), whole.get_decoder())
@@ -199,6 +201,11 @@ class Seq2SeqLM(CausalLM):
         fed = [layer for index, layer in enumerate(self._decoder.layers) if index not in self.skipped_mlp]
         products = sum(layer.attention_bytes for layer in kept) + sum(layer.mlp_bytes for layer in fed)
         return products + self._head.nbytes + self._embedding.numel() * self._embedding.element_size()
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of the matrices that reading a source multiplies with."""
+        return sum(layer.attention_bytes + layer.mlp_bytes for layer in self._encoder.layers)
 
     def new_cache(self, batch: int, capacity: int) -> SourceCache:
         """An empty cache for rows of up to ``capacity`` tokens, source, target and drafts in flight together."""
@@ -264,14 +271,14 @@ class Seq2SeqLM(CausalLM):
         assert cache.source + end <= cache.capacity, f"{nodes} nodes do not fit into {cache.capacity} slots"
         if parents is None and cache.uniform:
             positions = torch.arange(written[0], end, device=self.device)[None]
-            mask = None if nodes == 1 else _causal_mask(nodes, written[0], 1, self.dtype, self.device)
+            mask = None if nodes == 1 else causal_mask(nodes, written[0], 1, self.dtype, self.device)
             slots, keys = None, torch.arange(end, device=self.device)[None]
         else:
             reach = None if parents is None else tree.ancestors(parents, levels or nodes)
             before = cache.length - cache.source
             offsets = torch.arange(nodes, device=self.device)[None] if reach is None else tree.depths(reach)
             positions = before[:, None] + offsets
-            mask = _ragged_mask(before, reach, nodes, end, 1, self.dtype)
+            mask = ragged_mask(before, reach, nodes, end, 1, self.dtype)
             slots = None if cache.uniform else cache.slots(nodes)
             keys = _key_positions(before, offsets, end)
         if self._decoder.bias is not None:
@@ -296,6 +303,12 @@ class Seq2SeqLM(CausalLM):
                 seen[index] = state.hidden
         return seen
 
+    def fill(self, state: DecoderPass, layers: Sequence[int]) -> None:  # type: ignore[override]
+        """See ``CausalLM.fill``; what cross-attention reads is in the cache of every layer from the beginning."""
+        for index in layers:
+            if index not in self.skipped_attention:
+                state.cache.write(index, self._project(index, state.hidden), state.slots)
+
     def norm(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
         """What stands between the last layer and the output matrix: a norm or none, and T5's factor."""
         states = hidden if self._decoder.norm is None else self._decoder.norm(hidden)
@@ -313,13 +326,14 @@ class Seq2SeqLM(CausalLM):
         has no meaning here: an encoder reads a source at once.
         """
         assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
-        self.open(self.encode(prompts), cache)
+        source = self.encode(prompts)
+        self.open(source, cache)
         start = torch.tensor(self.start, device=self.device).expand(len(prompts), -1)
         state = self.begin(start, None, cache)
         seen = self.run(state, range(self.n_layers), taps)
         cache.advance([len(self.start)] * len(prompts))
         hidden = self.norm(state.hidden)
-        return Output(self.head(hidden[:, -1:]), hidden if taps else hidden[:, -1:], seen)
+        return Output(self.head(hidden[:, -1:]), hidden if taps else hidden[:, -1:], seen, source.states)
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:
@@ -341,6 +355,13 @@ class Seq2SeqLM(CausalLM):
         cross = self._decoder.layers[index].cross
         assert cross is not None, "a layer of the decoder looks at the source"
         return cross
+
+    def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M HH d"]:
+        """Keys and values that the self-attention of a layer makes of a state."""
+        norm = self._decoder.layers[index].attention.norm
+        rows = hidden if norm is None else norm(hidden)
+        flat = self._key_value_of(index)(rows.reshape(-1, rows.shape[-1]))
+        return flat.view(*hidden.shape[:2], 2 * self.heads, self.head_dim)
 
     def _attend(  # type: ignore[override]
         self, attention: SelfAttention, index: int, state: DecoderPass

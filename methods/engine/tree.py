@@ -31,9 +31,14 @@ def ancestors(parents: Int[Tensor, "B N"], levels: int) -> Bool[Tensor, "B M M"]
     batch, count = nodes.shape
     reach = torch.eye(count, device=nodes.device).expand(batch, count, count).clone()
     reach.scatter_(2, nodes.unsqueeze(2), 1.0)
-    for _ in range(max(levels - 1, 0).bit_length()):
+    for _ in range(closure_steps(levels)):
         reach = torch.bmm(reach, reach).clamp_(max=1.0)
     return reach.bool()
+
+
+def closure_steps(levels: int) -> int:
+    """Products that the closure over so many levels takes."""
+    return max(levels - 1, 0).bit_length()
 
 
 def depths(reach: Bool[Tensor, "B M M"]) -> Int[Tensor, "B M"]:

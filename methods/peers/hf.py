@@ -5,7 +5,8 @@ ids so far, notes the time and the length. Drafted tokens are counted where the 
 Assisted generation and prompt lookup of transformers run one row at a time. These are peers, never the
 denominator of a speed-up.
 
-Commands: ``python -m bench method=hf_generate``, ``method=hf_prompt_lookup``, ``method=hf_assisted``
+Commands: ``python -m bench method=hf_generate``, ``hf_compiled``, ``hf_prompt_lookup``, ``hf_assisted``; all at once:
+``python -m bench -m +sweep=peers``
 """
 
 from __future__ import annotations
@@ -128,6 +129,26 @@ class HFGenerate:
                 at_ns=at_ns,
             )
             before = end
+
+
+class HFCompiled(HFGenerate):
+    """``model.generate`` with a static cache, for which transformers compiles the pass by ``torch.compile`` on CUDA.
+
+    Elsewhere it does not compile, and this is the static cache alone. The first prompts compile, for minutes; they
+    belong to the warm-up.
+
+    Args:
+        cache_length: tokens that the cache holds, prompt included; longer texts make a longer one, and compile again.
+    """
+
+    def __init__(self, target: CausalLM, sampling: Sampling, cache_length: int = 2048) -> None:
+        super().__init__(target, sampling)
+        self.cache_length = cache_length
+
+    def _options(self, limit: int) -> GenerationConfig:
+        options = super()._options(limit)
+        options.cache_implementation, options.max_cache_len = "static", self.cache_length
+        return options
 
 
 class HFAssistedBase(HFGenerate):

@@ -4,19 +4,24 @@ Stern et al. 2018, arXiv 1811.03115. Head 1 is the target itself. Heads 2 to k a
 target's last hidden state: a hidden layer common to all, one update of the state per head, a residual connection from
 the state to each, and the target's own output matrix behind all of them (sec. 6). The pass that verifies block n
 yields the state from which block n + 1 is proposed, so a block costs one pass (sec. 4, combined scoring and proposal).
-Heads 2 to k must be trained; the target stays as it is:
+Heads 2 to k must be trained; the target stays as it is, or, for translation, is trained along:
 
     python -m bench.train method=blockwise model=smollm2
+    python -m bench.train method=blockwise model=multi30k_4_4 corpus=multi30k
+    python -m bench.train method=blockwise_translation model=multi30k_4_4
 
 Published, WMT14 English-German with a Transformer base, frozen weights and k = 2, 4, 6, 8, 10: blocks of 1.51, 1.73,
 1.76, 1.76 and 1.74 tokens on newstest2013; on distilled data 1.55, 1.85, 1.90, 1.91, 1.90. With the model's own weights
 trained along, blocks of 1.88 to 4.95 tokens and up to 3.3 times the speed (k = 8), for 1.2 BLEU on newstest2014.
 
-Differences: decoder-only targets. The target's weights are never trained along, which would change the text that an
-exact method has to keep: the 3.3 times are out of reach. Heads propose from a reduced vocabulary, whose rows of the
-output matrix are the target's; verification is over the whole one. At a temperature the exact criterion is the exact
-rule for drafts that were not drawn; the relaxed criteria stay greedy. A block of k tokens is a draft of k - 1 here,
-since the first token of a block is the target's own in any case.
+A model that was trained along (a part with a ``trunk``) writes its own text, to the letter with the exact criterion,
+but not the original's: the guarantee is RELAXED, agreement and quality are reported against the original, and agreement
+with the fine-tuned model beside them.
+
+Differences: decoder-only targets too; only encoder-decoders are trained along. Heads propose from a reduced vocabulary,
+whose rows of the output matrix are the target's; verification is over the whole one. At a temperature the exact
+criterion is the exact rule for drafts that were not drawn; the relaxed criteria stay greedy. A block of k tokens is a
+draft of k - 1 here, since the first token of a block is the target's own in any case.
 
 Command: ``python -m bench method=blockwise dataset=mtbench``
 """
@@ -26,17 +31,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from methods.decoder import Context, Draft, Rule
+from methods.decoder import Context, Draft, Guarantee, Rule
 from methods.engine.linear import make_linear
 from methods.engine.lm import CausalLM
-from methods.engine.part_files import own_folder, read_part, require_shapes, require_target, write_part
+from methods.engine.part_files import own_folder, read_part, require_shapes, require_target, target_sizes, write_part
 from methods.engine.sampling import Sampling, argmax
+from methods.speculative.blockwise_trunk import load_trunk
 from methods.speculative.heads import HeadsDecoder
 from methods.speculative.verify import Distance, MinimumBlock, RelaxedRule, TopK, default_rule
 from methods.speculative.vocabulary import DraftVocabulary
@@ -149,6 +155,10 @@ class BlockwiseDrafter:
 class Blockwise(HeadsDecoder):
     """Blockwise parallel decoding.
 
+    Attributes:
+        verifier: the fine-tuned model, where the part has one and the criterion keeps its own text; the guarantee is
+            then RELAXED, for that text is not the target's.
+
     Args:
         target: model that verifies, and the first head.
         sampling: how its distribution is processed.
@@ -167,6 +177,9 @@ class Blockwise(HeadsDecoder):
         ValueError: no heads, heads of another target, or an option out of range.
     """
 
+    prepared_as: ClassVar[str] = "blockwise"
+    verifier: CausalLM | None = None
+
     def __init__(
         self,
         target: CausalLM,
@@ -179,12 +192,29 @@ class Blockwise(HeadsDecoder):
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
-        folder = own_folder("blockwise", "heads", checkpoint, part, published=False)
+        folder = own_folder(self.prepared_as, "heads", checkpoint, part, published=False)
         assert folder is not None, "there is one format"
         heads = Heads.load(folder, target)
         k = _block(k, heads.shape.k, minimum_block)
-        drafter = BlockwiseDrafter(target, heads, k - 1)
-        super().__init__(target, sampling, drafter, _rule(sampling, criterion, top, epsilon, minimum_block))
+        rule = _rule(sampling, criterion, top, epsilon, minimum_block)
+        own = load_trunk(folder, target)
+        trunk = target if own is None else own[0]
+        self._trunk_bytes = None if own is None else own[1]
+        require_target(folder, self.prepared_as, target_sizes(target), trunk)
+        super().__init__(trunk, sampling, BlockwiseDrafter(trunk, heads, k - 1), rule)
+        if trunk is not target:
+            self.verifier = trunk if self.guarantee is Guarantee.EXACT else None
+            self.guarantee = Guarantee.RELAXED
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """See ``HeadsDecoder``; and the weights that were trained along, where the part has some."""
+        return super().own_bytes() | ({} if self._trunk_bytes is None else {"trunk": self._trunk_bytes})
+
+
+class BlockwiseTranslation(Blockwise):
+    """Blockwise parallel decoding as in the paper, with heads and model fine-tuned for translation."""
+
+    prepared_as = "blockwise_translation"
 
 
 def _rule(sampling: Sampling, criterion: Criterion, top: int, epsilon: int, minimum_block: int) -> Rule:

@@ -80,7 +80,7 @@ class BlockwiseLearner(Learner):
         losses = {}
         for head in taught:
             wanted = self.vocabulary.of(labels[:, head]).masked_fill(~judged[:, head], -1)
-            losses[head] = _cross_entropy(self._logits(proposed[:, head]), wanted)
+            losses[head] = _cross_entropy(self.logits(proposed[:, head]), wanted)
         curves: dict[str, Tensor | float] = {f"loss_{head + 2}": loss.detach() for head, loss in losses.items()}
         return torch.stack(list(losses.values())).mean(), curves
 
@@ -91,14 +91,15 @@ class BlockwiseLearner(Learner):
         alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         right, count = [], []
         for head in range(self.n_heads):
-            best = self.vocabulary.tokens(self._logits(proposed[:, head]).argmax(-1))
+            best = self.vocabulary.tokens(self.logits(proposed[:, head]).argmax(-1))
             alive = alive & judged[:, head]
             count.append(alive.sum())
             alive = alive & (best == labels[:, head])
             right.append(alive.sum())
         return torch.stack(right)[:, None], torch.stack(count)
 
-    def _logits(self, rows: Float[Tensor, "R D"]) -> Float[Tensor, "R v"]:
+    def logits(self, rows: Float[Tensor, "R D"]) -> Float[Tensor, "R v"]:
+        """Over what the heads propose from."""
         return F.linear(rows, self.output, self.output_bias)
 
     def _places(self, batch: Batch) -> tuple[Float[Tensor, "R D"], Int[Tensor, "R n"], Bool[Tensor, "R n"]]:

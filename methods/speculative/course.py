@@ -21,7 +21,7 @@ from methods.decoder import Workshop
 from methods.engine.training import SAVE_EVERY_S, Loop, Precision, autocast, discard
 from methods.speculative.features import Batch, Features
 
-__all__ = ["Learner", "Recipe", "discard", "teach", "tokens_per_step"]
+__all__ = ["Learner", "Recipe", "discard", "shuffled_batches", "teach", "tokens_per_step"]
 
 _SAVE_EVERY_S = SAVE_EVERY_S
 _WINDOW = 16  # batches that are sorted by length together
@@ -163,14 +163,22 @@ class _Course(Loop):
         return self._order[1]
 
     def _shuffle(self, epoch: int) -> list[list[int]]:
-        rng = random.Random(f"{self.workshop.seed}-{epoch}")
-        rows, texts = list(self.features.train), self.features.answers.rows
-        rng.shuffle(rows)
-        size = self.recipe.batch_size
-        batches = []
-        for start in range(0, len(rows), _WINDOW * size):
-            window = rows[start : start + _WINDOW * size]
-            window.sort(key=lambda row: len(texts[row].prompt) + len(texts[row].answer))
-            batches += [window[first : first + size] for first in range(0, len(window), size)]
-        rng.shuffle(batches)
-        return batches
+        texts = self.features.answers.rows
+        lengths = {row: len(texts[row].prompt) + len(texts[row].answer) for row in self.features.train}
+        return shuffled_batches(lengths, self.recipe.batch_size, f"{self.workshop.seed}-{epoch}")
+
+
+def shuffled_batches(lengths: Mapping[int, int], size: int, seed: str) -> list[list[int]]:
+    """The batches of an epoch: rows of similar length together, all in an order that the seed decides.
+
+    Args:
+        lengths: of every row, by its number.
+    """
+    rng, rows = random.Random(seed), list(lengths)
+    rng.shuffle(rows)
+    batches = []
+    for start in range(0, len(rows), _WINDOW * size):
+        window = sorted(rows[start : start + _WINDOW * size], key=lengths.__getitem__)
+        batches += [window[first : first + size] for first in range(0, len(window), size)]
+    rng.shuffle(batches)
+    return batches

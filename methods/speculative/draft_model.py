@@ -150,9 +150,18 @@ def _drafter(
         raise ValueError("Both method.draft_model and method.skip_attention/skip_mlp are set. Keep one of the two.")
     if draft is None:
         return target.skip(skip_attention, skip_mlp)
+    require_vocabulary(draft, target)
+    return draft
+
+
+def require_vocabulary(draft: CausalLM, target: CausalLM) -> None:
+    """Refuse a draft model whose output is not that of the target, up to padding.
+
+    Raises:
+        ValueError: with the sizes of both.
+    """
     if abs(draft.vocab_size - target.vocab_size) > _PADDING:
         raise ValueError(
             f"The draft model scores {draft.vocab_size} tokens, the target {target.vocab_size}. "
             "Both must share one vocabulary: choose a draft of the target's family."
         )
-    return draft

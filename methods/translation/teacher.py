@@ -7,6 +7,10 @@ non-autoregressive papers long left out (Kasai et al. 2021, arXiv 2006.10369). L
 original, then a rate that falls to nothing, which suits a short budget; the weights of the best checkpoints by
 validation BLEU are averaged.
 
+``exits`` trains a model that may be left early: CALM's weighted loss over all layers of the decoder, or FREE's over a
+shallow exit and the last layer with layerwise distillation (``methods.engine.layer_losses``). Every layer is then read
+by the output matrix itself (``method.head=lens``), and the card says how good each one is.
+
 ``data=distilled`` learns from what another model (``model=``) translates, instead of the references; the vocabulary is
 that of the references, so that all models of one corpus can draft for each other.
 
@@ -15,86 +19,37 @@ about 40.5 here). Only sacreBLEU on detokenised, cased text is reported here.
 
     python -m bench.train method=teacher corpus=multi30k
     python -m bench.train method=teacher corpus=multi30k 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4
+    python -m bench.train method=exit_teacher corpus=multi30k
     python -m bench model=multi30k_4_4 dataset=multi30k method=prompt_lookup
 """
 
 from __future__ import annotations
 
-import random
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Generator, Tensor
 from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
 from methods.decoder import Foundry
-from methods.engine.distillation import digest, translations
+from methods.engine.distillation import translations
+from methods.engine.exit_quality import judge, quality, summary
+from methods.engine.layer_losses import Exits, LayerLoss, collected, make_loss
+from methods.engine.pairs import NONE, BleuJudge, Pair, PairCourse, Recipe, batches, padded, split
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
-from methods.engine.training import SAVE_EVERY_S, Loop, Precision, autocast, discard
+from methods.engine.training import SAVE_EVERY_S, autocast, discard
 from methods.engine.writing import answer, search
 from methods.translation import vocabulary
 
+__all__ = ["Judge", "Recipe", "TeacherTraining", "batches"]
+
 _SAVE_EVERY_S = SAVE_EVERY_S
-_MAKING = "making"  # no piece of the model: checkpoints that may enter the average
-_HELD_OUT, _MOST_HELD_OUT = 30, 1000  # every thirtieth pair, and no more
-_GROUP = 128  # sentences that are translated together
-_PER_SOURCE, _EXTRA = 2, 20  # a translation is cut at so many times its source, and so many tokens more
-
-Pair = tuple[list[int], list[int]]  # ids of source and target, both with their end
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is trained.
-
-    Attributes:
-        steps: updates.
-        tokens: of a batch, padding included, counted on its longer side.
-        learning_rate: at its highest.
-        warmup: steps in which the rate rises to it; behind them it falls to nothing along a straight line.
-        betas: of Adam.
-        weight_decay: of AdamW.
-        label_smoothing: probability that is spread over all tokens.
-        dropout: of embeddings and sub-layers.
-        clip: most norm of the gradient.
-        precision: of the products; auto is bfloat16 where the hardware multiplies it natively.
-        evaluations: times the validation BLEU is measured; a checkpoint is kept at each.
-        average: of how many checkpoints, the best by validation BLEU, the mean is the model.
-    """
-
-    steps: int = 5000
-    tokens: int = 2048
-    learning_rate: float = 1e-3
-    warmup: int = 600
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.0
-    label_smoothing: float = 0.1
-    dropout: float = 0.2
-    clip: float = 1.0
-    precision: Precision = "auto"
-    evaluations: int = 16
-    average: int = 5
-
-    def __post_init__(self) -> None:
-        counts = (self.steps, self.tokens, self.warmup, self.evaluations, self.average)
-        shares = (self.label_smoothing, self.dropout)
-        if min(counts) < 1 or min(self.learning_rate, self.clip) <= 0 or not all(0 <= x < 1 for x in shares):
-            raise ValueError(
-                f"{self} came; counts of at least 1, rates above 0, and dropout and smoothing from 0 to below 1 are "
-                "allowed."
-            )
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, as a share of the highest."""
-        return min((step + 1) / self.warmup, (self.steps - step) / max(1, self.steps - self.warmup))
 
 
 class TeacherTraining:
@@ -109,6 +64,9 @@ class TeacherTraining:
         positions: longest source and longest target, in tokens; longer pairs are left out.
         data: learn the references, or what a teacher translates.
         beams: of that teacher; 1 is greedy.
+        exits: the loss over the decoder's layers, ``calm`` or ``free``; None: over the last one alone.
+        shallow: layers of the shallow exit of ``free``; None: a quarter.
+        distillation: weight of the layerwise distillation of ``free``.
         validation: corpus of pairs to judge by; None: the corpus' own (``NAME_val``), else every thirtieth pair.
         recipe: of the training; None: the defaults.
 
@@ -131,6 +89,9 @@ class TeacherTraining:
         data: Literal["raw", "distilled"] = "raw",
         beams: int = 5,
         validation: str | None = None,
+        exits: Exits | None = None,
+        shallow: int | None = None,
+        distillation: float = 0.5,
         recipe: Recipe | None = None,
     ) -> None:
         if len(layers) != 2 or min(*layers, width, inner, heads, positions, beams) < 1 or width % (2 * heads):
@@ -142,31 +103,37 @@ class TeacherTraining:
         self.layers = (layers[0], layers[1])
         self.width, self.inner, self.heads, self.vocabulary, self.positions = width, inner, heads, vocabulary, positions
         self.data, self.beams, self.validation, self.recipe = data, beams, validation, recipe or Recipe()
+        self.exits = exits
+        self.layer_loss = None if exits is None else make_loss(exits, layers[1], shallow, distillation)
 
     @property
     def learns_from_teacher(self) -> bool:
         return self.data == "distilled"
 
     def model_name(self, corpus: str) -> str:
-        """``multi30k_4_4``, ``multi30k_6_1_distilled``."""
-        return "_".join([corpus, *map(str, self.layers), *(["distilled"] if self.learns_from_teacher else [])])
+        """``multi30k_4_4``, ``multi30k_6_1_distilled``, ``multi30k_4_4_calm``."""
+        kinds = [*(["distilled"] if self.learns_from_teacher else []), *([self.exits] if self.exits else [])]
+        return "_".join([corpus, *map(str, self.layers), *kinds])
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
         """See ``methods.decoder.ModelMaker``."""
-        train, validation = _split(foundry)
+        train, validation = split(foundry)
         tokenizer = vocabulary.learn(chain.from_iterable(train), self.vocabulary, self.positions)
         learnt = self._distilled(foundry, train) if self.learns_from_teacher else train
         pairs = self._encode(tokenizer, learnt)
         torch.manual_seed(foundry.seed)
         network = self.network(len(tokenizer)).to(foundry.device)
-        course = _Course(network, pairs, Judge(tokenizer, validation), self.recipe, foundry)
+        course = _Course(network, pairs, Judge(tokenizer, validation), self.recipe, foundry, self.layer_loss)
         course.run()
         facts = course.finish()
+        if self.exits:
+            facts["exits"] = exits_of(network, self._encode(tokenizer, validation))
+            facts["summary"] = summary({"lens": facts["exits"]})
         network.save_pretrained(foundry.folder)
         tokenizer.save_pretrained(foundry.folder)
         discard(foundry.folder)
-        shutil.rmtree(foundry.folder / _MAKING, ignore_errors=True)
-        return facts | {"pairs": len(pairs), "pairs_left_out": len(learnt) - len(pairs), "vocabulary": len(tokenizer)}
+        course.discard_checkpoints()
+        return facts | {"pairs_left_out": len(learnt) - len(pairs), "vocabulary": len(tokenizer)}
 
     def network(self, tokens: int) -> Any:
         """With random weights, for a vocabulary of so many tokens; padding and mask are never written."""
@@ -221,59 +188,19 @@ class TeacherTraining:
         return kept
 
 
-def _split(foundry: Foundry) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Pairs to learn from and pairs to judge by.
-
-    Raises:
-        ValueError: too few of them.
-    """
-    pairs, validation = list(foundry.pairs), list(foundry.validation)
-    if not validation:
-        held_out = set(range(_HELD_OUT - 1, len(pairs), _HELD_OUT)[:_MOST_HELD_OUT])
-        validation = [pairs[place] for place in sorted(held_out)]
-        pairs = [pair for place, pair in enumerate(pairs) if place not in held_out]
-    if not pairs or not validation:
-        raise ValueError(
-            f"The corpus has {len(foundry.pairs)} pairs; at least {_HELD_OUT} are needed where none are given for "
-            "validation. Name a larger corpus, or set train.validation."
-        )
-    return pairs, validation
-
-
-class Judge:
-    """Validation BLEU: sacreBLEU on cased, detokenised text, decoded by the engine that decodes in measurements.
-
-    Args:
-        tokenizer: of the model.
-        pairs: sources and references.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> None:
-        self.tokenizer = tokenizer
-        self.references = [reference for _, reference in pairs]
-        self._sources: list[list[int]] = tokenizer([source for source, _ in pairs])["input_ids"]
+class Judge(BleuJudge):
+    """See ``BleuJudge``, for an encoder-decoder of transformers."""
 
     def bleu(self, network: MarianMTModel, beams: int = 1) -> float:
         """Percent, of greedy translations or of those of a beam search."""
-        import sacrebleu
-
         target = Seq2SeqLM.from_hf(network, linear="plain", keep_hf=True)
         assert isinstance(target, Seq2SeqLM)
-        return float(sacrebleu.corpus_bleu(self.translate(target, beams), [self.references]).score)
+        return self.score(self.translate(target, beams))
 
     def translate(self, target: Seq2SeqLM, beams: int = 1) -> list[str]:
         """One text for every source, in their order."""
-        order = sorted(range(len(self._sources)), key=lambda place: len(self._sources[place]))
-        texts: dict[int, list[int]] = {}
-        for start in range(0, len(order), _GROUP):
-            group = order[start : start + _GROUP]
-            sources = [
-                torch.tensor(self._sources[place][-target.max_positions :], device=target.device) for place in group
-            ]
-            limit = min(target.max_positions, _PER_SOURCE * max(map(len, sources)) + _EXTRA)
-            texts |= zip(group, self._write(target, sources, limit, beams), strict=True)
-        written: list[str] = self.tokenizer.batch_decode([texts[place] for place in range(len(order))], True)
-        return written
+        write = partial(self._write, target, beams=beams)
+        return self.write_all(write, target.max_positions, target.device)
 
     def _write(self, target: Seq2SeqLM, sources: list[Int[Tensor, "_"]], limit: int, beams: int) -> list[list[int]]:
         if beams > 1:
@@ -281,105 +208,80 @@ class Judge:
         return answer(target, sources, limit, Sampling(), Generator(target.device))
 
 
-class _Course(Loop):
+class _Course(PairCourse):
     """The training of one model."""
 
     def __init__(
-        self, network: MarianMTModel, pairs: Sequence[Pair], judge: Judge, recipe: Recipe, foundry: Foundry
+        self,
+        network: MarianMTModel,
+        pairs: Sequence[Pair],
+        judge: Judge,
+        recipe: Recipe,
+        foundry: Foundry,
+        layer_loss: LayerLoss | None = None,
     ) -> None:
-        self.network, self.pairs, self.judge, self.recipe = network, pairs, judge, recipe
-        self.device, self.snapshots = foundry.device, foundry.folder / _MAKING
-        self.snapshots.mkdir(parents=True, exist_ok=True)
-        self.seed, self.batches = foundry.seed, batches(pairs, recipe.tokens)
-        self._order: tuple[int, list[int]] = (-1, [])
-        learnt = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-        optimizer = torch.optim.AdamW(
-            learnt.values(), recipe.learning_rate, recipe.betas, eps=1e-9, weight_decay=recipe.weight_decay
-        )
-        about = {"pairs": digest([[*source, -1, *target] for source, target in pairs])}
-        super().__init__(learnt, optimizer, recipe, foundry, about, save_every_s=_SAVE_EVERY_S)
+        self.judge, self.layer_loss = judge, layer_loss
+        super().__init__(network, pairs, partial(judge.bleu, network), recipe, foundry, _SAVE_EVERY_S)
 
     def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
         """Smoothed cross-entropy per token of the target; places without a token cost no logits."""
-        self.network.train()
-        rows = [self.pairs[place] for place in self.batches[self._batch(self.step)]]
-        sources, targets = (_padded([row[side] for row in rows], self.device) for side in (0, 1))
-        present = targets != _NONE
-        read = targets.clamp(min=0).roll(1, dims=1)
-        read[:, 0] = self.network.config.decoder_start_token_id
+        network: Any = self.network
+        network.train()
+        rows = [self.pairs[place] for place in self.rows()]
         with autocast(self.recipe.precision, self.device):
-            states = self.network.model(
-                input_ids=sources.clamp(min=0), attention_mask=sources != _NONE, decoder_input_ids=read, use_cache=False
-            ).last_hidden_state
-            logits = self.network.lm_head(states[present])
-        wanted = targets[present]
-        loss = F.cross_entropy(logits.float(), wanted, label_smoothing=self.recipe.label_smoothing)
-        right = (logits.argmax(-1) == wanted).float().mean()
-        return loss, {"right": right, "tokens": len(wanted)}
+            if self.layer_loss is None:
+                (state,), wanted = _states(network, rows)
+                logits = network.lm_head(state)
+                right = (logits.argmax(-1) == wanted).float().mean()
+                return self._cross_entropy(logits, wanted), {"right": right, "tokens": len(wanted)}
+            states, wanted = _states(network, rows, every=True)
+            loss, parts = self.layer_loss(states, lambda state: self._cross_entropy(network.lm_head(state), wanted))
+            return loss, {**parts, "tokens": len(wanted)}
 
-    def evaluate(self) -> None:
-        """Greedy BLEU on the validation pairs; the weights are kept while they are among the best."""
-        bleu = self.judge.bleu(self.network)
-        self.curve.append({"step": self.step, "bleu": round(bleu, 3)})
-        self.place.log({"step": self.step, "validation/bleu": bleu})
-        torch.save(self.learnt, self._snapshot(self.step))
-        kept = {self._snapshot(step) for step in self._best()}
-        for file in self.snapshots.glob("*.pt"):
-            if file not in kept:
-                file.unlink()
+    def _cross_entropy(self, logits: Float[Tensor, "n V"], wanted: Int[Tensor, "n"]) -> Float[Tensor, ""]:
+        return F.cross_entropy(logits.float(), wanted, label_smoothing=self.recipe.label_smoothing)
 
     def finish(self) -> dict[str, Any]:
-        """Put the mean of the best checkpoints, rounded to 16 bit as it is stored, into the network; facts."""
-        best = self._best()
-        states = [torch.load(self._snapshot(step), map_location=self.device, weights_only=True) for step in best]
-        with torch.no_grad():
-            for name, parameter in self.learnt.items():
-                parameter.copy_(torch.stack([state[name] for state in states]).mean(0).half())
-        scores = {f"validation_bleu_{name}": round(self.judge.bleu(self.network, n), 2) for name, n in _SEARCHES}
-        self.network.half()
-        return {
-            "pairs_sha256": self.about["pairs"],
-            "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
-            "steps": self.step,
-            "epochs": round(self.step / len(self.batches), 2),
-            "averaged_steps": best,
-            **scores,
-            "curve": self.curve,
-        }
-
-    def _best(self) -> list[int]:
-        """Steps whose weights are averaged; of equally good ones the later."""
-        ranked = sorted(self.curve, key=lambda point: (point["bleu"], point["step"]), reverse=True)
-        return sorted(point["step"] for point in ranked[: self.recipe.average])
-
-    def _snapshot(self, step: int) -> Path:
-        return self.snapshots / f"{step}.pt"
-
-    def _batch(self, step: int) -> int:
-        """Which batch a step sees: all of them once an epoch, in an order that the seed decides."""
-        epoch, place = divmod(step, len(self.batches))
-        if self._order[0] != epoch:
-            order = list(range(len(self.batches)))
-            random.Random(f"{self.seed}-{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1][place]
+        """Put the mean of the best checkpoints into the network, in 16 bit; facts."""
+        network: Any = self.network
+        facts = self.average()
+        scores = {f"validation_bleu_{name}": round(self.judge.bleu(network, n), 2) for name, n in _SEARCHES}
+        network.half()
+        return facts | scores
 
 
-_NONE = -1
+def _states(
+    network: Any, pairs: Sequence[Pair], every: bool = False
+) -> tuple[list[Float[Tensor, "n D"]], Int[Tensor, "n"]]:
+    """States of the decoder from which the tokens of the targets are predicted, and these tokens.
+
+    Args:
+        every: behind each layer, not behind the last alone.
+    """
+    sources, targets = (padded([pair[side] for pair in pairs], network.device) for side in (0, 1))
+    present = targets != NONE
+    read = targets.clamp(min=0).roll(1, dims=1)
+    read[:, 0] = network.config.decoder_start_token_id
+    with collected(network.model.decoder.layers if every else network.model.decoder.layers[-1:]) as states:
+        network.model(
+            input_ids=sources.clamp(min=0), attention_mask=sources != NONE, decoder_input_ids=read, use_cache=False
+        )
+    return [state[present] for state in states], targets[present]
+
+
+@torch.inference_mode()
+def exits_of(network: Any, pairs: Sequence[Pair]) -> dict[str, dict[str, float]]:
+    """How good each layer of the decoder is, read by the output matrix, at the tokens of references."""
+    whole = network.eval().float()
+    groups = [pairs[start : start + _GROUP] for start in range(0, len(pairs), _GROUP)]
+    behind = [
+        torch.cat(parts) for parts in zip(*(_states(whole, group, every=True)[0] for group in groups), strict=True)
+    ]
+    exits = dict(enumerate(behind[:-1], 1))
+    seen = judge(whole.lm_head, {"": lambda _, states: states}, exits, behind[-1])[""]
+    network.half()
+    return {str(depth): quality(*found) for depth, found in seen.items()}
+
+
+_GROUP = 128  # pairs read at once
 _SEARCHES = (("greedy", 1), ("beam5", 5))
-
-
-def batches(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
-    """Numbers of pairs of similar length, ``tokens`` to a batch at most, padding included; a pair at least."""
-    width = [max(map(len, pair)) for pair in pairs]
-    found: list[list[int]] = []
-    for place in sorted(range(len(pairs)), key=lambda place: (width[place], len(pairs[place][0]))):
-        if not found or (len(found[-1]) + 1) * width[place] > tokens:
-            found.append([])
-        found[-1].append(place)
-    return found
-
-
-def _padded(rows: Sequence[list[int]], device: torch.device) -> Int[Tensor, "B T"]:
-    width = max(map(len, rows))
-    return torch.tensor([row + [_NONE] * (width - len(row)) for row in rows], device=device)

@@ -1,0 +1,145 @@
+"""Vanilla and glancing training: one pass over copies of the source (GLAT, Qian et al. 2021, ACL, arXiv 2008.07905).
+
+Vanilla NAT learns every token from the copied source alone. Tokens are then guessed without knowing of each other, and
+of two translations each half is written. Glancing shows some tokens of the target to the decoder, as many as
+N = floor(ratio * Hamming distance) of its own first guess to the target, drawn at random, and only the others are
+learnt: easy sentences are learnt whole, hard ones with help. Both passes drop the same units (same random state). The
+ratio falls from 0.5 to 0.3 along the training; 0 is vanilla NAT, and its only pass.
+
+Published: WMT14 en-de 25.21, de-en 29.84, distilled, at 15.3 times the speed of a beam of 4; vanilla NAT 19.99 with the
+same code. On Multi30k after ten minutes of a core GLAT was where vanilla was, 21.0 BLEU: its gain takes long training.
+
+Differs from the paper: post-norm layers and tied embedding of the teacher, and the length's loss weighs as much as the
+tokens'.
+
+    python -m bench.train method=glat model=multi30k_4_4
+    python -m bench.train method=glat model=multi30k_4_4 'train.ratio=[0,0]' train.copy=uniform out=FOLDER    (vanilla)
+    python -m bench method=glat model=multi30k_4_4 dataset=multi30k method.length_beam=5 method.rescore=true
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from methods.engine.lm import CausalLM
+from methods.engine.pairs import Recipe
+from methods.engine.sampling import Sampling
+from methods.non_autoregressive.core import Embedding, Memory, Network
+from methods.non_autoregressive.inputs import Copy, copy_of
+from methods.non_autoregressive.loop import NonAutoregressive
+from methods.non_autoregressive.student import Batch, LengthStudent, Objective, OnePass, lowest, require_at_least_one
+from methods.non_autoregressive.training import Data, StudentTraining
+
+
+class GlatStudent(LengthStudent):
+    """One pass over copies of the source.
+
+    Args:
+        network: see ``Student``.
+        copy: of the source.
+        ratio: of glancing, at the begin and the end of the training.
+        positional: a positional attention, and no position sees itself, as with ``nat``: its ablation of fertilities.
+        length_weight: see ``LengthStudent``.
+    """
+
+    method: ClassVar[str] = "glat"
+
+    def __init__(
+        self,
+        network: Network,
+        copy: Copy = "soft",
+        ratio: Sequence[float] = (0.5, 0.3),
+        positional: bool = False,
+        length_weight: float = 1.0,
+    ) -> None:
+        if len(ratio) != 2 or not all(0 <= share <= 1 for share in ratio):
+            raise ValueError(f"ratio={list(ratio)} came; two shares from 0 to 1 are needed. Set train.ratio.")
+        own: dict[str, Any] = {"copy": copy, "ratio": list(ratio), "positional": positional}
+        super().__init__(network, copy_of(copy), length_weight, **own)
+        self.ratio = tuple(ratio)
+
+    @classmethod
+    def network_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"positional": options["positional"], "blind": options["positional"]}
+
+    def objective(self, batch: Batch, progress: float, smoothing: float) -> Objective:
+        """See ``Student``; of the tokens that were not shown."""
+        begin, end = self.ratio
+        ratio = begin + (end - begin) * progress
+        if not ratio:
+            return super().objective(batch, progress, smoothing)
+        memory = self.read(batch)
+        inputs = self.inputs(memory, batch.lengths, batch.targets.shape[1])
+        shown = self.glance(memory, inputs, batch, ratio)
+        inputs = torch.where(shown[:, :, None], self.network.embed(batch.targets), inputs)
+        loss, numbers = self.supervise(memory, inputs, batch, batch.present & ~shown, smoothing)
+        return loss, {**numbers, "shown": shown.sum() / batch.lengths.sum()}
+
+    @torch.no_grad()
+    def glance(self, memory: Memory, inputs: Float[Tensor, "B T D"], batch: Batch, ratio: float) -> Bool[Tensor, "B T"]:
+        """Which tokens of the target are shown: the more, the further the first guess is from it."""
+        present, device = batch.present, inputs.device
+        lots = torch.rand(present.shape, device=device)
+        with torch.random.fork_rng(
+            devices=[device] if device.type == "cuda" else []
+        ):  # the same dropout in both passes
+            states = self.network.decode(inputs, present, memory)
+        wrong = torch.zeros_like(present)
+        wrong[present] = self.logits(states[present]).argmax(-1) != batch.targets[present]
+        return lowest(lots.masked_fill(~present, torch.inf), (ratio * wrong.sum(1)).floor().long())
+
+
+class Glat(NonAutoregressive):
+    """One pass, over the likeliest length or several.
+
+    Args:
+        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse``, ``checkpoint`` and ``part``.
+        length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
+
+    Raises:
+        ValueError: no length, or see ``NonAutoregressive``.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        length_beam: int = 1,
+        rescore: bool = False,
+        collapse: bool = False,
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        require_at_least_one(length_beam=length_beam)
+        super().__init__(target, sampling, GlatStudent, OnePass(length_beam), rescore, collapse, checkpoint, part)
+
+
+class GlatTraining(StudentTraining):
+    """Makes a student of ``glat``.
+
+    Args:
+        copy, ratio, positional, length_weight: see ``GlatStudent``.
+        data, beams, embedding, validation, recipe: see ``StudentTraining``.
+    """
+
+    def __init__(
+        self,
+        copy: Copy = "soft",
+        ratio: Sequence[float] = (0.5, 0.3),
+        positional: bool = False,
+        length_weight: float = 1.0,
+        data: Data = "distilled",
+        beams: int = 1,
+        embedding: Embedding = "shared",
+        validation: str | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        options = {"copy": copy, "ratio": ratio, "positional": positional, "length_weight": length_weight}
+        writers = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
+        super().__init__(GlatStudent, options, writers, data, beams, embedding, validation, recipe)

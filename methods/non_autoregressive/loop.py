@@ -1,0 +1,215 @@
+"""Decoding of the non-autoregressive family behind the interface of all methods.
+
+The target of a run is the autoregressive teacher: it is the baseline that is measured side by side, its text is what
+agreement compares with, and the speed-up is against its greedy decoding with a cache. What writes is the method's part,
+a network of its own; so the promise is INDEPENDENT_MODEL: another model's output, of which only the quality can be
+judged. The teacher takes no part in writing, unless it rescores candidates (``rescore``), and then its pass is inside
+the measured time and its memory is named beside the part's.
+
+A batch is written in one step, everything included: encoder, length, passes, rescoring, choice. Texts end with the end-
+of-sequence token, which nobody had to write. ``Step.draft_passes`` counts passes of the student's decoder,
+``target_passes`` those of the teacher's (one to rescore, else none), ``layers`` is the share of the target's layers
+that a pass runs, ``nodes`` the positions of a pass in a row, all candidates together. ``facts`` adds what no step
+tells.
+
+``collapse`` joins equal neighbours, which one-pass methods write where they hesitate between two places. It is worth
+points of BLEU to a weak method, so it is off unless asked for, and every record says which it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Generator, Tensor
+
+from methods.decoder import Guarantee, Step
+from methods.engine.lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.engine.seq2seq import Seq2SeqLM
+from methods.non_autoregressive import rescoring
+from methods.non_autoregressive.student import Candidates, Student, Writer, load_student, pad_sources
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Texts of a batch, without ends, and what they took.
+
+    Attributes:
+        candidates: per source.
+        passes: of the student's decoder.
+        rescorings: passes of the teacher's.
+        positions: per row, of a pass.
+    """
+
+    texts: list[list[int]]
+    candidates: int
+    passes: int
+    rescorings: int
+    positions: int
+
+
+@torch.inference_mode()
+def write(
+    student: Student,
+    writer: Writer,
+    sources: Sequence[Int[Tensor, "_"]],
+    rng: Generator,
+    rescorer: Seq2SeqLM | None = None,
+    collapse: bool = False,
+) -> Written:
+    """Translate a batch of any size, ragged.
+
+    Args:
+        rescorer: chooses among candidates; None: the student's own scores do.
+        collapse: join equal neighbours.
+
+    Raises:
+        ValueError: see ``pad_sources``.
+    """
+    network = student.network
+    rows, lengths, whole = pad_sources(sources, network.shape.positions, network.positions.device)
+    found = writer(student, network.encode(rows, lengths, whole), rng)
+    several = found.lengths.shape[1] > 1
+    scores = found.scores
+    if several and rescorer is not None:
+        scores = rescoring.score(rescorer, sources, found.tokens, found.lengths)
+    texts = _best(found, scores)
+    if collapse:
+        texts = [[token for token, _ in groupby(text)] for text in texts]
+    return Written(texts, found.lengths.shape[1], found.passes, int(several and rescorer is not None), found.positions)
+
+
+def _best(found: Candidates, scores: Tensor) -> list[list[int]]:
+    """The texts with the highest scores; one read from the device."""
+    row = torch.arange(len(scores), device=scores.device)
+    choice = scores.argmax(1)
+    chosen = torch.cat([found.lengths[row, choice, None], found.tokens[row, choice]], 1).tolist()
+    return [tokens[:length] for length, *tokens in chosen]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What decoding took since the decoder was made; passes count once for every row of their batch."""
+
+    sentences: int = 0
+    batches: int = 0
+    tokens: int = 0
+    repeats: int = 0
+    passes: int = 0
+    batch_passes: int = 0
+    rescorings: int = 0
+    empty: int = 0
+
+    def add(self, written: Written) -> None:
+        """Take in a batch."""
+        rows = len(written.texts)
+        self.sentences += rows
+        self.batches += 1
+        self.tokens += sum(map(len, written.texts))
+        self.repeats += sum(one == two for text in written.texts for one, two in pairwise(text))
+        self.empty += sum(not text for text in written.texts)
+        self.batch_passes += written.passes
+        self.passes += rows * written.passes
+        self.rescorings += rows * written.rescorings
+
+    def facts(self, student_layers: int, teacher_layers: int) -> dict[str, Any]:
+        """Per sentence and per token; those of a teacher are its decoder's layers per token, one pass each."""
+        if not self.tokens:
+            return {}
+        layers = self.passes * student_layers + self.rescorings * teacher_layers
+        return {
+            "sentences": self.sentences,
+            "tokens": self.tokens,
+            "iterations": self.batch_passes / self.batches,
+            "passes_per_token": self.passes / self.tokens,
+            "decoder_layer_passes_per_token": layers / self.tokens,
+            "decoder_layer_passes_per_token_of_the_teacher": teacher_layers,
+            "rescoring_passes_per_sentence": self.rescorings / self.sentences,
+            "repeated_tokens": self.repeats / self.tokens,
+            "empty_texts": self.empty,
+        }
+
+
+class NonAutoregressive:
+    """A student that writes in the target's place.
+
+    Args:
+        target: its teacher.
+        sampling: greedy; nothing is drawn from the teacher's distribution.
+        kind: class of the student.
+        writer: decode loop.
+        rescore: let the target choose among several candidates.
+        collapse: join equal neighbours.
+        checkpoint: folder of a student; None: the one prepared for this target.
+        part: that folder, from the runner.
+
+    Raises:
+        ValueError: a temperature, no student, or a target that is none of its kind.
+    """
+
+    guarantee: ClassVar[Guarantee] = Guarantee.INDEPENDENT_MODEL
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        kind: type[Student],
+        writer: Writer,
+        rescore: bool,
+        collapse: bool,
+        checkpoint: str | Path | None,
+        part: Path | None,
+    ) -> None:
+        if not sampling.greedy:
+            raise ValueError(
+                f"temperature={sampling.temperature} came; {kind.method} writes the likeliest tokens. Set "
+                "sampling=greedy, or choose another method."
+            )
+        self.student, self.made = load_student(kind, target, checkpoint, part)
+        assert isinstance(target, Seq2SeqLM), "a student is refused for any other"
+        self._bytes = self.student.own_bytes()
+        self.student.network.settle(target)
+        self.target, self.writer, self.rescore, self.collapse = target, writer, rescore, collapse
+        self.tally = Tally()
+
+    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        """See ``methods.decoder.Decoder.decode``; one step, behind which every text has ended."""
+        written = write(self.student, self.writer, prompts, rng, self.target if self.rescore else None, self.collapse)
+        self.tally.add(written)
+        none = [0] * len(prompts)
+        end = self.student.network.shape.end
+        yield Step(
+            [[*text, end] for text in written.texts],
+            drafted=none,
+            accepted=none,
+            layers=[len(self.student.network.decoder) / self.target.n_layers] * len(prompts),
+            depth=none,
+            nodes=written.positions,
+            target_passes=written.rescorings,
+            draft_passes=written.passes,
+        )
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """Memory that writing takes: the student's, and what it uses of the teacher.
+
+        Without rescoring that is at most embedding and output matrix, with it the whole teacher.
+        """
+        target, shape = self.target, self.student.network.shape
+        matrices = 2 * shape.vocabulary * shape.width * target.dtype.itemsize
+        teacher = 0 if self.student.network.own else matrices
+        if self.rescore:
+            teacher = target.weight_bytes + target.encoder_bytes
+        return {"student": self._bytes, "of_the_teacher": teacher}
+
+    def facts(self) -> dict[str, Any]:
+        """How the student was made, how it is asked, and what its texts took."""
+        asked = {"rescored_by_teacher": self.rescore, "repeats_collapsed": self.collapse}
+        layers = len(self.student.network.encoder), len(self.student.network.decoder)
+        sizes = {"encoder_layers": layers[0], "decoder_layers": layers[1], "student_bytes": self._bytes}
+        return self.made | asked | sizes | self.tally.facts(layers[1], self.target.n_layers)
