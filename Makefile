@@ -23,7 +23,7 @@ NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.models fetch smollm2
 	$(BIN)/python -m bench.sources fetch mtbench
-	$(BIN)/python -m bench method=prompt_lookup dataset=mtbench measure=quick $(ARGS)
+	$(BIN)/python -m bench method=eagle dataset=mtbench measure=quick $(ARGS)
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m bench.models fetch smollm2
