@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 
 comma := ,
 
@@ -37,7 +37,7 @@ LONG := train.recipe.batch_size=64 train.recipe.steps=6000
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.models fetch smollm2
 	$(BIN)/python -m bench.sources fetch mtbench
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m gpu
 	-$(BIN)/python -m bench.train method=eagle out=data/checkpoints/eagle-smollm2 $(HEADS) $(LONG)
 	-$(BIN)/python -m bench.train method=medusa out=data/checkpoints/medusa-smollm2 $(HEADS) $(LONG)
 	-$(BIN)/python -m bench.train method=hydra_heads out=data/checkpoints/hydra_heads-smollm2 $(HEADS) $(LONG)

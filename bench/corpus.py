@@ -17,7 +17,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -68,7 +68,7 @@ class Texts:
     names: tuple[str, ...]
     dialogues: tuple[Dialogue, ...]
     revisions: tuple[Revision, ...]
-    asked: str = ""
+    asked: str = field(default="", compare=False)
 
     @cached_property
     def sha256(self) -> str:

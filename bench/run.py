@@ -387,7 +387,7 @@ def _resolved(parts: Parts) -> dict[str, str | None]:
     }
 
 
-def _manifest(cfg: RunConfig, parts: Parts, choice: Choice | None) -> dict[str, Any]:
+def _manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dict[str, Any]:
     """All facts that are known before the measurement."""
     loaded, settings = parts.loaded, parts.settings
     return scrub.tree(
