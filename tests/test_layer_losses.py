@@ -27,7 +27,7 @@ from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.translation import teacher
-from methods.translation.teacher import TeacherTraining
+from methods.translation.teacher import ExitTeacherTraining
 from tests.test_teacher import BRIEF, PAIRS, SMALL, foundry
 
 GREEDY = Sampling()
@@ -252,7 +252,7 @@ def test_plain_text_cannot_be_answered(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("exits", ["calm", "free"])
 def test_the_teachers_loss_is_that_of_every_layer_of_transformers(exits: Any, tmp_path: Path) -> None:
     recipe = replace(BRIEF, dropout=0.0)
-    maker = TeacherTraining(**SMALL | {"layers": (1, 3)}, exits=exits, recipe=recipe)
+    maker = ExitTeacherTraining(**SMALL | {"layers": (1, 3)}, exits=exits, recipe=recipe)
     tokenizer = teacher.vocabulary.learn([text for pair in PAIRS for text in pair], 300, 40)
     pairs = maker._encode(tokenizer, PAIRS)
     torch.manual_seed(0)
@@ -283,16 +283,16 @@ def test_the_teachers_loss_is_that_of_every_layer_of_transformers(exits: Any, tm
 
 def test_an_exit_native_teacher_is_left_early(tmp_path: Path) -> None:
     recipe = replace(BRIEF, steps=120, evaluations=2)
-    maker = TeacherTraining(**SMALL | {"layers": (1, 3)}, exits="calm", recipe=recipe)
+    maker = ExitTeacherTraining(**SMALL | {"layers": (1, 3)}, exits="calm", recipe=recipe)
     assert maker.model_name("multi30k") == "multi30k_1_3_calm"
     facts = maker.fit(foundry(tmp_path))
     assert set(facts["exits"]) == {"1", "2"} and facts["exits"]["2"]["agreement"] > 0.8
     network: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).requires_grad_(False)
     lm = Seq2SeqLM.from_hf(network, keep_hf=True)
     contract.check_batch(lambda m, s: Calm(m, s, 0.5, exits=[1, 2], head="lens"), lm, limit=12)
-    with pytest.raises(UserError, match=r"train\.layers=\[1,3\]' train\.exits=calm"):
+    with pytest.raises(UserError, match=r"method=exit_teacher .*train\.layers=\[1,3\]' train\.exits=calm"):
         models.load(
-            {"name": "multi30k_1_3_calm", "_target_": "bench.hub.TrainedModel"},
+            {"name": "multi30k_1_3_calm", "_target_": "bench.hub.TrainedModel", "method": "exit_teacher"},
             {"device": "cpu", "dtype": "float32"},
             PathsConfig(cache=str(tmp_path)),
         )

@@ -54,7 +54,7 @@ class Recipe:
     tokens: int = 2048
     learning_rate: float = 1e-3
     warmup: int = 600
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: Sequence[float] = (0.9, 0.98)
     weight_decay: float = 0.0
     label_smoothing: float = 0.1
     dropout: float = 0.2
@@ -178,8 +178,9 @@ class PairCourse(Loop):
         self.seed, self.batches = foundry.seed, batches(pairs, recipe.tokens)
         self._order: tuple[int, list[int]] = (-1, [])
         learnt = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+        betas = recipe.betas[0], recipe.betas[1]
         optimizer = torch.optim.AdamW(
-            learnt.values(), recipe.learning_rate, recipe.betas, eps=1e-9, weight_decay=recipe.weight_decay
+            learnt.values(), recipe.learning_rate, betas, eps=1e-9, weight_decay=recipe.weight_decay
         )
         about = {"pairs": digest([[*source, NONE, *target] for source, target in pairs])}
         super().__init__(learnt, optimizer, recipe, foundry, about, save_every_s=save_every_s)

@@ -7,9 +7,9 @@ non-autoregressive papers long left out (Kasai et al. 2021, arXiv 2006.10369). L
 original, then a rate that falls to nothing, which suits a short budget; the weights of the best checkpoints by
 validation BLEU are averaged.
 
-``exits`` trains a model that may be left early: CALM's weighted loss over all layers of the decoder, or FREE's over a
-shallow exit and the last layer with layerwise distillation (``methods.engine.layer_losses``). Every layer is then read
-by the output matrix itself (``method.head=lens``), and the card says how good each one is.
+``method=exit_teacher`` makes one that may be left early: CALM's weighted loss over all layers of the decoder, or FREE's
+over a shallow exit and the last layer with layerwise distillation (``methods.engine.layer_losses``). Every layer is
+then read by the output matrix itself (``method.head=lens``), and the card says how good each one is.
 
 ``data=distilled`` learns from what another model (``model=``) translates, instead of the references; the vocabulary is
 that of the references, so that all models of one corpus can draft for each other.
@@ -64,9 +64,6 @@ class TeacherTraining:
         positions: longest source and longest target, in tokens; longer pairs are left out.
         data: learn the references, or what a teacher translates.
         beams: of that teacher; 1 is greedy.
-        exits: the loss over the decoder's layers, ``calm`` or ``free``; None: over the last one alone.
-        shallow: layers of the shallow exit of ``free``; None: a quarter.
-        distillation: weight of the layerwise distillation of ``free``.
         validation: corpus of pairs to judge by; None: the corpus' own (``NAME_val``), else every thirtieth pair.
         recipe: of the training; None: the defaults.
 
@@ -89,9 +86,6 @@ class TeacherTraining:
         data: Literal["raw", "distilled"] = "raw",
         beams: int = 5,
         validation: str | None = None,
-        exits: Exits | None = None,
-        shallow: int | None = None,
-        distillation: float = 0.5,
         recipe: Recipe | None = None,
     ) -> None:
         if len(layers) != 2 or min(*layers, width, inner, heads, positions, beams) < 1 or width % (2 * heads):
@@ -103,8 +97,8 @@ class TeacherTraining:
         self.layers = (layers[0], layers[1])
         self.width, self.inner, self.heads, self.vocabulary, self.positions = width, inner, heads, vocabulary, positions
         self.data, self.beams, self.validation, self.recipe = data, beams, validation, recipe or Recipe()
-        self.exits = exits
-        self.layer_loss = None if exits is None else make_loss(exits, layers[1], shallow, distillation)
+        self.exits: Exits | None = None
+        self.layer_loss: LayerLoss | None = None
 
     @property
     def learns_from_teacher(self) -> bool:
@@ -206,6 +200,41 @@ class Judge(BleuJudge):
         if beams > 1:
             return search(target, sources, limit, beams)
         return answer(target, sources, limit, Sampling(), Generator(target.device))
+
+
+class ExitTeacherTraining(TeacherTraining):
+    """Makes a translation model whose decoder may be left behind every layer.
+
+    Args:
+        exits: the loss over the decoder's layers, ``calm`` or ``free``.
+        shallow: layers of the shallow exit of ``free``; None: a quarter.
+        distillation: weight of the layerwise distillation of ``free``.
+        layers, width, inner, heads, vocabulary, positions, data, beams, validation, recipe: see ``TeacherTraining``.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    prepares: ClassVar[str] = "a translation model that may be left early, with its tokenizer"
+
+    def __init__(
+        self,
+        layers: Sequence[int] = (4, 4),
+        width: int = 256,
+        inner: int = 512,
+        heads: int = 4,
+        vocabulary: int = 8000,
+        positions: int = 256,
+        data: Literal["raw", "distilled"] = "raw",
+        beams: int = 5,
+        validation: str | None = None,
+        exits: Exits = "calm",
+        shallow: int | None = None,
+        distillation: float = 0.5,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__(layers, width, inner, heads, vocabulary, positions, data, beams, validation, recipe)
+        self.exits, self.layer_loss = exits, make_loss(exits, layers[1], shallow, distillation)
 
 
 class _Course(PairCourse):
