@@ -24,7 +24,7 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.peers.hf_beam import HFBeam
 from methods.translation import teacher, vocabulary
-from methods.translation.teacher import Judge, Recipe, TeacherTraining, batches
+from methods.translation.teacher import ExitTeacherTraining, Judge, Recipe, TeacherTraining, batches
 
 WORDS = {
     "a": "ein",
@@ -358,12 +358,13 @@ def test_a_model_that_is_not_made_says_how(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prepared, "project_data", lambda: tmp_path)
     for choice in [name for name in preflight.groups()["model"] if name.startswith("multi30k_")]:
         group = preflight.compose([f"model={choice}", "dataset=multi30k"]).model
-        with pytest.raises(UserError, match="is not made yet.*python -m bench.train method=teacher") as raised:
+        with pytest.raises(UserError, match="is not made yet.*python -m bench.train method=(exit_)?teacher") as raised:
             models.load(group, {"device": "cpu", "dtype": "float32"}, PathsConfig(cache=str(tmp_path)))
         command = str(raised.value).split("python -m bench.train ")[1].split(" makes it")[0]
         _, given = train.split([word.strip("'") for word in command.split()])
-        cfg, settings = preflight.compose_training(given, "teacher")
-        maker = TeacherTraining(settings["layers"], data=settings["data"])
+        cfg, settings = preflight.compose_training(given, group.get("method", "teacher"))
+        exits = {"exits": settings["exits"]} if "exits" in settings else {}
+        maker = (ExitTeacherTraining if exits else TeacherTraining)(settings["layers"], data=settings["data"], **exits)
         assert maker.model_name("multi30k") == group["name"] == choice
 
 

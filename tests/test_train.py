@@ -460,7 +460,7 @@ def test_both_formats_are_read_and_each_answer_is_an_example(tmp_path: Path) -> 
 
 def test_a_gzipped_file_is_known_by_its_content(tmp_path: Path) -> None:
     plain = write_rows(tmp_path / "own.jsonl", ROWS)
-    for name in ("own.jsonl.gz", "own.txt"):
+    for name in ("own.jsonl.gz", "own.data"):
         (tmp_path / name).write_bytes(gzip.compress(plain.read_bytes()))
         texts = corpus.read(str(tmp_path / name))
         assert texts.sha256 == corpus.read(str(plain)).sha256

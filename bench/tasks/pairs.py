@@ -85,6 +85,8 @@ class Multi30k(Pairs):
     ) -> None:
         super().__init__(source, target, prefix, limit, seed, subset, categories)
         self.split = split
+        if (source, target) != ("en", "de"):
+            self.name = f"multi30k_{source}_{target}"
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
         pairs, revisions = read_multi30k(sources, self.split, self.source, self.target)
