@@ -5,7 +5,16 @@ from __future__ import annotations
 from bench.tasks.base import Example, Task
 from bench.tasks.chat import Demo, Jsonl, MTBench, SpecBench
 from bench.tasks.exercises import Gsm8k, HumanEval
-from bench.tasks.pairs import WMT16, CnnDailyMailArticles, HubPairs, Iwslt17, Multi30k, WMT14Pairs, XSumArticles
+from bench.tasks.pairs import (
+    WMT16,
+    CnnDailyMailArticles,
+    HubPairs,
+    Iwslt17,
+    Multi30k,
+    Multi30kReversed,
+    WMT14Pairs,
+    XSumArticles,
+)
 from bench.tasks.texts import WMT14, CnnDailyMail, NQOpen, XSum
 
 __all__ = [
@@ -20,6 +29,7 @@ __all__ = [
     "Jsonl",
     "MTBench",
     "Multi30k",
+    "Multi30kReversed",
     "NQOpen",
     "SpecBench",
     "Task",

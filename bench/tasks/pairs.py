@@ -85,12 +85,16 @@ class Multi30k(Pairs):
     ) -> None:
         super().__init__(source, target, prefix, limit, seed, subset, categories)
         self.split = split
-        if (source, target) != ("en", "de"):
-            self.name = f"multi30k_{source}_{target}"
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
         pairs, revisions = read_multi30k(sources, self.split, self.source, self.target)
         return self._examples(f"multi30k-{self.split}", pairs), revisions
+
+
+class Multi30kReversed(Multi30k):
+    """The same pairs from German to English."""
+
+    name = "multi30k_de_en"
 
 
 def read_multi30k(
