@@ -32,8 +32,9 @@ test: $(VENV)/.installed-dev lint
 # What only a GPU can still add to the committed records, in order of value. Finished runs are not repeated, so the target can be
 # stopped and called again; each line stays well under ten minutes on a current card.
 GPU := hardware=cuda_bf16 measure=quick
-HEADS := model=smollm2 hardware=cuda_bf16 force=true train.answers.tokens=2000000 train.answers.batch=256 train.features=live
+HEADS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly,gsm8k train.answers.tokens=2000000 train.answers.limit=512 train.answers.batch=256 train.features=live
 LONG := train.recipe.batch_size=64 train.recipe.steps=6000
+PAIRS := corpus=multi30k hardware=cuda_bf16 force=true
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.models fetch smollm2
 	$(BIN)/python -m bench.sources fetch mtbench
@@ -43,6 +44,12 @@ gpu: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench.train method=hydra_heads out=data/checkpoints/hydra_heads-smollm2 $(HEADS) $(LONG)
 	-$(BIN)/python -m bench.train method=blockwise out=data/checkpoints/blockwise-smollm2 $(HEADS) $(LONG)
 	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench $(GPU)
+	-$(BIN)/python -m bench.train method=teacher out=data/checkpoints/teacher-multi30k_4_4 $(PAIRS)
+	-$(BIN)/python -m bench.train method=specdec out=data/checkpoints/specdec-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
+	-$(BIN)/python -m bench.train method=blockwise_translation out=data/checkpoints/blockwise_translation-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
+	-for student in nat glat cmlm ctc flowseq; do $(BIN)/python -m bench.train method=$$student out=data/checkpoints/$$student-multi30k_4_4 model=multi30k_4_4 $(PAIRS); done
+	-$(BIN)/python -m bench.train method=teacher 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4 out=data/checkpoints/teacher-multi30k_6_1_distilled $(PAIRS)
+	-$(BIN)/python -m bench sweep=translation $(GPU)
 	-$(BIN)/python -m bench -m method=eagle method.tree=dynamic method.depth=6 method.top_k=10 method.nodes=59 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=medusa,hydra_heads method.tree=mc_sim_7b_63 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench batch_size=4,16,32 $(GPU)
