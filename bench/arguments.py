@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Literal
 
 from bench.errors import UserError
@@ -39,7 +40,7 @@ def check_arguments(
         UserError: an argument the target does not take, one it needs and did not get, or one of the wrong type.
     """
     prefix = f"{where}." if where else ""
-    parameters = inspect.signature(target).parameters
+    parameters = _parameters(target)
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     allowed = [n for n in named if n not in provided]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -151,7 +152,7 @@ def _describe_class(kind: type, args: tuple[Any, ...]) -> str:
 
 def hint_of(target: Callable[..., Any], name: str) -> Any:
     """The evaluated type hint of one parameter; Any without one, or where it is imported for type checkers only."""
-    parameter = inspect.signature(target).parameters.get(name)
+    parameter = _parameters(target).get(name)
     hint = Any if parameter is None or parameter.annotation is inspect.Parameter.empty else parameter.annotation
     if not isinstance(hint, str):
         return hint
@@ -159,6 +160,11 @@ def hint_of(target: Callable[..., Any], name: str) -> Any:
         return eval(hint, _namespace(target))  # annotations of our own and of registered classes
     except (NameError, AttributeError, TypeError):
         return Any
+
+
+@lru_cache(maxsize=1024)  # a sweep asks for each class thousands of times
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(target).parameters
 
 
 def _namespace(target: Callable[..., Any]) -> dict[str, Any]:
