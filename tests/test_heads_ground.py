@@ -292,9 +292,10 @@ def test_every_dialogue_is_seen_once_an_epoch_in_an_order_of_the_seed(target: Ca
     orders = []
     for seed in (0, 0, 1):
         this = course._Course(NextToken(target), found, COURSE, replace(shop, seed=seed))
-        epoch = this._epoch_steps
+        epoch = -(-len(found.train) // COURSE.batch_size)
+        assert this._epochs.count(epoch) == 1.0
         for number in range(2):
-            rows = [row for step in range(epoch) for row in this._rows(number * epoch + step)]
+            rows = [row for step in range(epoch) for row in this._epochs.batch(number * epoch + step)]
             assert sorted(rows) == sorted(found.train)
             orders.append(rows)
     assert orders[0] == orders[2] != orders[1] and orders[0] != orders[4]

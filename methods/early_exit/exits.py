@@ -29,7 +29,7 @@ from torch import Tensor
 from methods.decoder import MissingPart
 from methods.engine.linear import Linear, make_linear
 from methods.engine.lm import CausalLM
-from methods.engine.part_files import read_part, require_shapes, require_target, target_sizes, write_part
+from methods.engine.part_files import SIZES, read_part, require_shapes, require_target, target_sizes, write_part
 
 Head = Literal["trained", "lens"]
 
@@ -86,7 +86,7 @@ class Exits:
 
 def _announced(config: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, int], dict[str, Any]]:
     """Depths, sizes of the target, facts."""
-    sizes = {key: int(config[key]) for key in ("hidden_size", "layers", "vocab_size")}
+    sizes = {key: int(config[key]) for key in SIZES}
     return tuple(int(depth) for depth in config["depths"]), sizes, dict(config.get("facts", {}))
 
 

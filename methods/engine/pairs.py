@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from methods.decoder import Foundry
 from methods.engine.distillation import digest
-from methods.engine.training import SAVE_EVERY_S, Loop, Precision
+from methods.engine.training import SAVE_EVERY_S, Epochs, Loop, Precision
 
 NONE = -1  # in padded rows: no token
 _MAKING = "making"  # no piece of what is made: checkpoints that may enter the average
@@ -50,14 +50,14 @@ class Recipe:
         average: of how many checkpoints, the best by validation BLEU, the mean is the model.
     """
 
-    steps: int = 5000
+    steps: int = 4000
     tokens: int = 2048
-    learning_rate: float = 1e-3
-    warmup: int = 600
+    learning_rate: float = 3e-3
+    warmup: int = 300
     betas: Sequence[float] = (0.9, 0.98)
     weight_decay: float = 0.0
     label_smoothing: float = 0.1
-    dropout: float = 0.2
+    dropout: float = 0.15
     clip: float = 1.0
     precision: Precision = "auto"
     evaluations: int = 16
@@ -107,9 +107,11 @@ def batches(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
     return found
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device, filler: int = NONE) -> Int[Tensor, "B T"]:
-    """Rows of one width, filled up behind their ends."""
-    width = max(map(len, rows))
+def padded(
+    rows: Sequence[Sequence[int]], device: torch.device, filler: int = NONE, width: int | None = None
+) -> Int[Tensor, "B T"]:
+    """Rows of one width, the longest one's unless given, filled up behind their ends."""
+    width = max(map(len, rows)) if width is None else width
     return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=device)
 
 
@@ -176,7 +178,7 @@ class PairCourse(Loop):
         self.device, self.snapshots = foundry.device, foundry.folder / _MAKING
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.seed, self.batches = foundry.seed, batches(pairs, recipe.tokens)
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._epochs = Epochs(len(self.batches), self._shuffled)
         learnt = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         betas = recipe.betas[0], recipe.betas[1]
         optimizer = torch.optim.AdamW(
@@ -187,12 +189,12 @@ class PairCourse(Loop):
 
     def rows(self) -> list[int]:
         """Numbers of the pairs that this step sees: all of them once an epoch, in an order that the seed decides."""
-        epoch, place = divmod(self.step, len(self.batches))
-        if self._order[0] != epoch:
-            order = list(range(len(self.batches)))
-            random.Random(f"{self.seed}-{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self.batches[self._order[1][place]]
+        return self._epochs.batch(self.step)
+
+    def _shuffled(self, epoch: int) -> list[list[int]]:
+        found = list(self.batches)
+        random.Random(f"{self.seed}-{epoch}").shuffle(found)
+        return found
 
     def evaluate(self) -> None:
         """BLEU on the validation pairs; the weights are kept while they are among the best."""
@@ -213,13 +215,16 @@ class PairCourse(Loop):
         with torch.no_grad():
             for name, parameter in self.learnt.items():
                 parameter.copy_(torch.stack([state[name] for state in states]).mean(0).half())
+        return self.facts() | {"averaged_steps": best}
+
+    def facts(self) -> dict[str, Any]:
+        """For the card."""
         return {
             "pairs_sha256": self.about["pairs"],
             "pairs": len(self.pairs),
             "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
             "steps": self.step,
-            "epochs": round(self.step / len(self.batches), 2),
-            "averaged_steps": best,
+            "epochs": self._epochs.count(self.step),
             "curve": self.curve,
         }
 

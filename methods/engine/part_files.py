@@ -16,6 +16,7 @@ from methods.decoder import MissingPart
 from methods.engine.lm import CausalLM
 
 WEIGHTS, CONFIG = "head.safetensors", "config.json"
+SIZES = ("hidden_size", "layers", "vocab_size")  # of the model that a part was made for
 Names = tuple[str, str]
 T = TypeVar("T")
 
@@ -28,6 +29,11 @@ def training_command(method: str) -> str:
 def target_sizes(target: CausalLM) -> dict[str, int]:
     """What a part says of the model it was made for."""
     return {"hidden_size": target.hidden_size, "layers": target.n_layers, "vocab_size": target.vocab_size}
+
+
+def sizes_of(shape: object) -> dict[str, int]:
+    """The same as a part's own shape has them, among others."""
+    return {name: getattr(shape, name) for name in SIZES}
 
 
 def write_part(

@@ -61,6 +61,30 @@ class Place(Protocol):
     def log(self) -> Callable[[Mapping[str, float]], None]: ...
 
 
+class Epochs:
+    """Batches, all of them once an epoch, those of one epoch made at a time.
+
+    Args:
+        length: batches of an epoch.
+        make: they, as numbers of rows, from the number of the epoch.
+    """
+
+    def __init__(self, length: int, make: Callable[[int], list[list[int]]]) -> None:
+        self._length, self._make = length, make
+        self._made: tuple[int, list[list[int]]] | None = None
+
+    def batch(self, step: int) -> list[int]:
+        """What a step sees."""
+        epoch, place = divmod(step, self._length)
+        if self._made is None or self._made[0] != epoch:
+            self._made = (epoch, self._make(epoch))
+        return self._made[1][place]
+
+    def count(self, steps: int) -> float:
+        """So many epochs are so many steps."""
+        return round(steps / self._length, 2)
+
+
 class Loop:
     """Updates of some parameters up to the end of a plan, going on from a checkpoint in the place's folder.
 

@@ -1,7 +1,8 @@
 """The network of the non-autoregressive family: an encoder, and a decoder that writes all positions at once.
 
-It is the teacher's own architecture (Marian: norms behind the sub-layers, sinusoidal positions) without the causal
-mask, so that encoder and decoder begin with the teacher's weights. Padding is masked everywhere: row b of a batch is
+It is the teacher's own architecture without the causal mask, so that encoder and decoder begin with the teacher's
+weights: sinusoidal positions, and norms where the teacher has them, in front of the sub-layers and at the end of either
+side (Pegasus) or behind the sub-layers (Marian). Padding is masked everywhere: row b of a batch is
 what it would be alone. What the decoder reads, what is minimised and how tokens are chosen is a method's (student.py).
 
 The embedding, which is the output matrix too, is the teacher's, frozen, or an own one that begins as it. A frozen one
@@ -22,9 +23,12 @@ from transformers.activations import ACT2FN
 
 from methods.engine.linear import LinearForm, make_linear
 from methods.engine.lm import CausalLM
+from methods.engine.positions import sinusoids
 from methods.engine.seq2seq import Seq2SeqLM
 
 Embedding = Literal["shared", "own"]
+
+_NORM_FIRST = {"marian": False, "pegasus": True}  # the families of a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Shape:
         inner: units of the feed-forward layers.
         positions: longest source, and longest target.
         scale: factor of the embedding.
+        norm_first: norms stand in front of the sub-layers.
         end: the id that ends a text.
         suppressed: ids that are never written, the end among them: lengths are chosen, not written.
     """
@@ -48,6 +53,7 @@ class Shape:
     positions: int
     activation: str
     scale: float
+    norm_first: bool
     end: int
     suppressed: tuple[int, ...]
 
@@ -56,12 +62,12 @@ class Shape:
         """The teacher's.
 
         Raises:
-            ValueError: it is no Marian model, or declares no end.
+            ValueError: it is of another family, or declares no end.
         """
-        if not isinstance(target, Seq2SeqLM) or target.config.model_type != "marian" or not target.eos_ids:
+        if not isinstance(target, Seq2SeqLM) or target.config.model_type not in _NORM_FIRST or not target.eos_ids:
             raise ValueError(
-                f"model={target.name} came; non-autoregressive students are made for encoder-decoders of the Marian "
-                "family. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+                f"model={target.name} came; non-autoregressive students are made for encoder-decoders of the Marian or "
+                "Pegasus family. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
             )
         config = target.config
         end = int(target.eos_ids[0])
@@ -75,6 +81,7 @@ class Shape:
             positions=target.max_positions,
             activation=config.activation_function,
             scale=float(config.d_model**0.5) if config.scale_embedding else 1.0,
+            norm_first=_NORM_FIRST[config.model_type],
             end=end,
             suppressed=tuple(sorted({*target.suppressed, *target.eos_ids})),
         )
@@ -115,13 +122,6 @@ def present_up_to(lengths: Int[Tensor, "B"], width: int) -> Bool[Tensor, "B T"]:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
-def sinusoids(count: int, width: int) -> Float[Tensor, "P D"]:
-    """Positions as Marian has them: sines in the first half of the channels, cosines in the second."""
-    frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angle = torch.arange(count, dtype=torch.float64)[:, None] * frequency
-    return torch.cat([angle.sin(), angle.cos()], dim=1).float()
-
-
 class Network(nn.Module):
     """Encoder, decoder and output.
 
@@ -159,6 +159,7 @@ class Network(nn.Module):
         self.register_buffer("positions", table, persistent=False)
         self.encoder = nn.ModuleList(EncoderLayer(shape, dropout) for _ in range(shape.encoder_layers))
         self.decoder = nn.ModuleList(DecoderLayer(shape, dropout, positional) for _ in range(shape.decoder_layers))
+        self.encoder_norm, self.decoder_norm = final_norm(shape), final_norm(shape)
         self.dropout = nn.Dropout(dropout)
         self._embed: Callable[[Tensor], Tensor] | None = None
         self._output: Callable[[Tensor], Tensor] | None = None
@@ -184,7 +185,7 @@ class Network(nn.Module):
         hidden = self.dropout(embedded + self.positions[: sources.shape[1]])
         for layer in self.encoder:
             hidden = layer(hidden, mask)
-        return Memory(hidden, embedded, present, lengths)
+        return Memory(self.encoder_norm(hidden), embedded, present, lengths)
 
     def decode(
         self,
@@ -208,7 +209,8 @@ class Network(nn.Module):
         hidden = self.dropout(inputs + positions)
         for layer in self.decoder:
             hidden = layer(hidden, looks, positions, padding, memory.states, across)
-        return hidden
+        states: Tensor = self.decoder_norm(hidden)
+        return states
 
     def logits(self, states: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
         """Of every token of the vocabulary."""
@@ -218,12 +220,15 @@ class Network(nn.Module):
         return F.linear(states, self.embedding)
 
     def start_from(self, teacher: Any) -> None:
-        """Take over the weights of a Marian model of transformers; what it does not have stays as it is."""
+        """Take over the weights of the teacher as transformers has it; what it does not have stays as it is."""
         weights = teacher.state_dict()
-        for side, layers in (("encoder", self.encoder), ("decoder", self.decoder)):
+        sides = {"encoder": (self.encoder, self.encoder_norm), "decoder": (self.decoder, self.decoder_norm)}
+        for side, (layers, norm) in sides.items():
             for number, layer in enumerate(layers):
                 assert isinstance(layer, EncoderLayer)
                 layer.start_from(weights, f"model.{side}.layers.{number}.")
+            if self.shape.norm_first:
+                _take(norm, weights, [f"model.{side}.layer_norm"])
 
     def settle(self, target: CausalLM, form: LinearForm = "auto") -> None:
         """No more training: products in the engine's form, embedding and output borrowed where they are shared."""
@@ -273,6 +278,11 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | N
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
+def final_norm(shape: Shape) -> nn.Module:
+    """What stands behind a stack of layers: a norm, unless each layer ends with one."""
+    return nn.LayerNorm(shape.width) if shape.norm_first else nn.Identity()
+
+
 class SelfAttention(nn.Module):
     """Over the own side."""
 
@@ -320,11 +330,12 @@ class PositionalAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each followed by its norm."""
+    """Self-attention and feed-forward, each with a norm in front of it or behind it."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
         width = shape.width
+        self.norm_first = shape.norm_first
         self.attention, self.norm_attention = SelfAttention(width, shape.heads), nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, shape.inner), nn.Linear(shape.inner, width)
         self.norm_mlp, self.activation, self.dropout = (
@@ -334,15 +345,22 @@ class EncoderLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        hidden = self.norm_attention(hidden + self.dropout(self.attention(hidden, mask)))
-        return self.feed(hidden)
+        hidden = self.add(hidden, self.norm_attention, lambda rows: self.attention(rows, mask))
+        return self.add(hidden, self.norm_mlp, self.feed)
+
+    def add(self, hidden: Tensor, norm: nn.Module, update: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sub-layer: the sum of a state and its update, with the norm where this network has it."""
+        if self.norm_first:
+            return hidden + self.dropout(update(norm(hidden)))
+        total: Tensor = norm(hidden + self.dropout(update(hidden)))
+        return total
 
     def feed(self, hidden: Tensor) -> Tensor:
-        """The feed-forward sub-layer."""
-        return self.norm_mlp(hidden + self.dropout(self.down(self.activation(self.up(hidden)))))
+        """The feed-forward sub-layer's update."""
+        return self.down(self.activation(self.up(hidden)))  # type: ignore[no-any-return]
 
     def start_from(self, weights: dict[str, Tensor], prefix: str) -> None:
-        """Take over a layer of a Marian model."""
+        """Take over a layer of the teacher."""
         _take(self.attention.qkv, weights, [f"{prefix}self_attn.{name}_proj" for name in "qkv"])
         _take(self.attention.out, weights, [f"{prefix}self_attn.out_proj"])
         _take(self.norm_attention, weights, [f"{prefix}self_attn_layer_norm"])
@@ -370,11 +388,12 @@ class DecoderLayer(EncoderLayer):
         source: Tensor,
         across: Tensor | None,
     ) -> Tensor:
-        hidden = self.norm_attention(hidden + self.dropout(self.attention(hidden, looks)))
-        if self.positional is not None and self.norm_positional is not None:
-            hidden = self.norm_positional(hidden + self.dropout(self.positional(hidden, positions, padding)))
-        hidden = self.norm_cross(hidden + self.dropout(self.cross(hidden, source, across)))
-        return self.feed(hidden)
+        hidden = self.add(hidden, self.norm_attention, lambda rows: self.attention(rows, looks))
+        positional = self.positional
+        if positional is not None and self.norm_positional is not None:
+            hidden = self.add(hidden, self.norm_positional, lambda rows: positional(rows, positions, padding))
+        hidden = self.add(hidden, self.norm_cross, lambda rows: self.cross(rows, source, across))
+        return self.add(hidden, self.norm_mlp, self.feed)
 
     def start_from(self, weights: dict[str, Tensor], prefix: str) -> None:
         super().start_from(weights, prefix)

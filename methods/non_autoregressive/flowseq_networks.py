@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from methods.non_autoregressive.core import CrossAttention, DecoderLayer, Memory, Shape, sinusoids
+from methods.engine.positions import sinusoids
+from methods.non_autoregressive.core import CrossAttention, DecoderLayer, Memory, Shape, final_norm
 from methods.non_autoregressive.flow import Condition, Flow, Place
 
 _SMALL = 0.05  # spread of the posterior's last layer at first
@@ -42,7 +43,7 @@ class CouplingNetwork(nn.Module):
         super().__init__()
         self.enter = nn.Linear(given, shape.width)
         self.ask = CrossAttention(shape.width, shape.heads) if place == "first" else None
-        self.layer = DecoderLayer(shape, dropout, positional=False)
+        self.layer, self.norm = DecoderLayer(shape, dropout, positional=False), final_norm(shape)
         self.leave = nn.Linear(shape.width, wanted)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
@@ -52,7 +53,7 @@ class CouplingNetwork(nn.Module):
         positions, looks = seen.positions[: given.shape[1]], condition.present[:, None, None]
         rows = self.enter(given)
         rows = rows + positions if self.ask is None else self.ask(positions.expand(len(rows), -1, -1), rows, looks)
-        return self.leave(self.layer(rows, looks, positions, looks, seen.states, seen.across))
+        return self.leave(self.norm(self.layer(rows, looks, positions, looks, seen.states, seen.across)))
 
 
 class Prior(nn.Module):
@@ -110,7 +111,7 @@ class Posterior(nn.Module):
     def __init__(self, shape: Shape, latent: int, layers: int, dropout: float) -> None:
         super().__init__()
         self.layers = nn.ModuleList(DecoderLayer(shape, dropout, positional=False) for _ in range(layers))
-        self.moments = nn.Linear(shape.width, 2 * latent)
+        self.norm, self.moments = final_norm(shape), nn.Linear(shape.width, 2 * latent)
         nn.init.normal_(self.moments.weight, std=_SMALL / math.sqrt(shape.width))
         nn.init.zeros_(self.moments.bias)
 
@@ -123,7 +124,7 @@ class Posterior(nn.Module):
         hidden = inputs + positions
         for layer in self.layers:
             hidden = layer(hidden, looks, positions, looks, memory.states, across)
-        moments = self.moments(hidden)
+        moments = self.moments(self.norm(hidden))
         mean, log_variance = (moments if moments.dtype == torch.float64 else moments.float()).chunk(2, -1)
         return mean, log_variance
 

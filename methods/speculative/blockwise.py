@@ -40,7 +40,15 @@ from torch import Tensor
 from methods.decoder import Context, Draft, Guarantee, Rule
 from methods.engine.linear import make_linear
 from methods.engine.lm import CausalLM
-from methods.engine.part_files import own_folder, read_part, require_shapes, require_target, target_sizes, write_part
+from methods.engine.part_files import (
+    own_folder,
+    read_part,
+    require_shapes,
+    require_target,
+    sizes_of,
+    target_sizes,
+    write_part,
+)
 from methods.engine.sampling import Sampling, argmax
 from methods.speculative.blockwise_trunk import load_trunk
 from methods.speculative.heads import HeadsDecoder
@@ -106,8 +114,7 @@ class Heads:
         shape, tensors = read_part(
             folder, "blockwise", lambda found: Shape(**{key: int(n) for key, n in found.items()})
         )
-        theirs = {"hidden_size": shape.hidden_size, "layers": shape.layers, "vocab_size": shape.vocab_size}
-        require_target(folder, "blockwise", theirs, target)
+        require_target(folder, "blockwise", sizes_of(shape), target)
         require_shapes(folder, tensors, _tensor_shapes(shape, tensors))
         first, first_bias, second, second_bias = (tensors[key].to(target.device, target.dtype) for key in _KEYS[:4])
         vocabulary = DraftVocabulary(tensors["vocabulary"].long().to(target.device), target.vocab_size)

@@ -306,13 +306,4 @@ class _Course(PairCourse):
     def facts(self) -> dict[str, Any]:
         """For the card."""
         last = self.curve[-1] if self.curve else {}
-        return {
-            "pairs_sha256": self.about["pairs"],
-            "pairs": len(self.pairs),
-            "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
-            "steps": self.step,
-            "epochs": round(self.step / len(self.batches), 2),
-            "validation_bleu": last.get("bleu"),
-            "tokens_per_step": last.get("tokens_per_step"),
-            "curve": self.curve,
-        }
+        return super().facts() | {"validation_bleu": last.get("bleu"), "tokens_per_step": last.get("tokens_per_step")}

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from methods.decoder import Workshop
-from methods.engine.training import SAVE_EVERY_S, Loop, Precision, autocast, discard
+from methods.engine.training import SAVE_EVERY_S, Epochs, Loop, Precision, autocast, discard
 from methods.speculative.features import Batch, Features
 
 __all__ = ["Learner", "Recipe", "discard", "shuffled_batches", "teach", "tokens_per_step"]
@@ -104,8 +104,7 @@ def tokens_per_step(acceptance: Sequence[float]) -> float:
 class _Course(Loop):
     def __init__(self, learner: Learner, features: Features, recipe: Recipe, workshop: Workshop) -> None:
         self.learner, self.features, self.recipe, self.workshop = learner, features, recipe, workshop
-        self._order: tuple[int, list[list[int]]] = (0, self._shuffle(0))
-        self._epoch_steps = len(self._order[1])
+        self._epochs = Epochs(-(-len(features.train) // recipe.batch_size), self._shuffle)
         learnt = {name: p for name, p in learner.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(
             learnt.values(), recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
@@ -123,7 +122,7 @@ class _Course(Loop):
             "answers_sha256": answers.sha256,
             "parameters": sum(p.numel() for p in self.learnt.values()),
             "steps": self.step,
-            "epochs": round(self.step / self._epoch_steps, 2),
+            "epochs": self._epochs.count(self.step),
             "acceptance": last.get("acceptance"),
             "tokens_per_step_of_a_chain": last.get("tokens_per_step"),
             "curve": self.curve,
@@ -131,7 +130,7 @@ class _Course(Loop):
 
     def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
         self.learner.train()
-        batch = self.features.batch(self._rows(self.step))
+        batch = self.features.batch(self._epochs.batch(self.step))
         with autocast(self.recipe.precision, batch.hidden.device):
             return self.learner.loss(batch)
 
@@ -151,16 +150,6 @@ class _Course(Loop):
         self.curve.append(point | {"ranks": [[round(float(x), 4) for x in row] for row in shares]})
         flat = {f"held_out/acceptance_{place + 1}": share for place, share in enumerate(acceptance)}
         self.workshop.log({"step": self.step, "held_out/tokens_per_step": tokens_per_step(acceptance), **flat})
-
-    def _rows(self, step: int) -> list[int]:
-        epoch, place = divmod(step, self._epoch_steps)
-        return self._batches(epoch)[place]
-
-    def _batches(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch: dialogues of similar length together, all in an order that the seed decides."""
-        if self._order[0] != epoch:
-            self._order = (epoch, self._shuffle(epoch))
-        return self._order[1]
 
     def _shuffle(self, epoch: int) -> list[list[int]]:
         texts = self.features.answers.rows

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from methods.engine.families import PROVEN_ROPE
 from methods.engine.lm import CausalLM, RotaryTable
-from methods.engine.part_files import read_part, require_target, training_command, write_part
+from methods.engine.part_files import read_part, require_target, sizes_of, training_command, write_part
 from methods.speculative.vocabulary import DraftVocabulary
 
 TRAIN = training_command("eagle")
@@ -149,8 +149,7 @@ class Part:
             ValueError: files are missing or damaged, or belong to another target.
         """
         spec, tensors = read_part(folder, "eagle", lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
-        theirs = {"hidden_size": spec.hidden_size, "layers": spec.layers, "vocab_size": spec.vocab_size}
-        require_target(folder, "eagle", theirs, target)
+        require_target(folder, "eagle", sizes_of(spec), target)
         offsets = tensors.pop(VOCABULARY, None)
         vocabulary = vocabulary_of(offsets, target.vocab_size)
         part = cls(spec, tensors, vocabulary)

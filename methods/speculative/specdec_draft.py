@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from methods.engine.cache import Cache
 from methods.engine.linear import Linear, make_linear
-from methods.engine.part_files import read_part, require_shapes, require_target, write_part
+from methods.engine.pairs import padded
+from methods.engine.part_files import read_part, require_shapes, require_target, sizes_of, write_part
+from methods.engine.positions import sinusoids
 from methods.engine.sampling import argmax
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.speculative.vocabulary import DraftVocabulary
 
 _VOCABULARY = "vocabulary"
-_PERIOD = 10_000.0  # of the slowest sinusoid, as in Vaswani et al. 2017, sec. 3.5
 
 Product = Callable[[Tensor], Tensor]
 KeysValues = tuple[Tensor, Tensor]  # [B, H, S, d] each
@@ -258,18 +259,6 @@ def split_heads(states: Float[Tensor, "B M D"], heads: int, parts: int) -> tuple
     return states.unflatten(2, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def rectangle(rows: Sequence[Sequence[int]], width: int, filler: int, device: torch.device) -> Int[Tensor, "B T"]:
-    """Ids of ragged rows, filled up behind their ends."""
-    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=device)
-
-
-def sinusoids(positions: int, width: int) -> Float[Tensor, "P D"]:
-    """Sines, then cosines of each position."""
-    rate = _PERIOD ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angle = torch.arange(positions)[:, None] * rate
-    return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :width].float()
-
-
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +293,7 @@ class DraftPass:
     def read(self, sources: Sequence[Sequence[int]], memory: Float[Tensor, "B S D"]) -> None:
         """Take the sources that all further passes translate."""
         lengths = [len(source) for source in sources]
-        embeddings = self.target.embed(rectangle(sources, max(lengths), 0, self.target.device))
+        embeddings = self.target.embed(padded(sources, self.target.device, 0))
         self._sources = self._decoder.read(embeddings, memory, lengths, self._layers)
 
     @property
@@ -325,7 +314,7 @@ class DraftPass:
         widths = [len(row) for row in new]
         nodes = max(widths) + block
         end = max(cache.lengths) + nodes
-        tokens = rectangle(new, nodes, 0, device)
+        tokens = padded(new, device, 0, nodes)
         layout = Layout.of(cache.length, torch.tensor(widths, device=device), block, nodes, end)
         hidden = self._decoder.place(self.target.embed(tokens), layout.places >= 0, layout, sources)
         slots = None if cache.uniform else cache.slots(nodes)
@@ -367,8 +356,7 @@ def load(folder: Path, target: Seq2SeqLM) -> tuple[BlockDecoder, DraftVocabulary
         ValueError: files are missing or damaged, or belong to another target.
     """
     shape, tensors = read_part(folder, "specdec", lambda found: Shape(**{key: int(n) for key, n in found.items()}))
-    theirs = {"hidden_size": shape.hidden_size, "layers": shape.layers, "vocab_size": shape.vocab_size}
-    require_target(folder, "specdec", theirs, target)
+    require_target(folder, "specdec", sizes_of(shape), target)
     ids = tensors.pop(_VOCABULARY, torch.zeros(0))
     decoder = BlockDecoder(shape)
     require_shapes(folder, tensors, {key: tuple(tensor.shape) for key, tensor in decoder.state_dict().items()})

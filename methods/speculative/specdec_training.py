@@ -26,12 +26,12 @@ from torch import Tensor
 
 from methods.decoder import Workshop
 from methods.engine.distillation import digest, translations
-from methods.engine.pairs import NONE, Pair
+from methods.engine.pairs import NONE, Pair, padded
 from methods.engine.seq2seq import Seq2SeqLM
-from methods.engine.training import SAVE_EVERY_S, Loop, autocast, discard
+from methods.engine.training import SAVE_EVERY_S, Epochs, Loop, autocast, discard
 from methods.speculative.course import Recipe, shuffled_batches
 from methods.speculative.specdec import translates
-from methods.speculative.specdec_draft import BlockDecoder, Layout, Shape, Sources, rectangle, save
+from methods.speculative.specdec_draft import BlockDecoder, Layout, Shape, Sources, save
 from methods.speculative.vocabulary import DraftVocabulary
 
 _SAVE_EVERY_S = SAVE_EVERY_S
@@ -65,10 +65,10 @@ class Blocks:
         rows = [[*start, *text[: count + block]] for text, count in zip(texts, given, strict=True)]
         new = [len(start) + count for count in given]
         nodes = max(new) + block
-        wanted = rectangle([row[n:] for row, n in zip(rows, new, strict=True)], block, NONE, device)
+        wanted = padded([row[n:] for row, n in zip(rows, new, strict=True)], device, width=block)
         length = torch.tensor(new, device=device)
         layout = Layout.of(torch.zeros_like(length), length, block, nodes, nodes)
-        return cls(rectangle(rows, nodes, 0, device), wanted, layout)
+        return cls(padded(rows, device, 0, nodes), wanted, layout)
 
     @property
     def present(self) -> Bool[Tensor, "B k"]:
@@ -114,7 +114,7 @@ class BlockLearner:
                 self.target.encode(rows).states.float().clone()
             )  # a clone: what inference mode made has no gradient
         lengths = [len(source) for source in sources]
-        tokens = rectangle(sources, max(lengths), 0, self.target.device)
+        tokens = padded(sources, self.target.device, 0)
         return self.network.read(self.target.embed(tokens).float(), memory, lengths)
 
     def loss(self, blocks: Blocks, sources: Sources, share: float) -> tuple[Tensor, dict[str, Tensor | float]]:
@@ -296,8 +296,8 @@ class _Course(Loop):
         held_out = list(range(_HELD_OUT - 1, len(pairs), _HELD_OUT))[:_MOST_HELD_OUT] or [len(pairs) - 1]
         self.held_out = [pairs[place] for place in held_out]
         self._lengths = {n: len(pairs[n][0]) + len(pairs[n][1]) for n in sorted({*range(len(pairs))} - {*held_out})}
-        self._seed, self._order = workshop.seed, (-1, [[0]])
-        self._epoch_steps = -(-len(self._lengths) // self.recipe.batch_size)
+        self._seed = workshop.seed
+        self._epochs = Epochs(-(-len(self._lengths) // self.recipe.batch_size), self._shuffled)
         learnt = dict(learner.network.named_parameters())
         recipe = self.recipe
         optimizer = torch.optim.AdamW(
@@ -308,7 +308,7 @@ class _Course(Loop):
 
     def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
         self.learner.network.train()
-        rows = [self.pairs[place] for place in self._rows()]
+        rows = [self.pairs[place] for place in self._epochs.batch(self.step)]
         block = int(torch.randint(1, self.training.block + 1, ()))
         given = [int(torch.randint(1, len(text), ())) for _, text in rows]
         device = self.learner.target.device
@@ -341,7 +341,7 @@ class _Course(Loop):
             "held_out": len(self.held_out),
             "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
             "steps": self.step,
-            "epochs": round(self.step / self._epoch_steps, 2),
+            "epochs": self._epochs.count(self.step),
             **{name: last.get(name) for name in ("acceptance", "accepted", "tokens_per_step")},
             "curve": self.curve,
         }
@@ -351,8 +351,5 @@ class _Course(Loop):
         first, last = self.training.glancing
         return first + (last - first) * self.step / max(1, self.recipe.steps - 1)
 
-    def _rows(self) -> list[int]:
-        epoch, place = divmod(self.step, self._epoch_steps)
-        if self._order[0] != epoch:
-            self._order = (epoch, shuffled_batches(self._lengths, self.recipe.batch_size, f"{self._seed}-{epoch}"))
-        return self._order[1][place]
+    def _shuffled(self, epoch: int) -> list[list[int]]:
+        return shuffled_batches(self._lengths, self.recipe.batch_size, f"{self._seed}-{epoch}")
