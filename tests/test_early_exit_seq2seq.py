@@ -15,6 +15,7 @@ from methods.decoder import Guarantee
 from methods.early_exit.calm import Calm
 from methods.early_exit.exits import Lens
 from methods.early_exit.free import Free
+from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.loop import EarlyExitDecoder, Look
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.sampling import Sampling
@@ -188,3 +189,8 @@ def test_claimed_layers_and_heads_are_those_that_ran(
     assert saved > 0
     facts = decoder.facts()
     assert facts["layers_per_step"] < LAYERS and facts["layer_equivalents_of_the_model"] > LAYERS
+
+
+def test_a_prompt_that_an_encoder_reads_is_not_hashed(target: Seq2SeqLM) -> None:
+    with pytest.raises(ValueError, match="prompt=hash came with .*its encoder reads the prompt"):
+        HashEE(target, GREEDY, prompt="hash")

@@ -18,9 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from methods.decoder import Workshop
-from methods.early_exit.lessons import Recipe
+from methods.early_exit.lessons import DraftVocabulary, Recipe
 from methods.early_exit.translators import Maps, Places
-from methods.engine.lm import CausalLM
 from methods.engine.training import Loop, autocast
 
 _WATCHED = 1024  # places at which the loss is followed
@@ -50,7 +49,7 @@ class _Course(Loop):
         self, workshop: Workshop, maps: Maps, train: Places, watched: Places, recipe: Recipe, vocabulary: int
     ) -> None:
         self.target, self.train, self.watched, self.recipe = workshop.target, train, watched, recipe
-        self.ids = _frequent(train.tokens, vocabulary, self.target)
+        self.ids = DraftVocabulary.frequent(train.tokens, vocabulary, self.target.vocab_size).ids
         weight, bias = self.target.output_rows(self.ids)
         self.output, self.output_bias = weight.float(), None if bias is None else bias.float()
         learnt = {}
@@ -96,10 +95,3 @@ class _Course(Loop):
 
     def _log_probs(self, ready: Float[Tensor, "n D"]) -> Float[Tensor, "n v"]:
         return F.linear(ready, self.output, self.output_bias).float().log_softmax(-1)
-
-
-def _frequent(tokens: Int[Tensor, "N"], most: int, target: CausalLM) -> Int[Tensor, "v"]:
-    """The ids that occur most often, in the order of their numbers; equally frequent ones by their number."""
-    counts = torch.bincount(tokens, minlength=target.vocab_size)
-    seen = counts.argsort(descending=True, stable=True)[: min(most, int((counts > 0).sum()))]
-    return seen.sort().values

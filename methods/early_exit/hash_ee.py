@@ -44,6 +44,7 @@ from methods.early_exit.promise import Promise
 from methods.engine.cache import Cache
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.engine.seq2seq import Seq2SeqLM
 
 Prompt = Literal["full", "hash"]
 
@@ -91,7 +92,7 @@ class HashEE(EarlyExitDecoder):
         calibrator: see ``methods.decoder.Calibrated``.
 
     Raises:
-        ValueError: no table, one of another model, or exits that are not trained.
+        ValueError: no table, one of another model, untrained exits, or prompts to be hashed that an encoder reads.
     """
 
     def __init__(
@@ -104,6 +105,11 @@ class HashEE(EarlyExitDecoder):
         checkpoint: str | Path | None = None,
         part: Path | None = None,
     ) -> None:
+        if prompt == "hash" and isinstance(target, Seq2SeqLM):
+            raise ValueError(
+                f"method.prompt=hash came with {target.name}, an encoder-decoder: its encoder reads the prompt, and no "
+                "layer of it is left early. Set method.prompt=full."
+            )
         self.table = _table(target, checkpoint, part)
         self.checksum = self.table.checksum
         exact = HashPolicy(self.table).guarantee is Guarantee.EXACT

@@ -14,8 +14,9 @@ from methods.decoder import Workshop
 from methods.speculative.answers import HEADS_CORPUS, AnswerRecipe, Answers, own_answers
 from methods.speculative.course import Recipe
 from methods.speculative.features import CachedFeatures, Features
+from methods.speculative.vocabulary import DraftVocabulary
 
-__all__ = ["HEADS_CORPUS", "AnswerRecipe", "Recipe", "States", "own_answers", "states_over_answers"]
+__all__ = ["HEADS_CORPUS", "AnswerRecipe", "DraftVocabulary", "Recipe", "States", "own_answers", "states_over_answers"]
 
 _BATCH = 16  # dialogues read at once
 
