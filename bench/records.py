@@ -1,10 +1,16 @@
-"""What a run leaves behind: manifest.json, config.yaml, samples.jsonl and the summary derived from them."""
+"""What a run leaves behind: manifest.json, config.yaml, samples.jsonl and the summary derived from them.
+
+The samples of a finished run may be packed, as samples.jsonl.gz, which everything reads alike; a run that goes on
+unpacks its own.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -79,6 +85,7 @@ class Sample:
 
 _FIELDS = tuple(field.name for field in fields(Sample))
 MANIFEST, CONFIG, SAMPLES, SUMMARY = "manifest.json", "config.yaml", "samples.jsonl", "summary.json"
+PACKED = f"{SAMPLES}.gz"
 _LOCK = ".lock"
 
 
@@ -122,8 +129,9 @@ class RunFolder:
             lock = _lock(path)
         try:
             with machine_failures():
-                for name in (SAMPLES, SUMMARY, MANIFEST) if fresh else ():
+                for name in (SAMPLES, PACKED, SUMMARY, MANIFEST) if fresh else ():
                     (path / name).unlink(missing_ok=True)
+                _unpack(path)
                 folder = cls(path, lock, read_manifest(path) or {}, _recover(path / SAMPLES))
                 _replace(path / CONFIG, config_yaml)
                 folder.update(**manifest, run_id=run_id, schema_version=SCHEMA_VERSION, status="running", error=None)
@@ -201,13 +209,34 @@ def machine_failures(where: str = "", kept: int | None = None) -> Iterator[None]
 # ------------------------------------------------------------------------------------------------------- reading
 
 
+def samples_file(folder: Path) -> Path:
+    """Where the samples of a run are: samples.jsonl, or the packed one where there is no other."""
+    packed = folder / PACKED
+    return packed if packed.is_file() and not (folder / SAMPLES).is_file() else folder / SAMPLES
+
+
+def read_lines(file: Path) -> list[bytes]:
+    """The lines of a samples.jsonl, packed or not.
+
+    Raises:
+        UserError: what is packed is damaged.
+    """
+    data = file.read_bytes()
+    if file.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{file} is damaged ({error}). Restore it, or delete the folder and run again.") from error
+    return data.split(b"\n")
+
+
 def read_samples(path: Path) -> list[Sample]:
-    """All samples of a samples.jsonl, or of the folder that holds it; a torn last line is left out.
+    """All samples of a samples.jsonl, packed or not, or of the folder that holds it; a torn last line is left out.
 
     Raises:
         UserError: no such file, or a line that is not the last one cannot be read.
     """
-    file = path / SAMPLES if path.is_dir() else path
+    file = samples_file(path) if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file} does not exist; a run folder holds {SAMPLES}. Name the folder of a run.")
     return _parse(file)
@@ -232,7 +261,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _parse(file: Path) -> list[Sample]:
-    lines = file.read_bytes().split(b"\n")
+    lines = read_lines(file)
     while lines and not lines[-1]:
         lines.pop()
     samples = []
@@ -271,6 +300,35 @@ def _recover(file: Path) -> list[Sample]:
     if len(whole) != len(found) or not _clean(file, len(found)):
         _replace(file, "".join(map(_line, whole)))
     return whole
+
+
+def pack(folder: Path) -> bool:
+    """Put samples.jsonl.gz in place of the samples.jsonl of a finished run: a tenth of the bytes.
+
+    Returns:
+        Whether there was anything to pack.
+
+    Raises:
+        UserError: no finished run, or another process writes it.
+    """
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    if manifest is None or manifest.get("status") != "finished":
+        raise UserError(f"{folder} holds no finished run; only those are packed. Name the folder of one.")
+    if not (folder / SAMPLES).is_file():
+        return False
+    lock = _lock(folder)
+    try:
+        _replace(folder / PACKED, gzip.compress((folder / SAMPLES).read_bytes(), mtime=0))
+        (folder / SAMPLES).unlink()
+    finally:
+        _unlock(folder, lock)
+    return True
+
+
+def _unpack(folder: Path) -> None:
+    if (file := samples_file(folder)).name == PACKED:
+        _replace(folder / SAMPLES, b"\n".join(read_lines(file)))
+    (folder / PACKED).unlink(missing_ok=True)
 
 
 def _clean(file: Path, rows: int) -> bool:
@@ -368,13 +426,13 @@ def _line(sample: Sample) -> str:
     return json.dumps({name: getattr(sample, name) for name in _FIELDS}) + "\n"  # asdict would copy every list
 
 
-def _replace(file: Path, text: str) -> None:
+def _replace(file: Path, content: str | bytes) -> None:
     """Write a file so that a reader, or a crash, meets the old content or the new one."""
     scratch = file.with_name(f".{file.name}.tmp")
     with machine_failures():
         try:
             with open(scratch, "wb") as out:
-                out.write(text.encode())
+                out.write(content.encode() if isinstance(content, str) else content)
                 out.flush()
                 os.fsync(out.fileno())
             os.replace(scratch, file)

@@ -11,7 +11,7 @@ import pytest
 
 from bench import hardware, scrub
 from bench.errors import RunFailed, UserError
-from bench.records import RunFolder, Sample, read_manifest, read_samples, validate
+from bench.records import RunFolder, Sample, pack, read_manifest, read_samples, validate
 
 
 def sample(prompt: str = "a/1", arm: str = "method", batch: int = 0, **changes: Any) -> Sample:
@@ -75,6 +75,32 @@ def test_a_torn_last_line_is_left_out_and_its_pair_measured_anew(tmp_path: Path,
         folder.append(pair("c/1", 2))
     lines = file.read_bytes().split(b"\n")
     assert lines.pop() == b"" and all(json.loads(line) for line in lines)
+
+
+def test_packed_samples_are_read_like_others_and_unpacked_to_go_on(tmp_path: Path) -> None:
+    folder = finished(tmp_path)
+    before = (folder / "samples.jsonl").read_bytes()
+    assert pack(folder) and not pack(folder)
+    assert {file.name for file in folder.iterdir()} >= {"samples.jsonl.gz"} and not (folder / "samples.jsonl").exists()
+    assert read_samples(folder) == pair("a/1", 0) and validate(folder) == []
+    with make(tmp_path) as again:
+        assert again.done_keys() == {("a/1", 0)}
+        assert (folder / "samples.jsonl").read_bytes() == before and not (folder / "samples.jsonl.gz").exists()
+        again.append(pair("b/1", 1))
+    assert len(read_samples(folder)) == 4
+
+
+def test_only_finished_runs_are_packed_and_damage_is_named(tmp_path: Path) -> None:
+    make(tmp_path).close()
+    for folder in (tmp_path / "run", tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="holds no finished run"):
+            pack(folder)
+    packed = finished(tmp_path) / "samples.jsonl.gz"
+    pack(packed.parent)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert "is damaged" in validate(packed.parent)[0]
+    with RunFolder.create(tmp_path, "run", {}, "seed: 0\n", fresh=True) as folder:
+        assert folder.samples == [] and not packed.exists()
 
 
 def test_an_orphan_is_dropped_because_a_pair_is_measured_side_by_side(tmp_path: Path) -> None:
