@@ -98,14 +98,15 @@ class Parts:
     trial: Trial | None = None
 
 
-def run(cfg: RunConfig, *, fresh: bool = False) -> Outcome:
+def run(cfg: RunConfig, *, fresh: bool | datetime = False) -> Outcome:
     """Measure a method, or report what was measured before.
 
     A run that was cut goes on where it stopped; a finished one is summed up from its records again.
 
     Args:
         cfg: the run.
-        fresh: forget earlier records of this run.
+        fresh: forget earlier records of this run; of a time: those of a run that started before it, so that a job which
+            a cluster starts again goes on with its own.
 
     Raises:
         UserError: what was asked for cannot be run.
@@ -113,6 +114,8 @@ def run(cfg: RunConfig, *, fresh: bool = False) -> Outcome:
     """
     parts = prepare(cfg)
     path = Path(cfg.paths.results) / run_id(cfg, **_resolved(parts))
+    if isinstance(fresh, datetime):
+        fresh = _started_before(fresh, path)
     if not fresh and _finished(path):
         print(f"Measured before. To measure anew, delete {path}", file=sys.stderr)
         return report(cfg, path)
@@ -347,7 +350,8 @@ def _status(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))  # by the user, or by a cluster that goes on later
+        status = "interrupted" if stopped else "failed"
         with suppress(RunFailed):
             folder.update(status=status, ended_at=_now(), error=scrub.text(traceback.format_exc()))
         raise
@@ -408,6 +412,7 @@ def _manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dic
             },
             "dataset": {"name": cfg.dataset["name"], "revision": parts.task.revision},
             "dtype": str(loaded.lm.dtype).removeprefix("torch."),
+            "linear": loaded.lm.linear_form,
             "sampling": asdict(cfg.sampling),
             "measure": asdict(cfg.measure),
             "eos_ids": list(settings.eos_ids),
@@ -473,6 +478,11 @@ def _config_yaml(cfg: RunConfig) -> str:
 
 def _finished(path: Path) -> bool:
     return (records.read_manifest(path) or {}).get("status") == "finished"
+
+
+def _started_before(time: datetime, path: Path) -> bool:
+    started = (records.read_manifest(path) or {}).get("started_at")
+    return started is None or datetime.fromisoformat(started) < time
 
 
 def _now() -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from methods.engine import tree
+from methods.engine import linear, tree
 from methods.engine.families import PROVEN, UnsupportedModel
 from methods.engine.linear import Linear, PackedLinear, make_linear, packable
 from methods.engine.lm import CausalLM
@@ -195,6 +195,22 @@ def test_packed_linear_equals_plain(dtype):
         x = torch.randn(rows, 64, dtype=dtype)
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         torch.testing.assert_close(packed(x), plain(x), **tolerance)
+
+
+@pytest.mark.skipif(not packable(torch.device("cpu"), torch.float32), reason="needs oneDNN")
+@pytest.mark.parametrize(("plain", "packed", "chosen"), [(100, 90, "packed"), (85, 100, "packed"), (70, 100, "plain")])
+def test_the_form_is_chosen_by_measurement(plain, packed, chosen, monkeypatch):
+    def time(product):
+        return packed if isinstance(product.func, PackedLinear) else plain
+
+    monkeypatch.setattr(linear, "_fastest", time)
+    linear.faster_form.cache_clear()
+    try:
+        made = make_linear([torch.randn(4, 4)], [None])
+        assert isinstance(made, PackedLinear) is (chosen == "packed")
+        assert isinstance(make_linear([torch.randn(4, 4)], [None], "packed"), PackedLinear), "what was asked for holds"
+    finally:
+        linear.faster_form.cache_clear()
 
 
 def test_packed_is_refused_where_it_cannot_be():

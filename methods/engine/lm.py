@@ -271,6 +271,11 @@ class CausalLM:
         """Bytes of the key and value projections that ``fill`` keeps; plain ones are views of the layers' own."""
         return sum(linear.nbytes for linear in self._key_value.values() if isinstance(linear, PackedLinear))
 
+    @property
+    def linear_form(self) -> LinearForm:
+        """In which form the weights are held."""
+        return "packed" if isinstance(self._head, PackedLinear) else "plain"
+
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
         """Logits of hidden states that are already behind the final norm."""
         logits = self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
