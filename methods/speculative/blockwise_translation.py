@@ -215,6 +215,7 @@ def _copy(network: Any, dropout: float) -> Any:
     config = copy.deepcopy(network.config)
     config.dropout = config.dropout_rate = dropout  # as BART and its kin, and as T5 name it
     made = type(network)(config).float()
+    made.set_attn_implementation("eager")  # over rows so short its gradient costs a fifth of the fused one's
     made.load_state_dict(network.state_dict())
     made.generation_config = copy.deepcopy(network.generation_config)
     return made
