@@ -28,7 +28,7 @@ from methods.decoder import Workshop
 from methods.engine.distillation import digest, translations
 from methods.engine.pairs import NONE, Pair, padded
 from methods.engine.seq2seq import Seq2SeqLM
-from methods.engine.training import SAVE_EVERY_S, Epochs, Loop, autocast, discard
+from methods.engine.training import SAVE_EVERY_S, Epochs, Loop, attention_over_short_rows, autocast, discard
 from methods.speculative.course import Recipe, shuffled_batches
 from methods.speculative.specdec import translates
 from methods.speculative.specdec_draft import BlockDecoder, Layout, Shape, Sources, save
@@ -312,7 +312,7 @@ class _Course(Loop):
         block = int(torch.randint(1, self.training.block + 1, ()))
         given = [int(torch.randint(1, len(text), ())) for _, text in rows]
         device = self.learner.target.device
-        with autocast(self.recipe.precision, device):
+        with autocast(self.recipe.precision, device), attention_over_short_rows(device):
             blocks = Blocks.of(self.learner.target.start, [text for _, text in rows], given, block, device)
             sources = self.learner.read([source for source, _ in rows])
             return self.learner.loss(blocks, sources, self._share())
