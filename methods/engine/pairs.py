@@ -50,14 +50,14 @@ class Recipe:
         average: of how many checkpoints, the best by validation BLEU, the mean is the model.
     """
 
-    steps: int = 4000
+    steps: int = 5000
     tokens: int = 2048
-    learning_rate: float = 3e-3
-    warmup: int = 300
+    learning_rate: float = 1.5e-3
+    warmup: int = 400
     betas: Sequence[float] = (0.9, 0.98)
     weight_decay: float = 0.0
     label_smoothing: float = 0.1
-    dropout: float = 0.15
+    dropout: float = 0.1
     clip: float = 1.0
     precision: Precision = "auto"
     evaluations: int = 16
