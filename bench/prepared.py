@@ -66,12 +66,14 @@ def find(method: Mapping[str, Any], model: str, revision: str | None, paths: Pat
     Returns:
         None where the method takes no part, or none is prepared.
     """
-    if "part" not in inspect.signature(build.locate(method["_target_"])).parameters:
+    kind = build.locate(method["_target_"])
+    if "part" not in inspect.signature(kind).parameters:
         return None
     if (own := method.get("checkpoint")) is not None:
         path = Path(str(own)).expanduser()
         return Prepared(path, "checkpoint", read_card(path)) if path.exists() else None
-    for origin, folder in places(str(method["name"]), model, paths).items():
+    owner = str(method[getattr(kind, "part_of", "name")])  # a class may use what was prepared for another method
+    for origin, folder in places(owner, model, paths).items():
         if card := read_card(folder):
             return Prepared(folder, origin, card, _misfit(folder, card, revision))
     return None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from methods.decoder import Foundry, Guarantee
+from methods.decoder import Guarantee
 from methods.engine.pairs import Recipe
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
@@ -245,6 +245,7 @@ def test_decoder_reports_the_work_of_the_flow(target: Seq2SeqLM, tmp_path: Path,
     decoder = FlowSeq(target, Sampling(), decoding=decoding, part=folder)  # type: ignore[arg-type]
     (step,) = decoder.decode(SOURCES, 40, rng())
     facts = decoder.facts()
+    assert facts.keys() >= tiny_students.HONESTY
     flow, posterior = decoder.student.prior.layers, 1 if decoding == "iwd" else 0
     assert decoder.guarantee is Guarantee.INDEPENDENT_MODEL
     assert facts["flow_layers"] == flow == 25 and step.layers == [(2 + flow + posterior) / 2] * 5
@@ -254,8 +255,9 @@ def test_decoder_reports_the_work_of_the_flow(target: Seq2SeqLM, tmp_path: Path,
     assert [row[-1] for row in step.tokens] == [END] * 5 and all(END not in row[:-1] for row in step.tokens)
 
 
-def test_saved_student_writes_the_same_and_its_flow_still_inverts(target: Seq2SeqLM, tmp_path: Path) -> None:
-    single = tiny_students.teacher(torch.float32)
+@pytest.mark.parametrize("family", tiny_students.FAMILIES)
+def test_saved_student_writes_the_same_and_its_flow_still_inverts(family: str, tmp_path: Path) -> None:
+    single = tiny_students.teacher(torch.float32, family=family)
     student = make(single)
     for value in student.state_dict().values():
         value.copy_(value.half())
@@ -324,36 +326,11 @@ STEPS = 240
 
 def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     target = tiny_students.teacher(torch.float32)
-
-    class Words:
-        """Ids as text."""
-
-        def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
-            one = isinstance(text, str)
-            rows = [[*map(int, line.split()), END] for line in ([text] if one else text)]
-            return {"input_ids": rows[0] if one else rows}
-
-        def batch_decode(self, rows: Any, skip: bool = False) -> list[str]:
-            return [" ".join(str(token) for token in row if token != END) for row in rows]
-
-    pairs = [(" ".join(map(str, source[:-1])), " ".join(map(str, goal))) for source, goal in PAIRS] * 20
-    where = {"folder": tmp_path / "part", "common": tmp_path / "common"}
-    for folder in where.values():
-        folder.mkdir()
+    place = tiny_students.foundry(target, PAIRS * 20, tmp_path)
     recipe = Recipe(steps=8, tokens=64, warmup=2, evaluations=2, average=1, precision="float32")
     training = FlowSeqTraining(**SMALL, data="raw", recipe=recipe)
-    foundry = Foundry(
-        pairs,
-        pairs[:3],
-        (target, Words()),
-        torch.device("cpu"),
-        seed=0,
-        progress=lambda *_: None,
-        log=lambda _: None,
-        **where,
-    )
-    facts = training.fit(foundry)
+    facts = training.fit(place)
     assert set(facts["validation_bleu"]) == {"argmax", "iwd"} and facts["pairs_left_out"] == 0
-    decoder = FlowSeq(target, Sampling(), part=where["folder"])
+    decoder = FlowSeq(target, Sampling(), part=place.folder)
     (step,) = decoder.decode(SOURCES, 40, rng())
     assert len(step.tokens) == 5 and step.draft_passes == 1 and decoder.facts()["data"] == "raw"

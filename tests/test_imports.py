@@ -12,8 +12,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted([*ROOT.glob("methods/**/*.py"), *ROOT.glob("bench/**/*.py")])
-HEAVY = {"torch", "transformers", "datasets", "pandas", "seaborn", "matplotlib", "wandb", "scipy", "hydra", "methods"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "pandas",
+    "seaborn",
+    "matplotlib",
+    "wandb",
+    "scipy",
+    "hydra",
+    "methods",
+} | {"ray", "submitit"}
 LIGHT_FILES = {
+    "cluster.py",
+    "cluster_job.py",
+    "cluster_ray.py",
+    "cluster_slurm.py",
     "__init__.py",
     "__main__.py",
     "cli.py",
@@ -27,9 +42,11 @@ LIGHT_FILES = {
 SHARED = {"decoder", "engine"}  # what every method and the benchmark may use
 # The baseline is the speculative loop with an empty draft, and the denominator of every run.
 # Exits learn from what draft heads learn from: the target's own answers and its states over them.
+# A student drafts for its teacher.
 ALSO = {
     "methods/autoregressive.py": {"speculative"},
     "methods/early_exit/lessons.py": {"speculative"},
+    "methods/speculative/specdec_nat.py": {"non_autoregressive"},
     "bench": {"autoregressive"},
 }
 # The laboratory draws from the rules themselves, right and wrong ones, without a decoder around them.

@@ -29,6 +29,7 @@ from methods.non_autoregressive.alignment import NULL, align, fertilities
 from methods.non_autoregressive.cmlm import Cmlm, CmlmStudent, CmlmTraining, MaskPredict
 from methods.non_autoregressive.core import Memory, Network, Shape, attended
 from methods.non_autoregressive.ctc import Ctc, CtcStudent, CtcTraining, join
+from methods.non_autoregressive.depa import Depa, DepaStudent
 from methods.non_autoregressive.finetuning import Finetuning, reverse_kl
 from methods.non_autoregressive.glat import Glat, GlatStudent, GlatTraining
 from methods.non_autoregressive.inputs import SoftCopy, UniformCopy
@@ -47,6 +48,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cmlm": (CmlmStudent, {}),
     "ctc": (CtcStudent, {"upsample": 2}),
     "nat": (NatStudent, NAT),
+    "depa": (DepaStudent, {"backward": 0.0}),
 }
 DECODERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "glat": (Glat, "glat", {}),
@@ -56,6 +58,7 @@ DECODERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "cmlm_4": (Cmlm, "cmlm", {"iterations": 4}),
     "cmlm_10": (Cmlm, "cmlm", {"iterations": 10, "length_beam": 3}),
     "ctc": (Ctc, "ctc", {}),
+    "depa": (Depa, "depa", {"length_beam": 2, "rescore": True}),
     "nat": (Nat, "nat", {}),
     "nat_average": (Nat, "nat", {"decoding": "average"}),
     "nat_collapsed": (Nat, "nat", {"collapse": True}),
@@ -416,6 +419,21 @@ def test_ctc_joins_like_a_loop() -> None:
         assert packed[row, : count[row]].tolist() == wanted
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_method_says_what_its_speed_hides(name: str, target: Seq2SeqLM, tmp_path: Path) -> None:
+    decoder, kind, options = DECODERS[name]
+    used = decoder(
+        target, Sampling(), part=save(student(KINDS[kind][0], target, **KINDS[kind][1]), tmp_path, target), **options
+    )
+    texts(used, SOURCES)
+    facts, rescored = used.facts(), bool(options.get("rescore"))
+    assert facts.keys() >= tiny_students.HONESTY and facts["rescored_by_teacher"] is rescored
+    assert (facts["rescoring_seconds_per_sentence"] > 0) is rescored
+    whole = target.weight_bytes + target.encoder_bytes
+    assert set(used.own_bytes()) == {"student", "of_the_teacher"}
+    assert (used.own_bytes()["of_the_teacher"] == whole) is rescored
+
+
 def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> None:
     part = save(student(GlatStudent, target, **GLAT), tmp_path, target, teacher_beams=1)
     decoder = Glat(target, Sampling(), length_beam=3, rescore=True, part=part)
@@ -428,6 +446,7 @@ def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> No
     assert facts["decoder_layer_passes_per_token"] == pytest.approx(5 * (2 + 2) / tokens)
     repeats = sum(a == b for text in step.tokens for a, b in itertools.pairwise(text[:-1]))
     assert facts["repeated_tokens"] == pytest.approx(repeats / tokens) and repeats
+    assert facts["rescoring_passes_per_sentence"] == 1 and facts["rescoring_seconds_per_sentence"] > 0
     json.dumps(facts)
     hf: Any = target.hf
     everything = sum(p.numel() for name, p in hf.named_parameters() if p.dim() > 1 and "positions" not in name)

@@ -144,7 +144,7 @@ def test_blocks_of_a_fine_tuned_model_are_held_to_both_models(
     "words",
     [
         ["experiment=greedy", "method=token_recycling", "max_new_tokens=8"],
-        ["experiment=sampling", "method=speculative_sampling_6_1", "draws=3000", "temperatures=[1.0]"],
+        ["experiment=sampling", "method=speculative_sampling_6_1", "draws=3000", "temperatures=[0.3]"],
         ["experiment=joint", "method=speculative_sampling_6_1", "draws=100", "batch_size=50", "temperatures=[1.0]"],
     ],
 )
@@ -186,7 +186,7 @@ def test_the_sweep_of_the_track_is_planned_and_says_what_is_missing(bench: Any, 
         assert {(method, "multi30k_4_4"), (method, "multi30k_6_1")} <= ready
     assert ("speculative_sampling_6_1", "multi30k_4_4") in ready and ("bild_6_1", "multi30k_4_4") in ready
     code, out, _ = bench("sweep=translation", "dry_run=true")
-    assert code == 0 and out.startswith("Plan: 156 jobs: ") and "would draft for itself" in out
+    assert code == 0 and out.startswith("Plan: 240 jobs: ") and "would draft for itself" in out
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input

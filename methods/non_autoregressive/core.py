@@ -357,7 +357,7 @@ class EncoderLayer(nn.Module):
 
     def feed(self, hidden: Tensor) -> Tensor:
         """The feed-forward sub-layer's update."""
-        return self.down(self.activation(self.up(hidden)))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.up(hidden)))
 
     def start_from(self, weights: dict[str, Tensor], prefix: str) -> None:
         """Take over a layer of the teacher."""

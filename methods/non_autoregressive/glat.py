@@ -9,7 +9,7 @@ ratio falls from 0.5 to 0.3 along the training; 0 is vanilla NAT, and its only p
 Published: WMT14 en-de 25.21, de-en 29.84, distilled, at 15.3 times the speed of a beam of 4; vanilla NAT 19.99 with the
 same code. On Multi30k after ten minutes of a core GLAT was where vanilla was, 21.0 BLEU: its gain takes long training.
 
-Differs from the paper: post-norm layers and tied embedding of the teacher, and the length's loss weighs as much as the
+Differs from the paper: layers and tied embedding of the teacher, and the length's loss weighs as much as the
 tokens'.
 
     python -m bench.train method=glat model=multi30k_4_4

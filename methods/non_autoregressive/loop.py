@@ -19,7 +19,7 @@ points of BLEU to a weak method, so it is off unless asked for, and every record
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from methods.decoder import Guarantee, Step
+from methods.engine.clock import Stopwatch
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
@@ -45,6 +46,7 @@ class Written:
         passes: of the student's decoder.
         rescorings: passes of the teacher's.
         positions: per row, of a pass.
+        rescoring_ns: wall time of those of the teacher.
     """
 
     texts: list[list[int]]
@@ -52,6 +54,7 @@ class Written:
     passes: int
     rescorings: int
     positions: int
+    rescoring_ns: int = field(default=0, compare=False)
 
 
 @torch.inference_mode()
@@ -75,14 +78,18 @@ def write(
     network = student.network
     rows, lengths, whole = pad_sources(sources, network.shape.positions, network.positions.device)
     found = writer(student, network.encode(rows, lengths, whole), rng)
-    several = found.lengths.shape[1] > 1
+    rescored = rescorer is not None and found.lengths.shape[1] > 1
+    watch = Stopwatch(found.tokens.device)
     scores = found.scores
-    if several and rescorer is not None:
+    if rescorer is not None and rescored:
+        watch.start()
         scores = rescoring.score(rescorer, sources, found.tokens, found.lengths)
+        watch.stop()
     texts = _best(found, scores)
     if collapse:
         texts = [[token for token, _ in groupby(text)] for text in texts]
-    return Written(texts, found.lengths.shape[1], found.passes, int(several and rescorer is not None), found.positions)
+    time = watch.ns() if rescored else 0
+    return Written(texts, found.lengths.shape[1], found.passes, int(rescored), found.positions, time)
 
 
 def _best(found: Candidates, scores: Tensor) -> list[list[int]]:
@@ -104,6 +111,7 @@ class Tally:
     passes: int = 0
     batch_passes: int = 0
     rescorings: int = 0
+    rescoring_ns: int = 0
     empty: int = 0
 
     def add(self, written: Written) -> None:
@@ -117,6 +125,7 @@ class Tally:
         self.batch_passes += written.passes
         self.passes += rows * written.passes
         self.rescorings += rows * written.rescorings
+        self.rescoring_ns += written.rescoring_ns
 
     def facts(self, student_layers: int, teacher_layers: int) -> dict[str, Any]:
         """Per sentence and per token; those of a teacher are its decoder's layers per token, one pass each."""
@@ -131,6 +140,7 @@ class Tally:
             "decoder_layer_passes_per_token": layers / self.tokens,
             "decoder_layer_passes_per_token_of_the_teacher": teacher_layers,
             "rescoring_passes_per_sentence": self.rescorings / self.sentences,
+            "rescoring_seconds_per_sentence": self.rescoring_ns / 1e9 / self.sentences,
             "repeated_tokens": self.repeats / self.tokens,
             "empty_texts": self.empty,
         }
@@ -174,7 +184,7 @@ class NonAutoregressive:
         self.student, self.made = load_student(kind, target, checkpoint, part)
         assert isinstance(target, Seq2SeqLM), "a student is refused for any other"
         self._bytes = self.student.own_bytes()
-        self.student.network.settle(target)
+        self.student.settle(target)
         self.target, self.writer, self.rescore, self.collapse = target, writer, rescore, collapse
         self.tally = Tally()
 

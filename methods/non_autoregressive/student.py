@@ -144,8 +144,12 @@ class Student(nn.Module):
         loss = F.cross_entropy(logits, wanted, label_smoothing=smoothing)
         return loss, (logits.argmax(-1) == wanted).float().mean()
 
+    def settle(self, target: CausalLM) -> None:
+        """No more training: see ``Network.settle``."""
+        self.network.settle(target)
+
     def own_bytes(self) -> int:
-        """Of its parameters, as they were before ``Network.settle``."""
+        """Of its parameters, as they were before ``settle``."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state_dict().values())
 
 
@@ -176,9 +180,10 @@ class LengthStudent(Student):
         batch: Batch,
         judged: Bool[Tensor, "B T"],
         smoothing: float,
+        causal: bool = False,
     ) -> Objective:
-        """Loss of the tokens at the judged positions, and of the length."""
-        states = self.network.decode(inputs, batch.present, memory)
+        """Loss of the tokens at the judged positions, and of the length; ``causal``: see ``Network.decode``."""
+        states = self.network.decode(inputs, batch.present, memory, causal)
         loss, right = self.token_loss(states[judged], batch.targets[judged], smoothing)
         length_loss, length_right = self.lengths.loss(memory, batch.lengths)
         numbers = {"tokens_loss": loss.detach(), "right": right, "length_loss": length_loss.detach()}
@@ -265,12 +270,12 @@ def load_student(
     """
     method: str = getattr(kind, "method")  # noqa: B009, a class is asked for an attribute of its own
     folder = Path(checkpoint).expanduser() if checkpoint is not None else part
-    shape = Shape.of(target)
     if folder is None:
         raise MissingPart(
             f"{method} has no network for this model, and writes with nothing else. Train one: "
             f"{training_command(method)}; or name yours: method.checkpoint=FOLDER."
         )
+    shape = Shape.of(target)
 
     def parse(config: dict[str, Any]) -> tuple[S, dict[str, int], dict[str, Any]]:
         options = dict(config["options"])

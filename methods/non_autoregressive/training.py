@@ -19,7 +19,7 @@ from methods.decoder import Foundry
 from methods.engine.distillation import translations
 from methods.engine.pairs import BleuJudge, Pair, PairCourse, Recipe, padded, split
 from methods.engine.seq2seq import Seq2SeqLM
-from methods.engine.training import SAVE_EVERY_S, autocast, discard
+from methods.engine.training import SAVE_EVERY_S, attention_over_short_rows, autocast, discard
 from methods.non_autoregressive.core import Embedding, Network, Shape
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.student import Batch, Objective, Student, Writer, save_student
@@ -88,18 +88,22 @@ class StudentTraining:
                 f"{target.max_positions} tokens, and none of these fits. Name a larger corpus, or another teacher."
             )
         torch.manual_seed(foundry.seed)
-        student = self.student(target).to(foundry.device)
+        student = self.student(target, pairs).to(foundry.device)
         notes = self.annotate(pairs, foundry.progress)
         course = _Course(student, pairs, notes, partial(self._bleu, student, tokenizer, validation), self, foundry)
         course.run()
         facts = self._facts(student, tokenizer, validation, course.average())
-        save_student(student, foundry.folder, target, {"data": self.data, **self._source()})
+        save_student(student, foundry.folder, target, self.origin())
         discard(foundry.folder)
         course.discard_checkpoints()
         return facts | {"pairs_left_out": len(train) - len(pairs)}
 
-    def student(self, target: Seq2SeqLM) -> Student:
-        """With the teacher's weights, and random ones where it has none."""
+    def student(self, target: Seq2SeqLM, pairs: Sequence[Pair]) -> Student:
+        """With the teacher's weights, and random ones where it has none.
+
+        Args:
+            pairs: what it will learn from.
+        """
         assert target.hf is not None, "who loads the target of a training keeps its weights"
         teacher: Any = target.hf
         embedding = teacher.get_input_embeddings().weight.detach().float()
@@ -122,8 +126,9 @@ class StudentTraining:
         longest = target.max_positions
         return [pair for pair in zip(sources, targets, strict=True) if pair[1] and max(map(len, pair)) <= longest]
 
-    def _source(self) -> dict[str, Any]:
-        return {"teacher_beams": self.beams} if self.data == "distilled" else {}
+    def origin(self) -> dict[str, Any]:
+        """What it learnt from and how: facts for the card, and for every record of the student."""
+        return {"data": self.data} | ({"teacher_beams": self.beams} if self.data == "distilled" else {})
 
     def _bleu(
         self,
@@ -154,7 +159,7 @@ class StudentTraining:
             }
             for name in self.writers
         }
-        return {"data": self.data, **self._source(), "validation_bleu": scores, **facts}
+        return {**self.origin(), "validation_bleu": scores, **facts}
 
 
 class _Course(PairCourse):
@@ -176,7 +181,7 @@ class _Course(PairCourse):
         """The student's objective on the batch of this step."""
         self.student.train()
         recipe = self.recipe
-        with autocast(recipe.precision, self.device):
+        with autocast(recipe.precision, self.device), attention_over_short_rows(self.device):
             return self.student.objective(self.batch(self.rows()), self.step / recipe.steps, recipe.label_smoothing)
 
     def batch(self, rows: Sequence[int]) -> Batch:

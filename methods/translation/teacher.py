@@ -152,10 +152,10 @@ class TeacherTraining:
             init_std=self.width**-0.5,
             scale_embedding=True,
             forced_eos_token_id=None,
-            attn_implementation="eager",  # over rows so short its gradient costs a fifth of the fused one's
             **special,
         )
         network: Any = PegasusForConditionalGeneration(config)
+        network.set_attn_implementation("eager")  # over rows so short its gradient costs a fifth of the fused one's
         network.generation_config = GenerationConfig(**special, bad_words_ids=[[pad], [mask]])
         return network
 
