@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
 
-.PHONY: bench test lint format clean gpu notebooks readme
+.PHONY: bench test lint format clean gpu notebooks readme system-packages
 .DELETE_ON_ERROR:
 
 bench: $(VENV)/.installed
@@ -47,7 +47,7 @@ gpu: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench.train method=teacher out=data/checkpoints/teacher-multi30k_4_4 $(PAIRS)
 	-$(BIN)/python -m bench.train method=specdec out=data/checkpoints/specdec-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
 	-$(BIN)/python -m bench.train method=blockwise_translation out=data/checkpoints/blockwise_translation-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
-	-for student in nat glat cmlm ctc flowseq; do $(BIN)/python -m bench.train method=$$student out=data/checkpoints/$$student-multi30k_4_4 model=multi30k_4_4 $(PAIRS); done
+	-for student in nat glat depa cmlm ctc flowseq; do $(BIN)/python -m bench.train method=$$student out=data/checkpoints/$$student-multi30k_4_4 model=multi30k_4_4 $(PAIRS); done
 	-$(BIN)/python -m bench.train method=teacher 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4 out=data/checkpoints/teacher-multi30k_6_1_distilled $(PAIRS)
 	-$(BIN)/python -m bench sweep=translation $(GPU)
 	-$(BIN)/python -m bench -m method=eagle method.tree=dynamic method.depth=6 method.top_k=10 method.nodes=59 dataset=mtbench $(GPU)
@@ -62,7 +62,7 @@ gpu: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench -m method=prompt_lookup,speculative_sampling dataset=mtbench sampling=sample $(GPU)
 	$(BIN)/python -m bench.lossless experiment=sampling method=speculative_sampling hardware=cuda_bf16
 
-# Bring what shows committed records up to date: the measured tables of README.md, and the executed notebooks.
+# Bring what shows committed records up to date: the measured tables of README.md, RESULTS.md, and the executed notebooks.
 readme: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.readme
 
@@ -92,6 +92,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else "Python %d.%d came; 3.10 to 3.13 are supported. Choose one: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
+
+# What tests use from the system where it is there, SLURM and Chromium; they skip where it is not.
+system-packages:
+	-@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+			! { command -v slurmctld && command -v chromedriver; } >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			slurm-wlm slurmctld slurmd munge slurm-client chromium chromium-driver >/dev/null; fi
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

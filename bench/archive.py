@@ -23,7 +23,7 @@ from bench import prepared, records, scrub
 from bench.config import RunConfig, identity, run_id
 from bench.errors import UserError
 
-State = Literal["new", "cut", "failed", "running", "done", "incompatible"]
+State = Literal["new", "cut", "failed", "queued", "running", "done", "incompatible"]
 _PREFERRED: tuple[State, ...] = ("done", "running", "cut", "failed")  # of several records for one configuration
 _PARTS = ("loop", "warmup", "cost_curve", "quality", "agreement")  # that make up the time of a run
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -141,6 +141,11 @@ def build_tracker(tracker: Mapping[str, Any]) -> Any:
     return _build(tracker, "tracker")
 
 
+def build_cluster(cluster: Mapping[str, Any]) -> Any:
+    """Where the jobs of a sweep run, a ``bench.cluster.Cluster``."""
+    return _build(cluster, "cluster")
+
+
 def model_loader(cfg: RunConfig, tokenizer: Any) -> ModelLoader:
     """A function from a hub id, a path or a model group to a model on the same hardware as the target.
 

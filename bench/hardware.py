@@ -26,9 +26,13 @@ _RESET_PEAK = b"5"  # proc(5): resets VmHWM, the process's peak resident set, to
 
 def set_threads(wanted: int | None) -> int:
     """Let torch use ``wanted`` CPU threads, or one per physical core this process may use; returns how many."""
-    physical = psutil.cpu_count(logical=False) or 1
-    torch.set_num_threads(wanted or min(physical, usable_cores()))
+    torch.set_num_threads(wanted or default_threads())
     return torch.get_num_threads()
+
+
+def default_threads() -> int:
+    """One per physical core that this process may use."""
+    return min(psutil.cpu_count(logical=False) or 1, usable_cores())
 
 
 # ------------------------------------------------------------------------------------------- facts for the manifest

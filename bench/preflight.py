@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 VERSION_BASE = "1.3"
 TRAIN = "train"  # the group of preparations (bench.train): no part of a run
 SWEEP = "sweep"  # named sweeps (bench.sweep): settings with several values, no part of a run either
+CLUSTER = "cluster"  # where the jobs of a sweep run (bench.cluster)
 _SPEED_ONLY = frozenset({"methods.autoregressive.Autoregressive", "methods.peers.hf.HFGenerate"})  # they draft nothing
 _REFERS = re.compile(r"\$\{(?!oc\.env|now|hydra)")  # an interpolation of another setting
 
 
 def groups() -> dict[str, list[str]]:
     """The config groups of a run and their choices: ``{"dataset": ["demo", ...], ...}``."""
-    return {name: choices for name, choices in every_group().items() if name not in (TRAIN, SWEEP)}
+    return {name: choices for name, choices in every_group().items() if name not in (TRAIN, SWEEP, CLUSTER)}
 
 
 def every_group() -> dict[str, list[str]]:
@@ -67,6 +68,26 @@ def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, 
         if resolved["model"].get("like"):
             raise _random_weights(resolved["model"]["like"], f"what train={choice} makes would be of no model")
         return RunConfig.from_dict({key: value for key, value in resolved.items() if key != TRAIN}), resolved[TRAIN]
+
+
+def compose_cluster(overrides: Sequence[str]) -> dict[str, Any]:
+    """The ``cluster`` group.
+
+    Args:
+        overrides: the words of a command line that concern it, without its choice: the local one.
+
+    Raises:
+        UserError: see ``compose``.
+    """
+    chosen = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == CLUSTER] or ["local"]
+    words = [word for word in overrides if word.partition("=")[0] != CLUSTER]
+    if len(chosen) > 1 or chosen[0] not in every_group()[CLUSTER]:
+        raise unknown_choice(CLUSTER, " and ".join(chosen))
+    words = [f"+{CLUSTER}={chosen[0]}", *words]
+    with _hydra():
+        _check_words(words)
+        group: dict[str, Any] = _resolve(_compose(words))[CLUSTER]
+        return group
 
 
 def compose_sweep(overrides: Sequence[str]) -> list[RunConfig]:
@@ -278,7 +299,7 @@ def _settings(overrides: Sequence[str], choices: dict[str, list[str]]) -> dict[s
     from omegaconf import OmegaConf
 
     chosen = [o for o in overrides if (p := o.split("=")[0]) in choices and o.split("=", 1)[1] in choices[p]]
-    chosen += [o for o in overrides if o.startswith(f"+{TRAIN}=")]
+    chosen += [o for o in overrides if o.startswith((f"+{TRAIN}=", f"+{CLUSTER}="))]
     try:
         plain: Any = OmegaConf.to_container(hydra_compose("config", overrides=chosen), resolve=False)
     except HydraException:  # the files themselves do not compose; the reason is in the first error

@@ -1,33 +1,33 @@
 """A sweep: which jobs there are, which of them are done, which cannot run and why; then the rest, one by one.
 
-Hydra splits the command line into jobs and its launchers run them (``hydra/launcher=...``). In between stands the plan:
-each job is looked up among the records (``bench.archive``) and, unless it is done, asked whether it can run here
+Hydra splits the command line into jobs and a cluster runs them (``bench.cluster``). In between stands the plan: each
+job is looked up among the records (``bench.archive``) and, unless it is done, asked whether it can run here
 (``bench.obstacles``). Nothing is loaded for that.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 
 from bench import preflight
 from bench.archive import Archive, State
 from bench.arguments import did_you_mean
-from bench.config import RunConfig, conf_dir
+from bench.cluster import FOLDER, Cluster, Local, Pending
+from bench.cluster_job import Task
+from bench.config import RunConfig, run_id
 from bench.errors import UserError
 from bench.table import WIDTH
-
-if TYPE_CHECKING:
-    from hydra.core.utils import JobReturn
-    from omegaconf import DictConfig
 
 Resume = Literal["auto", "never", "force", "only_failed"]
 _STATES: tuple[State, ...] = get_args(State)
@@ -49,11 +49,13 @@ class Options:
             or failed anew. force: measure everything anew. only_failed: only what was cut or failed, going on with it.
         shuffle_seed: run in a random order that this number decides; None: in the order of the command line.
         dry_run: print the plan and stop.
+        cluster: words of the command line that say where the jobs run.
     """
 
     resume: Resume = "auto"
     shuffle_seed: int | None = None
     dry_run: bool = False
+    cluster: tuple[str, ...] = ()
 
     @property
     def fresh(self) -> bool:
@@ -100,7 +102,8 @@ class Plan:
         counted = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state]) or "none"
         lines = [f"Plan: {_plural(len(self.jobs), 'job')}: {counted}. {self._will()}"]
         lines += _listed([_line(job) for job in self.to_run], every)
-        others = [job for job in self.jobs if job.state in ("incompatible", "running", *(["done"] if every else []))]
+        shown = ("incompatible", "queued", "running", *(["done"] if every else []))
+        others = [job for job in self.jobs if job.state in shown]
         lines += _listed([_line(job) for job in others if job not in self.to_run], every)
         return "\n".join(lines)
 
@@ -135,8 +138,13 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
             rest = [*named(value), *rest]
         elif key in _READERS:
             options = replace(options, **{key: _READERS[key](value)})
-        elif key.startswith("hydra/sweeper"):
-            raise UserError(f"{word} came; sweeps are planned here, with resume and shuffle. Leave it out.")
+        elif key.lstrip("+").split(".")[0] == preflight.CLUSTER:
+            options = replace(options, cluster=(*options.cluster, word))
+        elif key.startswith("hydra"):
+            raise UserError(
+                f"{word} came; sweeps are planned here, with resume and shuffle_seed, and started with cluster=NAME "
+                "(python -m bench list cluster). Leave it out."
+            )
         else:
             rest.append(word)
     return options, rest
@@ -175,11 +183,12 @@ _READERS: dict[str, Callable[[str], Any]] = {"resume": _resume, "shuffle_seed": 
 # ---------------------------------------------------------------------------------------------------------- the plan
 
 
-def make(words: Sequence[str], options: Options) -> Plan:
+def make(words: Sequence[str], options: Options, cluster: Cluster | None = None) -> Plan:
     """Compose and check every job and look it up among the records.
 
     Args:
         words: of the command line, without those of ``options``.
+        cluster: where the jobs would run; None: here.
 
     Raises:
         UserError: a job whose settings are wrong; no job at all is run then.
@@ -187,9 +196,13 @@ def make(words: Sequence[str], options: Options) -> Plan:
     from bench import build
     from bench.obstacles import Obstacles
 
+    cluster = cluster or Local()
+    if cluster.threads and not any(word.partition("=")[0] == "hardware.threads" for word in words):
+        words = [*words, f"hardware.threads={cluster.threads}"]
     composed = preflight.compose_jobs(words)
-    here = not any(word.startswith("hydra/launcher=") for word in words)
+    here = cluster.here
     archives: dict[str, Archive] = {}
+    pending: dict[str, Pending] = {}
     obstacles, checked = Obstacles(), set()
     jobs = []
     for label, (job_words, cfg) in zip(_labels([job for job, _ in composed]), composed, strict=True):
@@ -198,9 +211,13 @@ def make(words: Sequence[str], options: Options) -> Plan:
             build.check(cfg)
             checked.add(key)
         job = Job(job_words, cfg, label)
-        if cfg.paths.results not in archives:
-            archives[cfg.paths.results] = Archive.read(Path(cfg.paths.results), here=here)
-        jobs.append(_placed(job, obstacles.of(cfg) if here else None, archives[cfg.paths.results]))
+        if (results := cfg.paths.results) not in archives:
+            archives[results] = Archive.read(Path(results), here=here)
+            pending[results] = cluster.pending(Path(results))
+        job = _placed(job, obstacles.of(cfg) if here else None, archives[results])
+        if (stands := pending[results].get(run_id(cfg))) and job.state != "done":
+            job = replace(job, state=stands[0], reason=stands[1])
+        jobs.append(job)
     to_run = [job for job in jobs if job.state in _RUN[options.resume]]
     if options.shuffle_seed is not None:
         random.Random(options.shuffle_seed).shuffle(to_run)
@@ -259,24 +276,12 @@ def _plural(count: int, noun: str) -> str:
 # ----------------------------------------------------------------------------------------------------- handing over
 
 
-def launch(task: Callable[[DictConfig], Any], jobs: Sequence[Job], words: Sequence[str]) -> Sequence[JobReturn]:
-    """Hand the jobs to Hydra's launcher, in this order; what a sweeper of Hydra does after it has split the line.
+def tasks(plan: Plan, *, fresh: bool) -> list[Task]:
+    """The jobs that are to run, as a cluster takes them."""
+    return [Task(job.words, run_id(job.cfg), job.label, fresh) for job in plan.to_run]
 
-    Args:
-        task: gets the composed configuration of a job.
-        jobs: of the plan.
-        words: of the command line, for what concerns Hydra itself.
-    """
-    from hydra import initialize_config_dir
-    from hydra._internal.callbacks import Callbacks
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.plugins import Plugins
-    from hydra.types import HydraContext, RunMode
 
-    preflight.set_path_defaults()
-    with initialize_config_dir(str(conf_dir()), job_name="bench", version_base=preflight.VERSION_BASE):
-        hydra: Any = GlobalHydra.instance().hydra
-        config = hydra.compose_config("config", list(words), run_mode=RunMode.MULTIRUN, with_log_configuration=True)
-        context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
-        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
-        return launcher.launch([job.words for job in jobs], initial_job_idx=0)
+def folder(plan: Plan) -> Path:
+    """Where a cluster may put what these jobs print; made when it is first used."""
+    when = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path(plan.to_run[0].cfg.paths.results).resolve() / FOLDER / f"{when}-{os.getpid()}"

@@ -145,6 +145,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["show", "metod/x"], "Unknown group 'metod'. Did you mean 'method'?"),
         (["show", "method/prompt_lokup"], "Unknown method 'prompt_lokup'. Did you mean 'prompt_lookup'?"),
         (["validate"], "validate needs the folder of a run"),
+        (["pack"], "pack needs the folder of a finished run"),
+        (["pack", "nowhere"], "nowhere holds no finished run"),
     ],
     ids=words_or_nothing,
 )
@@ -290,7 +292,7 @@ def test_a_sweep_runs_every_combination(
         ("autoregressive", 1), ("autoregressive", 2), ("prompt_lookup", 1), ("prompt_lookup", 2)
     ]  # fmt: skip
     assert "[4/4] method=prompt_lookup seed=2" in capsys.readouterr().out
-    assert [entry.name for entry in tmp_path.iterdir()] == [".hydra"]
+    assert not list(tmp_path.iterdir()), "nothing beside the records"
 
 
 def test_a_sweep_goes_on_after_a_failure(
@@ -368,9 +370,10 @@ def test_doctor_finds_what_is_wrong(
 
 
 def test_validate_names_the_problems_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["validate", str(tmp_path)]) == 3
+    (tmp_path / "manifest.json").write_text("{}")
+    assert cli.main(["validate", str(tmp_path)]) == 2
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith(str(tmp_path)) and len(out) > 1
+    assert out[0].startswith(f"{tmp_path}: ") and out[-1] == f"{tmp_path}: 1 run: 1 bad"
     assert cli.main(["validate", str(tmp_path / "nowhere")]) == 2
 
 
