@@ -10,20 +10,20 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import __version__, preflight
 from bench.arguments import did_you_mean
+from bench.cluster_job import Result
 from bench.config import RunConfig
 from bench.errors import UserError
 from bench.failures import explain, kept_prompts
 
 if TYPE_CHECKING:
-    from hydra.core.utils import JobReturn
-    from omegaconf import DictConfig
-
-    from bench.sweep import Job
+    from bench.cluster import Answers
+    from bench.cluster_job import Task
 
 OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
 TRACEBACK = "DECODEBENCH_TRACEBACK"
@@ -40,17 +40,20 @@ Usage: python -m bench [-m] [group=choice ...] [key=value ...]
 Sub-commands:
   list [methods|models|datasets|...]   what there is to choose from
   show GROUP/CHOICE                    its settings and what they mean
-  validate FOLDER ...                  check the records of finished runs
+  validate FOLDER ...                  check the records of finished runs; results/ for all of them
+  pack FOLDER ...                      compress the samples of finished runs; everything reads them as before
   doctor                               check this machine and installation
   compare A B                          two runs, by folder or id: what differs, and which is faster
   collect [column=value ...] [out=F]   one table over all runs, filtered; F: .csv .parquet .json .md
   frontier [column=value ...] [out=F]  speed against quality, and which points count; original=MODEL quality=SCORE
   report [column=value ...] [out=F]    a page with a table per group of runs; F: .html .md; rebuild=true
+  dashboard [column=value ...]         a view at Weights & Biases for each table; entity= project= out=F.json
   check-method NAME [method.key=value] hold a decoder to the contract, yours too (CONTRIBUTING.md)
 
 Options:
   -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), every combination one run; a plan comes first
                    resume=auto|never|force|only_failed  shuffle_seed=0  dry_run=true
+                   cluster=local|process|slurm|ray  where its jobs run (python -m bench show cluster/slurm)
   sweep=NAME       a sweep from conf/sweep (python -m bench list sweeps); further settings may be added
   --fresh          measure anew what was measured before, and forget the earlier records
   --config         print the composed configuration instead of running it
@@ -111,15 +114,17 @@ def _dispatch(words: list[str]) -> int:
     overrides = [word for word in words if word not in flags]
     if "--config" in flags:
         return _print_config(overrides)
-    start = _sweep if flags & {"-m", "--multirun"} or any(map(_names_sweep, overrides)) else _run
+    start = _sweep if flags & {"-m", "--multirun"} or any(map(_is_of_sweeps, overrides)) else _run
     return start(overrides, "--fresh" in flags)
 
 
 _FLAGS = {"-m", "--multirun", "--fresh", "--config", "-h", "--help", "--version"}
 
 
-def _names_sweep(word: str) -> bool:
-    return word.lstrip("+").startswith(f"{preflight.SWEEP}=")
+def _is_of_sweeps(word: str) -> bool:
+    """Names a sweep, or where to run it, which may have a single job."""
+    key = word.lstrip("+").partition("=")[0]
+    return key == preflight.SWEEP or key.split(".")[0] == preflight.CLUSTER
 
 
 def _is_command(word: str) -> bool:
@@ -140,7 +145,7 @@ def _run(overrides: list[str], fresh: bool) -> int:
     return _execute(preflight.compose(overrides), fresh)
 
 
-def _execute(cfg: RunConfig, fresh: bool) -> int:
+def _execute(cfg: RunConfig, fresh: bool | datetime) -> int:
     from bench import build
 
     build.check(cfg)
@@ -156,49 +161,45 @@ def _print_config(overrides: list[str]) -> int:
     return _print(yaml.safe_dump(preflight.compose(overrides).to_dict(), sort_keys=False).rstrip())
 
 
+def attempt(words: Sequence[str], fresh: bool | datetime) -> Result:
+    """A run as a job of a sweep: a failure is reported, and told instead of raised.
+
+    Args:
+        words: its command line.
+        fresh: see ``bench.run.run``.
+    """
+    try:
+        return Result(_execute(preflight.compose(words), fresh))
+    except Exception as error:
+        return Result(report_failure(error), _classify(error)[1])
+
+
 def _sweep(overrides: list[str], fresh: bool) -> int:
-    """The plan, and then every job of it that is to run, started by Hydra's launcher (``hydra/launcher=...``)."""
-    from bench import sweep
+    """The plan, and then every job of it that is to run, where ``cluster=...`` says."""
+    from bench import build, sweep, track
 
     options, words = sweep.read_words(overrides, fresh=fresh)
-    plan = sweep.make(words, options)
+    cluster = build.build_cluster(preflight.compose_cluster(options.cluster))
+    plan = sweep.make(words, options, cluster)
     print(plan.text(every=options.dry_run), flush=True)
     if options.dry_run or not plan.to_run:
         return BAD_INPUT if all(job.state == "incompatible" for job in plan.jobs) else OK
-
-    def job(cfg: DictConfig) -> int:
-        return _job(cfg, options.fresh, len(plan.to_run))
-
-    return _close_sweep(plan.to_run, sweep.launch(job, plan.to_run, words))
+    with track.grouped(overrides):
+        tasks = sweep.tasks(plan, fresh=options.fresh)
+        return _close_sweep(tasks, cluster.run(tasks, sweep.folder(plan)))
 
 
-def _job(cfg: DictConfig, fresh: bool, planned: int) -> int:
-    """One run of a sweep. A failure is reported and raised again: Hydra goes on and its launcher knows."""
-    from hydra.core.hydra_config import HydraConfig
-
-    hydra = HydraConfig.get()
-    print(f"\n[{hydra.job.num + 1}/{planned}] {' '.join(hydra.overrides.task)}", flush=True)
-    try:
-        return _execute(preflight.to_run(cfg), fresh)
-    except Exception as error:
-        report_failure(error)
-        raise
-
-
-def _close_sweep(jobs: Sequence[Job], returned: Sequence[JobReturn]) -> int:
-    """The table of failures, and the exit code that says most."""
-    from hydra.core.utils import JobStatus
-
-    codes, failed = set(), []
-    for job, back in zip(jobs, returned, strict=True):
-        if back.status == JobStatus.COMPLETED:
-            codes.add(back.return_value)
-            continue
-        code, message, _ = _classify(back._return_value)  # the property would raise it
-        codes.add(code)
-        failed.append(f"  {' '.join(job.words)}: {message}")
+def _close_sweep(tasks: Sequence[Task], answers: Answers) -> int:
+    """The table of failures, and the exit code that says most; of jobs that were left running nothing is known."""
+    results = dict(answers)
+    failed = [
+        f"  {' '.join(task.words)}: {results[place].message}"
+        for place, task in enumerate(tasks)
+        if place in results and results[place].message
+    ]
     if failed:
-        print("\n".join([f"\n{len(failed)} of {len(jobs)} runs failed:", *failed]), file=sys.stderr)
+        print("\n".join([f"\n{len(failed)} of {len(tasks)} runs failed:", *failed]), file=sys.stderr)
+    codes = {result.code for result in results.values()}
     return next((code for code in (FAILED, BAD_INPUT, INVALID) if code in codes), OK)
 
 
@@ -228,16 +229,29 @@ def _show(arguments: list[str]) -> int:
 
 
 def _validate(arguments: list[str]) -> int:
+    from bench import shelf
+
+    if not arguments:
+        raise UserError(
+            "validate needs the folder of a run, or that of all, as in: python -m bench validate results/RUN_ID, or "
+            "python -m bench validate results"
+        )
+    bad = 0
+    for folder in map(Path, arguments):
+        kept = list(shelf.check(folder) if shelf.is_shelf(folder) else [shelf.check_one(folder)])
+        print(*(each.line() for each in kept if each.problems), f"{folder}: {shelf.counted(kept)}", sep="\n")
+        bad += sum(bool(each.problems) for each in kept)
+    return BAD_INPUT if bad else OK
+
+
+def _pack(arguments: list[str]) -> int:
     from bench import records
 
     if not arguments:
-        raise UserError("validate needs the folder of a run, as in: python -m bench validate results/RUN_ID")
-    problems = {folder: records.validate(Path(folder)) for folder in arguments}
-    for folder, found in problems.items():
-        print(f"{folder}: {'ok' if not found else ''}")
-        for problem in found:
-            print(f"  {problem}")
-    return INVALID if any(problems.values()) else OK
+        raise UserError("pack needs the folder of a finished run, as in: python -m bench pack results/RUN_ID")
+    for folder in arguments:
+        print(f"{folder}: {'packed' if records.pack(Path(folder)) else 'packed already'}")
+    return OK
 
 
 def _doctor(arguments: list[str]) -> int:
@@ -273,7 +287,7 @@ def _collect(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     filters, options = _split(arguments, "out", "rebuild", "paths.results")
-    from bench import collect, report
+    from bench import collect, leaderboard, report
 
     results = _results(options)
     if (again := options.get("rebuild", "false")) not in ("true", "false"):
@@ -283,11 +297,26 @@ def _report(arguments: list[str]) -> int:
     found, problems = report.rebuild(collect.read(results), everything=again == "true")
     rows = [collect.row(record) | {"record": record} for record in found]
     kept = [row["record"] for row in collect.select(rows, filters)]
-    groups, file = report.tabulate(kept), Path(options.get("out", results / "report.html"))
-    report.write(groups, [*problems, *report.unfinished(kept)], file)
+    boards, file = leaderboard.boards(kept), Path(options.get("out", results / "report.html"))
+    report.write(boards, [*problems, *report.unfinished(kept)], file)
     for problem in problems:
         print(problem, file=sys.stderr)
-    return _print(f"{sum(len(group.rows) for group in groups)} runs in {len(groups)} tables: {file}")
+    return _print(f"{sum(len(board.entries) for board in boards)} runs in {len(boards)} tables: {file}")
+
+
+def _dashboard(arguments: list[str]) -> int:
+    filters, options = _split(arguments, "out", "entity", "project", "paths.results")
+    from bench import collect, dashboard, leaderboard
+
+    rows = [collect.row(record) | {"record": record} for record in collect.read(_results(options))]
+    boards = leaderboard.boards(row["record"] for row in collect.select(rows, filters))
+    if not boards:
+        raise UserError("No finished run to show; a dashboard needs one or more. Run: python -m bench")
+    project = options.get("project", dashboard.PROJECT)
+    if out := options.get("out"):
+        dashboard.write(dashboard.views(boards, options.get("entity", ""), project), Path(out))
+        return _print(f"{len(boards)} views: {out}")
+    return _print("\n".join(dashboard.push(boards, options.get("entity"), project)))
 
 
 def _frontier(arguments: list[str]) -> int:
@@ -334,11 +363,13 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "list": _list,
     "show": _show,
     "validate": _validate,
+    "pack": _pack,
     "doctor": _doctor,
     "compare": _compare,
     "collect": _collect,
     "frontier": _frontier,
     "report": _report,
+    "dashboard": _dashboard,
     "check-method": _check_method,
 }
 

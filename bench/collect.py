@@ -211,7 +211,15 @@ def groups(summaries: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Runs that may stand in one table, see ``bench.table.JOIN_KEYS``; each group with its fastest first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
-        found.setdefault(json.dumps([summary.get(key) for key in table.JOIN_KEYS], sort_keys=True), []).append(summary)
+        found.setdefault(repr([table.join_value(summary, key) for key in table.JOIN_KEYS]), []).append(summary)
     for group in found.values():
         group.sort(key=lambda run: (not is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
-    return sorted(found.values(), key=lambda group: [str(group[0].get(key)) for key in ("dataset", *table.JOIN_KEYS)])
+    return sorted(found.values(), key=lambda group: _order(group[0]))
+
+
+def _order(summary: Mapping[str, Any]) -> list[str]:
+    """Data set, model, machine, type, and within these small batches first."""
+    keys = ("dataset", "model", "hardware", "dtype", "threads")
+    return [*(str(summary.get(key)) for key in keys), f"{summary.get('batch_size') or 0:09}"] + [
+        str(table.join_value(summary, key)) for key in table.JOIN_KEYS
+    ]

@@ -140,15 +140,9 @@ def require_comparable(a: Run, b: Run) -> None:
 
 def _other_keys(a: Run, b: Run) -> Iterator[str]:
     for key in table.JOIN_KEYS:
-        ours, theirs = _key(a, key), _key(b, key)
+        ours, theirs = (table.join_value(run.summary, key) for run in (a, b))
         if ours != theirs:
             yield f"{key} is {ours} in A and {theirs} in B"
-
-
-def _key(run: Run, key: str) -> Any:
-    """Of a data set only what was in it: where its files were found is no difference."""
-    found = run.summary.get(key)
-    return str(found.get("content"))[:12] if key == "dataset_revision" and isinstance(found, Mapping) else found
 
 
 def _other_prompts(a: Run, b: Run) -> Iterator[str]:
@@ -252,7 +246,7 @@ _ROWS = ("method", "guarantee", "speed-up", "95 %", "tokens/step", "tokens/s", "
 
 def _rows(a: Run, b: Run) -> Iterator[tuple[str, str, str]]:
     for name in _ROWS:
-        cell = table._COLUMNS[name]
+        cell = table.COLUMNS[name]
         yield name, cell(a.summary), cell(b.summary)
     was = [table.rate_number(run.summary["baseline_tokens_per_s"]) for run in (a, b)]
     yield "was tokens/s", was[0], was[1]

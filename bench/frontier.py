@@ -130,8 +130,8 @@ def _frontier(
     metric: str | None,
 ) -> Frontier:
     scored = _metric(group, metric)
-    settings = _settings([by_id[str(run["run_id"])] for run in group])
-    points = [_point(by_id[str(run["run_id"])], scored, settings[str(run["run_id"])]) for run in group]
+    shown = settings([by_id[str(run["run_id"])] for run in group])
+    points = [_point(by_id[str(run["run_id"])], scored, shown[str(run["run_id"])]) for run in group]
     beside = None
     if original is not None and group[0]["model"] != original:
         beside = [_point(by_id[str(run["run_id"])], scored, "") for run in originals if _alike(run, group[0])]
@@ -201,7 +201,7 @@ def similarity_to_baseline(folder: Path) -> float | None:
     return sum(rouge_l(texts["baseline"][name], texts["method"][name]) for name in both) / len(both) if both else None
 
 
-def _settings(found: Sequence[Record]) -> dict[str, str]:
+def settings(found: Sequence[Record]) -> dict[str, str]:
     """By run: the settings in which it differs from another run of its method, the chosen threshold among them."""
     given: dict[str, dict[str, Any]] = {}
     for record in found:
@@ -275,13 +275,14 @@ def _own_seconds(point: Point) -> float:
 
 def on_frontier(points: Iterable[Point]) -> set[str]:
     """Runs among the valid ones that no other is both faster and better than, ties aside."""
-    known = [(p, p.speed, p.quality) for p in points if p.valid]
-    full = [(p, speed, quality) for p, speed, quality in known if speed is not None and quality is not None]
-    return {
-        p.run_id
-        for p, speed, quality in full
-        if not any(s >= speed and q >= quality and (s > speed or q > quality) for _, s, q in full)
-    }
+    known = [(p.run_id, p.speed, p.quality) for p in points if p.valid]
+    full = [(name, (speed, quality)) for name, speed, quality in known if speed is not None and quality is not None]
+    return {name for name, pair in full if undominated(pair, (other for _, other in full))}
+
+
+def undominated(pair: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
+    """Whether no other pair is at least as high in both and higher in one."""
+    return not any(s >= pair[0] and q >= pair[1] and (s, q) != pair for s, q in others)
 
 
 # ---------------------------------------------------------------------------------------------------------- the table

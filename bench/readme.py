@@ -1,19 +1,20 @@
-"""Writes the measured tables of README.md from the committed records: ``python -m bench.readme``.
+"""Writes the measured tables of README.md, and RESULTS.md, from the committed records: ``python -m bench.readme``.
 
-A test compares the file with what this makes, so no figure in it can be typed by hand or go stale.
+A test compares both with what this makes, so no figure in them can be typed by hand or go stale.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import table
+from bench import collect, leaderboard, report, table
 from bench.config import checkout
 
-_BLOCK = re.compile(r"<!-- (table: [^ ]+|leaderboard|lossless) -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- (table: [^ ]+|leaderboard(?:: [^>]+)?|lossless) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def written(text: str, results: Path) -> str:
@@ -24,20 +25,20 @@ def written(text: str, results: Path) -> str:
 def _block(what: str, results: Path) -> str:
     if what == "lossless":
         body = _lossless(results)
-    elif what == "leaderboard":
-        body = _leaderboards(results)
+    elif what.startswith("leaderboard"):
+        body = _leaderboards(results, what.removeprefix("leaderboard").removeprefix(": ").split())
     else:
         body = _table(what.removeprefix("table: "), results)
     lines = "\n".join(f"    {line}".rstrip() for line in body.splitlines())
     return f"<!-- {what} -->\n{lines}\n<!-- end -->"
 
 
-def _leaderboards(results: Path) -> str:
-    """One table for each set of runs that may stand in one."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for _, summary in _runs(results):
-        groups.setdefault(str([summary.get(key) for key in table.JOIN_KEYS]), []).append(summary)
-    return "\n\n".join(map(table.leaderboard, groups.values())) or "(no record yet)"
+def _leaderboards(results: Path, filters: Sequence[str]) -> str:
+    """One table for each set of runs that may stand in one, of those that the filters of ``collect`` let through."""
+    rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
+    kept = [row["record"] for row in collect.select(rows, filters)]
+    groups = collect.groups(record.summary for record in kept if record.finished and record.summary)
+    return "\n\n".join(map(table.leaderboard, groups)) or "(no record yet)"
 
 
 def _runs(results: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -63,12 +64,52 @@ def _lossless(results: Path) -> str:
     return "\n".join(report.rules_table(json.loads(found[0].read_text())))
 
 
+def results_page(results: Path) -> str:
+    """RESULTS.md: every run of the committed records, by what may stand in one table, and the laboratory's."""
+    found = collect.read(results)
+    body = report.to_markdown(leaderboard.boards(found), report.unfinished(found), results.name)
+    title, _, tables = body.partition("\n\n")
+    return f"{title}\n\n{_PREFACE}\n\n{tables}{_laboratory(results)}"
+
+
+_PREFACE = """\
+Made by `python -m bench.readme` from the records in [results/](results/); do not edit. `python -m bench validate
+results` checks the records, `python -m bench report` makes a page of them to sort, filter and open, and
+[notebooks/leaderboard.ipynb](notebooks/leaderboard.ipynb) draws them.
+
+Each table holds runs that share model, data, machine, number type, sampling, batch size and limit; nothing is ranked
+across tables. Ranks count within one guarantee: EXACT methods write the target's own text, RELAXED ones may change it,
+INDEPENDENT_MODEL ones are models of their own. INVALID runs have no rank. Speed-ups are over a baseline that was
+measured interleaved in the same run, with 95 % intervals over the prompts; behind a score stands the baseline's."""
+
+
+def _laboratory(results: Path) -> str:
+    """The experiments on losslessness, which are no runs and have no speed."""
+    cells = []
+    for file in sorted((results / "lossless").glob("*/result.json")):
+        manifest = json.loads((file.parent / "manifest.json").read_text(encoding="utf-8"))
+        passed = json.loads(file.read_text(encoding="utf-8"))["passed"]
+        name = f"[{file.parent.name}]({results.name}/lossless/{file.parent.name}/)"
+        facts = [
+            manifest["experiment"],
+            manifest["config"]["method"]["name"],
+            manifest["model"]["name"],
+            manifest["dtype"],
+        ]
+        cells.append([*facts, "yes" if passed else "no", name])
+    if not cells:
+        return ""
+    header = ["experiment", "method", "model", "type", "as promised", "record"]
+    return f"\n## Losslessness laboratory\n\n{collect.markdown(header, cells)}\n"
+
+
 def main() -> None:
-    """Rewrite README.md in place."""
+    """Rewrite README.md in place, and RESULTS.md."""
     root = checkout()
-    assert root is not None, "the README belongs to a checkout"
+    assert root is not None, "README.md and RESULTS.md belong to a checkout"
     readme = root / "README.md"
     readme.write_text(written(readme.read_text(encoding="utf-8"), root / "results"), encoding="utf-8")
+    (root / "RESULTS.md").write_text(results_page(root / "results"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,12 @@ Number = float | int
 _LENGTHS_DIFFER = 0.01  # from here on the speed-up per token is shown beside the total
 
 
+def join_value(summary: Mapping[str, Any], key: str) -> Any:
+    """What runs of one table share of a key: of a data set what was in it, not where its files were found."""
+    found = summary.get(key)
+    return str(found.get("content"))[:12] if key == "dataset_revision" and isinstance(found, Mapping) else found
+
+
 def render(summary: Mapping[str, Any], path: str | Path) -> str:
     """The table of one run.
 
@@ -59,7 +65,7 @@ def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
     runs = list(summaries)
     _check_comparable(runs)
     runs.sort(key=lambda run: (not _is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
-    columns = _COLUMNS | (_TRANSLATION if all(map(_translates, runs)) else {})
+    columns = COLUMNS | (_TRANSLATION if all(map(translates, runs)) else {})
     left = [place for place, name in enumerate(columns) if name in _LEFT]
     cells = [list(columns), *([column(run) for column in columns.values()] for run in runs)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -176,7 +182,7 @@ def _agreement(summary: Mapping[str, Any]) -> list[str]:
     return _row("agreement", _percent(found["exact"]), details)
 
 
-def _translates(summary: Mapping[str, Any]) -> bool:
+def translates(summary: Mapping[str, Any]) -> bool:
     """Whether every answer is a translation: only their scorer counts repetitions."""
     return {"bleu", "repetition"} <= set(summary.get("quality", {}))
 
@@ -184,7 +190,7 @@ def _translates(summary: Mapping[str, Any]) -> bool:
 def _sentences(summary: Mapping[str, Any]) -> list[str]:
     """For translations, whose prompts are sentences."""
     rate, before = summary.get("prompts_per_s"), summary["baseline"].get("prompts_per_s")
-    if rate is None or not _translates(summary):
+    if rate is None or not translates(summary):
         return []
     return _row(
         "sentences/s",
@@ -196,7 +202,7 @@ def _sentences(summary: Mapping[str, Any]) -> list[str]:
 def _quality(summary: Mapping[str, Any]) -> list[str]:
     scores, before = summary["quality"], summary["baseline"]["quality"]
     details = [f"{name} {number(value)} (was {number(before.get(name))})" for name, value in scores.items()]
-    signature = (summary.get("quality_notes") or {}).get("bleu") if _translates(summary) else None
+    signature = (summary.get("quality_notes") or {}).get("bleu") if translates(summary) else None
     signed = _row("sacreBLEU", "", [signature]) if signature else []
     return [*_row("quality", *(("", details) if details else (MISSING, []))), *signed]
 
@@ -267,7 +273,7 @@ def _is_valid(run: Mapping[str, Any]) -> bool:
     return bool((run.get("verdict") or {}).get("valid"))
 
 
-_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "method": lambda run: str(run.get("method")),
     "guarantee": lambda run: str(run["guarantee"]).replace("INDEPENDENT_MODEL", "INDEPENDENT"),
     "speed-up": lambda run: times(run["speedup"]["total"]["value"]),
@@ -294,7 +300,7 @@ def _aligned(cell: str, width: int, left: bool) -> str:
 def _check_comparable(runs: Sequence[Mapping[str, Any]]) -> None:
     if not runs:
         raise UserError("No runs to compare; a leaderboard needs one or more. Run: python -m bench")
-    differing = {key: list(dict.fromkeys(str(run.get(key)) for run in runs)) for key in JOIN_KEYS}
+    differing = {key: list(dict.fromkeys(str(join_value(run, key)) for run in runs)) for key in JOIN_KEYS}
     if named := "; ".join(f"{key}: {', '.join(found)}" for key, found in differing.items() if len(found) > 1):
         raise UserError(
             f"The runs differ in {named}. Only runs that share {', '.join(JOIN_KEYS)} can stand in one table. Make one "

@@ -8,8 +8,11 @@ warning, and the results are in the run's folder all the same.
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -17,6 +20,7 @@ from bench import records
 from bench.records import Sample
 
 MOST_GENERATIONS = 200
+SWEEP = "DECODEBENCH_SWEEP"  # group of the runs of the sweep under way, in the environment of its jobs
 _HISTOGRAM_BINS = 64
 _COLUMNS = ("prompt_id", "category", "text", "n_prompt_tokens", "n_output_tokens", "finish", "seconds", "quality")
 _NAMES = ("method", "model", "dataset", "hardware", "dtype")
@@ -35,7 +39,29 @@ _IDENTITY = (
     "versions",
     "git",
 )
+_BESIDE = (records.MANIFEST, records.CONFIG, records.SUMMARY)
+# Words that say how a sweep is run, not what it is.
+_HOW = ("resume=", "shuffle_seed=", "dry_run=", "cluster", "tracker", "paths.", "hydra")
 _Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+@contextmanager
+def grouped(words: Sequence[str]) -> Iterator[None]:
+    """Give the runs of a sweep one group, the same whenever and wherever its jobs run, or run again.
+
+    Args:
+        words: the sweep's command line.
+    """
+    what = sorted(word for word in words if not word.startswith(_HOW))
+    named = next((word.partition("=")[2] for word in what if word.lstrip("+").startswith("sweep=")), "sweep")
+    before = os.environ.get(SWEEP)
+    os.environ[SWEEP] = f"{named}-{hashlib.sha256(' '.join(what).encode()).hexdigest()[:8]}"
+    try:
+        yield
+    finally:
+        os.environ.pop(SWEEP)
+        if before is not None:
+            os.environ[SWEEP] = before
 
 
 @runtime_checkable
@@ -55,7 +81,7 @@ class Tracker(Protocol):
         ...
 
     def log_samples(self, samples: Sequence[Sample], file: Path | None = None) -> None:
-        """What was generated, at most 200 texts of it, and the file with all."""
+        """What was generated, at most 200 texts of it, and the file with all; what lies beside it goes along."""
         ...
 
     def finish(self, status: str) -> None:
@@ -78,7 +104,7 @@ class Following:
         tags = [str(summary[key]) for key in _NAMES if summary.get(key)]
         self.start(str(summary["run_id"]), identity, tags)
         self.log_summary(summary)
-        self.log_samples(records.read_samples(path), path / records.SAMPLES)
+        self.log_samples(records.read_samples(path), records.samples_file(path))
         self.finish(str(manifest.get("status", "finished")))
 
 
@@ -133,7 +159,7 @@ class WandbTracker(Following):
         project: project there.
         entity: user or team; None is the default one.
         mode: offline writes below ``dir`` (send it later with ``wandb sync``), online needs ``wandb login``.
-        group: what belongs together, as the runs of a sweep.
+        group: what belongs together; None: the runs of a sweep.
         dir: folder of the local files; ``wandb/`` is made below it.
     """
 
@@ -160,7 +186,7 @@ class WandbTracker(Following):
             entity=self.entity,
             mode=self.mode,
             dir=self.dir,
-            group=self.group,
+            group=self.group or os.environ.get(SWEEP),
             id=run_id,
             name=run_id,
             resume="allow",
@@ -191,7 +217,7 @@ class WandbTracker(Following):
 
     @_harmless
     def log_samples(self, samples: Sequence[Sample], file: Path | None = None) -> None:
-        """A table of the method's texts, a histogram of its step times, and the file as an artifact."""
+        """A table of the method's texts, a histogram of its step times, and the records as an artifact."""
         import numpy as np
         import wandb
 
@@ -203,7 +229,9 @@ class WandbTracker(Following):
         self._run.log(logged)
         if file is not None:
             artifact = wandb.Artifact(f"samples-{self._run.id}", type="samples")
-            artifact.add_file(str(file), name=file.name)
+            for each in (file, *(file.with_name(name) for name in _BESIDE)):
+                if each.is_file():
+                    artifact.add_file(str(each), name=each.name)
             self._run.log_artifact(artifact)
 
     @_harmless

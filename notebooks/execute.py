@@ -1,11 +1,12 @@
 """Bring the notebooks up to date: every percent-format source beside this file is executed into its ``.ipynb``.
 
-``python notebooks/execute.py``. The result depends on source and records only: cell ids are numbers, times and versions
-are left out.
+``python notebooks/execute.py``. The result depends on source and records only: cell ids and those of tables are
+numbers, times, versions and addresses in memory are left out.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jupytext
@@ -28,7 +29,19 @@ def execute(source: Path) -> nbformat.NotebookNode:
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     NotebookClient(notebook, timeout=120, record_timing=False, resources={"metadata": {"path": str(HERE)}}).execute()
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    for cell in notebook.cells:
+        _settle(cell)
     return notebook
+
+
+def _settle(cell: nbformat.NotebookNode) -> None:
+    """Numbers for the random ids that pandas gives to tables and their styles; objects without their addresses."""
+    for number, output in enumerate(cell.get("outputs", [])):
+        data = output.get("data", {})
+        if plain := data.get("text/plain"):
+            data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", plain)
+        if html := data.get("text/html"):
+            data["text/html"] = re.sub(r"\bT_[0-9a-f]{5}", f"T_{cell['id']}_{number}", html)
 
 
 def main() -> None:

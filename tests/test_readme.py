@@ -22,11 +22,22 @@ def test_tables_come_from_the_records():
     assert "no record yet" not in TEXT
 
 
+def test_results_come_from_the_records():
+    text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    assert readme.results_page(ROOT / "results") == text, "run: python -m bench.readme"
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link
+    anchors = {
+        re.sub(r"[^\w\- ]", "", line[3:].lower()).replace(" ", "-") for line in text.splitlines() if line[:3] == "## "
+    }
+    assert anchors >= set(re.findall(r"\]\(#([^)]+)\)", text))
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m bench ")])
 def test_bench_commands_compose(command, capsys, tmp_path):
     words = shlex.split(command)[3:]
-    if words[0] in ("list", "show", "doctor"):
-        assert cli.main(words) in (0, 1)
+    if words[0] in ("list", "show", "doctor", "validate"):
+        assert cli.main([str(ROOT / "results") if word == "results" else word for word in words]) in (0, 1)
     elif words[0] in ("compare", "collect", "report"):
         out = [f"out={tmp_path / 'report.html'}"] if words[0] == "report" else []
         assert cli.main([*words, f"paths.results={ROOT / 'results'}", *out]) == 0

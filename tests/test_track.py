@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -91,6 +92,31 @@ def test_an_offline_run_is_what_was_logged(folder: Path, tmp_path: Path, capfd: 
     assert artifacts["samples"]["name"] == f"samples-{RUN_ID}"
     assert [entry["path"] for entry in artifacts["samples"]["manifest"]["contents"]] == ["samples.jsonl"]
     assert found["exit"][0]["exit_code"] == 0
+
+
+def test_the_runs_of_a_sweep_have_one_group(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(track.SWEEP, raising=False)
+    groups = []
+    words = ["sweep=batch", "seed=1,2", "resume=auto"]
+    for number, line in enumerate((words, [*reversed(words[:2]), "cluster=slurm"], ["seed=1,2"]), start=1):
+        with track.grouped(line):
+            tracker = track.WandbTracker(dir=str(tmp_path / str(number)))
+            tracker.start(RUN_ID, {}, [])
+            tracker.finish("finished")
+        (run,) = read_back(tmp_path / str(number))["run"]
+        groups.append(run["run_group"])
+        assert run["run_id"] == RUN_ID, "a job that is put back into the queue goes on with its own run"
+    assert groups[0] == groups[1] != groups[2] and groups[0].startswith("batch-") and groups[2].startswith("sweep-")
+    assert track.SWEEP not in os.environ
+
+
+def test_the_artifact_holds_the_whole_record(folder: Path, tmp_path: Path) -> None:
+    for name in ("manifest.json", "config.yaml", "summary.json"):
+        (folder / name).write_text("{}")
+    track.WandbTracker(dir=str(tmp_path)).log(summary(), MANIFEST, folder)
+    (artifact,) = [each for each in read_back(tmp_path)["artifact"] if each["type"] == "samples"]
+    names = {entry["path"] for entry in artifact["manifest"]["contents"]}
+    assert names == {"samples.jsonl", "manifest.json", "config.yaml", "summary.json"}
 
 
 def test_two_runs_in_one_process_are_two_runs_there(folder: Path, tmp_path: Path) -> None:

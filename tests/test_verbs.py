@@ -298,7 +298,7 @@ def test_a_copied_folder_is_known_by_its_own_name(three: Path) -> None:
     shutil.copytree(three / "suffix-mtbench-1", three / "copy")
     assert [row["run_id"] for row in table_rows(three, "run_id=copy")] == ["copy"]
     assert cli.main(["report", f"paths.results={three}", "run_id=copy", f"out={three}/r.md"]) == 0
-    assert "| 1 | suffix |" in (three / "r.md").read_text()
+    assert "| 1 | speculative | suffix |" in (three / "r.md").read_text()
 
 
 def test_200_runs_are_collected_and_rendered_quickly(three: Path) -> None:
@@ -367,10 +367,11 @@ def test_one_table_per_group_the_fastest_first_and_invalid_last(
     assert capsys.readouterr().out.strip() == f"4 runs in 2 tables: {three / 'report.html'}"
     text = (three / "report.html").read_text()
     page = Page(text)
-    bodies = [[cells[0], cells[1]] for cells in page.cells if cells[0] != "rank"]
+    bodies = [[cells[1], cells[2]] for cells in page.cells if cells[1] != "rank"]
     assert bodies == [["1", "lookahead"], ["1", "suffix"], ["2", "prompt_lookup"], ["-", "rest"]]
-    assert page.tags.count("table") == page.tags.count("caption") == 2 and "script" not in page.tags
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in text and '<tr class="invalid">' in text
+    assert page.tags.count("table") == page.tags.count("caption") == 2 and page.tags.count("script") == 2
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in text and '<tr class="run invalid"' in text
+    assert "<script>alert" not in text, "neither in a cell nor among the details"
     assert "broken-mtbench-9: failed, RuntimeError: &lt;b&gt;odd&lt;/b&gt;" in text
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", text), "the page needs nothing beside itself"
 
@@ -378,7 +379,7 @@ def test_one_table_per_group_the_fastest_first_and_invalid_last(
 def test_the_report_in_markdown_with_filters(three: Path, tmp_path: Path) -> None:
     assert cli.main(["report", f"paths.results={three}", "method=suffix,broken", f"out={tmp_path}/r.md"]) == 0
     text = (tmp_path / "r.md").read_text()
-    assert "| 1 | suffix | EXACT | 1.69x |" in text and "prompt_lookup" not in text
+    assert "| EXACT | 1 | speculative | suffix | 1.69x |" in text and "prompt_lookup" not in text
     assert "- broken-mtbench-9: failed, RuntimeError: &lt;b&gt;odd&lt;/b&gt;" in text
     assert text.startswith("# DecodeBench: results\n\n## mtbench, smollm2 (A CPU, float32, 2 threads), greedy, batch 1")
 
