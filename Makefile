@@ -34,6 +34,7 @@ test: $(VENV)/.installed-dev lint
 GPU := hardware=cuda_bf16 measure=quick
 HEADS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly,gsm8k train.answers.tokens=2000000 train.answers.limit=512 train.answers.batch=256 train.features=live
 LONG := train.recipe.batch_size=64 train.recipe.steps=6000
+EXITS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly:2200,gsm8k:800 train.answers.tokens=450000 train.answers.batch=256 train.tokens=393216
 PAIRS := corpus=multi30k hardware=cuda_bf16 force=true
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.models fetch smollm2
@@ -50,6 +51,12 @@ gpu: $(VENV)/.installed-dev
 	-for student in nat glat depa cmlm ctc flowseq; do $(BIN)/python -m bench.train method=$$student out=data/checkpoints/$$student-multi30k_4_4 model=multi30k_4_4 $(PAIRS); done
 	-$(BIN)/python -m bench.train method=teacher 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4 out=data/checkpoints/teacher-multi30k_6_1_distilled $(PAIRS)
 	-$(BIN)/python -m bench sweep=translation $(GPU)
+	-$(BIN)/python -m bench.train method=calm 'train.exits=[16,20,24,26,28]' train.recipe.steps=4000 out=data/checkpoints/calm-smollm2 $(EXITS)
+	-$(BIN)/python -m bench.train method=static_depth 'train.exits=[20,24,28]' train.recipe.steps=4000 out=data/checkpoints/static_depth-smollm2 $(EXITS)
+	-$(BIN)/python -m bench.train method=free 'train.exits=[20,24,26]' train.recipe.steps=4000 out=data/checkpoints/free-smollm2 $(EXITS)
+	-$(BIN)/python -m bench sweep=frontier $(GPU)
+	-$(BIN)/python -m bench sweep=frontier_static $(GPU)
+	-$(BIN)/python -m bench.train method=exit_teacher $(PAIRS)
 	-$(BIN)/python -m bench -m method=eagle method.tree=dynamic method.depth=6 method.top_k=10 method.nodes=59 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=medusa,hydra_heads method.tree=mc_sim_7b_63 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench batch_size=4,16,32 $(GPU)
