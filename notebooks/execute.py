@@ -27,7 +27,8 @@ def execute(source: Path) -> nbformat.NotebookNode:
     for number, cell in enumerate(notebook.cells):
         cell["id"], cell["metadata"] = f"cell-{number:02}", {}
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
-    NotebookClient(notebook, timeout=120, record_timing=False, resources={"metadata": {"path": str(HERE)}}).execute()
+    resources = {"metadata": {"path": str(HERE)}}
+    NotebookClient(notebook, timeout=120, record_timing=False, coalesce_streams=True, resources=resources).execute()
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     for cell in notebook.cells:
         _settle(cell)

@@ -181,13 +181,13 @@ def test_as_many_run_side_by_side_as_asked_for(stand_in: Callable[[str], None], 
 
 
 def test_ctrl_c_stops_the_processes(stand_in: Callable[[str], None], tmp_path: Path) -> None:
-    stand_in(f'trap "echo stopped > {tmp_path}/said; exit 130" INT; {ANSWER}; while :; do sleep 0.05; done')
-    stand_in(
-        f'case "$3" in *0.json) {ANSWER};; *) trap "echo x > {tmp_path}/said; exit 130" INT; sleep 60 & wait;; esac'
-    )
+    wait = f'trap "echo x > {tmp_path}/said; exit 130" INT; touch {tmp_path}/ready; sleep 60 & wait'
+    stand_in(f'case "$3" in *0.json) {ANSWER};; *) {wait};; esac')
     answers = Process(2).run([task("0"), task("1")], tmp_path / "jobs")
     assert next(answers) == (0, Result(0))
-    time.sleep(0.2)  # until the trap is set
+    until = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < until:
+        time.sleep(0.02)
     answers.close()  # what an exception in the head does
     assert (tmp_path / "said").exists()
 
