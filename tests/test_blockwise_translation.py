@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bench import contract
 from methods.autoregressive import Autoregressive
@@ -209,6 +210,20 @@ def test_criteria_that_change_the_text_promise_no_models(
     assert len(contract.outputs(decoder, PROMPTS, LIMIT)) == len(PROMPTS)
 
 
+def test_the_model_learns_at_its_share_of_the_rate(target: Seq2SeqLM, tmp_path: Path) -> None:
+    before = target.hf.get_encoder().layers[0].fc1.weight  # type: ignore[union-attr]
+
+    def moved(share: float) -> float:
+        part, _, _ = fitted(target, tmp_path / str(share), trunk_share=share)
+        found = load_trunk(part, target)
+        assert found is not None and found[0].hf is None
+        (file,) = (part / "trunk").glob("*.safetensors")
+        after = load_file(file)["model.encoder.layers.0.fc1.weight"].float()
+        return float((after - before).abs().mean())
+
+    assert moved(0.01) < 0.1 * moved(1.0)
+
+
 def test_a_frozen_part_keeps_the_targets_text(target: Seq2SeqLM, tmp_path: Path) -> None:
     folder, facts, _ = fitted(target, tmp_path, trunk="frozen")
     assert not (folder / "trunk").exists() and load_trunk(folder, target) is None
@@ -234,3 +249,5 @@ def test_damaged_and_foreign_parts_are_refused(
         BlockwiseTranslationTraining(recipe=RECIPE).fit(foundry(contract.tiny_target(), tmp_path / "shop"))
     with pytest.raises(ValueError, match="k=1 is the model alone"):
         BlockwiseTranslationTraining(k=1)
+    with pytest.raises(ValueError, match="trunk_share=0.0 came"):
+        BlockwiseTranslationTraining(trunk_share=0.0)

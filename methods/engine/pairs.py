@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -152,6 +152,15 @@ class BleuJudge:
         return written
 
 
+def _groups(learnt: Mapping[str, nn.Parameter], shares: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Of an optimizer: the parameters of each share of the rate, and all others."""
+    slower = {prefix: [p for name, p in learnt.items() if name.startswith(prefix)] for prefix in shares}
+    others = [p for name, p in learnt.items() if not name.startswith(tuple(shares))]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    groups += [{"params": found, "share": shares[prefix]} for prefix, found in slower.items()]
+    return [group for group in groups if group["params"]]
+
+
 class PairCourse(Loop):
     """The training of one model on pairs.
 
@@ -160,6 +169,7 @@ class PairCourse(Loop):
         pairs: what is learnt from.
         score: validation BLEU of the network as it is.
         recipe, foundry: see there.
+        shares: of the learning rate, for parameters whose names begin so.
 
     Attributes:
         batches: numbers of the pairs of each.
@@ -173,6 +183,7 @@ class PairCourse(Loop):
         recipe: Recipe,
         foundry: Foundry,
         save_every_s: float = SAVE_EVERY_S,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.network, self.pairs, self.score, self.recipe = network, pairs, score, recipe
         self.device, self.snapshots = foundry.device, foundry.folder / _MAKING
@@ -181,9 +192,8 @@ class PairCourse(Loop):
         self._epochs = Epochs(len(self.batches), self._shuffled)
         learnt = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         betas = recipe.betas[0], recipe.betas[1]
-        optimizer = torch.optim.AdamW(
-            learnt.values(), recipe.learning_rate, betas, eps=1e-9, weight_decay=recipe.weight_decay
-        )
+        groups = _groups(learnt, shares or {})
+        optimizer = torch.optim.AdamW(groups, recipe.learning_rate, betas, eps=1e-9, weight_decay=recipe.weight_decay)
         about = {"pairs": digest([[*source, NONE, *target] for source, target in pairs])}
         super().__init__(learnt, optimizer, recipe, foundry, about, save_every_s=save_every_s)
 

@@ -92,7 +92,7 @@ class Loop:
 
     Args:
         learnt: the parameters, by name.
-        optimizer: of all of them; its learning rate is set here.
+        optimizer: of all of them; its learning rate is set here, times the ``share`` of a group that has one.
         plan: how long and how fast.
         place: folder, seed, and whom to tell.
         about: what a checkpoint must agree in, by name, e.g. the hash of the texts.
@@ -152,7 +152,7 @@ class Loop:
 
     def _update(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.learning_rate * self.plan.rate(self.step)
+            group["lr"] = self.plan.learning_rate * self.plan.rate(self.step) * group.get("share", 1.0)
         torch.manual_seed(self.place.seed * 1_000_003 + self.step)  # noise and dropout of a step, also after a kill
         loss, seen = self.loss()
         loss.backward()

@@ -122,6 +122,7 @@ class BlockwiseTranslationTraining:
         k: tokens of a block, the model's own included.
         hidden: units of the layer that the heads share; None: the model's hidden size for each of them.
         heads_per_step: teach all heads with each batch, or one drawn at random, as the paper does.
+        trunk_share: of the learning rate, for the model; its heads are new, it is not.
         vocabulary: most tokens that heads 2 to k choose among.
         beams: of the translations to learn from; 1 is greedy.
         validation: corpus of pairs to judge by; None: the corpus' own (``NAME_val``), else every thirtieth pair.
@@ -141,6 +142,7 @@ class BlockwiseTranslationTraining:
         k: int = 4,
         hidden: int | None = None,
         heads_per_step: HeadsPerStep = "all",
+        trunk_share: float = 0.1,
         vocabulary: int = 8192,
         beams: int = 1,
         validation: str | None = None,
@@ -151,7 +153,10 @@ class BlockwiseTranslationTraining:
                 f"k={k}, hidden={hidden}, vocabulary={vocabulary}, beams={beams} came; k >= 2, and hidden (or null), "
                 "vocabulary and beams of at least 1 are allowed. k=1 is the model alone: method=autoregressive."
             )
+        if not 0 < trunk_share <= 1:
+            raise ValueError(f"trunk_share={trunk_share} came; a share above 0, up to 1, is allowed.")
         self.trunk, self.k, self.hidden, self.heads_per_step = trunk, k, hidden, heads_per_step
+        self.trunk_share = trunk_share
         self.vocabulary, self.beams, self.validation, self.recipe = vocabulary, beams, validation, recipe or Recipe()
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
@@ -160,7 +165,7 @@ class BlockwiseTranslationTraining:
         train, validation = split(foundry)
         pairs = self._distilled(foundry, target, tokenizer([source for source, _ in train])["input_ids"])
         learner = self._learner(target, pairs, foundry)
-        course = _Course(learner, pairs, Judge(tokenizer, validation), self.recipe, foundry)
+        course = _Course(learner, pairs, Judge(tokenizer, validation), self, foundry)
         before = course.judge.bleu_of(target)
         course.run()
         learner.heads().save(foundry.folder)
@@ -286,10 +291,16 @@ class _Course(PairCourse):
     network: TranslationLearner
 
     def __init__(
-        self, learner: TranslationLearner, pairs: Sequence[Pair], judge: Judge, recipe: Recipe, foundry: Foundry
+        self,
+        learner: TranslationLearner,
+        pairs: Sequence[Pair],
+        judge: Judge,
+        training: BlockwiseTranslationTraining,
+        foundry: Foundry,
     ) -> None:
         self.judge = judge
-        super().__init__(learner, pairs, lambda: judge.judge(learner).bleu, recipe, foundry)
+        shares = {"trunk.": training.trunk_share}
+        super().__init__(learner, pairs, lambda: judge.judge(learner).bleu, training.recipe, foundry, shares=shares)
 
     def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
         """Over a batch of pairs."""
