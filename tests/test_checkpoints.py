@@ -103,10 +103,8 @@ def test_tokens_leave_by_the_exits(folder: Path, loaded: Any, cache_root: Path) 
 
 @pytest.mark.parametrize("folder", [p for p in PARTS if p.name.startswith("teacher-")], ids=ids)
 def test_a_model_translates(folder: Path, cache_root: Path) -> None:
-    name = folder.name.removeprefix("teacher-")
-    loaded = models.load(
-        {"name": name}, {"device": "cpu", "dtype": "float32", "threads": 1}, PathsConfig(cache=str(cache_root))
-    )
+    model = preflight.compose([f"model={folder.name.removeprefix('teacher-')}", "dataset=multi30k"]).model
+    loaded = models.load(model, {"device": "cpu", "dtype": "float32", "threads": 1}, PathsConfig(cache=str(cache_root)))
     source = torch.tensor(loaded.tokenizer("A man is sleeping on a bench.")["input_ids"])
     (written,) = contract.outputs(Autoregressive(loaded.lm, Sampling()), [source], 16)
     text = loaded.tokenizer.decode(written, skip_special_tokens=True)
