@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +57,15 @@ def smollm2_dir(cache_root: Path) -> Path:
     if not (folder / "model.safetensors").is_file():
         pytest.skip("the embedded model is not here; python -m bench.models fetch smollm2")
     return folder
+
+
+@pytest.fixture
+def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Put a function in the place of ``bench.run.run``."""
+
+    def use(run: Callable[..., Any]) -> None:
+        module = types.ModuleType("bench.run")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "bench.run", module)
+
+    return use

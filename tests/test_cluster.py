@@ -50,18 +50,6 @@ def script(file: Path, body: str) -> Path:
     return file
 
 
-@pytest.fixture
-def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in the place of ``bench.run.run``."""
-
-    def use(run: Callable[..., Any]) -> None:
-        module = types.ModuleType("bench.run")
-        module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "bench.run", module)
-
-    return use
-
-
 def valid(*_: Any, **__: Any) -> Any:
     return types.SimpleNamespace(verdict=types.SimpleNamespace(valid=True))
 

@@ -7,10 +7,8 @@ import json
 import os
 import random
 import re
-import sys
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -332,18 +330,6 @@ def test_wrong_words_are_one_message(word: str, message: str, capsys: pytest.Cap
     assert cli.main(["-m", word]) == 2
     out, err = capsys.readouterr()
     assert message in err and (out, len(err.splitlines())) == ("", 1)
-
-
-@pytest.fixture
-def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in the place of ``bench.run.run``."""
-
-    def use(run: Callable[..., Any]) -> None:
-        module = types.ModuleType("bench.run")
-        module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "bench.run", module)
-
-    return use
 
 
 def outcome(cfg: RunConfig, valid: bool = True) -> Any:

@@ -154,7 +154,7 @@ class BlockwiseTranslationTraining:
                 "vocabulary and beams of at least 1 are allowed. k=1 is the model alone: method=autoregressive."
             )
         if not 0 < trunk_share <= 1:
-            raise ValueError(f"trunk_share={trunk_share} came; a share above 0, up to 1, is allowed.")
+            raise ValueError(f"trunk_share={trunk_share} came; above 0 and up to 1 is allowed. Set train.trunk_share.")
         self.trunk, self.k, self.hidden, self.heads_per_step = trunk, k, hidden, heads_per_step
         self.trunk_share = trunk_share
         self.vocabulary, self.beams, self.validation, self.recipe = vocabulary, beams, validation, recipe or Recipe()

@@ -2,11 +2,11 @@
 
 A Transformer (Vaswani et al. 2017, arXiv 1706.03762) as transformers' ``PegasusForConditionalGeneration``: norms in
 front of the sub-layers, sinusoidal positions, one embedding for both languages and the output. With norms behind the
-sub-layers, as in the original and in Marian, a short training stays far behind: validation BLEU 15.8 after 2800 steps,
-which this one passes within 300. ``layers`` are those of encoder and decoder: 4-4 is the teacher; a deep encoder with a
-decoder of one layer, 6-1 or 12-1, is the strong autoregressive baseline that non-autoregressive papers long left out
-(Kasai et al. 2021, arXiv 2006.10369). Label smoothing and a warm-up as in the original, then a rate that falls to
-nothing, which suits a short budget; the weights of the best checkpoints by validation BLEU are averaged.
+sub-layers, as in the original and in Marian, a short training stays far behind: validation BLEU 15.8 after 2800 steps
+(rate 1e-3), where this one has 23.7 after 625. ``layers`` are those of encoder and decoder: 4-4 is the teacher; a deep
+encoder with a decoder of one layer, 6-1 or 12-1, is the strong autoregressive baseline that non-autoregressive papers
+long left out (Kasai et al. 2021, arXiv 2006.10369). Label smoothing and a warm-up as in the original, then a rate that
+falls to nothing, which suits a short budget; the weights of the best checkpoints by validation BLEU are averaged.
 
 ``method=exit_teacher`` makes one that may be left early: CALM's weighted loss over all layers of the decoder, or FREE's
 over a shallow exit and the last layer with layerwise distillation (``methods.engine.layer_losses``). Every layer is
