@@ -283,6 +283,10 @@ def _counter_faults(sample: Sample, exact: bool) -> Iterator[str]:
     last = len(sample.step_tokens) - 1
     counters = zip(sample.step_tokens, sample.step_accepted, sample.step_depth, sample.step_drafted, strict=False)
     for step, (kept, accepted, depth, drafted) in enumerate(counters):
+        if sample.queue and step and not sample.step_target_passes[step]:
+            if kept or drafted:
+                yield f"round {step} kept {kept} tokens and judged {drafted}, although the row waited"
+            continue
         if not 0 <= accepted <= depth <= drafted:
             yield f"round {step} accepted {accepted} of a path of {depth} among {drafted} nodes"
         elif exact and step and not (kept == accepted + 1 or (step == last and kept <= accepted + 1)):

@@ -48,6 +48,8 @@ class MeasureConfig:
         bootstrap_samples: resamples of the prompts behind each interval.
         near_tie_gap: difference of log-probability up to which another token than the target's first choice counts
             as a near-tie; None is the rounding of the model's type.
+        refill: of more prompts than ``batch_size``, one that waits takes the place of a row that has ended.
+        refill_queue: with ``refill``, the fewest prompts that are measured in one go; None: all.
     """
 
     name: str = "default"
@@ -57,12 +59,20 @@ class MeasureConfig:
     agreement: bool = True
     bootstrap_samples: int = 10_000
     near_tie_gap: float | None = None
+    refill: bool = False
+    refill_queue: int | None = None
 
     def __post_init__(self) -> None:
         _within("measure.repeats", self.repeats, low=1)
         _within("measure.warmup", self.warmup, low=0)
         _within("measure.bootstrap_samples", self.bootstrap_samples, low=100)
         _within("measure.near_tie_gap", self.near_tie_gap, low=0)
+        _within("measure.refill_queue", self.refill_queue, low=1)
+        if self.refill_queue is not None and not self.refill:
+            raise UserError(
+                f"measure.refill_queue came as {self.refill_queue} without measure.refill=true; only with it there are "
+                "queues. Set both, or neither."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,10 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, the inverse of ``from_dict``."""
-        return asdict(self)
+        found = asdict(self)
+        if not self.measure.refill:  # ids and recorded configs stay what they were before rows could be refilled
+            found["measure"] = {key: value for key, value in found["measure"].items() if not key.startswith("refill")}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,10 @@ prompt decoded once. A *batch* is what was decoded in lockstep: its time and ene
 counted once. A *unit* is what the arms are paired by and what the bootstrap draws: the batches of one conversation,
 for the turns of a conversation are not independent of each other. With one turn and batch size 1 the three are one.
 
+With refilled rows a queue is a batch. Its prompts share rounds with whatever stood beside them, so throughput and its
+speed-up are those of whole queues, and there is no speed-up of a category; a prompt's own times count from the step
+that read it. Prefill is the time of all such steps.
+
 Repeats are averaged per prompt first: a row weighs 1 / (repeats of its prompt) in every sum and mean; percentiles are
 those of all measured requests. None means not measured.
 """
@@ -42,6 +46,7 @@ STEP_COLUMNS = (
 MIXED = "mixed"  # category of a batch whose rows are of several
 FEWEST_FOR_P99 = 100
 _NS = 1e9
+_ONE_QUEUE = "one queue has no spread; set measure.refill_queue, the fewest prompts of a queue, to measure several"
 _FEWEST_ROUNDS, _FEWEST_BATCHES = 8, 4  # below, the spread of the baseline says nothing
 
 
@@ -121,6 +126,8 @@ _SCALARS = {
     "n_output_tokens": "int64",
     "prefill_ns": "float64",
     "batch_ns": "float64",
+    "queue": "float64",
+    "admitted": "float64",
     "peak_bytes": "float64",
     "energy_j": "float64",
 }
@@ -149,14 +156,53 @@ def paired(rows: pd.DataFrame) -> pd.DataFrame:
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per arm, batch and repeat: the member with the most steps, which saw every round of the batch.
 
-    Adds ``tokens``, the output tokens of all members.
+    Adds ``tokens``, the output tokens of all members, and ``contexts``, the tokens of the text behind each step. Of a
+    queue, whose rounds no member saw all, the columns of steps are those of ``_queue``.
     """
     keys = ["arm", "batch", "repeat"]
     tokens = rows.groupby(keys)["n_output_tokens"].transform("sum")
     longest_first = rows.assign(tokens=tokens, steps=rows["step_ns"].map(len)).sort_values(
         "steps", ascending=False, kind="stable"
     )
-    return longest_first.drop_duplicates(keys).sort_values(keys).reset_index(drop=True)
+    done = longest_first.drop_duplicates(keys).sort_values(keys).reset_index(drop=True)
+    contexts = [n + np.cumsum(kept) for n, kept in zip(done["n_prompt_tokens"], done["step_tokens"], strict=True)]
+    done = done.assign(contexts=pd.Series(contexts, dtype=object))
+    if done.empty or done["queue"].isna().any():
+        return done
+    whole = pd.DataFrame([_queue(members) for _, members in rows.groupby(keys)])  # in the order of ``done``
+    return done.assign(**{str(name): whole[name] for name in whole})
+
+
+def _queue(members: pd.DataFrame) -> dict[str, Any]:
+    """All steps of a queue: what its prompts share of each, the most layers of any, and their mean context.
+
+    Steps that read prompts are in ``prefill_ns``, and count no pass of the target.
+    """
+    begins: list[int] = members["admitted"].astype(int).tolist()
+    prompts: Iterable[Any] = members.itertuples()
+    count = max(begin + len(steps) for begin, steps in zip(begins, members["step_ns"], strict=True))
+    shared: dict[str, list[Any]] = {name: [None] * count for name in ("step_ns", "step_nodes", "step_draft_ns")}
+    passes, draft_passes, layers = np.zeros(count, int), np.zeros(count, int), np.zeros(count)
+    lengths, rows = np.zeros(count), np.zeros(count)
+    for begin, prompt in zip(begins, prompts, strict=True):
+        own = slice(begin, begin + len(prompt.step_ns))
+        for name, values in shared.items():
+            values[own] = getattr(prompt, name)
+        passes[own] = np.maximum(passes[own], prompt.step_target_passes)
+        draft_passes[own] = prompt.step_draft_passes
+        layers[own] = np.maximum(layers[own], prompt.step_layers)
+        lengths[own] += prompt.n_prompt_tokens + np.cumsum(prompt.step_tokens)
+        rows[own] += 1
+    reads = sorted(set(begins))
+    passes[reads] = 0
+    return {
+        **shared,
+        "prefill_ns": float(sum(shared["step_ns"][step] for step in reads)),
+        "step_target_passes": passes.tolist(),
+        "step_draft_passes": draft_passes.tolist(),
+        "step_layers": layers.tolist(),
+        "contexts": lengths / rows,
+    }
 
 
 def rounds(rows: pd.DataFrame) -> pd.DataFrame:
@@ -194,7 +240,8 @@ def speedups(rows: pd.DataFrame, n_bootstrap: int, seed: int) -> dict[str, Any]:
 
     ``total`` is baseline time over method time; ``geometric`` the mean of the units' ratios; ``spec_bench`` the mean
     of the method's rates over the mean of the baseline's, as Spec-Bench (Xia et al. 2024) computes it; ``prefill``
-    and ``decode`` split the total; ``by_category`` gives the total of each category.
+    and ``decode`` split the total; ``by_category`` gives the total of each category. With queues ``latency`` is the
+    ratio of the summed times that prompts took from being read to their end, paired by conversation.
     """
     if rows.empty:
         nothing = asdict(stats.ratio_of_totals([], [], n_resamples=n_bootstrap, seed=seed))
@@ -209,15 +256,27 @@ def speedups(rows: pd.DataFrame, n_bootstrap: int, seed: int) -> dict[str, Any]:
     geometric = stats.geometric_mean(table["baseline_s"].to_numpy(float), table["method_s"].to_numpy(float))
     rates = {arm: (table[f"{arm}_tokens"] / table[f"{arm}_s"]).mean() for arm in ("method", "baseline")}
     sums = table.drop(columns="category").sum()
+    queues = bool(rows["queue"].notna().all())
+    overall = total(table)
+    if queues and overall["n"] == 1:
+        overall["reason"] = _ONE_QUEUE
     return {
-        "total": total(table),
+        "total": overall,
         "geometric": geometric.value,
         "geometric_interval": None if geometric.low is None else [geometric.low, geometric.high],
         "spec_bench": _divide(rates["method"], rates["baseline"]),
         "prefill": _divide(sums["baseline_prefill_s"], sums["method_prefill_s"]),
         "decode": _divide(sums["baseline_s"] - sums["baseline_prefill_s"], sums["method_s"] - sums["method_prefill_s"]),
-        "by_category": {str(name): total(part) for name, part in table.groupby("category")},
+        "by_category": {} if queues else {str(name): total(part) for name, part in table.groupby("category")},
+        **({"latency": total(_conversations(rows))} if queues else {}),
     }
+
+
+def _conversations(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per conversation: seconds of each arm from the reading of its prompts to their ends, repeats averaged."""
+    seconds = pd.Series([sum(steps) / _NS for steps in rows["step_ns"]], index=rows.index) * rows["weight"]
+    example = rows["prompt_id"].map(lambda name: name.rpartition("/")[0])
+    return seconds.groupby([example, rows["arm"]]).sum().unstack("arm").add_suffix("_s")
 
 
 def expected_speedup_leviathan(alpha: float, gamma: int, c: float) -> float:
@@ -259,15 +318,15 @@ def predicted_speedup(rows: pd.DataFrame, cost_curve: CostCurve | Price | None) 
 def _predicted_s(batch: Any, price: Price) -> float:
     """Predicted seconds of a batch; NaN where drafting took passes whose time is not known.
 
-    A pass that ran a share of the layers costs that share. Contexts are those of the row with the most steps.
+    A pass that ran a share of the layers costs that share. Contexts are those of the row with the most steps; in a
+    queue, the mean of its rows.
     """
-    contexts = batch.n_prompt_tokens + np.cumsum(batch.step_tokens)
     total = batch.prefill_ns / _NS
     for step in range(1, len(batch.step_ns)):
         draft_ns, layers = batch.step_draft_ns[step], min(1.0, batch.step_layers[step])
         if draft_ns is None and batch.step_draft_passes[step]:
             return float("nan")
-        pass_s = price(batch.step_nodes[step], batch.batch_size, int(contexts[step - 1]))
+        pass_s = price(batch.step_nodes[step], batch.batch_size, int(batch.contexts[step - 1]))
         total += batch.step_target_passes[step] * layers * pass_s + (draft_ns or 0) / _NS
     return float(total)
 
@@ -409,10 +468,12 @@ def spread(rows: pd.DataFrame) -> float | None:
     An autoregressive round does the same work whatever the text, except that it reads a longer context. So the time
     per round of each decoded batch is taken, the straight line over its mean context (Theil-Sen, which outliers do not
     bend) is removed, and what still varies is the machine. Batches of another size than the largest and those with
-    fewer than 8 rounds are left out; None if fewer than 4 remain.
+    fewer than 8 rounds are left out; None if fewer than 4 remain, and with refilled rows, whose contexts come and go.
     """
     from scipy.stats import theilslopes
 
+    if rows["queue"].notna().any():
+        return None
     done = batches(rows[rows["arm"] == "baseline"])
     n_rounds = done["step_ns"].map(len).astype(int) - 1
     full = done[(done["batch_size"] == done["batch_size"].max()) & (n_rounds >= _FEWEST_ROUNDS)]

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import build, models, prepared
+import yaml
+
+from bench import build, models, preflight, prepared
 from bench.config import RunConfig, SamplingConfig
 from bench.errors import UserError
 from methods.decoder import MissingPart
@@ -45,6 +47,26 @@ def _batch(cfg: RunConfig) -> str | None:
     if most is None or cfg.batch_size <= most:
         return None
     return f"batch_size={cfg.batch_size}, and {cfg.method['name']} takes {most} row{'' if most == 1 else 's'} at a time"
+
+
+def refilling(cfg: RunConfig) -> str | None:
+    """Why rows cannot be refilled as asked, and what to change."""
+    if not cfg.measure.refill:
+        return None
+    if cfg.batch_size == 1:
+        return "measure.refill=true came with batch_size=1; there must be rows that go on beside one. Raise batch_size."
+    if getattr(_method(cfg), "refills", False):
+        return None
+    able = [name for name in preflight.groups()["method"] if _refills(name)]
+    return (
+        f"measure.refill=true came with method={cfg.method['name']}, whose rows cannot begin a new text while others "
+        f"go on. Choose a method that can: {', '.join(able)}."
+    )
+
+
+def _refills(method: str) -> bool:
+    group = yaml.safe_load(preflight.config_file("method", method).read_text(encoding="utf-8"))
+    return bool(getattr(build.locate(group["_target_"]), "refills", False))
 
 
 def _device(cfg: RunConfig) -> str | None:
@@ -143,6 +165,7 @@ def _method(cfg: RunConfig) -> type:
 
 _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and what each of them reads
     _batch: ("method", "batch_size"),
+    refilling: ("method", "batch_size", "measure"),
     _device: ("method", "hardware"),
     _kind: ("dataset", "model"),
     _made: ("method", "model", "paths"),

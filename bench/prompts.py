@@ -11,7 +11,7 @@ from bench.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts that are decoded in lockstep: the same turn of consecutive examples.
+    """Prompts that are decoded together: the same turn of consecutive examples.
 
     Attributes:
         index: running number over the run; together with the repeat it names a unit of measurement.
@@ -39,9 +39,19 @@ def plan(examples: Sequence[Any], batch_size: int) -> list[Batch]:
     All turns of a group of examples come before the next group, earlier turns first, since a turn needs the
     answers to those before it.
     """
+    return _plan([examples[start : start + batch_size] for start in range(0, len(examples), batch_size)])
+
+
+def plan_queues(examples: Sequence[Any], least: int | None) -> list[Batch]:
+    """As ``plan``, in queues of at least ``least`` examples (None: all) whose lengths differ by one at most."""
+    count = max(1, len(examples) // (least or len(examples)))
+    ends = [len(examples) * i // count for i in range(count + 1)]
+    return _plan([examples[start:end] for start, end in zip(ends, ends[1:], strict=False)])
+
+
+def _plan(groups: Iterable[Sequence[Any]]) -> list[Batch]:
     batches: list[Batch] = []
-    for start in range(0, len(examples), batch_size):
-        group = examples[start : start + batch_size]
+    for group in groups:
         for turn in range(max(len(example.turns) for example in group)):
             rows = tuple(example for example in group if turn < len(example.turns))
             batches.append(Batch(len(batches), turn, rows))

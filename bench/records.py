@@ -39,9 +39,14 @@ class Sample:
     Attributes:
         prompt_id: example id and turn, ``"81/1"``.
         batch: index of the batch the prompt ran in; at batch size 1 the running number of the prompt.
+        batch_size: rows at a time.
+        queue: prompts that were decoded in one go, each in the place of one that had ended; ``batch`` is then that of
+            the queue, and steps in which the row waited for the prompt of another have no token and no target pass.
+            None: one prompt per row, in lockstep.
+        admitted: the step of the queue in which the prompt was read, its own step 0; None without a queue.
         order: 0 if this arm ran first on this prompt, else 1.
         finish: ``"eos"`` or ``"length"``.
-        batch_ns: request start to the moment the last row of the batch had finished.
+        batch_ns: request start to the moment the last row of the batch, or of the queue, had finished.
         peak_bytes: peak memory while this sample ran; None where it was not measured.
         quality: scores of the text against the reference, by metric name.
     """
@@ -79,6 +84,8 @@ class Sample:
     cpu_ns: int | None = None
     quality: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    queue: int | None = None
+    admitted: int | None = None
     schema_version: int = SCHEMA_VERSION
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -347,7 +354,7 @@ def _unit(sample: Sample) -> tuple[str, int, int]:
 def _complete(samples: Sequence[Sample]) -> list[Sample]:
     """The rows of batches that hold every row of both arms."""
     rows = Counter(map(_unit, samples))
-    return [sample for sample in samples if rows[_unit(sample)] == 2 * sample.batch_size]
+    return [sample for sample in samples if rows[_unit(sample)] == 2 * (sample.queue or sample.batch_size)]
 
 
 # ---------------------------------------------------------------------------------------------------- validating

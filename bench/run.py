@@ -37,6 +37,7 @@ from bench.costs import CostCurve
 from bench.errors import RunFailed, UserError
 from bench.hardware import Instruments
 from bench.models import Loaded
+from bench.obstacles import refilling
 from bench.prepared import Prepared
 from bench.records import RunFolder, Sample
 from bench.runner import Runner, Seconds, Settings
@@ -132,8 +133,11 @@ def run(cfg: RunConfig, *, fresh: bool | datetime = False) -> Outcome:
 def prepare(cfg: RunConfig) -> Parts:
     """Build everything, and refuse what cannot be run before anything is measured."""
     _check_batch(cfg)
+    if found := refilling(cfg):
+        raise UserError(f"{found} Or set measure.refill=false.")
     task = build.build_task(cfg.dataset, cfg.paths)
     examples = list(task.load())
+    _check_refill(cfg, examples)
     hardware.set_threads(cfg.hardware.threads)
     models.import_libraries()
     floor_bytes = hardware.resident_bytes()
@@ -173,6 +177,23 @@ def _check_batch(cfg: RunConfig) -> None:
         raise UserError(
             f"batch_size came as {cfg.batch_size}; method '{cfg.method['name']}' takes {most} row(s) at a time. "
             f"Set batch_size={most}, or choose another method."
+        )
+
+
+def _check_refill(cfg: RunConfig, examples: Sequence[Any]) -> None:
+    """Some prompt has to wait for a row."""
+    if not cfg.measure.refill:
+        return
+    rows, queue = cfg.batch_size, cfg.measure.refill_queue
+    if len(examples) <= rows:
+        raise UserError(
+            f"measure.refill=true came with {len(examples)} prompts for batch_size={rows}; at least one must wait for "
+            "a row to end. Raise dataset.limit, lower batch_size, or set measure.refill=false."
+        )
+    if queue is not None and queue <= rows:
+        raise UserError(
+            f"measure.refill_queue came as {queue} with batch_size={rows}; a queue must hold more prompts than there "
+            "are rows, several times as many for its end to weigh little. Raise it, or leave it out: one queue of all."
         )
 
 
@@ -297,7 +318,7 @@ def _probe(parts: Parts, warm: Sequence[Sample]) -> dict[str, Any]:
     if probe is None or not first:
         return {}
     device = parts.loaded.lm.device
-    rows = [torch.tensor(sample.prompt_ids, device=device) for sample in first]
+    rows = [torch.tensor(sample.prompt_ids, device=device) for sample in first[: first[0].batch_size]]
     return dict(probe(rows, parts.settings.limit, torch.Generator(device).manual_seed(first[0].seed)))
 
 
@@ -372,6 +393,8 @@ def _settings(cfg: RunConfig, loaded: Any) -> Settings:
         batch_size=cfg.batch_size,
         repeats=cfg.measure.repeats,
         warmup=cfg.measure.warmup,
+        refill=cfg.measure.refill,
+        refill_queue=cfg.measure.refill_queue,
     )
 
 
@@ -446,6 +469,7 @@ def _names(manifest: dict[str, Any]) -> dict[str, Any]:
         "dtype": manifest["dtype"],
         "threads": facts["threads"],
         "batch_size": manifest["batch_size"],
+        **_refill(manifest),
         "sampling": manifest["sampling"],
         "max_new_tokens": manifest["max_new_tokens"],
         "harness_share": manifest.get("harness_share"),
@@ -454,6 +478,12 @@ def _names(manifest: dict[str, Any]) -> dict[str, Any]:
         **({"calibration": manifest["calibration"]} if "calibration" in manifest else {}),
         **({"method_facts": _per_token(manifest)} if "method_facts" in manifest else {}),
     }
+
+
+def _refill(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Nothing for rows in lockstep: runs of before there was anything else stand beside them."""
+    measure = manifest["measure"]
+    return {key: measure[key] for key in ("refill", "refill_queue")} if measure.get("refill") else {}
 
 
 def _per_token(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from bench.progress import Progress
 from bench.prompts import Batch
 from bench.records import Arm, RunFolder, Sample
 from bench.timing import Timed, timed_decode
-from methods.decoder import Decoder
+from methods.decoder import Decoder, Step
 
 _SEED_BYTES = 6  # 48 bits survive every JSON reader, those that know only doubles included
 
@@ -39,6 +39,8 @@ class Settings:
         repeats: how often each prompt is decoded by each arm.
         warmup: prompts decoded by both arms before the measurement.
         apart: prompt and answer each have the whole context, the target being an encoder-decoder.
+        refill: a prompt that waits takes the place of a row that has ended.
+        refill_queue: with ``refill``, the fewest prompts of a queue, which is measured as a whole; None: all.
     """
 
     seed: int
@@ -49,6 +51,8 @@ class Settings:
     repeats: int = 1
     warmup: int = 2
     apart: bool = False
+    refill: bool = False
+    refill_queue: int | None = None
 
 
 @dataclass(slots=True)
@@ -76,10 +80,10 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What is measured, and recorded, together: one batch, once, by both arms.
+    """What is measured, and recorded, together: one batch or one queue, once, by both arms.
 
     Attributes:
-        rows: prompt ids of each row.
+        rows: ids of each prompt.
     """
 
     batch: Batch
@@ -177,7 +181,11 @@ class Runner:
                 self.seconds.loop += self.wall() - begin
 
     def _units(self) -> list[tuple[Batch, int]]:
-        batches = prompts.plan(self.examples, self.settings.batch_size)
+        settings = self.settings
+        if settings.refill:
+            batches = prompts.plan_queues(self.examples, settings.refill_queue)
+        else:
+            batches = prompts.plan(self.examples, settings.batch_size)
         return [(batch, repeat) for repeat in range(self.settings.repeats) for batch in batches]
 
     def _is_done(self, batch: Batch, repeat: int) -> bool:
@@ -192,6 +200,8 @@ class Runner:
         size, wanted = self.settings.batch_size, self.settings.warmup
         if not wanted:
             return []
+        if self.settings.refill:
+            size *= 2  # every row is refilled once
         batches = -(-wanted // size)
         pool = [*self.spare, *reversed(self.examples)][: batches * size]
         return [Batch(i, 0, tuple(pool[i * size : (i + 1) * size])) for i in range(-(-len(pool) // size))]
@@ -226,7 +236,8 @@ class Runner:
         rng = torch.Generator(device=device).manual_seed(unit.seed)
         ids: list[Tensor] = [torch.tensor(row, dtype=torch.long, device=device) for row in unit.rows]
         try:
-            return timed_decode(decoder, ids, settings.limit, settings.eos_ids, rng, self.instruments)
+            places = settings.batch_size if settings.refill else None
+            return timed_decode(decoder, ids, settings.limit, settings.eos_ids, rng, self.instruments, places)
         except (RuntimeError, MemoryError, OSError) as error:
             context = max(map(len, unit.rows)) + settings.limit
             where = f"prompt {unit.batch.prompt_ids[0]} (context {context:,})"
@@ -248,7 +259,9 @@ class Runner:
             phase=unit.phase,
             seed=unit.seed,
             batch=unit.batch.index,
-            batch_size=len(unit.rows),
+            batch_size=min(self.settings.batch_size, len(unit.rows)),
+            queue=len(unit.rows) if self.settings.refill else None,
+            admitted=timed.rows[row].first if self.settings.refill else None,
             n_prompt_tokens=len(unit.rows[row]),
             prompt_ids=unit.rows[row],
             text=text,
@@ -278,10 +291,10 @@ class Runner:
 
 
 def _measured(timed: Timed, row: int) -> dict[str, Any]:
-    """The fields of a sample that come from the clock and from the steps of one row."""
+    """The fields of a sample that come from the clock and from the steps of one prompt."""
     kept = timed.rows[row]
-    steps = timed.steps[: len(kept.counts)]
-    step_ns = timed.step_ns[: len(steps)]
+    place, own = kept.place, slice(kept.first, kept.first + len(kept.counts))
+    steps, step_ns = timed.steps[own], timed.step_ns[own]
     return {
         "n_output_tokens": len(kept.ids),
         "output_ids": kept.ids,
@@ -290,18 +303,23 @@ def _measured(timed: Timed, row: int) -> dict[str, Any]:
         "batch_ns": timed.batch_ns,
         "step_ns": step_ns,
         "step_tokens": kept.counts,
-        "step_drafted": [step.drafted[row] for step in steps],
-        "step_accepted": [step.accepted[row] for step in steps],
-        "step_depth": [step.depth[row] for step in steps],
+        "step_drafted": [step.drafted[place] for step in steps],
+        "step_accepted": [step.accepted[place] for step in steps],
+        "step_depth": [step.depth[place] for step in steps],
         "step_nodes": [step.nodes for step in steps],
-        "step_layers": [float(step.layers[row]) for step in steps],
+        "step_layers": [float(step.layers[place]) for step in steps],
         "step_draft_ns": [step.draft_ns for step in steps],
-        "step_target_passes": [step.target_passes for step in steps],
+        "step_target_passes": [0 if _waits(step, place) else step.target_passes for step in steps],
         "step_draft_passes": [step.draft_passes for step in steps],
         "peak_bytes": timed.reading.peak_bytes,
         "energy_j": timed.reading.energy_j,
         "cpu_ns": timed.reading.cpu_ns,
     }
+
+
+def _waits(step: Step, place: int) -> bool:
+    """Whether a row stood still while prompts of others were read."""
+    return bool(step.admitted) and place not in step.admitted
 
 
 def _rows(units: Sequence[tuple[Batch, int]]) -> int:

@@ -23,6 +23,8 @@ JOIN_KEYS = (
     "threads",
     "sampling",
     "batch_size",
+    "refill",
+    "refill_queue",
     "max_new_tokens",
 )
 _LABEL, _GAP = 16, "   "
@@ -87,7 +89,8 @@ def place(summary: Mapping[str, Any]) -> str:
 
 
 def how(summary: Mapping[str, Any]) -> str:
-    return ", ".join([*_sampling(summary.get("sampling")), f"batch {summary.get('batch_size') or MISSING}"])
+    rows = f"batch {summary.get('batch_size') or MISSING}{', refilled' if summary.get('refill') else ''}"
+    return ", ".join([*_sampling(summary.get("sampling")), rows])
 
 
 def _sampling(sampling: Any) -> Iterator[str]:
@@ -115,6 +118,8 @@ def _speed_up(summary: Mapping[str, Any]) -> list[str]:
     per_token = speedup.get("per_token")
     if per_token and total["value"] and abs(per_token / total["value"] - 1) > _LENGTHS_DIFFER:
         details.append(f"per token {times(per_token)}")
+    if latency := speedup.get("latency"):
+        details.append(f"latency {times(latency['value'])}, 95 % {interval(latency)}")
     return _row("speed-up", times(total["value"]), details)
 
 

@@ -335,6 +335,11 @@ def answer(asked: Question) -> str:
     manifest, samples = read_manifest(asked.run), read_samples(asked.run)
     if manifest is None:
         raise UserError(f"{asked.run} holds no manifest.json; name the folder of a run.")
+    if any(sample.queue for sample in samples):
+        raise UserError(
+            f"{asked.run} was measured with refilled rows (measure.refill=true); only rounds in lockstep can be priced "
+            "anew. Name a run without."
+        )
     if not any(sample.phase == "measure" for sample in samples):
         raise UserError(f"{asked.run} holds no measured prompt yet. Finish the run, or name another.")
     curve = own_curve(asked.run, manifest) if asked.curve is None else read_curve(asked.curve)

@@ -5,7 +5,7 @@ Command: ``python -m bench method=autoregressive`` measures it against itself (t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,6 +25,9 @@ class NoDraft:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         """Nothing to forget."""
 
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Nothing to forget."""
+
     def propose(self, context: Context) -> Draft:
         """The empty chain."""
         return Draft.chain(torch.empty(len(context.tokens), 0, dtype=torch.long, device=context.root.device))
@@ -35,6 +38,8 @@ class Autoregressive(SpeculativeDecoder):
 
     Every rule draws from the target's own distribution when nothing is drafted; the greedy rule takes its argmax.
     """
+
+    refills = True
 
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
         super().__init__(target, sampling, NoDraft(), Greedy())

@@ -7,6 +7,7 @@ V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,10 +38,11 @@ class Guarantee(str, Enum):
 class Step:
     """What one round committed. Everything that is reported derives from these counters.
 
-    The first step of a decode is the prefill: it commits the first token(s), in our loop exactly one.
+    The first step of a decode is the prefill: it commits the first token(s), in our loop exactly one. With refilled
+    rows (``Refillable``) so is every step that reads the prompts of some rows, while the others wait.
 
     Attributes:
-        tokens: per row, the ids committed in this round, in order; empty for a row at its limit.
+        tokens: per row, the ids committed in this round, in order; empty for a row at its limit or one that waits.
         drafted: per row, draft nodes that were judged.
         accepted: per row, draft tokens that were kept (the bonus token is not one of them).
         layers: per row, layers run per committed token over layers of the target; 1.0 unless layers were skipped.
@@ -51,6 +53,7 @@ class Step:
         draft_ns: wall time spent proposing, or None where it was not measured.
         at_ns: ``time.perf_counter_ns()`` at which the tokens became available. Only decoders that wrap a
             blocking call set it; for every other one the runner reads the clock itself.
+        admitted: rows whose next prompt was read in this step, which did nothing else; empty for any other step.
     """
 
     tokens: list[list[int]]
@@ -63,6 +66,11 @@ class Step:
     draft_passes: int = 0
     draft_ns: int | None = None
     at_ns: int | None = None
+    admitted: frozenset[int] = frozenset()
+
+
+Prompts = Mapping[int, Tensor]  # ids by row
+Rounds = abc.Generator[Step, Prompts | None, None]  # takes the prompts that begin before the next step
 
 
 @runtime_checkable
@@ -92,6 +100,31 @@ class Decoder(Protocol):
             prompts: token ids, one 1-D integer tensor of length >= 1 per row, ragged.
             limit: most tokens wanted per row; the method sizes its buffers by it.
             rng: the only source of randomness, on the target's device.
+        """
+        ...
+
+
+@runtime_checkable
+class Refillable(Protocol):
+    """A decoder whose rows can be given a new prompt while others go on (continuous batching, Orca, Yu et al. 2022).
+
+    Attributes:
+        refills: whether it really can; a class that inherits the method may not be able to.
+    """
+
+    refills: ClassVar[bool]
+
+    def decode_refilled(self, prompts: list[Int[Tensor, "T"]], limit: int, rng: Generator, longest: int) -> Rounds:
+        """As ``Decoder.decode``, but new prompts may be sent in place of ``next``: each replaces the text of its row.
+
+        They are read at once, in a step of their own (``Step.admitted``) that commits their first tokens. What becomes
+        of a row does not depend on what it or any other row held before.
+
+        Args:
+            prompts: those that the rows begin with.
+            limit: most tokens wanted per prompt.
+            rng: see ``Decoder.decode``.
+            longest: tokens of the longest prompt that will come; the method sizes its buffers by it.
         """
         ...
 
@@ -266,7 +299,7 @@ class Context:
         sampling: how the target's distribution is processed; a drafter that samples uses the same.
         rng: generator on the target's device.
         scouted: per row, the target's most likely tokens behind the scouts it was asked about in the last pass
-            (host side); empty where that pass had none.
+            (host side); empty where that pass had none, as is that of a row which began anew behind it.
     """
 
     tokens: list[list[int]]
@@ -306,6 +339,18 @@ class Drafter(Protocol):
 
     def propose(self, context: Context) -> Draft:
         """Propose a draft for every row; an empty draft (N = 0) means a plain autoregressive round."""
+        ...
+
+
+@runtime_checkable
+class Renewable(Drafter, Protocol):
+    """A drafter for ``Refillable`` decoders."""
+
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Forget the text of some rows; each begins anew with a prompt, as after ``reset``.
+
+        In the next context, the last pass of such a row has one node that counts: the end of its prompt, on its path.
+        """
         ...
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from bench.hardware import Instruments
-from methods.decoder import Guarantee, Step
+from methods.decoder import Guarantee, Prompts, Rounds, Step
 
 EOS = 0
 
@@ -32,6 +32,7 @@ class FakeDecoder:
     """Writes (last id + 1) modulo 100, ``width`` ids a step; 50 ns per prompt id, then ``step_ns`` a step."""
 
     guarantee = Guarantee.EXACT
+    refills = True
 
     def __init__(self, clock: FakeClock, width: int = 1, step_ns: int = 100, wrap: int = 100) -> None:
         self.clock, self.width, self.step_ns, self.wrap = clock, width, step_ns, wrap
@@ -39,17 +40,29 @@ class FakeDecoder:
         self.closed = 0
 
     def decode(self, prompts: list[Tensor], limit: int, rng: Generator) -> Iterator[Step]:
+        return self.decode_refilled(prompts, limit, rng, 0)
+
+    def decode_refilled(self, prompts: list[Tensor], limit: int, rng: Generator, longest: int) -> Rounds:
         rows = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in rows]
         self.calls.append(([list(row) for row in rows], limit, rng.initial_seed()))
         try:
             self.clock.spend(50 * max(map(len, rows)))
-            yield self._step(rows, ends, 1)
+            new = yield self._step(rows, ends, 1)
             while True:
+                while new:
+                    new = yield self._begin(rows, ends, new, limit)
                 self.clock.spend(self.step_ns)
-                yield self._step(rows, ends, self.width)
+                new = yield self._step(rows, ends, self.width)
         finally:
             self.closed += 1
+
+    def _begin(self, rows: list[list[int]], ends: list[int], new: Prompts, limit: int) -> Step:
+        self.clock.spend(50 * max(map(len, new.values())))
+        for row, prompt in new.items():
+            rows[row], ends[row] = prompt.tolist(), len(prompt) + limit
+        closed = [end if row in new else 0 for row, end in enumerate(ends)]
+        return replace(self._step(rows, closed, 1), admitted=frozenset(new))
 
     def _step(self, rows: list[list[int]], ends: list[int], width: int) -> Step:
         widths = [width if len(row) < end else 0 for row, end in zip(rows, ends, strict=True)]

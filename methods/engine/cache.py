@@ -94,6 +94,16 @@ class Cache:
         self.length = self.length[: len(rows)].clone()
         self.set_lengths([self.lengths[row] for row in rows])
 
+    def adopt(self, rows: Sequence[int], other: Cache) -> None:
+        """Put what ``other`` holds, row for row, in place of what ``rows`` held."""
+        width = max(other.lengths)
+        self.store[:, list(rows), :width] = other.store[:, :, :width]
+        self._replace_lengths(rows, other.lengths)
+
+    def _replace_lengths(self, rows: Sequence[int], new: Sequence[int]) -> None:
+        lengths = dict(enumerate(self.lengths)) | dict(zip(rows, new, strict=True))
+        self.set_lengths(list(lengths.values()))
+
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Declare the first ``lengths[b]`` slots of each row valid."""
         assert max(lengths) <= self.capacity, f"cache of {self.capacity} slots asked to hold {max(lengths)}"

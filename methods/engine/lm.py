@@ -7,7 +7,7 @@ have different lengths. Tests prove the logits equal to ``model(...)`` for every
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -364,6 +364,20 @@ class CausalLM:
             return Output(logits, hidden)
         every = self.norm(torch.cat([h for h, _ in states], 1))
         return Output(logits, every, {t: torch.cat([s[t] for _, s in states], 1) for t in taps})
+
+    def prefill_rows(self, prompts: Mapping[int, Int[Tensor, "_"]], cache: Cache) -> Output:
+        """Read whole prompts into some rows of a cache, in place of what these held; the others stay as they are.
+
+        Args:
+            prompts: by row.
+
+        Returns:
+            Of the rows named, in their order, as ``prefill`` does without taps.
+        """
+        own = self._make_cache(len(prompts), max(map(len, prompts.values())))
+        output = self.prefill(list(prompts.values()), own)
+        cache.adopt(list(prompts), own)
+        return output
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:

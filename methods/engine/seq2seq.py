@@ -110,6 +110,31 @@ class SourceCache(Cache):
         self.mask = None if self.mask is None else self.mask[list(rows)]
         super().select(rows)
 
+    def adopt(self, rows: Sequence[int], other: Cache) -> None:
+        assert isinstance(other, SourceCache), "rows come with their sources"
+        self._reserve(other.source)
+        chosen, written = list(rows), max(other.written)
+        kept = other.store[:, :, : other.source + written]
+        self.store[:, chosen, : other.source] = kept[:, :, : other.source]
+        self.store[:, chosen, self.source : self.source + written] = kept[:, :, other.source :]
+        if self.mask is None:
+            self.mask = self.store.new_zeros(self.batch, 1, 1, self.source)
+        self.mask[chosen] = -torch.inf
+        self.mask[chosen, :, :, : other.source] = 0.0 if other.mask is None else other.mask
+        for row, shift in zip(rows, other._shifts, strict=True):
+            self._shifts[row] = shift + self.source - other.source
+        self._replace_lengths(rows, other.lengths)
+
+    def _reserve(self, source: int) -> None:
+        """Make room for a longer source; what was written moves behind it."""
+        more, end = source - self.source, self.source + max(self.written)
+        if more <= 0:
+            return
+        self.store[:, :, source : end + more] = self.store[:, :, self.source : end].clone()
+        mask = self.store.new_zeros(self.batch, 1, 1, self.source) if self.mask is None else self.mask
+        self.mask = F.pad(mask, (0, more), value=-torch.inf)
+        self.source, self._shifts = source, [shift + more for shift in self._shifts]
+
     def set_lengths(self, lengths: Sequence[int]) -> None:
         slots = [length + shift for length, shift in zip(lengths, self._shifts, strict=True)]
         assert max(slots) <= self.capacity, f"cache of {self.capacity} slots asked to hold {max(slots)}"
@@ -209,6 +234,9 @@ class Seq2SeqLM(CausalLM):
 
     def new_cache(self, batch: int, capacity: int) -> SourceCache:
         """An empty cache for rows of up to ``capacity`` tokens, source, target and drafts in flight together."""
+        return self._make_cache(batch, capacity)
+
+    def _make_cache(self, batch: int, capacity: int) -> SourceCache:
         kept = [i for i in range(self.n_layers) if i not in self.skipped_attention]
         slots = capacity + len(self.start)  # these stand for one source token, which keeps its own slot
         return SourceCache(kept, batch, slots, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)

@@ -83,6 +83,8 @@ class Bild(SpeculativeDecoder):
         ValueError: no little model, one of another vocabulary, sampling at a temperature, or an option out of range.
     """
 
+    refills = True
+
     def __init__(
         self,
         target: CausalLM,

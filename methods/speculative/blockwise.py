@@ -152,6 +152,9 @@ class BlockwiseDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         """Nothing is kept between rounds."""
 
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Nothing is kept between rounds."""
+
     def propose(self, context: Context) -> Draft:
         rows = context.last_hidden
         proposed = states(rows, self._first, self._second)
@@ -186,6 +189,8 @@ class Blockwise(HeadsDecoder):
 
     prepared_as: ClassVar[str] = "blockwise"
     verifier: CausalLM | None = None
+
+    refills = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ Command: ``python -m bench method=speculative_sampling method.draft_model=NAME``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,14 @@ class DraftModel:
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
         self._cache = self.model.new_cache(len(prompts), capacity)
+
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        assert self._cache is not None, "reset comes before renew"
+        for row, prompt in prompts.items():
+            self._prompt_lengths[row] = len(prompt)
+        if max(self._cache.lengths):  # else the first draft will read all prompts at once
+            read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
+            self.model.prefill_rows(read, self._cache)
 
     def propose(self, context: Context) -> Draft:
         tokens, probs = [], []
@@ -119,6 +127,8 @@ class SpeculativeSampling(SpeculativeDecoder):
     Raises:
         ValueError: no drafter named, two named, vocabularies of different size, or an option out of range.
     """
+
+    refills = True
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ Command: ``python -m bench method=hydra_heads dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -228,6 +228,9 @@ class HydraDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         """Nothing is kept between rounds."""
 
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Nothing is kept between rounds."""
+
     def propose(self, context: Context) -> Draft:
         state = context.last_hidden
         inputs = torch.cat([state, self._target.embed(context.root)], 1)[:, None]  # what the path to each node says
@@ -261,6 +264,8 @@ class HydraHeads(HeadsDecoder):
     Raises:
         ValueError: no heads, heads of another target, or an option out of range.
     """
+
+    refills = True
 
     def __init__(
         self,

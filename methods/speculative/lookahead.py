@@ -21,7 +21,7 @@ Command: ``python -m bench method=lookahead dataset=spec_bench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Int
@@ -106,11 +106,19 @@ class LookaheadDrafter:
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self._windows = [Window(prompt, self._width, self._levels) for prompt in prompts]
-        self._pools = [NgramPool(self._guesses) for _ in prompts]
+        self._pools = [self._pool(prompt) for prompt in prompts]
+
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        for row, prompt in prompts.items():
+            self._windows[row] = Window(prompt, self._width, self._levels)
+            self._pools[row] = self._pool(prompt)
+
+    def _pool(self, prompt: list[int]) -> NgramPool:
+        pool = NgramPool(self._guesses)
         if self._pool_from_prompt:
-            for pool, prompt in zip(self._pools, prompts, strict=True):
-                for gram in zip(*(prompt[start:] for start in range(self._levels + 1)), strict=False):
-                    pool.add(gram)
+            for gram in zip(*(prompt[start:] for start in range(self._levels + 1)), strict=False):
+                pool.add(gram)
+        return pool
 
     def propose(self, context: Context) -> Draft:
         if context.scouted:
@@ -122,6 +130,8 @@ class LookaheadDrafter:
 
     def _learn(self, scouted: list[list[int]]) -> None:
         for window, pool, found in zip(self._windows, self._pools, scouted, strict=True):
+            if not found:  # begun anew: nothing was asked for this text yet
+                continue
             for gram in window.grams(found):
                 pool.add(gram)
             window.advance(found)
@@ -169,6 +179,8 @@ class Lookahead(SpeculativeDecoder):
     Raises:
         ValueError: an option out of range.
     """
+
+    refills = True
 
     def __init__(
         self,

@@ -5,19 +5,26 @@ only the order of events and the bookkeeping of rows that commit different numbe
 at the start of a round the cache holds every committed token except the last, the root. The pass scores
 [root, d_1 .. d_N]; row i of its logits judges the children of node i; the row of the last kept node gives the
 bonus token, which is the next root. Scouts stand behind d_N: they are scored and nothing else.
+
+A row may be given another prompt between two rounds (continuous batching: Orca, Yu et al. 2022, OSDI). It is read
+whole, in a step of its own and into a small cache that is then copied into the row, so that row and drafter stand where
+any prefill leaves them. Other rows wait for it: prompts are not read in pieces beside the rounds of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Context, Draft, Drafter, Rule, Step, Verdict
+from methods.decoder import Context, Draft, Drafter, Prompts, Renewable, Rounds, Rule, Step, Verdict
+from methods.engine.cache import Cache
 from methods.engine.clock import Stopwatch
-from methods.engine.lm import CausalLM
+from methods.engine.lm import CausalLM, Output
 from methods.engine.sampling import Sampling, argmax
 
 
@@ -26,20 +33,27 @@ class SpeculativeDecoder:
 
     Attributes:
         guarantee: what the rule promises.
+        refills: see ``methods.decoder.Refillable``; a class whose drafter is ``Renewable`` may declare it.
     """
+
+    refills: ClassVar[bool] = False
 
     def __init__(self, target: CausalLM, sampling: Sampling, drafter: Drafter, rule: Rule) -> None:
         self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
         self.guarantee = rule.guarantee
 
-    @torch.inference_mode()
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``."""
+        return self.decode_refilled(prompts, limit, rng, max(map(len, prompts)))
+
+    @torch.inference_mode()
+    def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
+        """See ``methods.decoder.Refillable.decode_refilled``."""
         target, drafter = self.target, self.drafter
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
-        cache = target.new_cache(len(prompts), max(ends) + 2 * (drafter.nodes + 1))
-        drafter.reset(committed, limit)
+        cache = target.new_cache(len(prompts), longest + limit + 2 * (drafter.nodes + 1))
+        drafter.reset(committed, longest - max(map(len, committed)) + limit)
         watch = Stopwatch(target.device)
 
         output = target.prefill([prompt.to(target.device) for prompt in prompts], cache, taps=drafter.taps)
@@ -47,7 +61,9 @@ class SpeculativeDecoder:
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
-        yield _first_step(first)
+        waiting = yield _first_step(first)
+        while waiting:
+            waiting = yield self._admit(waiting, limit, ends, context, cache)
 
         while any(len(row) < end for row, end in zip(committed, ends, strict=True)):
             watch.start()
@@ -65,7 +81,38 @@ class SpeculativeDecoder:
             _extend(committed, tokens)
             context.output, context.path = output, _rows_of(verdict)
             context.root = _next_root(context.root, verdict.bonus, open_rows)
-            yield _step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1])
+            waiting = yield _step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1])
+            while waiting:
+                waiting = yield self._admit(waiting, limit, ends, context, cache)
+
+    @torch.inference_mode()
+    def _admit(self, prompts: Prompts, limit: int, ends: list[int], context: Context, cache: Cache) -> Step:
+        """Begin some rows anew, and bring cache, context and drafter to where a prefill leaves them."""
+        assert self.refills and isinstance(self.drafter, Renewable), f"{type(self).__name__} cannot begin rows anew"
+        rows = list(prompts)
+        output = self.target.prefill_rows({row: prompts[row].to(self.target.device) for row in rows}, cache)
+        root = self.sampling.pick(output.logits[:, 0], context.rng)
+        texts = {row: prompt.tolist() for row, prompt in prompts.items()}
+        tokens: list[list[int]] = [[] for _ in context.tokens]
+        for row, token in zip(rows, root.tolist(), strict=True):
+            tokens[row], context.tokens[row] = [token], [*texts[row], token]
+            ends[row] = len(texts[row]) + limit
+        _stand_at_root(context, rows, root, output)
+        self.drafter.renew(texts)
+        return replace(_first_step(tokens), admitted=frozenset(rows))
+
+
+def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
+    """Let some rows of the context be as if their last pass had been the prefill ``output``."""
+    context.root = context.root.clone()  # it may be the bonus of a verdict
+    context.root[rows] = root
+    context.output.logits[rows, 0] = output.logits[:, 0]
+    context.output.hidden[rows, 0] = output.hidden[:, 0]
+    if context.path is not None:
+        context.path[rows] = -1
+        context.path[rows, 0] = 0
+    if context.scouted:
+        context.scouted = [[] if row in rows else found for row, found in enumerate(context.scouted)]
 
 
 def _nodes_of_pass(

@@ -23,7 +23,7 @@ Command: ``python -m bench method=medusa dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -167,6 +167,9 @@ class MedusaDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         """Nothing is kept between rounds."""
 
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Nothing is kept between rounds."""
+
     def propose(self, context: Context) -> Draft:
         candidates = top_candidates(self.model(context.last_hidden), self._width)
         tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
@@ -212,6 +215,8 @@ class Medusa(HeadsDecoder):
     Raises:
         ValueError: no heads, heads of another target, or an option out of range.
     """
+
+    refills = True
 
     def __init__(
         self,

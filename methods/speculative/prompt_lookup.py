@@ -14,7 +14,7 @@ Command: ``python -m bench method=prompt_lookup dataset=spec_bench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from methods.decoder import Context, Draft
@@ -77,6 +77,11 @@ class PromptLookupDrafter:
         self._index = [NgramIndex(self._sizes, self._pick) for _ in prompts]
         self._prompt_lengths = [len(prompt) for prompt in prompts]
 
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        for row, prompt in prompts.items():
+            self._index[row] = NgramIndex(self._sizes, self._pick)
+            self._prompt_lengths[row] = len(prompt)
+
     def propose(self, context: Context) -> Draft:
         drafts = [self._draft(row, tokens) for row, tokens in enumerate(context.tokens)]
         return Draft.chains(drafts, context.root.device)
@@ -107,6 +112,8 @@ class PromptLookup(SpeculativeDecoder):
         scope: look in the whole text so far, or in the prompt alone.
         pick: of several occurrences, the first or the last.
     """
+
+    refills = True
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -136,6 +136,9 @@ class RestDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         pass
 
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        pass
+
     def propose(self, context: Context) -> Draft:
         return as_draft([self._tree(text) for text in context.tokens], context.root.device)
 
@@ -163,6 +166,8 @@ class Rest(SpeculativeDecoder):
     Raises:
         ValueError: an option out of range, or no datastore that fits.
     """
+
+    refills = True
 
     def __init__(
         self,

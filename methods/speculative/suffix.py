@@ -21,7 +21,7 @@ Command: ``python -m bench method=suffix dataset=spec_bench``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from methods.decoder import Context, Draft
 from methods.engine.lm import CausalLM
@@ -130,6 +130,10 @@ class SuffixDrafter:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
         self._read = [len(prompt) for prompt in prompts]
 
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        for row, prompt in prompts.items():
+            self._automata[row], self._read[row] = SuffixAutomaton(prompt), len(prompt)
+
     def propose(self, context: Context) -> Draft:
         drafts = [self._draft(row, tokens) for row, tokens in enumerate(context.tokens)]
         return Draft.chains(drafts, context.root.device)
@@ -166,6 +170,8 @@ class SuffixDecoding(SpeculativeDecoder):
     Raises:
         ValueError: an option out of range.
     """
+
+    refills = True
 
     def __init__(
         self,

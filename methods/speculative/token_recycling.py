@@ -20,7 +20,7 @@ Command: ``python -m bench method=token_recycling dataset=spec_bench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Int
@@ -56,11 +56,14 @@ class CandidateMatrix:
         vocab_size: tokens.
         k: candidates per token.
         warm: whether ``reset`` keeps what is known.
+
+    Attributes:
+        nothing: stands for a token that nothing is learnt of.
     """
 
     def __init__(self, vocab_size: int, k: int, warm: bool, device: torch.device) -> None:
-        self._vocab_size, self._warm = vocab_size, warm
-        # One line more than there are tokens: where what is not to be learnt is written.
+        self._warm = warm
+        self.nothing = vocab_size  # one line more than there are tokens: where what is not to be learnt is written
         self._lines = torch.zeros(1, vocab_size + 1, k, dtype=torch.int32, device=device)
 
     def reset(self, batch: int) -> None:
@@ -70,6 +73,11 @@ class CandidateMatrix:
         elif batch != len(self._lines):
             more = self._lines[:1].expand(max(batch - len(self._lines), 0), -1, -1)
             self._lines = torch.cat([self._lines[:batch], more])
+
+    def forget(self, row: int) -> None:
+        """Let a row know nothing, unless the matrix is warm."""
+        if not self._warm:
+            self._lines[row] = 0
 
     def suggest(self, row: int, text: Sequence[int]) -> None:
         """Take the bigrams of a text, latest first, for candidates of tokens of which nothing is known yet."""
@@ -91,7 +99,7 @@ class CandidateMatrix:
         if rank is not None:
             equal = tokens[:, :, None] == tokens[:, None, :]
             beaten = (equal & (rank[:, None, :] > rank[:, :, None])).any(2)
-            tokens = torch.where(beaten, self._vocab_size, tokens)
+            tokens = torch.where(beaten, self.nothing, tokens)
         self._lines[_rows(tokens), tokens] = candidates.to(self._lines.dtype)
 
     def find(self, tokens: Int[Tensor, "B n"], ranks: Int[Tensor, "n"]) -> Int[Tensor, "B n"]:
@@ -117,6 +125,13 @@ class RecyclingDrafter:
         for row, prompt in enumerate(prompts):
             self._matrix.suggest(row, prompt)
         self._scored = torch.tensor([[prompt[-1]] for prompt in prompts], device=self._parents.device)
+
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        for row, prompt in prompts.items():
+            self._matrix.forget(row)
+            self._matrix.suggest(row, prompt)
+            self._scored[row] = self._matrix.nothing  # whatever else that pass scored in this row is of another text
+            self._scored[row, 0] = prompt[-1]
 
     def propose(self, context: Context) -> Draft:
         candidates = top_candidates(context.output.logits, self._k)
@@ -168,6 +183,8 @@ class TokenRecycling(SpeculativeDecoder):
     Raises:
         ValueError: an unknown tree, one without nodes, or one wider than the vocabulary.
     """
+
+    refills = True
 
     def __init__(
         self,
