@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
 from methods.decoder import MissingPart
 from methods.engine.lm import CausalLM
+from methods.engine.losses import cross_entropy
 from methods.engine.part_files import (
     read_part,
     require_shapes,
@@ -140,9 +140,8 @@ class Student(nn.Module):
         self, states: Float[Tensor, "N D"], wanted: Int[Tensor, "N"], smoothing: float
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Smoothed cross-entropy per token, and the share of the tokens that are right."""
-        logits = self.logits(states).float()
-        loss = F.cross_entropy(logits, wanted, label_smoothing=smoothing)
-        return loss, (logits.argmax(-1) == wanted).float().mean()
+        logits = self.logits(states)
+        return cross_entropy(logits, wanted, smoothing), (logits.argmax(-1) == wanted).float().mean()
 
     def settle(self, target: CausalLM) -> None:
         """No more training: see ``Network.settle``."""

@@ -26,6 +26,7 @@ from torch import Generator, Tensor
 from methods.decoder import Foundry
 from methods.engine import seq2seq_families
 from methods.engine.distillation import translations
+from methods.engine.losses import cross_entropy
 from methods.engine.pairs import NONE, BleuJudge, Pair, PairCourse, Recipe, padded, split
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
@@ -104,7 +105,7 @@ class TranslationLearner(BlockwiseLearner):
     def _own_loss(self, batch: Batch) -> Tensor:
         tokens, written = batch.shifted(1)
         logits = self._output(batch.hidden[written])
-        return F.cross_entropy(logits.float(), tokens[written], label_smoothing=self.smoothing)
+        return cross_entropy(logits, tokens[written], self.smoothing)
 
     def _output(self, rows: Float[Tensor, "R D"], ids: Int[Tensor, "v"] | None = None) -> Float[Tensor, "R v"]:
         weight, bias = self.trunk.get_output_embeddings().weight, getattr(self.trunk, "final_logits_bias", None)

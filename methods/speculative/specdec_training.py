@@ -26,6 +26,7 @@ from torch import Tensor
 
 from methods.decoder import Workshop
 from methods.engine.distillation import digest, translations
+from methods.engine.losses import cross_entropy
 from methods.engine.pairs import NONE, Pair, padded
 from methods.engine.seq2seq import Seq2SeqLM
 from methods.engine.training import SAVE_EVERY_S, Epochs, Loop, attention_over_short_rows, autocast, discard
@@ -123,12 +124,10 @@ class BlockLearner:
         learnt = blocks.present if revealed is None else blocks.present & ~revealed
         logits = self._logits(self._states(blocks, sources, revealed)[learnt])
         labels = self.vocabulary.of(blocks.wanted.clamp(min=0))[learnt]
-        total = F.cross_entropy(
-            logits.float(), labels, ignore_index=-1, reduction="sum", label_smoothing=self.label_smoothing
-        )
-        known = (labels >= 0).sum().clamp(min=1)
-        right = (logits.argmax(-1) == labels).sum() / known
-        return total / known, {"right": right, "revealed": 1 - learnt.sum() / blocks.present.sum()}
+        known = labels >= 0
+        loss = cross_entropy(logits[known], labels[known], self.label_smoothing)
+        right = (logits.argmax(-1) == labels).sum() / known.sum().clamp(min=1)
+        return loss, {"right": right, "revealed": 1 - learnt.sum() / blocks.present.sum()}
 
     def fill(self, blocks: Blocks, sources: Sources) -> Int[Tensor, "B k"]:
         """The most likely token of every place."""

@@ -32,7 +32,6 @@ from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 from transformers import GenerationConfig, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
@@ -41,6 +40,7 @@ from methods.decoder import Foundry
 from methods.engine.distillation import translations
 from methods.engine.exit_quality import judge, quality, summary
 from methods.engine.layer_losses import Exits, LayerLoss, collected, make_loss
+from methods.engine.losses import cross_entropy
 from methods.engine.pairs import NONE, BleuJudge, Pair, PairCourse, Recipe, batches, padded, split
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
@@ -268,8 +268,7 @@ class _Course(PairCourse):
             return loss, {**parts, "tokens": len(wanted)}
 
     def _cross_entropy(self, states: Float[Tensor, "n D"], wanted: Int[Tensor, "n"]) -> Float[Tensor, ""]:
-        logits = _lens(self.network, states).float()
-        return F.cross_entropy(logits, wanted, label_smoothing=self.recipe.label_smoothing)
+        return cross_entropy(_lens(self.network, states), wanted, self.recipe.label_smoothing)
 
     def finish(self) -> dict[str, Any]:
         """Put the mean of the best checkpoints into the network, in 16 bit; facts."""
