@@ -80,7 +80,7 @@ def fitted(target: Any, folder: Path, **options: Any) -> tuple[Path, dict[str, A
 
 @pytest.fixture(scope="module")
 def tuned(target: Seq2SeqLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[Any]]:
-    return fitted(target, tmp_path_factory.mktemp("tuned"))
+    return fitted(target, tmp_path_factory.mktemp("tuned"), heads_first=0.0)
 
 
 def learner_of(target: Seq2SeqLM, *, tuned: bool = True, per_step: Any = "all", smoothing: float = 0.1) -> Any:
@@ -210,18 +210,20 @@ def test_criteria_that_change_the_text_promise_no_models(
     assert len(contract.outputs(decoder, PROMPTS, LIMIT)) == len(PROMPTS)
 
 
-def test_the_model_learns_at_its_share_of_the_rate(target: Seq2SeqLM, tmp_path: Path) -> None:
+def test_the_model_learns_at_its_share_of_the_rate_behind_the_heads(target: Seq2SeqLM, tmp_path: Path) -> None:
     before = target.hf.get_encoder().layers[0].fc1.weight  # type: ignore[union-attr]
 
-    def moved(share: float) -> float:
-        part, _, _ = fitted(target, tmp_path / str(share), trunk_share=share)
+    def moved(share: float, heads_first: float) -> float:
+        part, _, _ = fitted(target, tmp_path / f"{share}-{heads_first}", trunk_share=share, heads_first=heads_first)
         found = load_trunk(part, target)
         assert found is not None and found[0].hf is None
         (file,) = (part / "trunk").glob("*.safetensors")
         after = load_file(file)["model.encoder.layers.0.fc1.weight"].float()
         return float((after - before).abs().mean())
 
-    assert moved(0.01) < 0.1 * moved(1.0)
+    assert moved(0.01, 0.0) < 0.1 * moved(1.0, 0.0)
+    assert 0 < moved(1.0, 0.5) < moved(1.0, 0.0)
+    assert moved(1.0, 0.9999) < 1e-4  # what 16 bit round
 
 
 def test_a_frozen_part_keeps_the_targets_text(target: Seq2SeqLM, tmp_path: Path) -> None:
@@ -251,3 +253,5 @@ def test_damaged_and_foreign_parts_are_refused(
         BlockwiseTranslationTraining(k=1)
     with pytest.raises(ValueError, match="trunk_share=0.0 came"):
         BlockwiseTranslationTraining(trunk_share=0.0)
+    with pytest.raises(ValueError, match="heads_first=1.0 came"):
+        BlockwiseTranslationTraining(heads_first=1.0)

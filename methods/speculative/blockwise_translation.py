@@ -5,7 +5,8 @@ distilled data; with both, blocks of k = 4 grow from 1.73 to 3.27 tokens. ``trun
 all k heads is minimised, the model's own (head 1) among them, and the part carries the changed weights.
 ``trunk=frozen``: heads 2 to k alone learn. Either way the texts are the model's own translations of the sources.
 
-Differences: one teacher writes those texts and is fine-tuned, where the paper's teacher has another seed; greedy
+Differences: the new heads learn alone at first (``heads_first``), since what they know at the beginning would pull the
+model away from its translations (Medusa-2 does so too: Cai et al. 2024, arXiv 2401.10774, sec. 2.2); one teacher writes those texts and is fine-tuned, where the paper's teacher has another seed; greedy
 (``beams=1``) unless told otherwise; each batch teaches every head (``heads_per_step=all``).
 
 Command: ``python -m bench.train method=blockwise_translation model=multi30k_4_4``
@@ -69,7 +70,7 @@ class TranslationLearner(BlockwiseLearner):
 
     @property
     def tuned(self) -> bool:
-        """Whether the model learns too."""
+        """Whether the model learns too, at this time."""
         return bool(self.trunk.get_output_embeddings().weight.requires_grad)
 
     def loss_of(self, pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Mapping[str, Tensor | float]]:
@@ -124,6 +125,7 @@ class BlockwiseTranslationTraining:
         hidden: units of the layer that the heads share; None: the model's hidden size for each of them.
         heads_per_step: teach all heads with each batch, or one drawn at random, as the paper does.
         trunk_share: of the learning rate, for the model; its heads are new, it is not.
+        heads_first: share of the steps in which the heads learn over the model as it was.
         vocabulary: most tokens that heads 2 to k choose among.
         beams: of the translations to learn from; 1 is greedy.
         validation: corpus of pairs to judge by; None: the corpus' own (``NAME_val``), else every thirtieth pair.
@@ -144,6 +146,7 @@ class BlockwiseTranslationTraining:
         hidden: int | None = None,
         heads_per_step: HeadsPerStep = "all",
         trunk_share: float = 0.1,
+        heads_first: float = 0.5,
         vocabulary: int = 8192,
         beams: int = 1,
         validation: str | None = None,
@@ -156,8 +159,10 @@ class BlockwiseTranslationTraining:
             )
         if not 0 < trunk_share <= 1:
             raise ValueError(f"trunk_share={trunk_share} came; above 0 and up to 1 is allowed. Set train.trunk_share.")
+        if not 0 <= heads_first < 1:
+            raise ValueError(f"heads_first={heads_first} came; from 0 to below 1 is allowed. Set train.heads_first.")
         self.trunk, self.k, self.hidden, self.heads_per_step = trunk, k, hidden, heads_per_step
-        self.trunk_share = trunk_share
+        self.trunk_share, self.heads_first = trunk_share, heads_first
         self.vocabulary, self.beams, self.validation, self.recipe = vocabulary, beams, validation, recipe or Recipe()
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
@@ -170,7 +175,7 @@ class BlockwiseTranslationTraining:
         before = course.judge.bleu_of(target)
         course.run()
         learner.heads().save(foundry.folder)
-        if learner.tuned:
+        if self.trunk == "finetuned":
             save_trunk(learner.trunk, foundry.folder)
         discard(foundry.folder)
         course.discard_checkpoints()
@@ -300,11 +305,13 @@ class _Course(PairCourse):
         foundry: Foundry,
     ) -> None:
         self.judge = judge
+        self._trunk_from = round(training.heads_first * training.recipe.steps) if learner.tuned else None
         shares = {"trunk.": training.trunk_share}
         super().__init__(learner, pairs, lambda: judge.judge(learner).bleu, training.recipe, foundry, shares=shares)
 
     def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
         """Over a batch of pairs."""
+        self.network.trunk.requires_grad_(self._trunk_from is not None and self.step >= self._trunk_from)
         self.network.train(self.network.tuned)
         with autocast(self.recipe.precision, self.device):
             return self.network.loss_of([self.pairs[place] for place in self.rows()], self.device)
