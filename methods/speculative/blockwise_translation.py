@@ -6,8 +6,9 @@ all k heads is minimised, the model's own (head 1) among them, and the part carr
 ``trunk=frozen``: heads 2 to k alone learn. Either way the texts are the model's own translations of the sources.
 
 Differences: the new heads learn alone at first (``heads_first``), since what they know at the beginning would pull the
-model away from its translations (Medusa-2 does so too: Cai et al. 2024, arXiv 2401.10774, sec. 2.2); one teacher writes those texts and is fine-tuned, where the paper's teacher has another seed; greedy
-(``beams=1``) unless told otherwise; each batch teaches every head (``heads_per_step=all``).
+model away from its translations (Medusa-2 does so too: Cai et al. 2024, arXiv 2401.10774, sec. 2.2); one teacher writes
+those texts and is fine-tuned, where the paper's teacher has another seed; greedy (``beams=1``) unless told otherwise;
+each batch teaches every head (``heads_per_step=all``).
 
 Command: ``python -m bench.train method=blockwise_translation model=multi30k_4_4``
 """
