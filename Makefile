@@ -56,7 +56,7 @@ gpu: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench.train method=free 'train.exits=[20,24,26]' train.recipe.steps=4000 out=data/checkpoints/free-smollm2 $(EXITS)
 	-$(BIN)/python -m bench sweep=frontier $(GPU)
 	-$(BIN)/python -m bench sweep=frontier_static $(GPU)
-	-$(BIN)/python -m bench.train method=exit_teacher $(PAIRS)
+	-$(BIN)/python -m bench.train method=exit_teacher model=multi30k_4_4 $(PAIRS)
 	-$(BIN)/python -m bench -m method=eagle method.tree=dynamic method.depth=6 method.top_k=10 method.nodes=59 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=medusa,hydra_heads method.tree=mc_sim_7b_63 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench batch_size=4,16,32 $(GPU)

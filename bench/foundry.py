@@ -130,11 +130,11 @@ def model_job(
     named = any(word.split("=")[0] == "model" for word in words)
     if named != maker.learns_from_teacher:
         raise UserError(
-            "train.data=distilled learns from what another model translates, and none is named. Name one: "
-            "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+            "train.data=distilled learns from what another model translates, and train.begin=model begins with another "
+            "model's weights; none is named. Name one: model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
             if maker.learns_from_teacher
-            else f"model= came, and method={settings.method} makes a model of its own from the corpus. Leave it out, "
-            "or learn from that model's translations: train.data=distilled."
+            else f"model= came, and method={settings.method} makes a model of its own from the corpus. Leave it "
+            "out, learn its translations (train.data=distilled), or begin with its weights (train.begin=model)."
         )
     teacher = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=True) if named else None
     if teacher and teacher.kind != "seq2seq":

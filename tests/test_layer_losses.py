@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from bench import contract, corpus, models, train
 from bench.config import PathsConfig
@@ -160,6 +160,18 @@ def test_a_model_of_bytes_is_left_early_and_never_at_threshold_one(
     contract.check_batch(lambda m, s: Calm(m, s, 0.3, exits=[1, 2, 3], head="lens"), lm, limit=9)
 
 
+def test_prompts_beside_the_model_are_held_out_and_fit(made: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    folder, facts = made["calm"]
+    text = "\n".join(answer for _, answer in TEXT)
+    held_out = text[facts["bytes"] - facts["held_out_bytes"] :]
+    dialogues = corpus.read(str(folder / "prompts.jsonl")).dialogues
+    assert len(dialogues) > 50
+    for dialogue in dialogues:
+        assert len(dialogue.said[0]) == TINY["positions"] // 2 >= len(dialogue.answer)
+        assert dialogue.said[0] + dialogue.answer in held_out
+    assert character_model.prompts_of("é" * 100 + "plain text", 5)[0]["turns"] == ["plain"]
+
+
 def test_hashed_training_and_decoding_compute_the_same(made: dict[str, tuple[Path, dict[str, Any]]]) -> None:
     """The states of training, by hooks on transformers, and those of decoding, by our loop."""
     folder, facts = made["hash"]
@@ -297,6 +309,26 @@ def test_an_exit_native_teacher_is_left_early(tmp_path: Path) -> None:
             {"device": "cpu", "dtype": "float32"},
             PathsConfig(cache=str(tmp_path)),
         )
+
+
+def test_an_exit_native_teacher_begins_with_the_weights_of_a_model(tmp_path: Path) -> None:
+    options: dict[str, Any] = SMALL | {"layers": (1, 3)}
+    recipe = replace(BRIEF, steps=1, evaluations=1, average=1, learning_rate=1e-9)
+    teacher.TeacherTraining(**options, recipe=recipe).fit(foundry(tmp_path / "model"))
+    network: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    given = Seq2SeqLM.from_hf(network, keep_hf=True), AutoTokenizer.from_pretrained(tmp_path / "model")
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+
+    maker = ExitTeacherTraining(**options, begin="model", recipe=recipe)
+    assert maker.learns_from_teacher and maker.model_name("multi30k") == "multi30k_1_3_calm"
+    maker.fit(foundry(tmp_path / "made", teacher=given, seed=1))
+    made: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    for name, value in made.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=1e-3, atol=1e-5)
+
+    other = ExitTeacherTraining(**options | {"layers": (1, 2)}, begin="model", recipe=recipe)
+    with pytest.raises(ValueError, match=r"has other weights than what is trained.*train\.begin=random"):
+        other.fit(foundry(tmp_path / "other", teacher=given))
 
 
 def test_the_confidence_of_all_or_nothing_is_judged() -> None:

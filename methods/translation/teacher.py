@@ -10,7 +10,8 @@ falls to nothing, which suits a short budget; the weights of the best checkpoint
 
 ``method=exit_teacher`` makes one that may be left early: CALM's weighted loss over all layers of the decoder, or FREE's
 over a shallow exit and the last layer with layerwise distillation (``methods.engine.layer_losses``). Every layer is
-then read by the output matrix itself (``method.head=lens``), and the card says how good each one is.
+then read by the output matrix itself (``method.head=lens``), and the card says how good each one is. It may begin with
+the weights of an ordinary teacher (``begin=model``), as both papers begin with a trained T5.
 
 ``data=distilled`` learns from what another model (``model=``) translates, instead of the references; the vocabulary is
 that of the references, so that all models of one corpus can draft for each other.
@@ -20,7 +21,7 @@ about 40.5 here). Only sacreBLEU on detokenised, cased text is reported here.
 
     python -m bench.train method=teacher corpus=multi30k
     python -m bench.train method=teacher corpus=multi30k 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4
-    python -m bench.train method=exit_teacher corpus=multi30k
+    python -m bench.train method=exit_teacher corpus=multi30k model=multi30k_4_4
     python -m bench model=multi30k_4_4 dataset=multi30k method=prompt_lookup
 """
 
@@ -49,6 +50,8 @@ from methods.engine.writing import answer, search
 from methods.translation import vocabulary
 
 __all__ = ["Judge", "Recipe", "TeacherTraining", "batches"]
+
+Begin = Literal["random", "model"]
 
 _SAVE_EVERY_S = SAVE_EVERY_S
 
@@ -98,26 +101,29 @@ class TeacherTraining:
         self.layers = (layers[0], layers[1])
         self.width, self.inner, self.heads, self.vocabulary, self.positions = width, inner, heads, vocabulary, positions
         self.data, self.beams, self.validation, self.recipe = data, beams, validation, recipe or Recipe()
+        self.begin: Begin = "random"
         self.exits: Exits | None = None
         self.layer_loss: LayerLoss | None = None
 
     @property
     def learns_from_teacher(self) -> bool:
-        return self.data == "distilled"
+        return self.data == "distilled" or self.begin == "model"
 
     def model_name(self, corpus: str) -> str:
         """``multi30k_4_4``, ``multi30k_6_1_distilled``, ``multi30k_4_4_calm``."""
-        kinds = [*(["distilled"] if self.learns_from_teacher else []), *([self.exits] if self.exits else [])]
+        kinds = [*(["distilled"] if self.data == "distilled" else []), *([self.exits] if self.exits else [])]
         return "_".join([corpus, *map(str, self.layers), *kinds])
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
         """See ``methods.decoder.ModelMaker``."""
         train, validation = split(foundry)
         tokenizer = vocabulary.learn(chain.from_iterable(train), self.vocabulary, self.positions)
-        learnt = self._distilled(foundry, train) if self.learns_from_teacher else train
+        learnt = self._distilled(foundry, train) if self.data == "distilled" else train
         pairs = self._encode(tokenizer, learnt)
         torch.manual_seed(foundry.seed)
         network = self.network(len(tokenizer)).to(foundry.device)
+        if self.begin == "model":
+            _take_over(network, tokenizer, foundry)
         course = _Course(network, pairs, Judge(tokenizer, validation), self.recipe, foundry, self.layer_loss)
         course.run()
         facts = course.finish()
@@ -161,13 +167,7 @@ class TeacherTraining:
 
     def _distilled(self, foundry: Foundry, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """The same sources with the teacher's translations; a source it could not end is left out."""
-        assert foundry.teacher is not None, "who calls provides what learns_from_teacher asks for"
-        teacher, tokenizer = foundry.teacher
-        if not isinstance(teacher, Seq2SeqLM):
-            raise ValueError(
-                f"model={teacher.name} is a causal model; the teacher must be an encoder-decoder that translates. Set "
-                "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
-            )
+        teacher, tokenizer = _teacher(foundry)
         sources = [tokenizer(source)["input_ids"] for source, _ in pairs]
         written = translations(teacher, sources, self.beams, foundry.common, foundry.progress)
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
@@ -182,6 +182,39 @@ class TeacherTraining:
                 "set train.positions higher."
             )
         return kept
+
+
+def _teacher(foundry: Foundry) -> tuple[Seq2SeqLM, Any]:
+    assert foundry.teacher is not None, "who calls provides what learns_from_teacher asks for"
+    teacher, tokenizer = foundry.teacher
+    if not isinstance(teacher, Seq2SeqLM):
+        raise ValueError(
+            f"model={teacher.name} is a causal model; the teacher must be an encoder-decoder that translates. Set "
+            "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+        )
+    return teacher, tokenizer
+
+
+def _take_over(network: Any, tokenizer: PreTrainedTokenizerFast, foundry: Foundry) -> None:
+    """Begin with the weights of a model.
+
+    Raises:
+        ValueError: it is of another kind, shape or vocabulary.
+    """
+    model, its_tokenizer = _teacher(foundry)
+    weights = {} if model.hf is None else model.hf.state_dict()
+    shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    if {name: tuple(value.shape) for name, value in weights.items()} != shapes:
+        raise ValueError(
+            f"train.begin=model came, and {model.name} has other weights than what is trained. Name a model that was "
+            "made with the same train.layers, width, inner and vocabulary, or set train.begin=random."
+        )
+    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"train.begin=model came, and {model.name} has another vocabulary than this corpus gives. Name a model "
+            "that was made from the same corpus, or set train.begin=random."
+        )
+    network.load_state_dict(weights)
 
 
 class Judge(BleuJudge):
@@ -211,6 +244,7 @@ class ExitTeacherTraining(TeacherTraining):
         exits: the loss over the decoder's layers, ``calm`` or ``free``.
         shallow: layers of the shallow exit of ``free``; None: a quarter.
         distillation: weight of the layerwise distillation of ``free``.
+        begin: with random weights, or those of a model (``model=``) of the same shape and vocabulary.
         layers, width, inner, heads, vocabulary, positions, data, beams, validation, recipe: see ``TeacherTraining``.
 
     Raises:
@@ -233,9 +267,11 @@ class ExitTeacherTraining(TeacherTraining):
         exits: Exits = "calm",
         shallow: int | None = None,
         distillation: float = 0.5,
+        begin: Begin = "random",
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__(layers, width, inner, heads, vocabulary, positions, data, beams, validation, recipe)
+        self.begin = begin
         self.exits, self.layer_loss = exits, make_loss(exits, layers[1], shallow, distillation)
 
 
