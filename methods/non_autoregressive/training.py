@@ -48,7 +48,7 @@ class StudentTraining:
     """
 
     prepares: ClassVar[str] = "a network that writes translations in parallel, for a translation model"
-    takes: ClassVar[str] = "about half an hour of one CPU core for Multi30k, and minutes for its teacher's translations"
+    takes: ClassVar[str] = "about an hour of one CPU core for Multi30k, and minutes for its teacher's translations"
     corpus: ClassVar[str] = "multi30k"
 
     def __init__(
