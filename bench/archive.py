@@ -7,9 +7,7 @@ model on the hub or other files of a data set, is not looked at.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -176,28 +174,13 @@ def _machine(kind: str) -> tuple[str | None, int]:
 def _state_of(entry: Entry) -> tuple[State, str, float]:
     status, done = entry.manifest.get("status"), entry.manifest.get("n_done") or 0
     left = 1.0 - min(1.0, done / (entry.manifest.get("n_pairs") or 1))
-    if status == "finished":
+    if status == "finished" and not records.left_open(entry.path):
         return "done", "", 0.0
-    if status == "running" and _held(entry.path):
+    if status in ("running", "finished") and records.is_held(entry.path):
         return "running", "another process writes it", left
     if status == "failed":
         return "failed", _last_line(entry.manifest.get("error")), left
     return "cut", "", left
-
-
-def _held(folder: Path) -> bool:
-    """Whether a process that is alive writes the folder; the lock of a killed one is free."""
-    try:
-        handle = os.open(folder / ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def _last_line(error: Any) -> str:

@@ -6,12 +6,13 @@ exit code. A job that is killed leaves its records, and goes on with them when i
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -25,6 +26,7 @@ Answers = Iterator[
     tuple[int, Result]
 ]  # place in the sequence of tasks, and how it ended; in the order in which they end
 Pending = dict[str, tuple[Literal["queued", "running"], str]]  # a task's name: how it stands, in words
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 10.0  # seconds that a process has to write its last records when it is told to stop
 
 
@@ -77,10 +79,10 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Each in a process of its own on this machine.
+    """Each in a process of its own on this machine, which ends when this one does.
 
     Args:
-        jobs: side by side; they get equal shares of the cores.
+        jobs: most of them side by side; they get equal shares of the cores, and of several GPUs one each.
     """
 
     jobs: int = 1
@@ -108,28 +110,57 @@ class Process:
         return told(self._run(tasks, folder), tasks, folder)
 
     def _run(self, tasks: Sequence[Task], folder: Path) -> Answers:
-        waiting, running = deque(enumerate(tasks)), dict[int, "subprocess.Popen[bytes]"]()
+        waiting, running = deque(enumerate(tasks)), dict[int, _Running]()
+        gpus, (theirs, ours) = visible_gpus(), os.pipe()  # a pipe that ends when this process does
         try:
             while waiting or running:
                 while waiting and len(running) < self.jobs:
                     place, task = waiting.popleft()
-                    running[place] = _start(task, folder)
-                ended = [place for place, process in running.items() if process.poll() is not None]
+                    gpu = _idlest(gpus, running.values())
+                    running[place] = _Running(_start(task, folder, gpu, theirs), gpu)
+                ended = [place for place, job in running.items() if job.process.poll() is not None]
                 for place in ended:
-                    yield place, _ending(folder / f"{tasks[place].name}.json", running.pop(place).returncode)
+                    yield place, _ending(folder / f"{tasks[place].name}.json", running.pop(place).process.returncode)
                 if not ended:
                     time.sleep(0.05)
         finally:
-            _stop(list(running.values()))
+            _stop([job.process for job in running.values()])
+            os.close(ours)
+            os.close(theirs)
 
 
-def _start(task: Task, folder: Path) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True, slots=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    gpu: str | None
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; asking starts nothing on any of them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    given = os.environ.get(_VISIBLE)
+    return given.split(",")[:count] if given else [str(number) for number in range(count)]
+
+
+def _idlest(gpus: Sequence[str], running: Iterable[_Running]) -> str | None:
+    """The GPU that the fewest jobs have, None where there is none."""
+    jobs = Counter(job.gpu for job in running)
+    return min(gpus, key=lambda gpu: jobs[gpu], default=None)
+
+
+def _start(task: Task, folder: Path, gpu: str | None, alive: int) -> subprocess.Popen[bytes]:
     """In a session of its own, so that Ctrl-C reaches it once and by us."""
     cluster_job.write(file := folder / f"{task.name}.json", task)
     with log_file(task, folder).open("wb") as log:
-        command = [sys.executable, "-m", "bench.cluster_job", str(file)]
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, "-m", "bench.cluster_job", str(file)],
+            stdin=alive,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=None if gpu is None else {**os.environ, _VISIBLE: gpu},
         )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -100,5 +102,17 @@ def main(argv: list[str]) -> int:
     return result.code
 
 
+def interrupt_at_end_of(pipe: int) -> None:
+    """Interrupt this process, as Ctrl-C would, when nobody can write into the pipe any more: the sweep is gone."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started it in the background
+
+    def watch() -> None:
+        os.read(pipe, 1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    interrupt_at_end_of(sys.stdin.fileno())
     sys.exit(main(sys.argv[1:]))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = (
-    "method", "dataset", "model", "dtype", "batch_size", "valid", "speedup.total.value", "speedup.total.low",
-    "speedup.total.high", "tokens_per_step", "tokens_per_s", "agreement.exact",
+    "method", "dataset", "model", "dtype", "batch_size", "refill", "compile", "valid", "speedup.total.value",
+    "speedup.total.low", "speedup.total.high", "tokens_per_step", "tokens_per_s", "agreement.exact",
 )  # fmt: skip
 _MANY = frozenset({"dataset_revision", "speedup.by_category", "verdict"})  # kept as one cell of JSON, not as columns
 Row = dict[str, Any]

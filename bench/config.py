@@ -83,6 +83,7 @@ class HardwareConfig:
         threads: CPU threads; None is one per physical core.
         linear: form of the matrix products, see ``methods.engine.linear``.
         graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
+        compile: let torch.compile join what stands between matrix products, for baseline and methods alike.
     """
 
     name: str = "auto"
@@ -91,6 +92,7 @@ class HardwareConfig:
     threads: int | None = None
     linear: Literal["auto", "plain", "packed"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         _within("hardware.threads", self.threads, low=1)
@@ -154,9 +156,11 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, the inverse of ``from_dict``."""
-        found = asdict(self)
-        if not self.measure.refill:  # ids and recorded configs stay what they were before rows could be refilled
+        found = asdict(self)  # ids and recorded configs stay what they were before there were these settings
+        if not self.measure.refill:
             found["measure"] = {key: value for key, value in found["measure"].items() if not key.startswith("refill")}
+        if not self.hardware.compile:
+            del found["hardware"]["compile"]
         return found
 
 

@@ -17,6 +17,7 @@ from bench import preflight
 from bench.arguments import check_arguments, did_you_mean
 from bench.cli import INTERRUPTED, OK, report_failure
 from bench.errors import UserError
+from bench.table import plural
 
 _HELP = """\
 What rounds of a model cost on this machine: time over nodes, rows and context; drafts; the hardware's own limits.
@@ -244,7 +245,8 @@ def _unknown(word: str, key: str, known: Iterable[str]) -> UserError:
 
 def render(summary: Mapping[str, Any], path: Path) -> str:
     """A cost record as text: limits, curves, drafts, and what failed."""
-    place = f"{summary['model']['name']}   {summary['hardware']}, {summary['dtype']}, {summary['threads']} threads"
+    machine = ", ".join([summary["hardware"], summary["dtype"], plural(summary["threads"], "thread")])
+    place = f"{summary['model']['name']}   {machine}"
     parts: list[Callable[[Mapping[str, Any]], list[str]]] = [_peak_lines, _curve_lines, _draft_lines, _failed_lines]
     lines = [place, *(line for part in parts for line in part(summary))]
     return "\n".join([*lines, "", f"{path}/"])
@@ -267,7 +269,7 @@ def _curve_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     for context in contexts:
         lines += ["", f"round in ms at {context:,} tokens of context, and how many rounds of one node it costs"]
-        lines.append("  nodes" + "".join(f"{f'{batch} rows':>15}" for batch in batches))
+        lines.append("  nodes" + "".join(f"{plural(batch, 'row'):>15}" for batch in batches))
         for count in nodes:
             cells = (_cell(points, context, count, batch) for batch in batches)
             lines.append(f"  {count:>5}" + "".join(f"{cell:>15}" for cell in cells))
@@ -287,8 +289,8 @@ def _draft_lines(summary: Mapping[str, Any]) -> list[str]:
     for found in summary["drafts"]:
         times = f"{found['seconds'] * 1e3:8.3f} {found['median'] * 1e3:8.3f}"
         lines.append(
-            f"  {found['method']['name']:24} {found['batch']:>3} rows {times}   {found['passes']:.1f} passes, "
-            f"{found['rounds']:,} rounds"
+            f"  {found['method']['name']:24} {plural(found['batch'], 'row'):>8} {times}   "
+            f"{found['passes']:.1f} passes, {found['rounds']:,} rounds"
         )
     return lines
 

@@ -136,7 +136,7 @@ def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
     defining = {
         "model": cfg.model,
         "revision": loaded.revision,
-        "hardware": {key: value for key, value in asdict(cfg.hardware).items() if key not in ("name", "threads")},
+        "hardware": {k: v for k, v in cfg.to_dict()["hardware"].items() if k not in ("name", "threads")},
         "device": name,
         "threads": facts["threads"],
         "dtype": dtype,
@@ -222,7 +222,7 @@ def _facts(cfg: RunConfig, loaded: Loaded, identity: str) -> dict[str, Any]:
 
 
 def _config_yaml(cfg: RunConfig) -> str:
-    kept = {"model": cfg.model, "hardware": asdict(cfg.hardware), "seed": cfg.seed}
+    kept = {"model": cfg.model, "hardware": cfg.to_dict()["hardware"], "seed": cfg.seed}
     return str(yaml.safe_dump(scrub.tree(kept), sort_keys=False, allow_unicode=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import re
@@ -84,6 +85,39 @@ def gpu_utilisation(device: torch.device) -> float | None:
     return float(answer) if answer and answer.isdigit() else None
 
 
+def gpu_state(device: torch.device) -> dict[str, str | float | None] | None:
+    """Power limit (watts), clocks now and at most (MHz), temperature (Celsius) and the bits of what throttles the GPU.
+
+    None on a CPU; a value is None where the driver does not tell.
+    """
+    if device.type != "cuda":
+        return None
+    answer = _nvidia_smi(",".join(_GPU_STATE.values()), device)
+    cells = [cell.strip() for cell in (answer or "").split(",")]
+    known = cells if len(cells) == len(_GPU_STATE) else [""] * len(_GPU_STATE)
+    return {name: _reading(cell) for name, cell in zip(_GPU_STATE, known, strict=True)}
+
+
+_GPU_STATE = {  # as nvidia-smi calls it
+    "power_limit_w": "power.limit",
+    "clock_mhz": "clocks.sm",
+    "most_clock_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "temperature_c": "temperature.gpu",
+    "throttled_by": "clocks_throttle_reasons.active",
+}
+
+
+def _reading(cell: str) -> str | float | None:
+    """A number, a mask of bits as it is, or None for ``[N/A]`` and the like."""
+    if cell.startswith("0x"):
+        return cell
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
 def usable_cores() -> int:
     """Logical cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -159,7 +193,7 @@ class MemoryMeter:
 
     Args:
         device: where the model is.
-        floor_bytes: resident set before the model was loaded, see ``resident_bytes``.
+        floor_bytes: resident set before the model was loaded, see ``settled_bytes``.
     """
 
     def __init__(self, device: torch.device, floor_bytes: int | None = None) -> None:
@@ -185,8 +219,13 @@ class MemoryMeter:
         return None if peak is None or self.floor_bytes is None else max(0, peak - self.floor_bytes)
 
 
-def resident_bytes() -> int | None:
-    """Memory this process holds now; None where the system does not say."""
+def settled_bytes() -> int | None:
+    """Memory this process holds once what an earlier run let go of is given back; None where the system does not say.
+
+    The next model reuses freed memory that the C library keeps: counted here, it would be missing from its peak.
+    """
+    gc.collect()
+    _give_back_freed()
     return _status_bytes("VmRSS")
 
 

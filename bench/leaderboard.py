@@ -7,7 +7,7 @@ method that may change the text and one that may not do not run the same race; I
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -303,21 +303,57 @@ def batch_series(found: Sequence[Board]) -> list[tuple[str, dict[str, list[Entry
 
     Labels with one batch size are left out. The number of prompts may differ between batch sizes.
     """
+    made = []
+    for heading, lines in _by_batch(found, lambda board: board.valid):
+        several = {name: [line[b] for b in sorted(line)] for name, line in lines.items() if len(line) > 1}
+        if several:
+            made.append((heading, several))
+    return made
+
+
+def batch_coverage(found: Sequence[Board], sizes: Sequence[int]) -> list[tuple[str, pd.DataFrame]]:
+    """As ``batch_series``, of all runs: by label (rows) the speed-up at each batch size, those asked for among them.
+
+    A run that is INVALID stands as such, and ``-`` where none is recorded.
+    """
+    import pandas as pd
+
+    made = []
+    for heading, lines in _by_batch(found, lambda board: board.entries):
+        columns = sorted({*sizes, *(size for line in lines.values() for size in line)})
+        cells = {name: {f"B = {size}": _recorded(line.get(size)) for size in columns} for name, line in lines.items()}
+        made.append((heading, pd.DataFrame.from_dict(cells, orient="index")))
+    return made
+
+
+def _recorded(entry: Entry | None) -> str:
+    if entry is None:
+        return "-"
+    return table.times(entry.speed) if entry.valid else "INVALID"
+
+
+def _by_batch(
+    found: Sequence[Board], entries: Callable[[Board], Sequence[Entry]]
+) -> Iterator[tuple[str, dict[str, dict[int, Entry]]]]:
+    """Of boards that differ in their batch size alone: heading, and by label and size an entry, valid if any is."""
     groups: dict[str, list[Board]] = {}
     for board in found:
         groups.setdefault(_shared(board, _OF_BATCH), []).append(board)
-    made = []
     for group in groups.values():
-        settings = frontier.settings([entry.record for board in group for entry in board.valid])
+        settings = frontier.settings([entry.record for board in group for entry in entries(board)])
         lines: dict[str, dict[int, Entry]] = {}
-        for board in group:
-            for entry in board.valid:
-                named = replace(entry, setting=settings[str(entry.summary["run_id"])])
-                lines.setdefault(named.label, {}).setdefault(int(entry.summary["batch_size"]), named)
-        several = {name: [line[b] for b in sorted(line)] for name, line in sorted(lines.items()) if len(line) > 1}
-        if several:
-            made.append((f"{group[0].first.get('dataset')}, {table.place(group[0].first)}", several))
-    return made
+        for entry in sorted((entry for board in group for entry in entries(board)), key=lambda entry: not entry.valid):
+            named = replace(entry, setting=settings[str(entry.summary["run_id"])])
+            lines.setdefault(named.label, {}).setdefault(int(entry.summary["batch_size"]), named)
+        first = group[0].first
+        kinds = [word for word in table.how(first).split(", ") if not word.startswith("batch ")]
+        heading = [
+            str(first.get("dataset")),
+            table.place(first),
+            *kinds,
+            f"{first.get('max_new_tokens')} new tokens at most",
+        ]
+        yield ", ".join(heading), dict(sorted(lines.items()))
 
 
 def _shared(board: Board, apart: Sequence[str]) -> str:

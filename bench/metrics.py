@@ -45,6 +45,7 @@ STEP_COLUMNS = (
 )
 MIXED = "mixed"  # category of a batch whose rows are of several
 FEWEST_FOR_P99 = 100
+ENERGY_BLOCK_S = 5.0
 _NS = 1e9
 _ONE_QUEUE = "one queue has no spread; set measure.refill_queue, the fewest prompts of a queue, to measure several"
 _FEWEST_ROUNDS, _FEWEST_BATCHES = 8, 4  # below, the spread of the baseline says nothing
@@ -65,6 +66,7 @@ def summarise(
     guarantee: str,
     agreement: Mapping[str, Any] | None = None,
     cost_curve: CostCurve | Price | None = None,
+    cost_over_layers: float = 1.0,
     n_bootstrap: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def summarise(
         guarantee: what the method declares: EXACT, RELAXED or INDEPENDENT_MODEL.
         agreement: what ``bench.agreement`` found.
         cost_curve: measured time of a target pass; None leaves the prediction out.
+        cost_over_layers: see the function of this name.
         n_bootstrap: resamples behind each interval.
         seed: of the resampling.
 
@@ -86,7 +89,7 @@ def summarise(
     rows = paired(everything)
     arms = {arm: rows[rows["arm"] == arm] for arm in ("method", "baseline")}
     ratios = speedups(rows, n_bootstrap, seed)
-    predicted = predicted_speedup(rows, cost_curve)
+    predicted = predicted_speedup(rows, cost_curve, cost_over_layers)
     rates = {arm: arm_rates(part) for arm, part in arms.items()}
     measured, tokens_per_s = ratios["total"]["value"], rates["baseline"]["tokens_per_s"]
     summary = {
@@ -298,7 +301,9 @@ def expected_speedup_leviathan(alpha: float, gamma: int, c: float) -> float:
     return sum(alpha**i for i in range(gamma + 1)) / (gamma * c + 1)
 
 
-def predicted_speedup(rows: pd.DataFrame, cost_curve: CostCurve | Price | None) -> float | None:
+def predicted_speedup(
+    rows: pd.DataFrame, cost_curve: CostCurve | Price | None, cost_over_layers: float = 1.0
+) -> float | None:
     """The speed-up the recorded rounds should have brought at the measured cost of target passes.
 
     A batch is predicted to take its prefill, and for every round the measured price of its passes plus the time that
@@ -309,17 +314,28 @@ def predicted_speedup(rows: pd.DataFrame, cost_curve: CostCurve | Price | None) 
         return None
     price = lru_cache(maxsize=None)(cost_curve.seconds if isinstance(cost_curve, CostCurve) else cost_curve)
     done = batches(rows)
-    seconds = np.array([_predicted_s(batch, price) for batch in done.itertuples()]) * done["weight"]
+    over = {"method": cost_over_layers, "baseline": 1.0}
+    predicted = [_predicted_s(batch, price, over[str(batch.arm)]) for batch in done.itertuples()]
+    seconds = np.array(predicted) * done["weight"]
     sums = seconds.groupby(done["arm"]).sum(min_count=1)
     unknown = seconds.isna().groupby(done["arm"]).any()
     return None if unknown.any() else _divide(sums["baseline"], sums["method"])
 
 
-def _predicted_s(batch: Any, price: Price) -> float:
+def cost_over_layers(manifest: Mapping[str, Any]) -> float:
+    """What the passes of a run's method cost over the share of the layers they ran, as it counted itself.
+
+    Of early exit: the decisions whether to leave, whole output matrices behind fewer layers, and what is done for the
+    layers that were skipped.
+    """
+    return float((manifest.get("method_facts") or {}).get("cost_over_layers", 1.0))
+
+
+def _predicted_s(batch: Any, price: Price, cost_over_layers: float) -> float:
     """Predicted seconds of a batch; NaN where drafting took passes whose time is not known.
 
-    A pass that ran a share of the layers costs that share. Contexts are those of the row with the most steps; in a
-    queue, the mean of its rows.
+    A pass that ran a share of the layers costs that share, times ``cost_over_layers``. Contexts are those of the row
+    with the most steps; in a queue, the mean of its rows.
     """
     total = batch.prefill_ns / _NS
     for step in range(1, len(batch.step_ns)):
@@ -327,7 +343,7 @@ def _predicted_s(batch: Any, price: Price) -> float:
         if draft_ns is None and batch.step_draft_passes[step]:
             return float("nan")
         pass_s = price(batch.step_nodes[step], batch.batch_size, int(batch.contexts[step - 1]))
-        total += batch.step_target_passes[step] * layers * pass_s + (draft_ns or 0) / _NS
+        total += batch.step_target_passes[step] * layers * cost_over_layers * pass_s + (draft_ns or 0) / _NS
     return float(total)
 
 
@@ -446,8 +462,14 @@ def draft_share(done: pd.DataFrame) -> float | None:
 
 
 def energy_per_token(done: pd.DataFrame) -> float | None:
-    """Joules of the whole device per output token, over the batches where they were measured."""
+    """Joules of the whole device per output token, over the batches where they were measured.
+
+    None where these took less than ``ENERGY_BLOCK_S`` together: the counter advances every 20 to 100 ms, so that of a
+    single batch says little.
+    """
     known = done[done["energy_j"].notna()]
+    if known["batch_ns"].sum() / _NS < ENERGY_BLOCK_S:
+        return None
     return _ratio_of_sums(known["energy_j"], known["tokens"], known["weight"])
 
 

@@ -128,6 +128,8 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
     try:
         lm = _engine(weights.config).from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
+        if hardware.get("compile", False):
+            compile_layers(lm)
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
         raise UserError(str(error)) from error
     _replay(lm, hardware)
@@ -141,6 +143,23 @@ def _replay(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
 
     if lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto":
         lm.graphs = Graphs(lm)
+
+
+def compile_layers(lm: CausalLM) -> None:
+    """Compile what stands between the products of its layers.
+
+    Raises:
+        ValueError: an encoder-decoder, or torch cannot compile here.
+    """
+    from methods.engine.compiled import Compiled
+    from methods.engine.seq2seq import Seq2SeqLM
+
+    if isinstance(lm, Seq2SeqLM):
+        raise ValueError(
+            f"hardware.compile=true came with {lm.name}, an encoder-decoder; only layers of decoder-only models are "
+            "compiled. Set hardware.compile=false."
+        )
+    lm.compiled = Compiled(lm)
 
 
 def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool) -> None:

@@ -5,7 +5,7 @@ Full marks are EXACT, hollow ones are not; colours as in ``bench.look``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,19 +166,34 @@ def pareto(ax: Axes, market: Market) -> None:
 def batch_curves(axes: Sequence[Axes], heading: str, lines: Mapping[str, Sequence[Entry]]) -> None:
     """Speed-up (left) and throughput (right) against the batch size, a line per method; dotted is the baseline."""
     speed, rate = axes
-    for label, entries in lines.items():
-        sizes = [entry.summary["batch_size"] for entry in entries]
-        shown, marks = look(entries[0].method), _mark(entries[0])
-        speed.plot(sizes, [_speed(entry) for entry in entries], linestyle=shown.line, label=label[:40], **marks)
-        rate.plot(sizes, [entry.summary["tokens_per_s"] for entry in entries], linestyle=shown.line, **marks)
-        before = [entry.summary["baseline_tokens_per_s"] for entry in entries]
-        rate.plot(sizes, before, color="0.6", linewidth=1, linestyle=":", zorder=0)
-    every = sorted({entry.summary["batch_size"] for entries in lines.values() for entry in entries})
-    for ax in (speed, rate):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(every, [str(size) for size in every])
-        ax.set_xlabel("batch size")
+    over_batches(speed, lines, _speed)
+    over_batches(
+        rate, lines, lambda entry: entry.summary["tokens_per_s"], lambda entry: entry.summary["baseline_tokens_per_s"]
+    )
     speed.axhline(1, color=_GREY, linewidth=1, linestyle="--")
     speed.set(ylabel="speed-up", title=heading)
     speed.legend(fontsize=8)
     rate.set(ylabel="tokens per second, all rows", ylim=(0, None))
+
+
+def over_batches(
+    ax: Axes,
+    lines: Mapping[str, Sequence[Entry]],
+    of: Callable[[Entry], float | None],
+    before: Callable[[Entry], float | None] | None = None,
+) -> None:
+    """A quantity against the batch size, a line per method; dotted that of its own baseline."""
+    for label, entries in lines.items():
+        sizes = [entry.summary["batch_size"] for entry in entries]
+        shown, marks = look(entries[0].method), _mark(entries[0])
+        ax.plot(sizes, [_or_gap(of(entry)) for entry in entries], linestyle=shown.line, label=label[:40], **marks)
+        if before is not None:
+            ax.plot(sizes, [_or_gap(before(e)) for e in entries], color="0.6", linewidth=1, linestyle=":", zorder=0)
+    every = sorted({entry.summary["batch_size"] for entries in lines.values() for entry in entries})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(every, [str(size) for size in every])
+    ax.set_xlabel("batch size")
+
+
+def _or_gap(value: float | None) -> float:
+    return float("nan") if value is None else value

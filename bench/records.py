@@ -10,6 +10,7 @@ import fcntl
 import gzip
 import json
 import os
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,7 +137,7 @@ class RunFolder:
             lock = _lock(path)
         try:
             with machine_failures():
-                for name in (SAMPLES, PACKED, SUMMARY, MANIFEST) if fresh else ():
+                for name in (MANIFEST, SUMMARY, SAMPLES, PACKED) if fresh else ():  # what calls it finished goes first
                     (path / name).unlink(missing_ok=True)
                 _unpack(path)
                 folder = cls(path, lock, read_manifest(path) or {}, _recover(path / SAMPLES))
@@ -321,14 +322,11 @@ def pack(folder: Path) -> bool:
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None or manifest.get("status") != "finished":
         raise UserError(f"{folder} holds no finished run; only those are packed. Name the folder of one.")
-    if not (folder / SAMPLES).is_file():
-        return False
-    lock = _lock(folder)
-    try:
+    with claimed(folder):
+        if not (folder / SAMPLES).is_file():
+            return False
         _replace(folder / PACKED, gzip.compress((folder / SAMPLES).read_bytes(), mtime=0))
         (folder / SAMPLES).unlink()
-    finally:
-        _unlock(folder, lock)
     return True
 
 
@@ -465,23 +463,65 @@ def _write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Be the only writer of a run folder meanwhile.
+
+    Raises:
+        UserError: another process is.
+    """
+    lock = _lock(folder)
+    try:
+        yield
+    finally:
+        _unlock(folder, lock)
+
+
+def left_open(folder: Path) -> bool:
+    """Whether the last writer of a run folder is still at work, or was ended before it was through."""
+    return (folder / _LOCK).exists()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process that is alive writes the folder; the lock of a killed one is free."""
+    try:
+        handle = os.open(folder / _LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def _lock(folder: Path) -> int:
     """Claim a folder for this process; the system lets go of it when the process ends, however it ends."""
     path = folder / _LOCK
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _take(handle):
             os.close(handle)
             raise UserError(
                 f"{folder} is being written by another process; one run folder has one writer. Wait for it, or change "
                 "what defines the run."
-            ) from None
+            )
         with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(handle).st_ino:
                 return handle
         os.close(handle)  # the former owner removed the file between our two calls
+
+
+def _take(handle: int) -> bool:
+    """Take a lock that is free, or that only ``is_held`` has, for a moment."""
+    for pause in (0.0, 0.05, 0.2):
+        time.sleep(pause)
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
 
 
 def _unlock(folder: Path, handle: int) -> None:

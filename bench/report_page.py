@@ -29,7 +29,7 @@ _FILTERS = {
     "guarantee": lambda entry: entry.guarantee,
     "dataset": lambda entry: str(entry.summary.get("dataset")),
     "model": lambda entry: str(entry.summary.get("model")),
-    "batch": lambda entry: str(entry.summary.get("batch_size")),
+    "batch": lambda entry: f"{entry.summary.get('batch_size')}{', refilled' if entry.summary.get('refill') else ''}",
     "hardware": lambda entry: f"{entry.summary.get('hardware')}, {entry.summary.get('dtype')}",
 }
 Span = tuple[table.Number, table.Number]

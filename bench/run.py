@@ -119,7 +119,8 @@ def run(cfg: RunConfig, *, fresh: bool | datetime = False) -> Outcome:
         fresh = _started_before(fresh, path)
     if not fresh and _finished(path):
         print(f"Measured before. To measure anew, delete {path}", file=sys.stderr)
-        return report(cfg, path)
+        with records.claimed(path):
+            return report(cfg, path)
     choice = _calibrate(cfg, parts)
     manifest = _manifest(cfg, parts, choice)
     with RunFolder.create(path.parent, path.name, manifest, _config_yaml(cfg), fresh=fresh) as folder:
@@ -140,7 +141,7 @@ def prepare(cfg: RunConfig) -> Parts:
     _check_refill(cfg, examples)
     hardware.set_threads(cfg.hardware.threads)
     models.import_libraries()
-    floor_bytes = hardware.resident_bytes()
+    floor_bytes = hardware.settled_bytes()
     gpu_busy = hardware.gpu_utilisation(models.resolve_hardware(asdict(cfg.hardware))[0])
     loaded = models.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=build.needs_hf(cfg.method))
     _check_kind(cfg, task, loaded)
@@ -229,6 +230,7 @@ def report(cfg: RunConfig, path: Path) -> Outcome:
         guarantee=manifest["guarantee"],
         agreement=manifest.get("agreement"),
         cost_curve=CostCurve.from_dict(stored) if stored else None,
+        cost_over_layers=metrics.cost_over_layers(manifest),
         n_bootstrap=cfg.measure.bootstrap_samples,
         seed=cfg.seed,
     )
@@ -271,15 +273,20 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
         if cfg.measure.cost_curve and not parts.loaded.denoises and "cost_curve" not in folder.manifest:
             with _clocked(spent, "cost_curve"):
                 folder.update(cost_curve=_cost_curve(parts, warm).to_dict())
-        captured = _graphs(parts)
+        captured, compiled = _graphs(parts), _compiled(parts)
         runner.measure()
         if captured:
             folder.update(graphs={"before": captured, "in_all": _graphs(parts)})
+        if compiled:
+            folder.update(compiled={"before": compiled, "in_all": _compiled(parts)})
+        folder.update(memory=_memory(parts, folder.samples))
         if own := _own_bytes(parts.method):
             folder.update(own_bytes=own)
         if facts := _facts(parts.method):
             folder.update(method_facts=facts | _probe(parts, warm))
         folder.update(load_average={"start": folder.manifest["load_average"]["start"], "end": hardware.load_average()})
+        state = hardware.gpu_state(parts.loaded.lm.device)
+        folder.update(gpu_state={"start": folder.manifest["gpu_state"]["start"], "end": state})
         with _clocked(spent, "quality"):
             folder.update(quality=_quality(parts, folder.samples), quality_notes=parts.task.notes())
         if cfg.measure.agreement:
@@ -296,10 +303,30 @@ def _graphs(parts: Parts) -> dict[str, float] | None:
     return {"captured": graphs.captured, "seconds": round(graphs.seconds, 3)} if graphs is not None else None
 
 
+def _compiled(parts: Parts) -> dict[str, float] | None:
+    """Functions that torch.compile has made so far, and the time it took for those made when the target was loaded."""
+    found = parts.loaded.lm.compiled
+    return {"functions": found.counted, "seconds": round(found.seconds, 3)} if found is not None else None
+
+
 def _doubt(method: Decoder, warm: Sequence[Sample]) -> str | None:
     """What a method with a loaded part finds strange about its own acceptance on the prompts of the warm-up."""
     ask = getattr(method, "doubt", None)
     return ask([metrics.kept_at(sample) for sample in warm if sample.arm == "method"]) if ask else None
+
+
+def _memory(parts: Parts, samples: Sequence[Sample]) -> dict[str, int | None]:
+    """Bytes of what both arms have in common, and of the process without it, from which a peak on a CPU is counted.
+
+    The cache is that of the target, for as many rows as there were with the longest prompt and the most new tokens.
+    """
+    lm, measured = parts.loaded.lm, [s for s in samples if s.phase == "measure"]
+    longest = max(s.n_prompt_tokens for s in measured) + parts.settings.limit
+    return {
+        "weights": lm.weight_bytes + lm.encoder_bytes,
+        "cache": max(s.batch_size for s in measured) * longest * lm.token_bytes,
+        "floor": parts.floor_bytes,
+    }
 
 
 def _own_bytes(method: Decoder) -> dict[str, int | None]:
@@ -448,6 +475,7 @@ def _manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dic
             "hardware": hardware.facts(loaded.lm.device),
             "load_average": {"start": hardware.load_average(), "end": None},
             "gpu_utilisation": {"start": parts.gpu_busy},
+            "gpu_state": {"start": hardware.gpu_state(loaded.lm.device), "end": None},
             "versions": hardware.versions(),
             "git": hardware.git_state(),
         }
@@ -470,9 +498,11 @@ def _names(manifest: dict[str, Any]) -> dict[str, Any]:
         "threads": facts["threads"],
         "batch_size": manifest["batch_size"],
         **_refill(manifest),
+        **_made_ahead(manifest),
         "sampling": manifest["sampling"],
         "max_new_tokens": manifest["max_new_tokens"],
         "harness_share": manifest.get("harness_share"),
+        "memory": manifest.get("memory", {}),
         "own_bytes": manifest.get("own_bytes", {}),
         "quality_notes": manifest.get("quality_notes", {}),
         **({"calibration": manifest["calibration"]} if "calibration" in manifest else {}),
@@ -484,6 +514,12 @@ def _refill(manifest: dict[str, Any]) -> dict[str, Any]:
     """Nothing for rows in lockstep: runs of before there was anything else stand beside them."""
     measure = manifest["measure"]
     return {key: measure[key] for key in ("refill", "refill_queue")} if measure.get("refill") else {}
+
+
+def _made_ahead(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Compiled functions and captured graphs; that a run was compiled is a name of its own, for it splits tables."""
+    ahead = {key: manifest[key] for key in ("compiled", "graphs") if key in manifest}
+    return {"made_ahead": ahead, **({"compile": True} if "compiled" in ahead else {})} if ahead else {}
 
 
 def _per_token(manifest: dict[str, Any]) -> dict[str, Any]:

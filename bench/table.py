@@ -21,6 +21,7 @@ JOIN_KEYS = (
     "hardware",
     "dtype",
     "threads",
+    "compile",
     "sampling",
     "batch_size",
     "refill",
@@ -47,7 +48,7 @@ def render(summary: Mapping[str, Any], path: str | Path) -> str:
     """
     shown = _shown(path)
     lines = [
-        *_pack([place(summary), f"{summary.get('dataset')}: {_plural(summary['n_prompts'], 'prompt')}", how(summary)]),
+        *_pack([place(summary), f"{summary.get('dataset')}: {plural(summary['n_prompts'], 'prompt')}", how(summary)]),
         f"{summary.get('method')} vs autoregressive, interleaved{_repeats(summary)}",
         "",
         *(line for row in _ROWS for line in row(summary)),
@@ -83,14 +84,19 @@ def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
 
 def place(summary: Mapping[str, Any]) -> str:
     threads = summary.get("threads")
-    facts = [summary.get("hardware"), summary.get("dtype"), None if threads is None else _plural(threads, "thread")]
+    facts = [summary.get("hardware"), summary.get("dtype"), None if threads is None else plural(threads, "thread")]
     known = ", ".join(str(fact) for fact in facts if fact)
     return f"{summary.get('model')} ({known})" if known else str(summary.get("model"))
 
 
 def how(summary: Mapping[str, Any]) -> str:
-    rows = f"batch {summary.get('batch_size') or MISSING}{', refilled' if summary.get('refill') else ''}"
-    return ", ".join([*_sampling(summary.get("sampling")), rows])
+    kinds = [
+        f"batch {summary.get('batch_size') or MISSING}",
+        "refilled" if summary.get("refill") else "",
+        f"queues of {queue} or more" if (queue := summary.get("refill_queue")) else "",
+        "compiled" if summary.get("compile") else "",
+    ]
+    return ", ".join([*_sampling(summary.get("sampling")), *filter(None, kinds)])
 
 
 def _sampling(sampling: Any) -> Iterator[str]:
@@ -112,7 +118,7 @@ def _speed_up(summary: Mapping[str, Any]) -> list[str]:
     speedup, total = summary["speedup"], summary["speedup"]["total"]
     details = [
         f"95 % {interval(total)}",
-        f"total time, {_plural(total['n'] or 0, 'pair')}",
+        f"total time, {plural(total['n'] or 0, 'pair')}",
         f"predicted {times(summary['predicted_speedup'])}",
     ]
     per_token = speedup.get("per_token")
@@ -165,9 +171,21 @@ def _rate(summary: Mapping[str, Any]) -> list[str]:
 def _memory(summary: Mapping[str, Any]) -> list[str]:
     peak, before = summary["peak_memory_bytes"], summary["baseline"]["peak_memory_bytes"]
     details = [] if peak is None or before is None else [f"{(peak - before) / 2**20:+.0f} MiB against the baseline"]
+    shared = {name: size for name, size in summary.get("memory", {}).items() if name in ("weights", "cache")}
     own = {name.replace("_", " "): size for name, size in summary.get("own_bytes", {}).items() if size is not None}
-    details += [f"{name} {size / 2**20:.0f} MiB" for name, size in own.items()]
+    details += [f"{name} {size / 2**20:.0f} MiB" for name, size in (shared | own).items()]
     return _row("memory", MISSING if peak is None else f"{peak / 2**20:.0f} MiB", details)
+
+
+def _ahead(summary: Mapping[str, Any]) -> list[str]:
+    """What was made once, and how much of it within measured time."""
+    details = []
+    for kind, count, noun in (("compiled", "functions", "compiled function"), ("graphs", "captured", "graph")):
+        if found := summary.get("made_ahead", {}).get(kind):
+            before, late = found["before"], found["in_all"][count] - found["before"][count]
+            details.append(f"{plural(before[count], noun)} in {before['seconds']:.1f} s")
+            details += [f"{late} more while measuring"] if late else []
+    return _row("made ahead", "", details) if details else []
 
 
 def _energy(summary: Mapping[str, Any]) -> list[str]:
@@ -180,7 +198,7 @@ def _agreement(summary: Mapping[str, Any]) -> list[str]:
     if not found or found.get("exact") is None:
         return _row("agreement", MISSING, [found["reason"]] if found and found.get("reason") else [])
     count = found.get("n_violations")
-    wrong = f"{found['violation']:.1%} violations".replace("%", " %") if count is None else _plural(count, "violation")
+    wrong = f"{found['violation']:.1%} violations".replace("%", " %") if count is None else plural(count, "violation")
     details = ["identical to the target", f"{_percent(found['near_tie'])} near-ties", wrong]
     if own := found.get("verifier"):
         details.append(f"{_percent(own['exact'])} identical to its own model")
@@ -220,6 +238,7 @@ _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
     _rate,
     _sentences,
     _memory,
+    _ahead,
     _energy,
     _agreement,
     _quality,
@@ -231,7 +250,7 @@ def _result(verdict: Mapping[str, Any] | None, path: str) -> Iterator[str]:
         yield f"RESULT: not judged     {path}"
         return
     reasons = verdict["reasons"]
-    outcome = "VALID" if verdict["valid"] else f"INVALID - {_plural(len(reasons), 'reason')}"
+    outcome = "VALID" if verdict["valid"] else f"INVALID - {plural(len(reasons), 'reason')}"
     yield f"RESULT: {outcome}     {path}"
     for number, reason in enumerate(reasons, start=1):
         yield from textwrap.wrap(reason, WIDTH, initial_indent=f"  {number}. ", subsequent_indent="     ")
@@ -345,7 +364,8 @@ def interval(bounds: Mapping[str, Any]) -> str:
     return MISSING if low is None or high is None else f"{low:.2f}-{high:.2f}"
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
+    """``1 row``, ``2 rows``"""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -29,6 +29,7 @@ from bench import metrics
 from bench.costs import CostCurve, CostSurface
 from bench.errors import UserError
 from bench.records import Sample, read_manifest, read_samples
+from bench.table import plural
 
 if TYPE_CHECKING:
     from bench.cost import Question
@@ -64,6 +65,7 @@ def replay(
     batch: int | None = None,
     drafting: Drafting | None = None,
     prefill: bool = False,
+    cost_over_layers: float = 1.0,
 ) -> float | None:
     """The speed-up the recorded rounds would bring.
 
@@ -73,6 +75,7 @@ def replay(
         batch: rows in lockstep; None: as recorded.
         drafting: what a proposal costs there; None: as recorded.
         prefill: count the recorded prefill in both arms, which is right on the machine of the run alone.
+        cost_over_layers: see ``metrics.cost_over_layers``.
 
     Returns:
         None where the time of the drafts is not known.
@@ -84,7 +87,7 @@ def replay(
         measured = lockstep(measured, batch, per_batch=drafting is not None)
     if not prefill:
         measured = [replace(sample, prefill_ns=0) for sample in measured]
-    return metrics.predicted_speedup(metrics.paired(metrics.frame(measured)), price)
+    return metrics.predicted_speedup(metrics.paired(metrics.frame(measured)), price, cost_over_layers)
 
 
 def _with_drafts(sample: Sample, drafting: Drafting) -> Sample:
@@ -382,7 +385,8 @@ def forecast(
     if gamma is not None:
         return chain_forecast(chain_of(samples), gamma, curve.price.seconds, size, drafting)
     again = None if size == manifest["batch_size"] else size
-    found = replay(samples, curve.price.seconds, batch=again, drafting=drafting)
+    over = metrics.cost_over_layers(manifest)
+    found = replay(samples, curve.price.seconds, batch=again, drafting=drafting, cost_over_layers=over)
     return Forecast(None, None if drafting is None else drafting.seconds, found)
 
 
@@ -421,7 +425,7 @@ def read_curve(folder: Path) -> Recorded:
 
 def _where(manifest: Mapping[str, Any]) -> str:
     facts = manifest["hardware"]
-    device = facts["gpu"]["name"] if facts["gpu"] else f"{facts['cpu']}, {facts['threads']} threads"
+    device = facts["gpu"]["name"] if facts["gpu"] else f"{facts['cpu']}, {plural(facts['threads'], 'thread')}"
     return f"{manifest['model']['name']} on {device}, {manifest['dtype']}"
 
 
@@ -438,8 +442,8 @@ def _known(run: Path) -> str:
 def _check_batch(size: int, curve: Recorded) -> None:
     if size > max(curve.batches):
         raise UserError(
-            f"batch came as {size}; the curve was measured with up to {max(curve.batches)} rows. Set batch=N up to "
-            "that, or name another curve."
+            f"batch came as {size}; the curve was measured with up to {plural(max(curve.batches), 'row')}. Set batch=N "
+            "up to that, or name another curve."
         )
 
 

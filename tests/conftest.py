@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,17 @@ def smollm2_dir(cache_root: Path) -> Path:
     if not (folder / "model.safetensors").is_file():
         pytest.skip("the embedded model is not here; python -m bench.models fetch smollm2")
     return folder
+
+
+@pytest.fixture(scope="session")
+def real_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """SLURM's own daemons, started for the tests."""
+    from tests.slurm import slurm
+
+    if os.geteuid() != 0:
+        pytest.skip("SLURM's daemons are started by root")
+    with slurm(tmp_path_factory.mktemp("slurm")):
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -22,18 +23,14 @@ import psutil
 import pytest
 
 from bench import build, cli, cluster_job, cluster_slurm, preflight, records, sweep
-from bench.cluster import Local, Process
+from bench.cluster import Local, Process, visible_gpus
 from bench.cluster_job import Result, Task
 from bench.cluster_ray import Ray
 from bench.cluster_slurm import JOBS, Slurm, Work
 from bench.errors import UserError
-from tests.slurm import slurm
+from tests.sweeps import COMMON, outputs, pairs, writers
 
 CHOICES = preflight.every_group()[preflight.CLUSTER]
-COMMON = [
-    "model=random", "dataset=demo", "dataset.limit=2", "measure=quick", "measure.repeats=4", "max_new_tokens=24",
-    "hardware=cpu_fp32", "hardware.threads=1", "measure.cost_curve=false", "measure.bootstrap_samples=100",
-]  # fmt: skip
 
 
 def built(*words: str) -> Any:
@@ -178,6 +175,58 @@ def test_ctrl_c_stops_the_processes(stand_in: Callable[[str], None], tmp_path: P
         time.sleep(0.02)
     answers.close()  # what an exception in the head does
     assert (tmp_path / "said").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "seen"),
+    [(None, 3, ["0", "1", "2"]), ("4,G-a,7", 3, ["4", "G-a", "7"]), ("1,-1,2", 1, ["1"]), ("", 0, []), (None, 0, [])],
+)
+def test_gpus_are_those_that_this_process_may_see(
+    given: str | None, count: int, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert visible_gpus() == seen
+
+
+@pytest.mark.parametrize(("jobs", "most"), [(1, 1), (2, 1), (3, 1), (5, 2)])
+def test_jobs_side_by_side_have_a_gpu_each(
+    jobs: int, most: int, stand_in: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.cluster.visible_gpus", lambda: ["4", "6", "7"])
+    said = f'echo "$1 $CUDA_VISIBLE_DEVICES" >> {tmp_path}/log'
+    stand_in(f"say() {{ {said}; }}; sleep=0.$(expr $$ % 3 + 1); say +; sleep $sleep; say -; {ANSWER}")
+    tasks = [task(str(number)) for number in range(9)]
+    assert len(dict(Process(jobs).run(tasks, tmp_path / "jobs"))) == len(tasks)
+    on, seen = Counter[str](), Counter[str]()
+    for line in (tmp_path / "log").read_text().splitlines():
+        sign, gpu = line.split()
+        on[gpu] += 1 if sign == "+" else -1
+        seen[gpu] = max(seen[gpu], on[gpu])
+    assert set(seen) <= {"4", "6", "7"} and len(seen) == min(jobs, 3) and max(seen.values()) == most
+
+
+def test_without_a_gpu_nothing_is_said_about_one(
+    stand_in: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    stand_in(f"echo ${{CUDA_VISIBLE_DEVICES-none}} > {tmp_path}/log; {ANSWER}")
+    assert dict(Process(2).run([task("0")], tmp_path / "jobs")) == {0: Result(0)}
+    assert (tmp_path / "log").read_text() == "none\n"
+
+
+def test_a_process_ends_with_the_sweep(tmp_path: Path) -> None:
+    """The other end of its stdin is closed, as by the system when the head is killed."""
+    code = "import sys, time; from bench import cluster_job as j; j.interrupt_at_end_of(0); print(1, flush=True)"
+    command = [sys.executable, "-c", f"{code}; time.sleep(60)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == b"1\n" and process.poll() is None
+        process.stdin.close()
+        assert process.wait(30) and b"KeyboardInterrupt" in process.stderr.read()
 
 
 def test_a_job_answers_by_a_file(use_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,29 +403,11 @@ def test_submitit_runs_a_job_and_starts_it_again(use_run: Any, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def real_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("SLURM's daemons are started by root")
-    with slurm(tmp_path_factory.mktemp("slurm")):
-        yield
-
-
-@pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What the jobs with the seeds 1 and 2 give when nothing disturbs them."""
     results = tmp_path_factory.mktemp("unbroken")
     assert cli.main(["-m", *COMMON, "seed=1,2", f"paths.results={results}"]) in (0, 3)
     return outputs(results)
-
-
-def outputs(results: Path) -> dict[str, list[Any]]:
-    """What was generated, by run; records that are cut, or hold anything twice, are an error."""
-    found = {}
-    for path in results.glob("*-*"):
-        assert not records.validate(path)
-        rows = [row for row in records.read_samples(path) if row.phase == "measure"]
-        found[path.name] = sorted((r.prompt_id, r.repeat, r.arm, r.seed, tuple(r.output_ids)) for r in rows)
-    return found
 
 
 def when_measured(results: Path, seed: int, then: Callable[[], Any]) -> None:
@@ -389,30 +420,6 @@ def when_measured(results: Path, seed: int, then: Callable[[], Any]) -> None:
         then()
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def pairs(results: Path, seed: int) -> int:
-    """How many the run with this seed has recorded."""
-    folder = folder_of(results, seed)
-    samples = folder / records.SAMPLES if folder else None
-    return samples.read_bytes().count(b'"phase": "measure"') // 2 if samples and samples.exists() else 0
-
-
-def folder_of(results: Path, seed: int) -> Path | None:
-    manifests = ((path, records.read_manifest(path)) for path in results.glob("*-*"))
-    return next((path for path, manifest in manifests if manifest and manifest["seed"] == seed), None)
-
-
-def writers(results: Path, seed: int) -> list[psutil.Process]:
-    """The process that holds the lock of the run with this seed."""
-    lock = f"{folder_of(results, seed)}/.lock"
-    found = []
-    for process in psutil.process_iter():
-        try:
-            found += [process] if any(file.path == lock for file in process.open_files()) else []
-        except psutil.Error:
-            continue
-    return found
 
 
 def kill_writer(results: Path, seed: int) -> None:

@@ -174,7 +174,8 @@ def test_replay_is_the_prediction_of_a_run_from_its_own_curve(folder: Path) -> N
     if manifest.get("cost_curve") is None:
         pytest.skip("measured no curve")
     curve = whatif.own_curve(folder, manifest)
-    found = replay(read_samples(folder), curve.price.seconds, prefill=True)
+    over = metrics.cost_over_layers(manifest)
+    found = replay(read_samples(folder), curve.price.seconds, prefill=True, cost_over_layers=over)
     assert found == (None if summary["predicted_speedup"] is None else pytest.approx(summary["predicted_speedup"]))
 
 

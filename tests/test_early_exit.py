@@ -16,12 +16,12 @@ from bench import contract
 from methods.decoder import Example, Guarantee, MissingPart
 from methods.early_exit.beta_mixture import BetaMixture
 from methods.early_exit.calm import Calm
-from methods.early_exit.confidence import Saturation, gap
+from methods.early_exit.confidence import Saturation, Softmax, gap, usual_screen
 from methods.early_exit.exits import Exits, Lens
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import Corpus, HashTable, make_table, mutual_information
-from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.loop import EarlyExitDecoder, Look, fill_share, head_share
 from methods.early_exit.static_depth import StaticDepth
 from methods.early_exit.threshold import Threshold
 from methods.engine.cache import Cache
@@ -79,7 +79,7 @@ class Recorder:
 class Scripted:
     """A policy that sends the token at each place to a depth that a test says."""
 
-    guarantee, columns, nbytes = Guarantee.RELAXED, 0, 0
+    guarantee, nbytes = Guarantee.RELAXED, 0
 
     def __init__(self, target: CausalLM, depths: list[list[int]]) -> None:
         self.deepest, self.depths, self.step = target.n_layers, depths, -1
@@ -91,7 +91,7 @@ class Scripted:
         self.step += 1
         return sorted(set(self.depths[self.step]))
 
-    def look(self, depth: int, hidden: object, ready: object, roots: object) -> Look:
+    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> Look:
         return Look([wanted == depth for wanted in self.depths[self.step]])
 
 
@@ -242,6 +242,52 @@ def test_claimed_layers_and_heads_are_those_that_ran(
     reduced = (decoder.tally.columns - heads * target.vocab_size) / (options.get("vocabulary") or target.vocab_size)
     assert reduced >= 0 and reduced == round(reduced) and (reduced == 0) == ("vocabulary" not in options)
     assert sum(decoder.tally.exits.values()) == 2 * decoder.tally.steps
+    facts, columns = decoder.facts(), decoder.tally.columns / target.vocab_size
+    spent = decoder.tally.layers + columns * head_share(target) + saved * fill_share(target)
+    assert facts["layer_equivalents_per_step"] == pytest.approx(spent / decoder.tally.steps)
+    alike = decoder.tally.layers / target.n_layers * (target.n_layers + head_share(target))  # had the head shrunk, too
+    assert facts["cost_over_layers"] == pytest.approx(spent / alike) and spent > alike
+
+
+# ------------------------------------------------------------------------------------------------- screened confidence
+
+
+@pytest.mark.parametrize("ids", [2, 20, 61])
+def test_a_screen_makes_no_token_leave_and_keeps_only_those_outside_it(target: CausalLM, ids: int) -> None:
+    ready = torch.randn(400, 32, dtype=torch.double, generator=torch.Generator().manual_seed(1)) * 3
+    logits = target.head(ready)
+    whole, likeliest = gap(logits), logits.argmax(-1)
+    screen, least = Softmax(target, ids), 0.3
+    for row in range(len(ready)):
+        one = ready[row : row + 1]
+        found = screen(one, one, lambda confidence: bool(confidence > least))
+        leaves, should = bool(found.confidence > least), bool(whole[row] > least)
+        assert leaves <= should and (leaves == should or likeliest[row] >= ids)
+        assert (found.logits is None) == (found.columns == ids) and (found.logits is not None or not leaves)
+        assert found.logits is None or found.columns == ids + 61
+    assert 0 < int((whole > least).sum()) < 400
+
+
+def test_the_usual_screen_costs_a_layer_and_stands_only_before_dear_heads(target: CausalLM) -> None:
+    assert head_share(target) < 2 and usual_screen(target) is None and Softmax(target, "auto").screen == 0
+    dear = target.skip()
+    dear.vocab_size = 10_000  # of which the costs are told
+    share = (usual_screen(dear) or 0) * head_share(dear) / dear.vocab_size
+    assert head_share(dear) > 2 and share == pytest.approx(1, rel=0.01)
+
+
+def test_rows_that_left_do_not_open_the_screen(target: CausalLM) -> None:
+    """Their states say nothing any more; the whole vocabulary is asked for the sake of those who stay."""
+    policy = Calm(target, GREEDY, 0.5, exits=[1, 2], head="lens", vocabulary=20).policy
+    screen = policy.confidence
+    sure = torch.zeros(2, 32, dtype=torch.double)
+    generator = torch.Generator().manual_seed(0)
+    while not (gap(target.head(sure)[:1, :20]) > 0.5).all():  # the first row tempts, the second does not
+        sure[0] = 10 * torch.randn(32, dtype=torch.double, generator=generator)
+    policy.reset(9)
+    policy.stops([0])
+    asked = [policy.look(1, sure, sure, [0, 0], rows).columns for rows in ([True, True], [False, True])]
+    assert screen.screen == 20 and asked == [20 + 61, 20]
 
 
 # ------------------------------------------------------------------------------------------------------- the full model

@@ -46,7 +46,7 @@ def target(request: pytest.FixtureRequest) -> Seq2SeqLM:
 class Scripted:
     """A policy that sends row b's token at each place to ``depths[b][place]``."""
 
-    guarantee, columns, nbytes, deepest = Guarantee.RELAXED, 0, 0, LAYERS
+    guarantee, nbytes, deepest = Guarantee.RELAXED, 0, LAYERS
 
     def __init__(self, depths: list[list[int]]) -> None:
         self.depths, self.place = depths, -1
@@ -58,7 +58,7 @@ class Scripted:
         self.place += 1
         return sorted({row[self.place] for row in self.depths})
 
-    def look(self, depth: int, hidden: object, ready: object, roots: object) -> Look:
+    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> Look:
         return Look([row[self.place] == depth for row in self.depths])
 
 

@@ -168,7 +168,7 @@ def test_prompts_beside_the_model_are_held_out_and_fit(made: dict[str, tuple[Pat
     assert len(dialogues) > 50
     for dialogue in dialogues:
         assert len(dialogue.said[0]) == TINY["positions"] // 2 >= len(dialogue.answer)
-        assert dialogue.said[0] + dialogue.answer in held_out
+        assert dialogue.said[0] in held_out and dialogue.answer in held_out
     assert character_model.prompts_of("é" * 100 + "plain text", 5)[0]["turns"] == ["plain"]
 
 

@@ -171,6 +171,24 @@ def test_batch_series_need_two_sizes() -> None:
     assert leaderboard.batch_series(leaderboard.boards(rows[2:])) == [] and heading.startswith("multi30k, m (A CPU")
 
 
+def test_batch_coverage_names_what_is_not_recorded() -> None:
+    rows = [
+        run("suffix", 1.2, batch_size=8),
+        run("suffix", 1.6),
+        run("calm", 2.0, batch_size=3),
+        run("calm", valid=False),
+    ]
+    again = run("calm", 1.9, dataset_revision={"content": "another", "files": []})
+    ((heading, cells),) = leaderboard.batch_coverage(leaderboard.boards([*rows, again]), (1, 2, 8))
+    assert heading == "multi30k, m (A CPU, float32, 2 threads), greedy, 64 new tokens at most"
+    assert list(cells) == ["B = 1", "B = 2", "B = 3", "B = 8"]
+    assert cells.loc["suffix"].tolist() == ["1.60x", "-", "-", "1.20x"]
+    assert cells.loc["calm"].tolist() == ["1.90x", "-", "2.00x", "-"], "the valid one of two"
+    assert leaderboard.batch_coverage(leaderboard.boards(rows[3:]), (1,))[0][1].loc["calm"].tolist() == ["INVALID"]
+    refilled = leaderboard.batch_coverage(leaderboard.boards([*rows, run("suffix", batch_size=8, refill=True)]), (8,))
+    assert len(refilled) == 2 and sum(", refilled" in name for name, _ in refilled) == 1
+
+
 def test_slopes_are_of_the_measured_passes() -> None:
     record = run("suffix")
     curve = CostCurve((1, 4, 8), 1, (64, 128), ((0.01, 0.0125, 0.02), (0.02, 0.025, 0.04)))

@@ -170,7 +170,19 @@ BATCH = [
 ]
 
 
-def test_a_batch_is_timed_once() -> None:
+def test_energy_is_told_of_five_seconds_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = [
+        *lockstep("baseline", 1000, {"1/1": [1] * 5}, energy_j=9.0),
+        *lockstep("method", 999, {"1/1": [1] * 5}, energy_j=9.0),
+    ]
+    found = summary(long)
+    assert found["energy_j_per_token"] is None and found["baseline"]["energy_j_per_token"] == pytest.approx(9 / 5)
+    monkeypatch.setattr(metrics, "ENERGY_BLOCK_S", 4.9)
+    assert summary(long)["energy_j_per_token"] == pytest.approx(9 / 5)
+
+
+def test_a_batch_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "ENERGY_BLOCK_S", 0.0)
     found = summary(BATCH)
     # 6 tokens in 40 ms and in 24 ms; the energy of the whole batch is in every row of it
     assert found["speedup"]["total"]["value"] == pytest.approx(40 / 24)
@@ -235,6 +247,8 @@ def test_prediction_counts_passes_and_layers() -> None:
     twice = both("1/1", {"ms": [10, 10]}, {"ms": [10, 20], "step_target_passes": [1, 2]})
     assert summary(half, cost_curve=cost)["predicted_speedup"] == pytest.approx(20 / 15)
     assert summary(twice, cost_curve=cost)["predicted_speedup"] == pytest.approx(20 / 30)
+    dear = summary(half, cost_curve=cost, cost_over_layers=1.6)  # deciding whether to leave costs more than it saves
+    assert dear["predicted_speedup"] == pytest.approx(20 / (10 + 0.5 * 1.6 * 10))
 
 
 def test_no_prediction_without_the_time_of_the_drafter() -> None:
@@ -312,7 +326,8 @@ def test_quality_and_extra_are_means_over_prompts() -> None:
     assert found["baseline"]["quality"] == {}
 
 
-def test_not_measured_is_null_and_zero_is_a_measurement() -> None:
+def test_not_measured_is_null_and_zero_is_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "ENERGY_BLOCK_S", 0.0)
     found = summary(both("1/1", {}, {"energy_j": 0.0}))
     assert found["energy_j_per_token"] == 0.0
     assert found["baseline"]["energy_j_per_token"] is None

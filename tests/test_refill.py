@@ -15,7 +15,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from bench import contract, metrics, preflight, table, whatif
+from bench import cli, contract, metrics, preflight, sweep, table, whatif
 from bench.audit import audit
 from bench.config import PathsConfig, RunConfig, identity
 from bench.cost import Question
@@ -346,6 +346,26 @@ def test_what_cannot_be_refilled_is_refused(words: list[str], said: str, cfg: Ru
     with pytest.raises(UserError, match=said):
         run(asked)
     assert not Path(cfg.paths.results).exists()
+
+
+@pytest.mark.parametrize(
+    "method", ["eagle", "self_speculative", "specdec", "calm", "static_depth", "nat", "hf_generate"]
+)
+def test_the_command_line_refuses_in_one_message(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a part, a model or a data set is looked for."""
+    assert cli.main([f"method={method}", "batch_size=4", "measure.refill=true"]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert f"method={method}, whose rows cannot begin a new text" in said and "Traceback" not in said
+    assert "Choose a method that can: autoregressive," in said and "set measure.refill=false" in said
+    able = said.partition("can: ")[2].partition(".")[0].split(", ")
+    assert method not in able and {"prompt_lookup", "medusa", "rest", "bild"} <= set(able)
+
+
+def test_the_named_sweep_leaves_out_what_cannot_and_says_why(tmp_path: Path) -> None:
+    _, words = sweep.read_words(["sweep=batch_refilled", f"paths.results={tmp_path}", "batch_size=4"])
+    jobs = {job.cfg.method["name"]: job for job in sweep.make(words, sweep.Options()).jobs}
+    assert jobs["prompt_lookup"].state == "new" and jobs["prompt_lookup"].cfg.measure.refill
+    assert jobs["eagle"].state == "incompatible" and "cannot begin a new text" in jobs["eagle"].reason
 
 
 def test_queues_without_refilling_are_refused() -> None:

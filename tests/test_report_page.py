@@ -129,7 +129,7 @@ def test_it_opens_in_under_two_seconds(browser: Any, page: Path) -> None:
 
 
 def test_a_picture_for_people_to_look_at(browser: Any, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("DECODEBENCH_ARTIFACTS", tmp_path))
+    folder = Path(os.environ.get("DECODEBENCH_ARTIFACTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     browser.find_element(By.CSS_SELECTOR, "tr.run button").click()
     assert browser.save_screenshot(str(folder / "report.png")) and (folder / "report.png").stat().st_size > 10_000

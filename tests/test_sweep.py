@@ -389,7 +389,9 @@ def test_earlier_records_are_kept_or_forgotten(use_run: Any, words: list[str], w
 def test_the_named_sweeps() -> None:
     early_exit = {"threshold", "frontier", "frontier_static", "frontier_exact"}
     assert (
-        set(NAMED) == {"smoke", "all_methods", "draft_length", "batch", "pareto", "translation", "peers"} | early_exit
+        set(NAMED)
+        == {"smoke", "all_methods", "draft_length", "batch", "batch_refilled", "pareto", "translation", "peers"}
+        | early_exit
     )
     assert "sweep" not in preflight.groups(), "a sweep is no part of a run"
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import build, metrics, track
+from bench import build, metrics, records, track
 from bench.audit import audit
 from bench.errors import UserError
 from tests.rows import both, row
+from tests.sweeps import COMMON, FILES, outputs, run_folders, start
 
 wandb = pytest.importorskip("wandb")
 
@@ -46,6 +49,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read_back(root: Path) -> dict[str, list[dict[str, Any]]]:
     """Records of the one offline run below a folder, by type, as Weights & Biases' reader prints them."""
     (run,) = (root / "wandb").glob("offline-run-*")
+    return inspected(run)
+
+
+def inspected(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records of an offline run."""
     command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode and "No such command" in done.stderr:
@@ -117,6 +125,39 @@ def test_the_artifact_holds_the_whole_record(folder: Path, tmp_path: Path) -> No
     (artifact,) = [each for each in read_back(tmp_path)["artifact"] if each["type"] == "samples"]
     names = {entry["path"] for entry in artifact["manifest"]["contents"]}
     assert names == {"samples.jsonl", "manifest.json", "config.yaml", "summary.json"}
+
+
+@pytest.mark.slow
+def test_a_job_killed_while_it_is_told_goes_on_as_the_same_run(folder: Path, tmp_path: Path) -> None:
+    results, words = tmp_path / "results", [*COMMON, "measure.repeats=1", "tracker=wandb"]
+    environment = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    command = ["-m", *words, f"paths.results={results}"]
+    process = start(command, tmp_path / "said", environment)
+    while process.is_alive() and not list(results.glob("wandb/offline-run-*/*.wandb")):
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    (path,) = run_folders(results)
+    manifest = records.read_manifest(path)
+    assert process.exitcode == -signal.SIGKILL and manifest and manifest["status"] == "finished"
+
+    process = start(command, tmp_path / "again", environment)
+    process.join()
+    assert process.exitcode in (0, 3) and "Plan: 1 job: 1 cut. To run: 1" in (tmp_path / "again").read_text()
+    assert list(outputs(results)) == [path.name]
+    first, last = map(inspected, sorted(results.glob("wandb/offline-run-*")))
+    runs = [*first.get("run", []), *last["run"]]
+    assert {run["run_id"] for run in runs} == {path.name}
+    (group,) = {run["run_group"] for run in runs}
+    assert group.startswith("sweep-")
+    assert any("speedup/total/value" in part["update"] for part in last["summary"])
+    assert list(results.glob("wandb/offline-run-*/files/media/table/generations*.json"))
+    (artifact,) = [each for each in last["artifact"] if each["type"] == "samples"]
+    assert {entry["path"] for entry in artifact["manifest"]["contents"]} == FILES
+    assert last["exit"][0]["exit_code"] == 0
+    again = start(command, tmp_path / "third", environment)
+    again.join()
+    assert (tmp_path / "third").read_text() == "Plan: 1 job: 1 done. Nothing to run.\n"
 
 
 def test_two_runs_in_one_process_are_two_runs_there(folder: Path, tmp_path: Path) -> None:

@@ -376,6 +376,19 @@ def test_one_table_per_group_the_fastest_first_and_invalid_last(
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", text), "the page needs nothing beside itself"
 
 
+def test_names_that_are_markup_stay_text(three: Path) -> None:
+    odd = '"><img src=x onerror=alert(1)>\'&'
+    folder = recorded(three, "rest", rows(10)).rename(three / odd)
+    for name in (records.MANIFEST, records.SUMMARY):
+        found = json.loads((folder / name).read_text())
+        names = dict.fromkeys(("run_id", "model", "dataset", "hardware", "dtype", "method"), odd)
+        found |= names if name == records.SUMMARY else {"argv": ["bench", odd], "method": {"name": odd, "x": odd}}
+        (folder / name).write_text(json.dumps(found))
+    assert cli.main(["report", f"paths.results={three}"]) == 0
+    text = (three / "report.html").read_text()
+    assert "img" not in Page(text).tags and "<img" not in text and "&lt;img" in text
+
+
 def test_the_report_in_markdown_with_filters(three: Path, tmp_path: Path) -> None:
     assert cli.main(["report", f"paths.results={three}", "method=suffix,broken", f"out={tmp_path}/r.md"]) == 0
     text = (tmp_path / "r.md").read_text()

@@ -18,8 +18,9 @@ was not trained to exit, keeps a ROUGE-L of 0.71 to its own text at 28.5 of 30 l
 Differences: decoder-only targets, whose prompt and first token take all layers. A token exits above its threshold, not
 at it, since a softmax in 32 bit reaches 1. A threshold of 1 is the full model under every decay. The state that skipped
 layers project is the one behind the exit that was taken; the published code takes the first exit's. The classifier
-reads the state behind the final norm. Batches: see ``loop.py``. At a temperature the exit's own distribution is sampled
-from.
+reads the state behind the final norm. The softmax is asked behind a screen of frequent tokens, which makes no token
+leave and keeps a few (``confidence.py``; ``method.vocabulary=null`` does without). Batches: see ``loop.py``. At a
+temperature the exit's own distribution is sampled from.
 
 Command: ``python -m bench method=calm method.threshold=0.8``
 """
@@ -34,7 +35,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Guarantee
-from methods.early_exit.confidence import Confidence, Measure, make_confidence
+from methods.early_exit.confidence import Confidence, Measure, Vocabulary, make_confidence
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Look
 from methods.early_exit.probe import confidence_share
@@ -50,7 +51,7 @@ class CalmPolicy:
     def __init__(self, depths: Sequence[int], layers: int, confidence: Confidence, threshold: Threshold) -> None:
         self.confidence, self.threshold = confidence, threshold
         self.guarantee = Guarantee.EXACT if threshold.never else Guarantee.RELAXED
-        self.columns, self.nbytes, self.deepest = confidence.vocabulary, confidence.nbytes, layers
+        self.nbytes, self.deepest = confidence.nbytes, layers
         self._stops = (layers,) if threshold.never else (*depths, layers)
         self._place, self._limit = 0, 1
 
@@ -62,13 +63,25 @@ class CalmPolicy:
         self.confidence.begin()
         return self._stops
 
-    def look(self, depth: int, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], roots: list[int]) -> Look:
-        """Costs one host read: whether to go on is for the data to say."""
-        opinion = self.confidence(hidden, ready)
+    def look(
+        self,
+        depth: int,
+        hidden: Float[Tensor, "B D"],
+        ready: Float[Tensor, "B D"],
+        roots: list[int],
+        rows: Sequence[bool],
+    ) -> Look:
+        """Costs one host read, and one more where a screen lets somebody pass: whether to go on is for the data."""
+        least = self.threshold.at(self._place, self._limit)
+
+        def tempts(confidence: Float[Tensor, "B"]) -> bool:
+            found = (confidence > least).tolist()
+            return any(sure and is_open for sure, is_open in zip(found, rows, strict=True))
+
+        opinion = self.confidence(hidden, ready, tempts)
         if opinion.confidence is None:
             return Look([False] * len(hidden))
-        sure = opinion.confidence > self.threshold.at(self._place, self._limit)
-        return Look(sure.tolist(), opinion.logits)
+        return Look((opinion.confidence > least).tolist(), opinion.logits, opinion.columns)
 
 
 class Calm(EarlyExitDecoder):
@@ -82,7 +95,7 @@ class Calm(EarlyExitDecoder):
         exits: depths that are checked, in layers run; None: those that were trained, else every fourth from the middle
             on.
         head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
-        vocabulary: the softmax looks at the first so many ids only; None: all.
+        vocabulary: ids that the softmax asks first, see ``confidence.py``; None: no screen.
         decay: how the threshold falls along the text.
         tau: how fast.
         horizon: tokens over which it does; None: the limit of the run.
@@ -105,7 +118,7 @@ class Calm(EarlyExitDecoder):
         confidence: Measure = "softmax",
         exits: Sequence[int] | None = None,
         head: Head = "trained",
-        vocabulary: int | None = None,
+        vocabulary: Vocabulary = "auto",
         decay: Decay = "none",
         tau: float = 4.0,
         horizon: int | None = None,

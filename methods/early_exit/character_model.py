@@ -5,7 +5,12 @@ eight layers, 1.6 million weights, one token per byte, CALM's weighted loss (``m
 layer of it is read by the model's own norm and output matrix:
 
     python -m bench.train method=character_model corpus=wikitext2
-    python -m bench model=wikitext2_characters method=calm method.head=lens 'method.exits=[1,2,3,4,5,6,7]' ...
+    python -m bench model=wikitext2_characters method=calm method.head=lens 'method.exits=[1,2,3,4,5,6,7]' \\
+        dataset=jsonl dataset.path=FOLDER/prompts.jsonl dataset.limit=40 max_new_tokens=48 \\
+        method.calibration.tolerance=0.05 method.calibration.corpus=FOLDER/prompts.jsonl
+
+FOLDER is the model's. Beside it lie prompts of half its length from the text that was held out; the calibration takes
+those that the run does not ask.
 
 ``exits`` chooses the loss: ``calm``, ``free``, ``hash`` (each byte takes the layers that a table gives it, in training
 as in decoding; the table lies beside the model and is what ``method.checkpoint`` of ``hash_ee`` names), or ``last``,
@@ -18,13 +23,14 @@ to the full text) a token takes 3.8 of 8 layers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from methods.decoder import Foundry
@@ -46,6 +52,7 @@ _JUDGED = 64  # windows of it that exits are judged over
 _TEXTS = 100  # texts that are written to see what exits lose
 _THRESHOLDS = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 _BUCKETS = 4  # of the table of ``hash``
+_PROMPTS, _MOST_PROMPTS = "prompts.jsonl", 600
 
 
 class CharacterModel:
@@ -112,6 +119,8 @@ class CharacterModel:
         tokenizer.save_pretrained(foundry.folder)
         if table is not None:
             table.save(foundry.folder)
+        lines = prompts_of(text.encode()[split:].decode(errors="ignore"), self.positions // 2)
+        (foundry.folder / _PROMPTS).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         discard(foundry.folder)
         facts: dict[str, Any] = {
             "bytes": len(ids),
@@ -130,7 +139,13 @@ class CharacterModel:
         return facts | ({} if table is None else {"table": table.facts, "table_sha256": table.checksum})
 
     def network(self, tokens: int) -> Any:
-        """With random weights; the output matrix is the embedding."""
+        """With random weights of PyTorch's own sizes.
+
+        Embeddings are large beside what layers add, so that states of neighbouring layers are alike from the beginning,
+        and keys and values made of the state behind an exit are nearly those that the whole model would have made.
+        With transformers' weights, and the embedding as output matrix, exits were as right, and texts broke
+        through what they showed to later tokens.
+        """
         config = LlamaConfig(
             vocab_size=tokens,
             hidden_size=self.width,
@@ -139,13 +154,16 @@ class CharacterModel:
             num_attention_heads=self.heads,
             num_key_value_heads=self.heads,
             max_position_embeddings=self.positions,
-            tie_word_embeddings=True,
-            initializer_range=self.width**-0.5,  # from transformers' 0.02 layers learn nothing of their own for long
+            tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
         )
-        return LlamaForCausalLM(config)
+        network = LlamaForCausalLM(config)
+        for module in network.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.reset_parameters()
+        return network
 
     def _table(self, ids: Int[Tensor, "N"], tokens: int, seed: int) -> HashTable:
         depths = even_depths(min(_BUCKETS, self.layers), self.layers)
@@ -212,6 +230,19 @@ class _Course(Loop):
             model(read, use_cache=False)
         flat = [state.flatten(0, 1) for state in states]
         return self.layer_loss(flat, lambda state: cross_entropy(model.norm(state)))
+
+
+def prompts_of(text: str, length: int) -> list[dict[str, Any]]:
+    """Pieces of a text to go on from, and how it went on, as a data set and as a corpus has them; of ASCII alone."""
+    starts = _spread(max(1, len(text) - 2 * length + 1), _MOST_PROMPTS).tolist()
+    halves = [(text[start : start + length], text[start + length : start + 2 * length]) for start in starts]
+    plain = [
+        (first, second) for first, second in halves if (first + second).isascii() and first.strip() and second.strip()
+    ]
+    return [
+        {"question_id": number, "category": "held_out", "turns": [first], "reference": [second]}
+        for number, (first, second) in enumerate(plain)
+    ]
 
 
 @torch.inference_mode()

@@ -9,12 +9,17 @@ Statistics are in 32 bit. All are of the distribution at temperature 1, before t
 from.
 
 The softmax needs the output matrix at each exit, which on a small model costs as much as several layers (SmolLM2-135M:
-8.0). ``vocabulary`` restricts it to the first ids, which byte-pair encodings give to their commonest pieces (of what
-SmolLM2 writes 87.5 % lie below 8192). The gap is then too large wherever the likeliest token lies outside.
+8.0). So the first ids alone, which byte-pair encodings give to their commonest pieces, are asked first (of what SmolLM2
+writes 87.5 % lie below 8192), and the whole vocabulary only where their gap would do. The gap over a part that holds
+the likeliest token is never below the one over the whole: with m <= 1 the mass of the part and c its second token,
+p'_1 - p'_c = (p_1 - p_c) / m >= p_1 - p_c >= p_1 - p_2. So such a screen lets no token leave that the whole softmax
+would keep, and keeps only those whose likeliest token lies outside. ``vocabulary`` says how many ids it has; ``auto``
+takes as many as one layer costs, or no screen where the whole output matrix costs no more than two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -24,11 +29,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.early_exit.exits import Exits
+from methods.early_exit.loop import head_share
 from methods.engine.exit_quality import gap
 from methods.engine.linear import Linear, make_linear
 from methods.engine.lm import CausalLM
 
 Measure = Literal["softmax", "saturation", "classifier"]
+Vocabulary = int | Literal["auto"] | None
+Tempts = Callable[[Float[Tensor, "B"]], bool]  # whether a row would leave at these confidences
+
+_CHEAP = 2.0  # layers that an output matrix may cost without a screen in front of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +48,12 @@ class Opinion:
     Attributes:
         confidence: [B]; None where it cannot tell yet.
         logits: [B, V], if it had to compute them over the whole vocabulary.
+        columns: of the output matrix that were multiplied.
     """
 
     confidence: Float[Tensor, "B"] | None
     logits: Float[Tensor, "B V"] | None = None
+    columns: int = 0
 
 
 @runtime_checkable
@@ -49,45 +61,60 @@ class Confidence(Protocol):
     """A confidence measure.
 
     Attributes:
-        vocabulary: columns of the output matrix it multiplies at each exit.
         nbytes: of its own weights.
     """
 
-    vocabulary: int
     nbytes: int
 
     def begin(self) -> None:
         """A new token is on its way."""
         ...
 
-    def __call__(self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"]) -> Opinion:
-        """Judge an exit by the state behind it and by what the output matrix would multiply there."""
+    def __call__(
+        self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
+    ) -> Opinion:
+        """Judge an exit.
+
+        Args:
+            hidden: states behind it.
+            ready: what the output matrix would multiply there.
+            tempts: of a first, cheaper confidence: whether to look closer; where it says no, the first one is returned.
+        """
         ...
 
 
 class Softmax:
-    """The gap between the two likeliest tokens."""
+    """The gap between the two likeliest tokens.
 
-    def __init__(self, target: CausalLM, vocabulary: int | None = None) -> None:
+    Attributes:
+        screen: ids that are asked first; 0: none.
+    """
+
+    def __init__(self, target: CausalLM, vocabulary: Vocabulary = None) -> None:
+        ids = usual_screen(target) if vocabulary == "auto" else vocabulary
         self.target = target
-        self._reduced = None if vocabulary is None else reduced_head(target, vocabulary)
-        self.vocabulary = vocabulary or target.vocab_size
+        self._reduced = None if ids is None else reduced_head(target, ids)
+        self.screen = ids or 0
         self.nbytes = 0 if self._reduced is None else self._reduced.nbytes
 
     def begin(self) -> None:
         """Every exit is judged by itself."""
 
-    def __call__(self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"]) -> Opinion:
-        if self._reduced is not None:
-            return Opinion(gap(self._reduced(ready)))
+    def __call__(
+        self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
+    ) -> Opinion:
+        screened = None if self._reduced is None else gap(self._reduced(ready))
+        if screened is not None and tempts is not None and not tempts(screened):
+            return Opinion(screened, columns=self.screen)
         logits = self.target.head(ready)
-        return Opinion(gap(logits), logits)
+        found = gap(logits) if screened is None else torch.minimum(gap(logits), screened)
+        return Opinion(found, logits, self.screen + self.target.vocab_size)
 
 
 class Saturation:
     """Cosine between the states behind two exits in turn."""
 
-    vocabulary, nbytes = 0, 0
+    nbytes = 0
 
     def __init__(self) -> None:
         self._before: Tensor | None = None
@@ -95,7 +122,9 @@ class Saturation:
     def begin(self) -> None:
         self._before = None
 
-    def __call__(self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"]) -> Opinion:
+    def __call__(
+        self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
+    ) -> Opinion:
         before, self._before = self._before, hidden
         if before is None:
             return Opinion(None)
@@ -105,8 +134,6 @@ class Saturation:
 class Classifier:
     """sigmoid(w . h + b) on what the output matrix would multiply; CALM takes the raw state."""
 
-    vocabulary = 0
-
     def __init__(self, weight: Float[Tensor, "D"], bias: Float[Tensor, ""]) -> None:
         self._weight, self._bias = weight, bias
         self.nbytes = (weight.numel() + 1) * weight.element_size()
@@ -114,21 +141,23 @@ class Classifier:
     def begin(self) -> None:
         """Every exit is judged by itself."""
 
-    def __call__(self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"]) -> Opinion:
+    def __call__(
+        self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
+    ) -> Opinion:
         rows = _exact(ready)
         return Opinion(torch.sigmoid(rows @ self._weight.to(rows.dtype) + self._bias.to(rows.dtype)))
 
 
-def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, vocabulary: int | None) -> Confidence:
+def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, vocabulary: Vocabulary) -> Confidence:
     """A confidence measure by its name.
 
     Raises:
         ValueError: a classifier that was never trained, or a vocabulary out of range or without use.
     """
-    if vocabulary is not None and measure != "softmax":
+    if isinstance(vocabulary, int) and measure != "softmax":
         raise ValueError(
-            f"vocabulary={vocabulary} came with confidence={measure}, which looks at no vocabulary; null is allowed. "
-            "Set method.vocabulary=null, or method.confidence=softmax."
+            f"vocabulary={vocabulary} came with confidence={measure}, which looks at no vocabulary; auto or null are "
+            "allowed. Set method.vocabulary=auto, or method.confidence=softmax."
         )
     if measure == "softmax":
         return Softmax(target, vocabulary)
@@ -140,6 +169,12 @@ def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, voc
             "python -m bench.train method=calm model=MODEL; or use method.confidence=softmax."
         )
     return Classifier(*exits.classifier)
+
+
+def usual_screen(target: CausalLM) -> int | None:
+    """Ids whose columns of the output matrix cost what one layer costs; None where all of them cost little more."""
+    share = head_share(target)
+    return None if share <= _CHEAP else max(2, round(target.vocab_size / share))
 
 
 def reduced_head(target: CausalLM, vocabulary: int) -> Linear:

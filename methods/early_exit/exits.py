@@ -117,6 +117,10 @@ class Reader(Protocol):
         """What the output matrix multiplies, from the state behind ``depth`` layers."""
         ...
 
+    def maps(self, depth: int) -> int:
+        """Square matrices of the model's width that this multiplies."""
+        ...
+
 
 class Lens:
     """The target's own final norm at every depth."""
@@ -129,6 +133,9 @@ class Lens:
 
     def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
         return self.target.norm(hidden)
+
+    def maps(self, depth: int) -> int:
+        return 0
 
 
 class Translated(Lens):
@@ -148,6 +155,9 @@ class Translated(Lens):
         if depth == self.target.n_layers:
             return normed
         return self._maps[depth](normed.reshape(-1, normed.shape[-1])).view(normed.shape)
+
+    def maps(self, depth: int) -> int:
+        return int(depth in self._maps)
 
 
 def default_depths(target: CausalLM) -> tuple[int, ...]:

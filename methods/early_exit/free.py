@@ -18,8 +18,8 @@ keeps a ROUGE-L of 0.79 to the full text, where hidden-state propagation at the 
 
 Differences: decoder-only targets; ragged batches; what the threshold learns begins anew with each prompt unless
 ``remember`` (the paper re-fits on everything so far), since otherwise a text depends on the texts before it. At most
-``max_pending`` tokens wait, which bounds the time of a deep pass. With ``vocabulary`` the exit chooses among the first
-ids only and costs that much less; a token outside is then the deep layers' to find.
+``max_pending`` tokens wait, which bounds the time of a deep pass. The exit is asked behind a screen of frequent tokens,
+which takes none and leaves a few to the deep layers (``confidence.py``; ``method.vocabulary=null`` does without).
 
 Command: ``python -m bench method=free method.accept=verify``
 """
@@ -34,6 +34,7 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from methods.decoder import Rule
+from methods.early_exit.confidence import Vocabulary
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.probe import confidence_share
 from methods.early_exit.promise import GRID, Promise
@@ -66,7 +67,8 @@ class Free(ShallowDeepDecoder):
             for drawn chains (methods.speculative.verify.ChainRejection) keeps more.
         max_pending: most tokens that wait for the deep layers.
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
-        vocabulary: the exit chooses among the first so many ids; None: among all.
+        vocabulary: ids that the exit asks first, see ``confidence.py``; None: no screen. A threshold that learns has
+            none.
         calibration: a promise for which the threshold is chosen; it takes the place of ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
         part: their folder, from the runner.
@@ -91,7 +93,7 @@ class Free(ShallowDeepDecoder):
         rule: Rule | None = None,
         max_pending: int = 16,
         head: Head = "trained",
-        vocabulary: int | None = None,
+        vocabulary: Vocabulary = "auto",
         calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
         part: Path | None = None,

@@ -55,8 +55,6 @@ _IN_LAYERS = "method.calibration.thresholds, in layers"
 class HashPolicy:
     """Leave where the table sends the token that is read."""
 
-    columns = 0
-
     def __init__(self, table: HashTable) -> None:
         self._depths: list[int] = table.depths.tolist()
         self.deepest = max(self._depths)
@@ -69,7 +67,14 @@ class HashPolicy:
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return sorted({self._depths[token] for token in roots})
 
-    def look(self, depth: int, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], roots: list[int]) -> Look:
+    def look(
+        self,
+        depth: int,
+        hidden: Float[Tensor, "B D"],
+        ready: Float[Tensor, "B D"],
+        roots: list[int],
+        rows: Sequence[bool],
+    ) -> Look:
         """Known on the host: nothing is read back."""
         return Look([self._depths[token] == depth for token in roots])
 

@@ -43,6 +43,7 @@ class Tally:
         layers: layers run, each over all rows of a batch at once.
         fills: layers that only got keys and values.
         columns: columns of the output matrix that were multiplied, the token's own included.
+        maps: maps of exits that were multiplied.
         exits: by depth, tokens that left there; each row by itself, whatever the batch ran.
     """
 
@@ -50,22 +51,30 @@ class Tally:
     layers: int = 0
     fills: int = 0
     columns: int = 0
+    maps: int = 0
     exits: Counter[int] = field(default_factory=Counter)
 
     def facts(self, target: CausalLM) -> dict[str, Any]:
-        """Per step, as plain JSON values; ``layer_equivalents`` counts heads and fills in layers of the target."""
+        """Per step, as plain JSON values.
+
+        ``layer_equivalents`` counts heads, maps and fills in layers of the target; ``cost_over_layers`` is what a step
+        cost by them, over what it would have cost had its layers and its output matrix shrunk alike.
+        """
         if not self.steps:
             return {}
-        heads = self.columns / target.vocab_size
+        heads, whole = self.columns / target.vocab_size, target.n_layers + head_share(target)
         equivalents = self.layers + heads * head_share(target) + self.fills * fill_share(target)
+        equivalents += self.maps * map_share(target)
         return {
             "steps": self.steps,
             "tokens": sum(self.exits.values()),
             "layers_per_step": self.layers / self.steps,
             "heads_per_step": heads / self.steps,
             "fills_per_step": self.fills / self.steps,
+            "maps_per_step": self.maps / self.steps,
             "layer_equivalents_per_step": equivalents / self.steps,
-            "layer_equivalents_of_the_model": target.n_layers + head_share(target),
+            "layer_equivalents_of_the_model": whole,
+            "cost_over_layers": equivalents / whole / (self.layers / target.n_layers),
             "exits": {str(depth): count for depth, count in sorted(self.exits.items())},
         }
 
@@ -77,10 +86,12 @@ class Look:
     Attributes:
         leaves: per row, whether it leaves here; of rows that have left or are done it says nothing.
         logits: [B, V] of this exit, if they had to be computed.
+        columns: of the output matrix that were multiplied.
     """
 
     leaves: list[bool]
     logits: Float[Tensor, "B V"] | None = None
+    columns: int = 0
 
 
 @runtime_checkable
@@ -90,13 +101,11 @@ class Policy(Protocol):
     Attributes:
         guarantee: what becomes of the target's text.
         deepest: layers that any token behind the prompt can want; those above are left alone.
-        columns: of the output matrix, multiplied in each look.
         nbytes: of its own weights.
     """
 
     guarantee: Guarantee
     deepest: int
-    columns: int
     nbytes: int
 
     def reset(self, limit: int) -> None:
@@ -111,8 +120,23 @@ class Policy(Protocol):
         """
         ...
 
-    def look(self, depth: int, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], roots: list[int]) -> Look:
-        """Who leaves behind ``depth`` layers; not asked at the last stop."""
+    def look(
+        self,
+        depth: int,
+        hidden: Float[Tensor, "B D"],
+        ready: Float[Tensor, "B D"],
+        roots: list[int],
+        rows: Sequence[bool],
+    ) -> Look:
+        """Who leaves behind ``depth`` layers; not asked at the last stop.
+
+        Args:
+            depth: layers that have run.
+            hidden: states behind them.
+            ready: what the output matrix multiplies.
+            roots: tokens that the rows read.
+            rows: those who have not left, nor are done; nothing is asked about the others.
+        """
         ...
 
 
@@ -179,11 +203,12 @@ class EarlyExitDecoder:
         for depth in stops:
             walk.to(depth)
             ready = self.reader.read(depth, walk.state.hidden[:, 0])
+            self.tally.maps += self.reader.maps(depth)
             if depth == stops[-1]:
                 look = Look([True] * len(rows))
             else:
-                look = self.policy.look(depth, walk.state.hidden[:, 0], ready, roots)
-                self.tally.columns += self.policy.columns
+                look = self.policy.look(depth, walk.state.hidden[:, 0], ready, roots, walk.open)
+                self.tally.columns += look.columns
             alone = walk.waiting == 0  # nobody left before: what was computed here is what everybody takes
             self.tally.exits[depth] += walk.leave(look.leaves, ready)
             if not walk.staying:
@@ -207,6 +232,7 @@ class Walk:
         state: the pass, as the target begins it; a row at rest keeps the state it left with.
         depth: layers run so far.
         ready: [B, D] what the output matrix multiplies, for the rows that have left.
+        open: per row, whether it still goes up.
         waiting: rows at rest.
     """
 
@@ -215,14 +241,14 @@ class Walk:
     def __init__(self, target: CausalLM, state: Pass | DecoderPass, rows: Sequence[bool]) -> None:
         self.target, self.depth = target, 0
         self.state: Any = state  # of the target's own kind
-        self._open = list(rows)
+        self.open = list(rows)
         self._gone: Tensor | None = None
         self.waiting = 0
 
     @property
     def staying(self) -> bool:
         """Some row still goes up."""
-        return any(self._open)
+        return any(self.open)
 
     def to(self, depth: int) -> None:
         """Run the layers up to ``depth``."""
@@ -238,11 +264,11 @@ class Walk:
 
     def leave(self, leaves: Sequence[bool], ready: Float[Tensor, "B D"]) -> int:
         """Bring rows to rest here; returns how many."""
-        new = [now and is_open for now, is_open in zip(leaves, self._open, strict=True)]
+        new = [now and is_open for now, is_open in zip(leaves, self.open, strict=True)]
         count = sum(new)
         if not count:
             return 0
-        self._open = [is_open and not now for now, is_open in zip(new, self._open, strict=True)]
+        self.open = [is_open and not now for now, is_open in zip(new, self.open, strict=True)]
         if self._gone is None:  # whoever stays overwrites this at its own exit
             self.ready = ready
             if self.staying:
@@ -264,6 +290,11 @@ def fill_share(target: CausalLM) -> float:
     """What keys and values alone cost, in layers of the target."""
     rows = 2 * target.kv_heads * target.head_dim
     return rows * target.hidden_size * target.dtype.itemsize / _layer_bytes(target)
+
+
+def map_share(target: CausalLM) -> float:
+    """What the map of an exit costs, in layers of the target."""
+    return target.hidden_size**2 * target.dtype.itemsize / _layer_bytes(target)
 
 
 def _layer_bytes(target: CausalLM) -> float:

@@ -57,6 +57,10 @@ class _Watch:
             self.spans[-1].start()
         return self._reader.read(depth, hidden)
 
+    def maps(self, depth: int) -> int:
+        """See ``Reader``."""
+        return self._reader.maps(depth)
+
     def close(self) -> None:
         """Nothing is being decided any more."""
         if self._deciding:

@@ -30,12 +30,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import ABSENT, Draft, Guarantee, Rule, Step, Verdict
-from methods.early_exit.confidence import gap, reduced_head
+from methods.early_exit.confidence import Softmax, Vocabulary
 from methods.early_exit.exits import Reader
 from methods.early_exit.loop import Tally
 from methods.early_exit.threshold import FULL_MODEL
@@ -108,7 +107,7 @@ class Shallow:
         state: [B, 1, D] behind layer k.
         token: [B] the exit's tokens; None where no exit is taken at all.
         best: [B] its likeliest tokens.
-        probs: [B, V] what ``token`` was drawn from; None: it was not drawn.
+        probs: [B, V] what ``token`` was drawn from; None: it was not drawn, or no row is sure of it.
         confidence: per row; empty where no exit is taken at all.
     """
 
@@ -131,7 +130,7 @@ class Options:
         rule: of ``verify``.
         distance: of ``rollback``.
         max_pending: most tokens that wait for the deep layers.
-        vocabulary: the exit chooses among the first so many ids; None: among all.
+        vocabulary: ids that the exit asks first, see ``confidence.py``; None: no screen.
         remember: what the threshold learnt is kept from prompt to prompt.
     """
 
@@ -141,7 +140,7 @@ class Options:
     rule: Rule
     distance: float = 2.0
     max_pending: int = 16
-    vocabulary: int | None = None
+    vocabulary: Vocabulary = None
     remember: bool = False
 
 
@@ -161,19 +160,21 @@ class ShallowDeepDecoder:
         self._draws = drawn and not sampling.greedy
         self._learns = not isinstance(options.threshold, FixedThreshold)
         self._never = not self._learns and options.threshold.threshold() >= FULL_MODEL
-        reduced = None if options.vocabulary is None else reduced_head(target, options.vocabulary)
-        self._reduced = reduced
-        self._columns = target.vocab_size if reduced is None else options.vocabulary or 0
+        screens = not (self._never or self._learns)  # what learns sees the whole distribution
+        self._softmax = Softmax(target, options.vocabulary if screens else None)
         exact = self._never or (options.accept == "verify" and options.rule.guarantee is Guarantee.EXACT)
         self.guarantee = Guarantee.EXACT if exact else Guarantee.RELAXED
 
     def facts(self) -> dict[str, Any]:
         """What the steps so far have cost, and where tokens came from."""
-        return self.tally.facts(self.target)
+        found = self.tally.facts(self.target)
+        if self.options.accept != "all":
+            found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
+        return found
 
     def own_bytes(self) -> dict[str, int | None]:
         """Memory beside the target's."""
-        return {"exits": self.reader.nbytes + (0 if self._reduced is None else self._reduced.nbytes)}
+        return {"exits": self.reader.nbytes + self._softmax.nbytes}
 
     @torch.inference_mode()
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
@@ -199,7 +200,7 @@ class ShallowDeepDecoder:
         passes: list[Shallow] = []
         text.watch.start()
         while True:
-            passes.append(self._shallow(root, cache, rng))
+            passes.append(self._shallow(root, text, cache, rng))
             sure = text.sure(passes[-1].confidence)
             judged = options.accept != "all"
             room = min(options.max_pending, text.room - 1) if judged else options.max_pending
@@ -220,7 +221,7 @@ class ShallowDeepDecoder:
         yield step
         return root
 
-    def _shallow(self, root: Int[Tensor, "B"], cache: Cache, rng: Generator) -> Shallow:
+    def _shallow(self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator) -> Shallow:
         """One token per row through the layers below the exit, and what the exit says."""
         state = self.target.begin(root[:, None], None, cache)
         self.target.run(state, range(self.options.depth))
@@ -229,15 +230,20 @@ class ShallowDeepDecoder:
         found = Shallow(root, state.hidden)
         if self._never:
             return found
-        ready = self.reader.read(self.options.depth, state.hidden[:, 0])
-        logits = self.target.head(ready) if self._reduced is None else self._reduced(ready)
-        self.tally.columns += self._columns
-        found.best = found.token = argmax(logits)
+        hidden = state.hidden[:, 0]
+        ready = self.reader.read(self.options.depth, hidden)
+        self.tally.maps += self.reader.maps(self.options.depth)
+        opinion = self._softmax(hidden, ready, text.tempted)
+        self.tally.columns += opinion.columns
+        assert opinion.confidence is not None
+        found.confidence = opinion.confidence.tolist()
+        if opinion.logits is None:  # nobody is sure, and nobody takes a token from here
+            found.best = found.token = torch.zeros_like(root)
+            return found
+        found.best = found.token = argmax(opinion.logits)
         if self._draws:
-            probs = self.sampling.probs(logits)
-            found.token = draw(probs, rng)
-            found.probs = F.pad(probs, (0, self.target.vocab_size - probs.shape[-1]))
-        found.confidence = gap(logits).tolist()
+            found.probs = self.sampling.probs(opinion.logits)
+            found.token = draw(found.probs, rng)
         return found
 
     def _commit_shallow(self, token: Int[Tensor, "B"], text: _Text) -> Step:
@@ -333,6 +339,11 @@ class _Text:
     def refresh(self) -> None:
         """Ask the thresholds anew."""
         self._values = [threshold.threshold() for threshold in self.thresholds]
+
+    def tempted(self, confidence: Float[Tensor, "B"]) -> bool:
+        """Whether somebody who is not at the limit would be sure."""
+        pairs = zip(self.sure(confidence.tolist()), self.open, strict=True)
+        return any(sure and is_open for sure, is_open in pairs)
 
     def sure(self, confidence: list[float] | None) -> list[bool]:
         """Per row; one at its limit is always sure, since it asks for nothing."""

@@ -37,7 +37,7 @@ from methods.engine.sampling import Sampling
 class StaticPolicy:
     """Leave behind ``depth`` layers."""
 
-    columns, nbytes = 0, 0
+    nbytes = 0
 
     def __init__(self, depth: int, layers: int) -> None:
         self.deepest = depth
@@ -49,7 +49,14 @@ class StaticPolicy:
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return (self.deepest,)
 
-    def look(self, depth: int, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], roots: list[int]) -> Look:
+    def look(
+        self,
+        depth: int,
+        hidden: Float[Tensor, "B D"],
+        ready: Float[Tensor, "B D"],
+        roots: list[int],
+        rows: Sequence[bool],
+    ) -> Look:
         raise AssertionError("there is one stop, and all rows leave at it")
 
 

@@ -23,6 +23,7 @@ from methods.engine.families import Attention, FeedForward, Layer, Rows, Unsuppo
 from methods.engine.linear import Linear, LinearForm, PackedLinear, make_linear
 
 if TYPE_CHECKING:
+    from methods.engine.compiled import Compiled
     from methods.engine.graphs import Graphs
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
@@ -80,6 +81,7 @@ class CausalLM:
         eos_ids: ids that end a text; empty if the model declares none.
         hf: the original model, or None where its weights were released.
         graphs: what replays whole passes; None: they run kernel by kernel.
+        compiled: what stands between the products, compiled; None: as it is written.
     """
 
     def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
@@ -101,6 +103,7 @@ class CausalLM:
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
         self.graphs: Graphs | None = None
+        self.compiled: Compiled | None = None
         self._read(model, linear, keep_hf)
 
     @classmethod
@@ -161,6 +164,17 @@ class CausalLM:
             if index not in self.skipped_mlp:
                 products += [layer.mlp.gate_up, layer.mlp.down]
         return sum(p.nbytes for p in products) + self._embedding.numel() * self._embedding.element_size()
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of the matrices that reading a source multiplies with; only an encoder-decoder has some."""
+        return 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        kept = self.n_layers - len(self.skipped_attention)
+        return kept * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def skip(self, attention: Collection[int] = (), mlp: Collection[int] = ()) -> CausalLM:
         """The same weights without some attention and feed-forward sub-layers (0-based layers).
@@ -403,14 +417,26 @@ class CausalLM:
         batch, nodes, width = state.hidden.shape
         rows = state.hidden if attention.norm is None else attention.norm(state.hidden)
         heads = attention.qkv(rows.reshape(-1, width)).view(batch, nodes, self.heads + 2 * self.kv_heads, self.head_dim)
-        heads = self._norm_heads(attention, heads)
-        if attention.rotary:
-            rotate_(heads[:, :, : self.heads + self.kv_heads], state.cos, state.sin)
+        turn = self.turn if self.compiled is None else self.compiled.turn
+        heads = turn(attention, heads, state.cos, state.sin)
         state.cache.write(index, heads[:, :, self.heads :], state.slots)
         keys, values = state.cache.view(index, state.end)
         mixed = self._mix(heads[:, :, : self.heads], keys, values, state.mask)
         update = attention.out(mixed).view(batch, nodes, width)
         return update if attention.post_norm is None else attention.post_norm(update)
+
+    def turn(self, attention: Attention, heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries, keys and values of a layer behind the norms of the heads and the rotary embedding."""
+        heads = self._norm_heads(attention, heads)
+        if attention.rotary:
+            rotate_(heads[:, :, : self.heads + self.kv_heads], cos, sin)
+        return heads
+
+    @staticmethod
+    def gate(activation: Rows, both: Float[Tensor, "R G"]) -> Float[Tensor, "R F"]:
+        """What a feed-forward sub-layer makes of its first products."""
+        gate, up = both.chunk(2, dim=-1)
+        return activation(gate) * up
 
     def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M H d"]:
         """Keys and values of a layer (H = 2K heads) before the rotary embedding."""
@@ -457,8 +483,8 @@ class CausalLM:
 
     def _feed(self, mlp: FeedForward, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M D"]:
         rows = hidden if mlp.norm is None else mlp.norm(hidden)
-        gate, up = mlp.gate_up(rows.reshape(-1, rows.shape[-1])).chunk(2, dim=-1)
-        update = mlp.down(mlp.activation(gate) * up).view(hidden.shape)
+        gate = self.gate if self.compiled is None else self.compiled.gate
+        update = mlp.down(gate(mlp.activation, mlp.gate_up(rows.reshape(-1, rows.shape[-1])))).view(hidden.shape)
         return update if mlp.post_norm is None else mlp.post_norm(update)
 
 
@@ -470,7 +496,7 @@ class RotaryTable:
         self._cos, self._sin = self._build(256)
 
     def _build(self, positions: int) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # the same kind of tensors, whoever asked for more of them
             cos, sin = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
         half = sin.shape[-1] // 2
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
@@ -483,7 +509,7 @@ class RotaryTable:
 
     def slice(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         self.reserve(end)
-        return self._cos[None, start:end], self._sin[None, start:end]
+        return self._cos[start:end][None], self._sin[start:end][None]
 
     def gather(self, positions: Int[Tensor, "B M"]) -> tuple[Tensor, Tensor]:
         return self._cos[positions], self._sin[positions]

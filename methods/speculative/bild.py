@@ -23,7 +23,7 @@ from torch import Tensor, stack, tensor, where
 from methods.decoder import ABSENT, Context, Draft
 from methods.engine.lm import CausalLM
 from methods.engine.sampling import Sampling, argmax
-from methods.speculative.draft_model import DraftModel, require_vocabulary
+from methods.speculative.draft_model import DraftModel, require_vocabulary, weights_of
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verify import RelaxedRule
 
@@ -111,3 +111,8 @@ class Bild(SpeculativeDecoder):
         require_vocabulary(draft_model, target)
         little = LittleModel(draft_model, target.vocab_size, most, fallback)
         super().__init__(target, sampling, little, Rollback(rollback))
+        self._own = weights_of(draft_model)
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """Memory beside the target's: the weights of the little model."""
+        return dict(self._own)

@@ -145,6 +145,16 @@ class SpeculativeSampling(SpeculativeDecoder):
         draft = _drafter(target, draft_model, skip_attention, skip_mlp)
         rule = default_rule(sampling, "chain", drawn=True)
         super().__init__(target, sampling, DraftModel(draft, target.vocab_size, gamma, confidence), rule)
+        self._own = weights_of(draft_model)
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """Memory beside the target's: the weights of the draft model."""
+        return dict(self._own)
+
+
+def weights_of(draft: CausalLM | None) -> dict[str, int]:
+    """Bytes of a draft model, by name; a view of the target has none of its own."""
+    return {} if draft is None else {"draft_model": draft.weight_bytes + draft.encoder_bytes}
 
 
 def _drafter(
