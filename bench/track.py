@@ -1,8 +1,8 @@
 """What follows a run from outside: nothing, or Weights & Biases.
 
 A tracker is told everything once, after the measurement, so that it takes nothing from it; only of a preparation, which
-is not measured, it is told while that goes on. A job that is killed while it tells begins to tell again, under the id it
-had. What a tracker does can never fail a run: whatever goes wrong is printed as a warning, and the results are in the
+is not measured, it is told while that goes on. A job that is killed while it tells begins to tell again under the same
+id. What a tracker does can never fail a run: whatever goes wrong is printed as a warning, and the results are in the
 run's folder all the same.
 """
 

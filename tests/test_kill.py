@@ -145,7 +145,7 @@ def test_whatever_write_it_dies_at(
         assert found == [(f"{name}/1", arm) for name in "abc" for arm in ("baseline", "method")]
         samples = records.samples_file(folder).name
         assert {file.name for file in folder.iterdir()} == FILES - {records.SAMPLES} | {samples}, "left behind"
-    assert at > 10
+    assert at > 8, "the moments were not seen"
 
 
 # ---------------------------------------------------------------------------------------- at random moments of a sweep
@@ -188,7 +188,8 @@ def calculated(process: psutil.Process) -> float:
 
 
 def command(results: Path, *words: str) -> list[str]:
-    return ["-m", *COMMON, "seed=1,2", f"paths.results={results}", *words]
+    short = ["measure.repeats=2", "max_new_tokens=12"]
+    return ["-m", *COMMON, *short, "seed=1,2", f"paths.results={results}", *words]
 
 
 def go_on(results: Path, *words: str) -> None:

@@ -58,7 +58,8 @@ def run_bench(words, folder, fixture):
         out = {"report": "html", "dashboard": "json"}.get(words[0])
         assert cli.main([*words, *([f"out={folder}/x.{out}"] if out else [])]) == 0
     elif any(word.startswith("sweep=") for word in words):
-        assert cli.main([*words, *place, "dry_run=true"]) == 0
+        few = ["method=autoregressive"] if any(word.startswith("cluster=") for word in words) else []
+        assert cli.main([*words, *few, *place, "dry_run=true"]) == 0
     elif elsewhere(words):
         assert preflight.compose_sweep([word for word in words if word != "-m"])
     else:
@@ -70,7 +71,7 @@ def run_bench(words, folder, fixture):
 
 SHORT = [
     "dataset.limit=1", "max_new_tokens=4", "measure.repeats=1", "measure.cost_curve=false",
-    "measure.bootstrap_samples=20", "hardware.threads=1",
+    "measure.bootstrap_samples=100", "hardware.threads=1",
 ]  # fmt: skip
 LINE = re.search(r'^`(\{"question_id".*\})`', TEXT, re.MULTILINE)[1]
 
