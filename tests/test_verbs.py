@@ -377,7 +377,7 @@ def test_one_table_per_group_the_fastest_first_and_invalid_last(
 
 
 def test_names_that_are_markup_stay_text(three: Path) -> None:
-    odd = '"><img src=x onerror=alert(1)>\'&'
+    odd = "\"><img src=x onerror=alert(1)>'&"
     folder = recorded(three, "rest", rows(10)).rename(three / odd)
     for name in (records.MANIFEST, records.SUMMARY):
         found = json.loads((folder / name).read_text())
