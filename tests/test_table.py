@@ -31,6 +31,11 @@ AGREEMENT = {"exact": 0.963, "near_tie": 0.037, "violation": 0.0, "n_violations"
 PATH = "results/eagle-mtbench-smollm2-3f9a1c22d0b4"
 
 
+@pytest.fixture(autouse=True)
+def _energy_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "ENERGY_BLOCK_S", 0.0)
+
+
 def samples() -> list[Sample]:
     method = {"tokens": [1, 3, 2, 4], "depth": [0, 4, 4, 4], "accepted": [0, 2, 1, 3], "peak_bytes": 480 * 2**20}
     return [
