@@ -166,7 +166,7 @@ def test_as_many_run_side_by_side_as_asked_for(stand_in: Callable[[str], None], 
 
 
 def test_ctrl_c_stops_the_processes(stand_in: Callable[[str], None], tmp_path: Path) -> None:
-    wait = f'trap "echo x > {tmp_path}/said; exit 130" INT; touch {tmp_path}/ready; sleep 60 & wait'
+    wait = f'trap "echo x > {tmp_path}/said; exit 130" INT; touch {tmp_path}/ready; while :; do sleep 0.05; done'
     stand_in(f'case "$3" in *0.json) {ANSWER};; *) {wait};; esac')
     answers = Process(2).run([task("0"), task("1")], tmp_path / "jobs")
     assert next(answers) == (0, Result(0))
