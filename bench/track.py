@@ -203,7 +203,6 @@ class WandbTracker(Following):
                 disable_job_creation=True,
                 x_disable_meta=True,
                 x_disable_stats=True,
-                x_service_wait=120,  # seconds; a machine under load needs more than the default 30
             ),
         )
 

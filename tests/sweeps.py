@@ -76,6 +76,7 @@ def start(words: Sequence[str], said: Path, environment: Mapping[str, str] | Non
 
 def _main(words: list[str], said: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    os.environ.pop("WANDB_SERVICE", None)  # as in a new shell: the caller's would hold a killed run as one in use
     with open(said, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -146,9 +146,8 @@ def test_a_job_killed_while_it_is_told_goes_on_as_the_same_run(folder: Path, tmp
     again = (tmp_path / "again").read_text()
     assert process.exitcode in (0, 3) and "Plan: 1 job: 1 cut. To run: 1" in again and "warning: W" not in again, again
     assert list(outputs(results)) == [path.name]
-    *cut, path_of_last = sorted(results.glob("wandb/offline-run-*"))
-    last = inspected(path_of_last)
-    runs = [run for each in cut if list(each.glob("*.wandb")) for run in inspected(each).get("run", [])] + last["run"]
+    first, last = map(inspected, sorted(results.glob("wandb/offline-run-*")))
+    runs = [*first.get("run", []), *last["run"]]
     assert {run["run_id"] for run in runs} == {path.name}
     (group,) = {run["run_group"] for run in runs}
     assert group.startswith("sweep-")
