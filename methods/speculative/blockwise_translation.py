@@ -32,7 +32,7 @@ from methods.engine.losses import cross_entropy
 from methods.engine.pairs import NONE, BleuJudge, Pair, PairCourse, Recipe, padded, split
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
-from methods.engine.training import autocast, discard
+from methods.engine.training import attention_over_short_rows, autocast, discard
 from methods.engine.writing import answer
 from methods.speculative.blockwise import BlockwiseDrafter
 from methods.speculative.blockwise_training import BlockwiseLearner, HeadsPerStep
@@ -227,7 +227,6 @@ def _copy(network: Any, dropout: float) -> Any:
     config = copy.deepcopy(network.config)
     config.dropout = config.dropout_rate = dropout  # as BART and its kin, and as T5 name it
     made = type(network)(config).float()
-    made.set_attn_implementation("eager")  # over rows so short its gradient costs a fifth of the fused one's
     made.load_state_dict(network.state_dict())
     made.generation_config = copy.deepcopy(network.generation_config)
     return made
@@ -314,7 +313,7 @@ class _Course(PairCourse):
         """Over a batch of pairs."""
         self.network.trunk.requires_grad_(self._trunk_from is not None and self.step >= self._trunk_from)
         self.network.train(self.network.tuned)
-        with autocast(self.recipe.precision, self.device):
+        with autocast(self.recipe.precision, self.device), attention_over_short_rows(self.device):
             return self.network.loss_of([self.pairs[place] for place in self.rows()], self.device)
 
     def evaluate(self) -> None:

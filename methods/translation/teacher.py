@@ -45,7 +45,7 @@ from methods.engine.losses import cross_entropy
 from methods.engine.pairs import NONE, BleuJudge, Pair, PairCourse, Recipe, batches, padded, split
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
-from methods.engine.training import SAVE_EVERY_S, autocast, discard
+from methods.engine.training import SAVE_EVERY_S, attention_over_short_rows, autocast, discard
 from methods.engine.writing import answer, search
 from methods.translation import vocabulary
 
@@ -161,7 +161,6 @@ class TeacherTraining:
             **special,
         )
         network: Any = PegasusForConditionalGeneration(config)
-        network.set_attn_implementation("eager")  # over rows so short its gradient costs a fifth of the fused one's
         network.generation_config = GenerationConfig(**special, bad_words_ids=[[pad], [mask]])
         return network
 
@@ -187,11 +186,7 @@ class TeacherTraining:
 def _teacher(foundry: Foundry) -> tuple[Seq2SeqLM, Any]:
     assert foundry.teacher is not None, "who calls provides what learns_from_teacher asks for"
     teacher, tokenizer = foundry.teacher
-    if not isinstance(teacher, Seq2SeqLM):
-        raise ValueError(
-            f"model={teacher.name} is a causal model; the teacher must be an encoder-decoder that translates. Set "
-            "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
-        )
+    assert isinstance(teacher, Seq2SeqLM), "who calls refuses others"
     return teacher, tokenizer
 
 
@@ -295,7 +290,7 @@ class _Course(PairCourse):
         network: Any = self.network
         network.train()
         rows = [self.pairs[place] for place in self.rows()]
-        with autocast(self.recipe.precision, self.device):
+        with autocast(self.recipe.precision, self.device), attention_over_short_rows(self.device):
             if self.layer_loss is None:
                 (state,), wanted = _states(network, rows)
                 return self._cross_entropy(state, wanted), {"tokens": len(wanted)}
