@@ -12,6 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench import atomic
+
 FAILED = 1
 AGAIN = "What was measured is kept; run the same command to go on."
 _OURS = "DECODEBENCH_"
@@ -82,9 +84,7 @@ def answer(file: Path) -> Result | None:
 
 def write(file: Path, value: Any) -> None:
     """A dataclass or a plain value as JSON; the file is there as a whole or not at all."""
-    scratch = file.with_name(f".{file.name}.tmp")
-    scratch.write_text(json.dumps(value if isinstance(value, dict) else asdict(value)) + "\n", encoding="utf-8")
-    scratch.replace(file)
+    atomic.replace(file, json.dumps(value if isinstance(value, dict) else asdict(value)) + "\n")
 
 
 def _answer_file(file: Path) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import roofline
+from bench import atomic, roofline
 from bench.architectures import Architecture
 from bench.costs import CostCurve
 from bench.errors import UserError
@@ -135,9 +135,7 @@ def _recover(file: Path) -> list[Line]:
     found = read_lines(file)
     whole = "".join(json.dumps(line) + "\n" for line in found)
     if file.is_file() and not file.read_bytes().endswith(b"\n") and file.stat().st_size:
-        draft = file.with_suffix(".tmp")
-        draft.write_text(whole, encoding="utf-8")
-        os.replace(draft, file)
+        atomic.replace(file, whole)
     return found
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from bench import build
+from bench import atomic, build
 from bench.config import PathsConfig, sanitise
 from bench.sources import project_data
 
@@ -108,9 +107,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write so that a reader sees the old file or the new one."""
-    draft = file.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n", encoding="utf-8")
-    os.replace(draft, file)
+    atomic.replace(file, json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n")
 
 
 def files(folder: Path) -> dict[str, Path]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from bench import atomic
 from bench.errors import UserError
 from bench.failures import explain
 
@@ -432,29 +433,8 @@ def _line(sample: Sample) -> str:
 
 
 def _replace(file: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a crash, meets the old content or the new one."""
-    scratch = file.with_name(f".{file.name}.tmp")
     with machine_failures():
-        try:
-            with open(scratch, "wb") as out:
-                out.write(content.encode() if isinstance(content, str) else content)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(scratch, file)
-            _sync_folder(file.parent)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut; file systems that cannot are left alone."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        atomic.replace(file, content)
 
 
 def _write_all(file: int, data: bytes) -> None:

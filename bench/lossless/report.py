@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import atomic
 from bench.config import RunConfig, identity, sanitise
 
 if TYPE_CHECKING:
@@ -70,15 +70,8 @@ def write(
         "started_at": begin.isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
     }
-    _replace(folder / "manifest.json", scrub.tree(manifest))
-    _replace(folder / "result.json", result)
-
-
-def _replace(path: Path, content: dict[str, Any]) -> None:
-    """A reader sees the old file or the new one."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    for name, content in (("manifest.json", scrub.tree(manifest)), ("result.json", result)):
+        atomic.replace(folder / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:
