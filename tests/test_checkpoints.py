@@ -18,7 +18,7 @@ from methods.engine.sampling import Sampling
 
 FOLDER = Path(__file__).parents[1] / "data" / "checkpoints"
 PARTS = sorted(card.parent for card in FOLDER.glob(f"*/{prepared.CARD}"))
-MOST_BYTES = 17_000_000
+MOST_BYTES = 20_000_000
 EXITS = ("calm", "static_depth", "free", "hash_ee")
 
 
