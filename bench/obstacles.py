@@ -96,7 +96,7 @@ def _made(cfg: RunConfig) -> str | None:
     for group in (cfg.model, models.named(draft) if isinstance(draft, str) else {}):
         if group.get("_target_") == f"{TrainedModel.__module__}.{TrainedModel.__name__}":
             try:
-                TrainedModel(group["name"]).find(Path(cfg.paths.cache))
+                build.build_model(group).find(Path(cfg.paths.cache))
             except UserError as error:
                 return str(error)
     return None

@@ -258,6 +258,12 @@ def test_what_runs_has_no_obstacle() -> None:
     assert obstacle("sampling=sample", "model=random", "dataset=mtbench") is None
 
 
+@pytest.mark.parametrize("model", ["multi30k_4_4", "multi30k_6_1", "multi30k_12_1", "multi30k_4_4_distilled_calm"])
+def test_the_translation_models_of_the_project_are_found(model: str, tmp_path: Path) -> None:
+    words = ["method=calm", "method.head=lens", "method.exits=[0]"] if model.endswith("calm") else []
+    assert obstacle(f"model={model}", "dataset=multi30k", f"paths.cache={tmp_path}", *words) is None
+
+
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     found = obstacle("method=medusa", "model=random", f"paths.cache={tmp_path}")
     assert found and found.startswith("medusa has no heads for this model") and "bench.train method=medusa" in found
