@@ -258,10 +258,10 @@ def test_what_runs_has_no_obstacle() -> None:
     assert obstacle("sampling=sample", "model=random", "dataset=mtbench") is None
 
 
-@pytest.mark.parametrize("model", ["multi30k_4_4", "multi30k_6_1", "multi30k_12_1", "multi30k_4_4_distilled_calm"])
-def test_the_translation_models_of_the_project_are_found(model: str, tmp_path: Path) -> None:
-    words = ["method=calm", "method.head=lens", "method.exits=[0]"] if model.endswith("calm") else []
-    assert obstacle(f"model={model}", "dataset=multi30k", f"paths.cache={tmp_path}", *words) is None
+@pytest.mark.parametrize("layers", ["4_4", "6_1", "6_1_distilled", "12_1", "4_4_distilled_calm"])
+def test_the_translation_models_of_the_project_are_found(layers: str, tmp_path: Path) -> None:
+    words = ["method=calm", "method.head=lens", "method.exits=[1]"] if layers.endswith("calm") else []
+    assert obstacle(f"model=multi30k_{layers}", "dataset=multi30k", f"paths.cache={tmp_path}", *words) is None
 
 
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
