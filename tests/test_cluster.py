@@ -13,7 +13,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -165,6 +165,15 @@ def test_as_many_run_side_by_side_as_asked_for(stand_in: Callable[[str], None], 
     assert max(running) == 2
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Not ignored, as it is in what a shell starts in the background: a shell script could not trap it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_the_processes(stand_in: Callable[[str], None], tmp_path: Path) -> None:
     wait = f'trap "echo x > {tmp_path}/said; exit 130" INT; touch {tmp_path}/ready; while :; do sleep 0.05; done'
     stand_in(f'case "$3" in *0.json) {ANSWER};; *) {wait};; esac')
