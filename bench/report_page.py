@@ -240,13 +240,7 @@ def _plot(x_name: str, y_name: str, points: Sequence[tuple[Entry, Any, Any]], id
     x_axis = _Axis([x for _, x, _ in known], wide - left)
     y_axis = _Axis([y for _, _, y in known], high - below)
     marks = "".join(
-        _point(
-            entry,
-            left + x_axis.at(float(x)),
-            high - below - y_axis.at(float(y)),
-            f"{entry.label}: {x:.2f}, {y:.2f}",
-            ids,
-        )
+        _point(entry, left + x_axis.at(x), high - below - y_axis.at(y), f"{entry.label}: {x:.2f}, {y:.2f}", ids)
         for entry, x, y in known
     )
     lines = "".join(
@@ -279,10 +273,10 @@ class _Axis:
         low, high = min(values), max(values)
         room = (high - low or abs(high) or 1.0) * 0.08
         self.low, self.high, self.size = low - room, high + room, size
-        step = 10 ** math.floor(math.log10((self.high - self.low) / 2))
+        step = 10.0 ** math.floor(math.log10((self.high - self.low) / 2))
         step = next(step * by for by in (0.5, 1, 2, 5, 10) if (self.high - self.low) / (step * by) <= 6)
         first = math.ceil(self.low / step)
-        self.ticks = [round(float(i * step), 9) for i in range(first, math.floor(self.high / step) + 1)]
+        self.ticks = [round(i * step, 9) for i in range(first, math.floor(self.high / step) + 1)]
 
     def at(self, value: float) -> float:
         return (value - self.low) / (self.high - self.low) * self.size

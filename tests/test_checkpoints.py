@@ -18,7 +18,8 @@ from methods.engine.sampling import Sampling
 
 FOLDER = Path(__file__).parents[1] / "data" / "checkpoints"
 PARTS = sorted(card.parent for card in FOLDER.glob(f"*/{prepared.CARD}"))
-MOST_BYTES = 20_000_000
+MOST_BYTES = 17_000_000
+LARGER = {"teacher-multi30k_12_1": 20_000_000}
 EXITS = ("calm", "static_depth", "free", "hash_ee")
 
 
@@ -36,7 +37,7 @@ def test_a_part_is_what_its_card_says(folder: Path) -> None:
     files = prepared.files(folder)
     assert card["sha256"] == prepared.digest(files)
     assert card["bytes"] == {name: path.stat().st_size for name, path in files.items()}
-    assert sum(card["bytes"].values()) < MOST_BYTES
+    assert sum(card["bytes"].values()) < LARGER.get(folder.name, MOST_BYTES)
     method, model = card["definition"]["method"], card["model"]["name"]
     assert folder.name == f"{method}-{model}" and f"method={method}" in card["command"]
     assert card["git"]["dirty"] is False and card["seconds"] > 0 and card["corpus"]["dialogues"] > 0

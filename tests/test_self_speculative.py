@@ -344,9 +344,12 @@ def test_blocks_behind_the_end_of_a_text_do_not_count() -> None:
 
 
 def test_costs_are_measured_in_the_loop(target: CausalLM, tmp_path: Path) -> None:
-    costs = Costs.measure(target, contract.prompts(target.vocab_size, (9,))[0], 4)
+    for _ in range(3):  # beside other programs a measurement wavers
+        costs = Costs.measure(target, contract.prompts(target.vocab_size, (9,))[0], 4)
+        if costs.draft > 4 * (costs.attention + costs.mlp):
+            break
     assert (costs.nodes, costs.layers) == ((1, 2, 3, 5), 4)
-    assert costs.draft > costs.attention + costs.mlp > min(costs.attention, costs.mlp) > 0  # four such layers, and more
+    assert min(costs.attention, costs.mlp) > 0 and costs.draft > 4 * (costs.attention + costs.mlp)
     assert all(full > bare > 0 for full, bare in zip(costs.full, costs.bare, strict=True))
     costs.save(tmp_path / "costs.json")
     assert Costs.load(tmp_path / "costs.json") == costs

@@ -192,10 +192,13 @@ def test_a_long_plan_is_shortened(words: list[str]) -> None:
 
 def test_500_jobs_are_planned_quickly(words: list[str]) -> None:
     planned(words)  # imports
-    begin = time.process_time()  # another process may have the machine
     sizes = ["seed=range(0,50)", "method.gamma=range(1,6)"]
-    assert len(planned([*words, *sizes, "method=prompt_lookup,suffix"]).jobs) == 500
-    assert time.process_time() - begin < 15  # three seconds where nobody else computes
+    seconds = []
+    while len(seconds) < 3 and min(seconds, default=5.0) >= 5:  # beside other programs the same work takes longer
+        begin = time.process_time()
+        assert len(planned([*words, *sizes, "method=prompt_lookup,suffix"]).jobs) == 500
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 5
 
 
 @pytest.mark.parametrize("seconds, text", [(7.4, "7 s"), (89.0, "89 s"), (720.0, "12 min"), (12600.0, "3.5 h")])

@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import atomic
 from bench.config import RunConfig, identity, sanitise
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def write(
     seconds: float,
 ) -> None:
     """``manifest.json`` and ``result.json`` in ``folder``."""
-    from bench import hardware, scrub
+    from bench import hardware, prepared, scrub
 
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {
@@ -70,8 +69,8 @@ def write(
         "started_at": begin.isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
     }
-    for name, content in (("manifest.json", scrub.tree(manifest)), ("result.json", result)):
-        atomic.replace(folder / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    prepared.write_json(folder / "manifest.json", scrub.tree(manifest))
+    prepared.write_json(folder / "result.json", result)
 
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:
