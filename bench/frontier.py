@@ -9,8 +9,8 @@ loses something counts only if it is faster
 - than every static depth of at least its quality, for else nothing has to be decided token by token,
 - than the original weights, where it runs on weights that were trained to exit (``original=MODEL``), and no worse.
 
-Quality is the first score of the data set or, where it has none, ROUGE-L of ids to the baseline's output. INVALID runs
-are shown, do not count and beat nobody.
+Quality is the first score of the data set or, where it has none, or prompts of several kinds that no one score fits,
+ROUGE-L of ids to the baseline's output. INVALID runs are shown, do not count and beat nobody.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def frontiers(found: Sequence[Record], original: str | None = None, metric: str 
     Args:
         found: of ``collect.read``; samples are read where a point is made of them.
         original: name of the model whose weights those of the other models were made of.
-        metric: score that stands for quality; None: the first one that the data set has.
+        metric: score that stands for quality; None: see the head of this file.
 
     Raises:
         UserError: a metric that no run of a group has.
@@ -145,12 +145,15 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 def _metric(group: Sequence[Mapping[str, Any]], wanted: str | None) -> str:
     known = dict.fromkeys(name for run in group for name in run.get("quality") or {})
-    if wanted is not None and wanted not in known:
+    if wanted not in (None, "rouge_l", *known):
         raise UserError(
-            f"quality={wanted} came; the runs on {group[0].get('dataset')} have {', '.join(known) or 'no score'}. "
+            f"quality={wanted} came; the runs on {group[0].get('dataset')} have {', '.join([*known, 'rouge_l'])}. "
             "Name one of these, or leave it out."
         )
-    return wanted or next(iter(known), "rouge_l")
+    if wanted is not None:
+        return wanted
+    several = any(len(run["speedup"].get("by_category") or {}) > 1 for run in group)
+    return "rouge_l" if several else next(iter(known), "rouge_l")
 
 
 def _point(record: Record, metric: str, setting: str) -> Point:

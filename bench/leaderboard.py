@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench import collect, frontier, table
@@ -235,7 +236,7 @@ def categories(board: Board, *, shown: bool = False) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Trade:
-    """A run as a point of quality and absolute speed; ``before`` is the same of its own baseline."""
+    """A run as a point of quality and speed in prompts per second; ``before`` is the same of its model's baseline."""
 
     entry: Entry
     quality: float
@@ -262,8 +263,9 @@ class Market:
 def markets(found: Sequence[Board], metric: str, dataset: str) -> list[Market]:
     """Quality against prompts per second, over the families and models of one data set.
 
-    Models of different quality have no baseline in common, so the rates are absolute here. They come from different
-    runs: a drift of the machine is in them, and the rates of the runs' own baselines show how large it was.
+    Models of different quality have no baseline in common, so rates are compared. They come from different runs,
+    between which the machine drifts, and a drift slows both arms of a run. So the rate of a run is its speed-up in
+    prompts per second times the rate of its model's baseline, the median over these runs.
 
     Args:
         metric: the score.
@@ -278,7 +280,8 @@ def markets(found: Sequence[Board], metric: str, dataset: str) -> list[Market]:
 
 
 def _market(entries: Sequence[Entry], metric: str) -> Market:
-    trades = [trade for entry in entries if (trade := _trade(entry, metric))]
+    baselines = _baseline_rates(entries)
+    trades = [trade for entry in entries if (trade := _trade(entry, metric, baselines))]
     models = sorted({str(entry.summary["model"]) for entry in entries})
     summary = entries[0].summary
     facts = [summary.get("dataset"), summary.get("hardware"), summary.get("dtype"), table.how(summary)]
@@ -287,15 +290,27 @@ def _market(entries: Sequence[Entry], metric: str) -> Market:
     return Market(f"{', '.join(map(str, facts))}; models: {', '.join(models)}", metric, trades, front)
 
 
-def _trade(entry: Entry, metric: str) -> Trade | None:
+def _baseline_rates(entries: Sequence[Entry]) -> dict[Any, float]:
+    """By model, the prompts per second of its baseline: the median over its valid runs, or over all if none is."""
+    found: dict[Any, dict[bool, list[float]]] = {}
+    for entry in entries:
+        if rate := entry.summary["baseline"].get("prompts_per_s"):
+            found.setdefault(entry.summary["model"], {}).setdefault(entry.rank is not None, []).append(float(rate))
+    return {model: median(rates.get(True) or rates[False]) for model, rates in found.items()}
+
+
+def _trade(entry: Entry, metric: str, baselines: Mapping[Any, float]) -> Trade | None:
     """None where one of the two was not measured."""
     summary, baseline = entry.summary, entry.summary["baseline"]
     quality, rate = (summary.get("quality") or {}).get(metric), summary.get("prompts_per_s")
-    rate_before, quality_before = baseline.get("prompts_per_s"), (baseline.get("quality") or {}).get(metric)
+    own_before, quality_before = baseline.get("prompts_per_s"), (baseline.get("quality") or {}).get(metric)
     if quality is None or rate is None:
         return None
-    before = None if rate_before is None or quality_before is None else (float(rate_before), float(quality_before))
-    return Trade(entry, float(quality), float(rate), before)
+    if not own_before:
+        return Trade(entry, float(quality), float(rate), None)
+    rate_before = baselines[summary["model"]]
+    before = None if quality_before is None else (rate_before, float(quality_before))
+    return Trade(entry, float(quality), rate / own_before * rate_before, before)
 
 
 def batch_series(found: Sequence[Board]) -> list[tuple[str, dict[str, list[Entry]]]]:

@@ -103,7 +103,7 @@ def summarise(
         **rates["method"],
         "baseline_tokens_per_s": tokens_per_s,
         "baseline": rates["baseline"],
-        "spread": spread(rows),
+        **steadiness(rows),
         "agreement": None if agreement is None else dict(agreement),
     }
     return {key: _jsonable(value) for key, value in summary.items()}
@@ -484,29 +484,39 @@ def means_of(rows: pd.DataFrame, column: str) -> dict[str, float | None]:
     return {name: _divide(*sums) for name, sums in sorted(found.items())}
 
 
-def spread(rows: pd.DataFrame) -> float | None:
-    """How unsteady the machine was: IQR over median of the baseline's time per round.
+def steadiness(rows: pd.DataFrame) -> dict[str, float | None]:
+    """How unsteady the machine was, by the baseline's time per round: ``spread`` over the run, ``jitter`` within it.
 
     An autoregressive round does the same work whatever the text, except that it reads a longer context. So the time
     per round of each decoded batch is taken, the straight line over its mean context (Theil-Sen, which outliers do not
-    bend) is removed, and what still varies is the machine. Batches of another size than the largest and those with
-    fewer than 8 rounds are left out; None if fewer than 4 remain, and with refilled rows, whose contexts come and go.
-    """
-    from scipy.stats import theilslopes
+    bend) is removed, and what still varies is the machine. Its IQR over the median is the spread. A machine that is
+    slower for some minutes slows both arms, which are interleaved, and the speed-up stays; what disturbs a pair is the
+    change from one batch to the next, whose IQR, over the square root of 2, is the jitter: of independent values it is
+    the spread, of a drift far less. Batches of another size than the largest and those with fewer than 8 rounds are
+    left out.
 
+    Returns:
+        Both as shares of the median; None if fewer than 4 batches remain, and with refilled rows, whose contexts come
+        and go.
+    """
+    from scipy.stats import iqr, theilslopes
+
+    unknown: dict[str, float | None] = {"spread": None, "jitter": None}
     if rows["queue"].notna().any():
-        return None
-    done = batches(rows[rows["arm"] == "baseline"])
+        return unknown
+    done = batches(rows[rows["arm"] == "baseline"]).sort_values(["repeat", "batch"])  # as they were measured
     n_rounds = done["step_ns"].map(len).astype(int) - 1
     full = done[(done["batch_size"] == done["batch_size"].max()) & (n_rounds >= _FEWEST_ROUNDS)]
     if len(full) < _FEWEST_BATCHES:
-        return None
+        return unknown
     round_s = np.array([np.mean(steps[1:]) / _NS for steps in full["step_ns"]])
     contexts = (full["n_prompt_tokens"] + full["n_output_tokens"] / 2).to_numpy(float)
     slope = theilslopes(round_s, contexts).slope if np.ptp(contexts) else 0.0
     level = round_s - slope * (contexts - np.median(contexts))
-    low, high = np.percentile(level, [25, 75])
-    return float((high - low) / np.median(level))
+    return {
+        "spread": float(iqr(level) / np.median(level)),
+        "jitter": float(iqr(np.diff(level)) / np.sqrt(2) / np.median(level)),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- arithmetic

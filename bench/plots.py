@@ -142,10 +142,10 @@ def pareto(ax: Axes, market: Market) -> None:
     """Quality against prompts per second: runs by method and guarantee, their baselines, and the front."""
     drawn: set[str] = set()
     models = {str(trade.entry.summary["model"]) for trade in market.trades}
+    for before in {trade.before for trade in market.trades if trade.before}:
+        ax.plot(*before, marker="x", color="0.6", markersize=5, linestyle="", zorder=0)
     for trade in market.trades:
         entry = trade.entry
-        if trade.before:
-            ax.plot(*trade.before, marker="x", color="0.6", markersize=5, linestyle="", zorder=0)
         if entry.rank is None:
             continue
         label = f"{entry.method} ({entry.family})"

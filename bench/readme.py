@@ -37,7 +37,9 @@ def _leaderboards(results: Path, filters: Sequence[str]) -> str:
     """One table for each set of runs that may stand in one, of those that the filters of ``collect`` let through."""
     rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
     kept = [row["record"] for row in collect.select(rows, filters)]
-    groups = collect.groups(record.summary for record in kept if record.finished and record.summary)
+    groups = (
+        [entry.summary | {"method": entry.label} for entry in board.entries] for board in leaderboard.boards(kept)
+    )
     return "\n\n".join(map(table.leaderboard, groups)) or "(no record yet)"
 
 

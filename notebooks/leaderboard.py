@@ -153,8 +153,8 @@ for board in PICTURED:
 #
 # On Multi30k three families can be put side by side: methods that draft for the translation model, that leave it early, and
 # models that write all words at once. Models of different quality have no baseline in common, so the horizontal axis is
-# **absolute**: sentences per second. These rates come from different runs on the same machine; grey crosses are the
-# baselines of those same runs, and their scatter is how far the machine drifted.
+# **absolute**: sentences per second. Between the runs the machine drifts, so a run stands at its speed-up times the rate of its
+# model's baseline, the median over all runs; grey crosses are these baselines.
 
 # %%
 MARKETS = leaderboard.markets(BOARDS, "bleu", "multi30k")

@@ -213,18 +213,32 @@ def test_only_exact_rounds_keep_accepted_plus_one() -> None:
 OUTCOMES = {"ok": (True, 0), "warn": (True, 1), "invalid": (False, 0)}  # valid, number of warnings
 
 
-@pytest.mark.parametrize(("spread", "outcome"), [(None, "ok"), (0.09, "ok"), (0.11, "warn"), (0.26, "invalid")])
-def test_spread(spread: float | None, outcome: str) -> None:
-    found = verdict(spread=spread)
+@pytest.mark.parametrize(("jitter", "outcome"), [(None, "ok"), (0.09, "ok"), (0.11, "warn"), (0.26, "invalid")])
+def test_a_machine_that_changes_from_batch_to_batch_cannot_measure(jitter: float | None, outcome: str) -> None:
+    found = verdict(jitter=jitter, spread=None)
     assert (found["valid"], len(found["warnings"])) == OUTCOMES[outcome]
-    if spread and outcome != "ok":
-        assert f"varied by {spread:.0%}" in " ".join([*found["warnings"], *found["reasons"]])
+    if jitter and outcome != "ok":
+        assert f"varied by {jitter:.0%} from one batch" in " ".join([*found["warnings"], *found["reasons"]])
 
 
-def test_spread_comes_from_the_baseline() -> None:
-    slow = {"ms": [20] + [16] * 10, "finish": "eos"}
-    noisy = [*GOOD, *[s for i in range(7, 12) for s in both(f"{i}/1", slow, {"ms": [10] * 11, "finish": "eos"})]]
-    assert "varied by" in only_reason(verdict(noisy))
+@pytest.mark.parametrize(("spread", "warned"), [(None, 0), (0.09, 0), (0.11, 1), (0.9, 1)])
+def test_a_drift_is_told_and_leaves_the_speedup(spread: float | None, warned: int) -> None:
+    found = verdict(jitter=0.05, spread=spread)
+    assert (found["valid"], len(found["warnings"])) == (True, warned)
+    if spread and warned:
+        assert f"varied by {spread:.0%} over the run" in found["warnings"][0]
+
+
+def test_steadiness_comes_from_the_baseline() -> None:
+    slow = {"ms": [20] + [16] * 10, **ENDS}
+    waver = [
+        sample
+        for i in range(7, 17)
+        for sample in both(f"{i}/1", {"ms": [20] + [10 + i % 2 * 6] * 10, **ENDS}, {"ms": [10] * 11, **ENDS})
+    ]
+    assert "from one batch to the next" in only_reason(verdict([*GOOD, *waver], spread=None))
+    drifted = [*GOOD, *[s for i in range(7, 12) for s in both(f"{i}/1", slow, {"ms": [10] * 11, **ENDS})]]
+    assert "drifted" in only_warning(verdict(drifted))
 
 
 @pytest.mark.parametrize(("load", "outcome"), [(2.3, "ok"), (1.0, "ok"), (2.6, "warn"), (3.2, "invalid")])
@@ -256,7 +270,7 @@ def test_a_slow_harness_is_a_warning() -> None:
 
 
 def test_reasons_add_up() -> None:
-    found = verdict(changed("method", error="x", n_output_tokens=9), spread=0.9)
+    found = verdict(changed("method", error="x", n_output_tokens=9), jitter=0.9)
     assert len(found["reasons"]) == 3 and not found["valid"]
 
 
@@ -266,7 +280,7 @@ def test_every_reason_says_what_to_do() -> None:
         changed("method", error="x", n_output_tokens=9, step_accepted=[0, 9, 9, 9])[:-1],
         agreement=AGREEMENT | {"violation": 0.1, "n_violations": 1},
         manifest={"load_average": {"end": [9, 9, 9]}, "gpu_utilisation": {"start": 99}},
-        spread=0.9,
+        jitter=0.9,
     )
     assert len(broken["reasons"]) >= len(CHECKS) - 3
     assert all("; " in reason and reason.endswith(".") for reason in broken["reasons"])

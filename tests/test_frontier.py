@@ -97,14 +97,25 @@ def test_overlapping_intervals_are_open_and_missing_rivals_are_named(tmp_path: P
     assert found["calm threshold=0.5"][1] == "exact open; static depth open"
 
 
+def of_one_kind(samples: list[Sample]) -> list[Sample]:
+    return [replace(sample, category="qa") for sample in samples]
+
+
 def test_scores_of_the_data_set_stand_for_quality_where_there_are_any(tmp_path: Path) -> None:
-    early(tmp_path, "static_depth", lossy(18, 1, 30.0), "method.depth=24")
-    early(tmp_path, "calm", lossy(21, 3, 49.0), "method.threshold=0.5")
-    recorded(tmp_path, "suffix", lossy(28, 0, 50.0))
+    early(tmp_path, "static_depth", of_one_kind(lossy(18, 1, 30.0)), "method.depth=24")
+    early(tmp_path, "calm", of_one_kind(lossy(21, 3, 49.0)), "method.threshold=0.5")
+    recorded(tmp_path, "suffix", of_one_kind(lossy(28, 0, 50.0)))
     scored = by_name(only(frontiers(collect.read(tmp_path))))
     assert scored["calm threshold=0.5"][0].quality == 49.0 and scored["calm threshold=0.5"][1] == "yes"
     with pytest.raises(UserError, match="have em"):
         frontiers(collect.read(tmp_path), metric="bleu")
+
+
+def test_no_one_score_stands_for_prompts_of_several_kinds(tmp_path: Path) -> None:
+    early(tmp_path, "calm", lossy(21, 3, 49.0), "method.threshold=0.5")
+    assert only(frontiers(collect.read(tmp_path))).points[0].metric == "rouge_l"
+    for name in ("em", "rouge_l"):
+        assert only(frontiers(collect.read(tmp_path), metric=name)).points[0].metric == name
 
 
 def test_invalid_runs_are_shown_and_beat_nobody(results: Path) -> None:

@@ -247,6 +247,22 @@ def test_figures_of_few_and_of_many(draw: Any, ax: Any) -> None:
         ax.figure.canvas.draw()
 
 
+def test_the_rates_of_a_market_are_free_of_drift_between_runs() -> None:
+    def with_baseline(rate: float, record: Record) -> Record:
+        record.summary["baseline"]["prompts_per_s"] = rate
+        return record
+
+    rows = [
+        run("suffix", bleu=33.0, rate=12.0), run("nat", bleu=30.0, rate=40.0),
+        with_baseline(4.0, run("calm", bleu=32.0, rate=9.0)),  # on a machine that was half as fast
+        with_baseline(100.0, run("calm", bleu=32.5, rate=50.0, valid=False)),
+    ]  # fmt: skip
+    (market,) = leaderboard.markets(leaderboard.boards(rows), "bleu", "multi30k")
+    found = {trade.entry.name: (trade.rate, trade.before) for trade in market.trades}
+    expected = zip(rows, (12.0, 40.0, 18.0, 4.0), strict=True)
+    assert found == {row.path.name: (rate, (8.0, 33.0)) for row, rate in expected}
+
+
 def test_figures_across_boards(ax: Any) -> None:
     rows = [run("suffix", bleu=33.0), run("nat", bleu=30.0, rate=50.0, model="o"), run("suffix", batch_size=8)]
     found = leaderboard.boards(rows)

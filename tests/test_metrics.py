@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -375,19 +376,39 @@ def steady(levels: list[float], slope_ms: float = 0.0) -> list[Sample]:
     return samples
 
 
-def test_spread_by_hand() -> None:
-    # Theil-Sen over 10, 12, 10, 12, 10: slopes are symmetric about 0, so nothing is removed; quartiles 10 and 12
-    assert metrics.spread(metrics.paired(metrics.frame(steady([10, 12, 10, 12, 10])))) == pytest.approx(2 / 10)
+def steadiness(samples: list[Sample]) -> dict[str, float | None]:
+    return metrics.steadiness(metrics.paired(metrics.frame(samples)))
 
 
-def test_spread_does_not_blame_the_machine_for_long_contexts() -> None:
+def test_spread_and_jitter_by_hand() -> None:
+    # Theil-Sen over 10, 12, 10, 12, 10: slopes are symmetric about 0, so nothing is removed; quartiles 10 and 12, and
+    # of the differences 2, -2, 2, -2 they are -2 and 2
+    found = steadiness(steady([10, 12, 10, 12, 10]))
+    assert found == pytest.approx({"spread": 2 / 10, "jitter": 4 / math.sqrt(2) / 10})
+
+
+def test_a_drift_is_spread_and_not_jitter() -> None:
+    # twice 40 batches at 10 and at 15 ms, in no order of their contexts: one of the 79 differences is not 0
+    samples = [replace(s, n_prompt_tokens=100 + 7919 * s.batch % 97) for s in steady([10] * 40 + [15] * 40)]
+    found = steadiness(samples)
+    assert found["spread"] == pytest.approx(0.4, abs=0.1) and found["jitter"] == pytest.approx(0, abs=1e-3)
+
+
+def test_independent_noise_is_as_much_jitter_as_spread() -> None:
+    draw = random.Random(0)
+    found = steadiness(steady([10 + draw.gauss(0, 1) for _ in range(2000)]))
+    assert found["spread"] == pytest.approx(0.1349, rel=0.1) and found["jitter"] == pytest.approx(0.1349, rel=0.1)
+
+
+def test_the_machine_is_not_blamed_for_long_contexts() -> None:
     # From 10 to 20 ms over the contexts, exactly on a line
-    assert metrics.spread(metrics.paired(metrics.frame(steady([10] * 6, slope_ms=2)))) == pytest.approx(0, abs=1e-9)
+    found = steadiness(steady([10] * 6, slope_ms=2))
+    assert found == pytest.approx({"spread": 0, "jitter": 0}, abs=1e-9)
 
 
-def test_spread_needs_4_batches_of_8_rounds_and_one_size() -> None:
+def test_steadiness_needs_4_batches_of_8_rounds_and_one_size() -> None:
     def found(samples: list[Sample]) -> float | None:
-        return metrics.spread(metrics.paired(metrics.frame(samples)))
+        return steadiness(samples)["jitter"]
 
     assert found(steady([10, 11, 12])) is None
     assert found(PLAIN) is None

@@ -63,7 +63,8 @@ def run_bench(words, folder, fixture):
     elif elsewhere(words):
         assert preflight.compose_sweep([word for word in words if word != "-m"])
     else:
-        fixture("smollm2_dir"), fixture("data_root")
+        fixture("smollm2_dir")
+        fixture("monkeypatch").setenv("DECODEBENCH_DATA", str(fixture("data_root")))
         (prompts := folder / "prompts.jsonl").write_text(f"{LINE}\n")
         named = [word.replace("=prompts.jsonl", f"={prompts}") for word in words]
         assert cli.main([*named, *SHORT, *place]) in (0, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -231,6 +232,21 @@ def test_time_between_decodes_is_harness_time(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ bad prompts
+
+
+def test_the_collector_does_not_search_what_was_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+
+    def watched(*args: Any) -> Any:
+        searched.append(len(gc.get_objects()))
+        return timed_decode(*args)
+
+    monkeypatch.setattr("bench.runner.timed_decode", watched)
+    make_runner(tmp_path, 4).measure()
+    assert len(searched) == 8 and max(searched) < len(gc.get_objects()) / 10
+    assert gc.get_freeze_count() == 0
 
 
 def check(examples: list[FakeExample], limit: int = 8, context: int = 20) -> list[int]:
