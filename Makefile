@@ -36,6 +36,8 @@ HEADS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly,gsm8k train.an
 LONG := train.recipe.batch_size=64 train.recipe.steps=6000
 EXITS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly:2200,gsm8k:800 train.answers.tokens=450000 train.answers.batch=256 train.tokens=393216
 PAIRS := corpus=multi30k hardware=cuda_bf16 force=true
+STUDENTS := model=multi30k_4_4 train.recipe.tokens=8192 train.recipe.steps=12000
+FLOW := train.width=128 train.inner=256 'train.steps=[2,1]' train.recipe.learning_rate=5e-4
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.models fetch smollm2
 	$(BIN)/python -m bench.sources fetch mtbench
@@ -48,7 +50,8 @@ gpu: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench.train method=teacher out=data/checkpoints/teacher-multi30k_4_4 $(PAIRS)
 	-$(BIN)/python -m bench.train method=specdec out=data/checkpoints/specdec-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
 	-$(BIN)/python -m bench.train method=blockwise_translation out=data/checkpoints/blockwise_translation-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
-	-for student in nat glat depa cmlm ctc flowseq; do $(BIN)/python -m bench.train method=$$student out=data/checkpoints/$$student-multi30k_4_4 model=multi30k_4_4 $(PAIRS); done
+	-for student in nat glat depa cmlm ctc; do $(BIN)/python -m bench.train method=$$student out=data/checkpoints/$$student-multi30k_4_4 $(STUDENTS) $(PAIRS); done
+	-$(BIN)/python -m bench.train method=flowseq out=data/checkpoints/flowseq-multi30k_4_4 $(STUDENTS) $(FLOW) $(PAIRS)
 	-$(BIN)/python -m bench.train method=teacher 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4 out=data/checkpoints/teacher-multi30k_6_1_distilled $(PAIRS)
 	-$(BIN)/python -m bench sweep=translation $(GPU)
 	-$(BIN)/python -m bench.train method=calm 'train.exits=[16,20,24,26,28]' train.recipe.steps=4000 out=data/checkpoints/calm-smollm2 $(EXITS)

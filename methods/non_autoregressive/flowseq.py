@@ -15,8 +15,8 @@ each, the first of them 0, and lets the teacher choose; ``iwd`` chooses by the m
 
     log p(y | x) = log mean_k p(y | z_k, x) p(z_k | x) / q(z_k | y, x) + log p(T | x),  divided by T.
 
-"One pass" hides work: the flow runs its couplings one behind the other, each as deep as a layer of the decoder (37 with
-the default steps), once for argmax and npd and twice for iwd. ``facts`` and ``layers`` count them.
+"One pass" hides work: the flow runs its couplings one behind the other, each as deep as a layer of the decoder (25 with
+the steps of conf/train), once for argmax and npd and twice for iwd. ``facts`` and ``layers`` count them.
 
 Published: distilled, argmax, WMT14 en-de 23.72 and de-en 28.39 (large), listed at 1.1 times the speed of a beam.
 
