@@ -103,7 +103,7 @@ plt.show()
 #
 # What a sentence waits for at batch 1 is layers, one after the other: those of the encoder, and those of the decoder times its
 # passes. A decoder of one layer needs few of them, too (**deep-shallow**, 6-1: six layers of encoder, one of decoder), and
-# writes word by word. "One pass" may hide a flow of 37 layers, or a teacher that reads all candidates.
+# writes word by word. "One pass" may hide a flow of 25 layers, or a teacher that reads all candidates.
 
 # %%
 LENGTHS = np.arange(1, 41)
@@ -114,7 +114,7 @@ WAITS = {
     "one pass, rescored by the teacher": 4 + 4 + 8 + 0 * LENGTHS,
     "CMLM, 4 passes": 4 + 4 * np.minimum(4, LENGTHS),
     "CMLM, 10 passes": 4 + 4 * np.minimum(10, LENGTHS),
-    "FlowSeq, 37 couplings": 4 + 4 + 37 + 0 * LENGTHS,
+    "FlowSeq, 25 couplings": 4 + 4 + 25 + 0 * LENGTHS,
 }
 figure, ax = plt.subplots(figsize=(8.5, 4), layout="constrained")
 for number, (name, layers) in enumerate(WAITS.items()):

@@ -88,13 +88,14 @@ class MaskPredict:
         masked = present
         tokens = torch.zeros_like(present, dtype=torch.long)
         log_probs = torch.full(present.shape, torch.inf, dtype=inputs.dtype, device=inputs.device)
+        scored = self.iterations > 1 or self.length_beam > 1  # else nobody asks
         passes = 0
         while passes < self.iterations and width * (self.iterations - passes) // self.iterations:
             if passes:
                 masked = lowest(log_probs, flat * (self.iterations - passes) // self.iterations)
                 inputs = torch.where(masked[:, :, None], blank, student.network.embed(tokens))
             states = student.network.decode(inputs, None if len(flat) == 1 else present, many)
-            tokens[masked], log_probs[masked] = student.choose(states[masked])
+            tokens[masked], log_probs[masked] = student.choose(states[masked], scored)
             passes += 1
         scores = mean_over(log_probs, flat).view(lengths.shape)
         return Candidates(tokens.view(*lengths.shape, width), lengths, scores, passes, self.length_beam * width)

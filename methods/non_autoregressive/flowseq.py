@@ -248,7 +248,7 @@ class FlowPass:
         count, flat, width = lengths.shape[1], lengths.flatten(), int(lengths.max())
         many, present = memory.repeat(count), present_up_to(flat, width)
         z = student.prior.latents(self.noise(student, lengths.shape, width, rng), many, present)
-        tokens, said = student.choose(student.decode(z, present, many))
+        tokens, said = student.choose(student.decode(z, present, many), count > 1 and not self.importance)
         end = student.network.shape.end
         texts, short = up_to_end(tokens, flat, end)
         if self.importance and count > 1:
