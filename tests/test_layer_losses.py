@@ -214,6 +214,22 @@ def test_an_interrupted_character_model_ends_like_an_uninterrupted_one(
     assert files[0] == files[1]
 
 
+def test_some_texts_leave_at_drawn_depths_while_a_character_model_learns(tmp_path: Path) -> None:
+    maker = CharacterModel(**TINY, mixed=0.25, recipe=replace(SHORT, batch_size=8))
+    torch.manual_seed(0)
+    network, ids = maker.network(256).eval(), torch.randint(0, 256, (200,))
+    course = character_model._Course(network, ids, ids, maker, None, foundry(tmp_path, pairs=TEXT))
+    texts = course.windows(ids, range(8))
+    depths, layers = course._leaving(texts), TINY["layers"]
+    assert depths is not None and depths.shape == (8, TINY["positions"])
+    assert set(depths[:2].unique().tolist()) == set(range(1, layers + 1)) and (depths[2:] == layers).all()
+    whole, parts = course._loss(texts)
+    torch.testing.assert_close(course._loss(texts, torch.full_like(depths, layers))[0], whole)
+    least = course._loss(texts, torch.ones_like(depths))[1]
+    assert all(torch.equal(loss, parts["loss_1"]) for loss in least.values()) and len(least) == layers
+    assert CharacterModel("free", **TINY).mixed == 0
+
+
 def test_overlap_is_rouge_l() -> None:
     assert overlap([1, 2, 3, 4], [1, 3, 4, 9]) == pytest.approx(0.75)
     assert overlap([1, 2], [1, 2]) == 1.0 and overlap([1], [2]) == 0.0 and overlap([], [1]) == 0.0
@@ -223,6 +239,8 @@ def test_overlap_is_rouge_l() -> None:
 def test_character_models_refuse(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a width that twice the heads divide"):
         CharacterModel(width=30, heads=4)
+    with pytest.raises(ValueError, match=r"mixed=1\.5 came; .* a share from 0 to 1"):
+        CharacterModel(mixed=1.5)
     with pytest.raises(ValueError, match="1 to 7 are allowed for the shallow exit"):
         CharacterModel("free", shallow=8)
     with pytest.raises(ValueError, match=r"The corpus has 4 bytes; at least 250"):

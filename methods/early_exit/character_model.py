@@ -4,8 +4,8 @@ Early exit works on models that were trained to exit, and on others hardly. This
 eight layers, 1.6 million weights, one token per byte, CALM's weighted loss (``methods.engine.layer_losses``). Every
 layer of it is read by the model's own norm and output matrix:
 
-    python -m bench.train method=character_model corpus=wikitext2
-    python -m bench model=wikitext2_characters method=calm method.head=lens 'method.exits=[1,2,3,4,5,6,7]' \\
+    python -m bench.train method=character_model corpus=shakespeare
+    python -m bench model=shakespeare_characters method=calm method.head=lens 'method.exits=[1,2,3,4,5,6,7]' \\
         dataset=jsonl dataset.path=FOLDER/prompts.jsonl dataset.limit=40 max_new_tokens=48 \\
         method.calibration.tolerance=0.05 method.calibration.corpus=FOLDER/prompts.jsonl
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -53,6 +54,7 @@ _TEXTS = 100  # texts that are written to see what exits lose
 _THRESHOLDS = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 _BUCKETS = 4  # of the table of ``hash``
 _PROMPTS, _MOST_PROMPTS = "prompts.jsonl", 600
+_EMBEDDED, _THETA = 0.1, 100.0  # deviation of the embeddings; base of the rotary wavelengths, for texts of 100 bytes
 
 
 class CharacterModel:
@@ -63,6 +65,8 @@ class CharacterModel:
         layers, width, heads: of the network; its feed-forward layers have 8/3 of the width, rounded up to 8.
         positions: longest text, in bytes, and length of what a step learns from.
         shallow, distillation: of ``free``.
+        mixed: with ``calm``, share of the texts of a step whose tokens leave at depths that are drawn, so that later
+            tokens learn to read keys and values of states that left early; the paper has none.
         recipe: of the training; ``batch_size`` counts texts.
 
     Raises:
@@ -70,8 +74,8 @@ class CharacterModel:
     """
 
     prepares: ClassVar[str] = "a language model of bytes that can be left behind every layer"
-    takes: ClassVar[str] = "four minutes on a CPU core"
-    corpus: ClassVar[str] = "wikitext2"
+    takes: ClassVar[str] = "ten minutes on a CPU core"
+    corpus: ClassVar[str] = "shakespeare"
     validation: str | None = None
     learns_from_teacher: bool = False
 
@@ -84,19 +88,21 @@ class CharacterModel:
         positions: int = 96,
         shallow: int | None = None,
         distillation: float = 0.5,
+        mixed: float = 0.5,
         recipe: Recipe | None = None,
     ) -> None:
-        if min(layers, heads) < 1 or positions < 2 or width < 1 or width % (2 * heads):
+        if min(layers, heads) < 1 or positions < 2 or width < 1 or width % (2 * heads) or not 0 <= mixed <= 1:
             raise ValueError(
-                f"layers={layers}, width={width}, heads={heads}, positions={positions} came; at least 1, two "
-                "positions, and a width that twice the heads divide are needed."
+                f"layers={layers}, width={width}, heads={heads}, positions={positions}, mixed={mixed:g} came; at least "
+                "1, two positions, a width that twice the heads divide, and a share from 0 to 1 are needed."
             )
         self.exits, self.layers, self.width, self.heads, self.positions = exits, layers, width, heads, positions
         self.layer_loss = make_loss(exits, layers, shallow, distillation) if exits in ("calm", "free") else None
-        self.recipe = recipe or Recipe(steps=475, batch_size=32, learning_rate=2e-3)
+        self.mixed = mixed if exits == "calm" else 0.0
+        self.recipe = recipe or Recipe(steps=1500, batch_size=32, learning_rate=2e-3)
 
     def model_name(self, corpus: str) -> str:
-        """``wikitext2_characters``, ``wikitext2_characters_hash``."""
+        """``shakespeare_characters``, ``shakespeare_characters_hash``."""
         return f"{corpus}_characters" + ("" if self.exits == "calm" else f"_{self.exits}")
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
@@ -139,13 +145,7 @@ class CharacterModel:
         return facts | ({} if table is None else {"table": table.facts, "table_sha256": table.checksum})
 
     def network(self, tokens: int) -> Any:
-        """With random weights of PyTorch's own sizes.
-
-        Embeddings are large beside what layers add, so that states of neighbouring layers are alike from the beginning,
-        and keys and values made of the state behind an exit are nearly those that the whole model would have made.
-        With transformers' weights, and the embedding as output matrix, exits were as right, and texts broke
-        through what they showed to later tokens.
-        """
+        """With random weights of PyTorch's own sizes, but small embeddings, so that the first layer has a say."""
         config = LlamaConfig(
             vocab_size=tokens,
             hidden_size=self.width,
@@ -155,6 +155,7 @@ class CharacterModel:
             num_key_value_heads=self.heads,
             max_position_embeddings=self.positions,
             tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": _THETA},
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
@@ -163,6 +164,8 @@ class CharacterModel:
         for module in network.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.reset_parameters()
+        with torch.no_grad():
+            network.model.embed_tokens.weight.mul_(_EMBEDDED)
         return network
 
     def _table(self, ids: Int[Tensor, "N"], tokens: int, seed: int) -> HashTable:
@@ -184,6 +187,7 @@ class _Course(Loop):
         self.network, self.train, self.held_out, self.recipe = network, train, held_out, maker.recipe
         self.positions = maker.positions
         self.layer_loss: LayerLoss | None = maker.layer_loss
+        self._mixed = round(maker.mixed * maker.recipe.batch_size)
         self._depths = None if table is None else torch.from_numpy(table.depths.astype("int64")).to(train.device)
         learnt = dict(network.named_parameters())
         recipe = maker.recipe
@@ -201,8 +205,18 @@ class _Course(Loop):
     def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
         self.network.train()
         starts = torch.randint(len(self.train) - self.positions, (self.recipe.batch_size,))
+        texts = self.windows(self.train, starts)
         with autocast(self.recipe.precision, self.train.device):
-            return self._loss(self.windows(self.train, starts))
+            return self._loss(texts, self._leaving(texts))
+
+    def _leaving(self, texts: Int[Tensor, "n W"]) -> Int[Tensor, "n w"] | None:
+        """Depths at which the tokens of some texts leave, those of the others never; None: no token does."""
+        layers = len(self.network.model.layers)
+        if not self._mixed:
+            return None
+        depths = torch.randint(1, layers + 1, (len(texts), texts.shape[1] - 1), device=texts.device)
+        depths[self._mixed :] = layers
+        return depths
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -214,7 +228,9 @@ class _Course(Loop):
         self.curve.append({"step": self.step} | {name: round(value, 4) for name, value in point.items()})
         self.place.log({"step": self.step} | {f"held_out/{name}": value for name, value in point.items()})
 
-    def _loss(self, texts: Int[Tensor, "n W"]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, texts: Int[Tensor, "n W"], leaving: Int[Tensor, "n w"] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         read, wanted = texts[:, :-1], texts[:, 1:].flatten()
         model = self.network.model
 
@@ -226,7 +242,7 @@ class _Course(Loop):
                 return cross_entropy(model(read, use_cache=False).last_hidden_state.flatten(0, 1)), {}
         if self.layer_loss is None:
             return cross_entropy(model(read, use_cache=False).last_hidden_state.flatten(0, 1)), {}
-        with collected(model.layers) as states:
+        with nullcontext() if leaving is None else frozen_from(model.layers, leaving), collected(model.layers) as states:
             model(read, use_cache=False)
         flat = [state.flatten(0, 1) for state in states]
         return self.layer_loss(flat, lambda state: cross_entropy(model.norm(state)))
