@@ -242,7 +242,10 @@ class _Course(Loop):
                 return cross_entropy(model(read, use_cache=False).last_hidden_state.flatten(0, 1)), {}
         if self.layer_loss is None:
             return cross_entropy(model(read, use_cache=False).last_hidden_state.flatten(0, 1)), {}
-        with nullcontext() if leaving is None else frozen_from(model.layers, leaving), collected(model.layers) as states:
+        with (
+            nullcontext() if leaving is None else frozen_from(model.layers, leaving),
+            collected(model.layers) as states,
+        ):
             model(read, use_cache=False)
         flat = [state.flatten(0, 1) for state in states]
         return self.layer_loss(flat, lambda state: cross_entropy(model.norm(state)))
