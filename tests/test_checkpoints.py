@@ -21,6 +21,8 @@ PARTS = sorted(card.parent for card in FOLDER.glob(f"*/{prepared.CARD}"))
 MOST_BYTES = 17_000_000
 LARGER = {"teacher-multi30k_12_1": 20_000_000}
 EXITS = ("calm", "static_depth", "free", "hash_ee")
+STUDENTS = ("nat", "glat", "depa", "cmlm", "ctc", "flowseq")
+SENTENCE = "A man is sleeping on a bench."
 
 
 def ids(folder: Path) -> str:
@@ -102,11 +104,30 @@ def test_tokens_leave_by_the_exits(folder: Path, loaded: Any, cache_root: Path) 
     assert min(layers) < 1 and max(layers) <= 1
 
 
+def translator(name: str, cache_root: Path) -> Any:
+    model = preflight.compose([f"model={name}", "dataset=multi30k"]).model
+    return models.load(model, {"device": "cpu", "dtype": "float32", "threads": 1}, PathsConfig(cache=str(cache_root)))
+
+
+def written_by(decoder: Any, loaded: Any) -> str:
+    source = torch.tensor(loaded.tokenizer(SENTENCE)["input_ids"])
+    (written,) = contract.outputs(decoder, [source], 16)
+    return str(loaded.tokenizer.decode(written, skip_special_tokens=True))
+
+
 @pytest.mark.parametrize("folder", [p for p in PARTS if p.name.startswith("teacher-")], ids=ids)
 def test_a_model_translates(folder: Path, cache_root: Path) -> None:
-    model = preflight.compose([f"model={folder.name.removeprefix('teacher-')}", "dataset=multi30k"]).model
-    loaded = models.load(model, {"device": "cpu", "dtype": "float32", "threads": 1}, PathsConfig(cache=str(cache_root)))
-    source = torch.tensor(loaded.tokenizer("A man is sleeping on a bench.")["input_ids"])
-    (written,) = contract.outputs(Autoregressive(loaded.lm, Sampling()), [source], 16)
-    text = loaded.tokenizer.decode(written, skip_special_tokens=True)
+    loaded = translator(folder.name.removeprefix("teacher-"), cache_root)
+    text = written_by(Autoregressive(loaded.lm, Sampling()), loaded)
     assert "Mann" in text and "schläft" in text and "Bank" in text
+
+
+@pytest.mark.parametrize("folder", [p for p in PARTS if p.name.split("-")[0] in STUDENTS], ids=ids)
+def test_a_student_translates(folder: Path, cache_root: Path) -> None:
+    name, model = folder.name.split("-")
+    loaded = translator(model, cache_root)
+    method = dict(preflight.compose([f"method={name}", f"model={model}", "dataset=multi30k"]).method)
+    part = prepared.find(method, model, loaded.revision, PathsConfig(cache=str(cache_root)))
+    assert part is not None and part.origin == "shipped" and part.warning is None
+    text = written_by(build.build_decoder(method, loaded.lm, SamplingConfig(), part=part.folder), loaded)
+    assert "Mann" in text and "Bank" in text
