@@ -236,6 +236,10 @@ class Network(nn.Module):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
                     setattr(module, name, _Settled(child.weight, child.bias, form))
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, PositionalAttention):
+                    module.settle(self.positions)
         if not self.own:
             self._embed, self._output = target.embed, target.head
         else:
@@ -323,9 +327,15 @@ class PositionalAttention(nn.Module):
         self.out = nn.Linear(width, width)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
+        self._known: Tensor | None = None
+
+    def settle(self, positions: Float[Tensor, "P D"]) -> None:
+        """No more training: queries and keys of all positions are made once."""
+        self._known = self.query_key(positions)
 
     def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        query, key = self.query_key(positions)[None].expand(len(hidden), -1, -1).chunk(2, -1)
+        made = self.query_key(positions) if self._known is None else self._known[: len(positions)]
+        query, key = made[None].expand(len(hidden), -1, -1).chunk(2, -1)
         return self.out(_mix(query, key, self.value(hidden), self.heads, mask))
 
 
