@@ -17,8 +17,10 @@ as in decoding; the table lies beside the model and is what ``method.checkpoint`
 which trains the last layer alone, for comparison. The card says how good each exit is over text that was held out, and
 how many layers a token takes when it is left by confidence.
 
-Reference, on Shakespeare: layers 1 to 7 agree with the last on 77 to 99 % of the tokens; at a loss of 0.03 (1 - ROUGE-L
-to the full text) a token takes 3.8 of 8 layers.
+On Shakespeare's works layers 1 to 7 agree with the last one on 66, 79, 85, 90, 92, 95 and 97 % of the bytes, and who
+leaves at a confidence of 0.7 is right in 99 % of the cases. What CALM loses is lost elsewhere: bytes that take all
+layers read keys and values that were projected from states that left early, and 7 % of them come out otherwise. FREE
+(``method=free method.head=lens method.depth=3``) computes those later and does not lose them.
 """
 
 from __future__ import annotations
