@@ -126,7 +126,7 @@ def test_the_loss_makes_the_exits(made: dict[str, tuple[Path, dict[str, Any]]]) 
     calm, last = (made[exits][1] for exits in ("calm", "last"))
     assert calm["exits"]["1"]["agreement"] > last["exits"]["1"]["agreement"] + 0.1
     assert calm["exits"]["2"]["coverage_at_98"] > last["exits"]["2"]["coverage_at_98"]
-    assert calm["curve"][-1]["loss_4"] < 0.7 * calm["curve"][0]["loss_1"]
+    assert calm["curve"][-1]["loss_4"] < 0.8 * calm["curve"][0]["loss_1"]
     cheapest, dearest = calm["left_by_confidence"][-1], calm["left_by_confidence"][0]
     assert cheapest["layers"] < dearest["layers"] <= 4 and cheapest["loss"] >= dearest["loss"]
 
