@@ -643,6 +643,15 @@ def test_a_causal_target_is_refused(decoder: Any, tmp_path: Path) -> None:
         decoder(contract.tiny_target(), Sampling(), part=tmp_path)
 
 
+@pytest.mark.parametrize("decoder, kind, own", [(Glat, GlatStudent, GLAT), (Cmlm, CmlmStudent, {})])
+def test_more_lengths_than_there_are_are_refused_before_anything_is_written(
+    decoder: Any, kind: Any, own: dict[str, Any], target: Seq2SeqLM, tmp_path: Path
+) -> None:
+    part = save(student(kind, target, **own), tmp_path, target)
+    with pytest.raises(ValueError, match=r"length_beam=42 came; the length head knows 41 lengths"):
+        decoder(target, Sampling(), length_beam=42, part=part)
+
+
 def test_parts_of_others_are_refused(target: Seq2SeqLM, tmp_path: Path) -> None:
     part = save(student(CmlmStudent, target), tmp_path, target)
     with pytest.raises(ValueError, match="cannot be read as a part of method=glat"):

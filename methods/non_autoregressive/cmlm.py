@@ -110,8 +110,10 @@ class Cmlm(NonAutoregressive):
         length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
 
     Raises:
-        ValueError: no iteration, no length, or see ``NonAutoregressive``.
+        ValueError: no iteration, no length or too many, or see ``NonAutoregressive``.
     """
+
+    student: CmlmStudent
 
     def __init__(
         self,
@@ -127,6 +129,7 @@ class Cmlm(NonAutoregressive):
         require_at_least_one(iterations=iterations, length_beam=length_beam)
         writer = MaskPredict(iterations, length_beam)
         super().__init__(target, sampling, CmlmStudent, writer, rescore, collapse, checkpoint, part)
+        self.student.lengths.require(length_beam)
 
 
 class CmlmTraining(StudentTraining):

@@ -163,8 +163,10 @@ class Depa(NonAutoregressive):
         length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
 
     Raises:
-        ValueError: no length, or see ``NonAutoregressive``.
+        ValueError: no length or too many, or see ``NonAutoregressive``.
     """
+
+    student: DepaStudent
 
     def __init__(
         self,
@@ -178,6 +180,7 @@ class Depa(NonAutoregressive):
     ) -> None:
         require_at_least_one(length_beam=length_beam)
         super().__init__(target, sampling, DepaStudent, OnePass(length_beam), rescore, collapse, checkpoint, part)
+        self.student.lengths.require(length_beam)
 
 
 class DepaTraining(StudentTraining):

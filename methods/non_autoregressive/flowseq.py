@@ -183,21 +183,30 @@ class FlowSeqStudent(Student):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    def require_lengths(self, count: int) -> None:
+        """Refuse to try more lengths than every source has.
+
+        Raises:
+            ValueError: more.
+        """
+        possible = self.lengths.reach // self.prior.unit
+        if count > possible:
+            raise ValueError(
+                f"lengths={count} came; at least {possible} lengths are always possible, and more are not tried. Set a "
+                "smaller method.lengths."
+            )
+
     def best_lengths(self, memory: Memory, count: int) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K"]]:
         """The likeliest lengths among multiples of the unit, and their log-probabilities among these.
 
         Raises:
-            ValueError: more than there are.
+            ValueError: see ``require_lengths``.
         """
         unit, head = self.prior.unit, self.lengths
         offsets = torch.arange(-head.reach, head.reach + 1, device=memory.lengths.device)
         lengths = memory.content[:, None] + offsets
         usable = (lengths % unit == 0) & (lengths > 0) & (lengths <= head.positions)
-        if count > head.reach // unit:
-            raise ValueError(
-                f"lengths={count} came; at least {head.reach // unit} lengths are always possible, and more are not "
-                "tried. Set a smaller method.lengths."
-            )
+        self.require_lengths(count)
         logits = head(memory).float().masked_fill(~usable, -torch.inf)
         best = logits.log_softmax(-1).topk(count, -1)
         return lengths.gather(1, best.indices), best.values
@@ -291,7 +300,7 @@ class FlowSeq(NonAutoregressive):
         importance: with ``iwd``, samples of the posterior behind each score.
 
     Raises:
-        ValueError: a number below 1, or see ``NonAutoregressive``.
+        ValueError: a number below 1, too many lengths, or see ``NonAutoregressive``.
     """
 
     student: FlowSeqStudent
@@ -315,6 +324,7 @@ class FlowSeq(NonAutoregressive):
             writer = replace(writer, importance=importance)
         rescored = decoding == "npd" and lengths * samples > 1
         super().__init__(target, sampling, FlowSeqStudent, writer, rescored, collapse, checkpoint, part)
+        self.student.require_lengths(writer.lengths)
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``NonAutoregressive``; a pass runs the flow's layers too."""

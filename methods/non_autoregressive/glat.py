@@ -103,8 +103,10 @@ class Glat(NonAutoregressive):
         length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
 
     Raises:
-        ValueError: no length, or see ``NonAutoregressive``.
+        ValueError: no length or too many, or see ``NonAutoregressive``.
     """
+
+    student: GlatStudent
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class Glat(NonAutoregressive):
     ) -> None:
         require_at_least_one(length_beam=length_beam)
         super().__init__(target, sampling, GlatStudent, OnePass(length_beam), rescore, collapse, checkpoint, part)
+        self.student.lengths.require(length_beam)
 
 
 class GlatTraining(StudentTraining):

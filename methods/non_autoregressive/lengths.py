@@ -39,15 +39,24 @@ class LengthHead(nn.Module):
         wanted = (lengths - memory.content).clamp(-self.reach, self.reach) + self.reach
         return F.cross_entropy(logits, wanted), (logits.argmax(-1) == wanted).float().mean()
 
+    def require(self, count: int) -> None:
+        """Refuse to try more lengths than there are.
+
+        Raises:
+            ValueError: more.
+        """
+        if count > 2 * self.reach + 1:
+            raise ValueError(
+                f"length_beam={count} came; the length head knows {2 * self.reach + 1} lengths. Set a smaller "
+                "method.length_beam."
+            )
+
     def best(self, memory: Memory, count: int = 1) -> Int[Tensor, "B K"]:
         """The most likely lengths, best first.
 
         Raises:
-            ValueError: more than there are.
+            ValueError: see ``require``.
         """
-        if count > 2 * self.reach + 1:
-            raise ValueError(
-                f"length_beam={count} came; the length head knows {2 * self.reach + 1} lengths. Set a smaller one."
-            )
+        self.require(count)
         offset = self(memory).topk(count, -1).indices - self.reach
         return (memory.content[:, None] + offset).clamp(1, self.positions)
