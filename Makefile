@@ -30,7 +30,7 @@ test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # What only a GPU can still add to the committed records, in order of value. Finished runs are not repeated, so the target can be
-# stopped and called again; each line stays well under ten minutes on a current card.
+# stopped and called again; each training and each run stays well under ten minutes on a current card.
 GPU := hardware=cuda_bf16 measure=quick
 HEADS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly,gsm8k train.answers.tokens=2000000 train.answers.limit=512 train.answers.batch=256 train.features=live
 LONG := train.recipe.batch_size=64 train.recipe.steps=6000

@@ -108,11 +108,11 @@ SHORT = Recipe(steps=150, batch_size=16, learning_rate=1e-2, evaluations=2, prec
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """A tiny model of each kind, and its facts."""
+    """A tiny model of each kind, which differ in their loss alone, and its facts."""
     found = {}
     for exits in ("calm", "last", "hash"):
         folder = tmp_path_factory.mktemp(exits)
-        maker = CharacterModel(exits, **TINY, recipe=SHORT)  # type: ignore[arg-type]
+        maker = CharacterModel(exits, **TINY, mixed=0.0, recipe=SHORT)  # type: ignore[arg-type]
         found[exits] = (folder, maker.fit(foundry(folder, pairs=TEXT)))
     return found
 
@@ -126,7 +126,7 @@ def test_the_loss_makes_the_exits(made: dict[str, tuple[Path, dict[str, Any]]]) 
     calm, last = (made[exits][1] for exits in ("calm", "last"))
     assert calm["exits"]["1"]["agreement"] > last["exits"]["1"]["agreement"] + 0.1
     assert calm["exits"]["2"]["coverage_at_98"] > last["exits"]["2"]["coverage_at_98"]
-    assert calm["curve"][-1]["loss_4"] < 0.8 * calm["curve"][0]["loss_1"]
+    assert calm["curve"][-1]["loss_4"] < 0.7 * calm["curve"][0]["loss_1"]
     cheapest, dearest = calm["left_by_confidence"][-1], calm["left_by_confidence"][0]
     assert cheapest["layers"] < dearest["layers"] <= 4 and cheapest["loss"] >= dearest["loss"]
 

@@ -240,15 +240,14 @@ class _Course(Loop):
             return F.cross_entropy(self.network.lm_head(ready).float(), wanted)
 
         if self._depths is not None:
-            with frozen_from(model.layers, self._depths[read]):
-                return cross_entropy(model(read, use_cache=False).last_hidden_state.flatten(0, 1)), {}
-        if self.layer_loss is None:
-            return cross_entropy(model(read, use_cache=False).last_hidden_state.flatten(0, 1)), {}
+            leaving = self._depths[read]
         with (
             nullcontext() if leaving is None else frozen_from(model.layers, leaving),
             collected(model.layers) as states,
         ):
-            model(read, use_cache=False)
+            last = model(read, use_cache=False).last_hidden_state
+        if self.layer_loss is None:
+            return cross_entropy(last.flatten(0, 1)), {}
         flat = [state.flatten(0, 1) for state in states]
         return self.layer_loss(flat, lambda state: cross_entropy(model.norm(state)))
 

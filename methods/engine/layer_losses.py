@@ -5,8 +5,8 @@
             (Bae et al. 2023, arXiv 2310.05424, sec. 4.1)
 
 CE_i is the cross-entropy of what the model's own norm and output matrix make of the state behind layer i, so that after
-training every layer is read by the lens alone. The loss is what makes exits work: with the usual one, a model that
-differs in nothing else has no exits worth taking.
+training every layer is read by the lens alone. The loss is what makes exits work: early layers of a model
+that differs in nothing else agree with the last one far less often after the usual one.
 
 Layerwise distillation: mean squared error between states of the layers up to k and the detached states of as many
 layers spread evenly over the model. Which layer learns from which: ``dynamic`` (the published default), going down from

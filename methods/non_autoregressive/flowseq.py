@@ -257,17 +257,17 @@ class FlowPass:
         count, flat, width = lengths.shape[1], lengths.flatten(), int(lengths.max())
         many, present = memory.repeat(count), present_up_to(flat, width)
         z = student.prior.latents(self.noise(student, lengths.shape, width, rng), many, present)
-        tokens, said = student.choose(student.decode(z, present, many), count > 1 and not self.importance)
+        weighed = self.importance > 0 and count > 1
+        tokens, said = student.choose(student.decode(z, present, many), scored=count > 1 and not weighed)
         end = student.network.shape.end
         texts, short = up_to_end(tokens, flat, end)
-        if self.importance and count > 1:
+        if weighed:
             found = student.importance(texts, present, many, self.importance, rng)
             scores = (found.view(lengths.shape) + log_probs) / lengths
         else:
             scores = mean_over(said, flat).view(lengths.shape)
-        passes = 2 if self.importance and count > 1 else 1
-        positions = count * width * (max(1, self.importance) if passes == 2 else 1)
-        return Candidates(texts.view(*lengths.shape, width), short.view(lengths.shape), scores, passes, positions)
+        positions = count * width * (self.importance if weighed else 1)
+        return Candidates(texts.view(*lengths.shape, width), short.view(lengths.shape), scores, 1 + weighed, positions)
 
     def noise(self, student: FlowSeqStudent, shape: Sequence[int], width: int, rng: Generator) -> Tensor:
         """[B * K, T, Z]; zero for the first sample of each length."""
