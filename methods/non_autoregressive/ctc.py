@@ -54,9 +54,8 @@ class CtcStudent(Student):
     def __init__(self, network: Network, upsample: int = 2) -> None:
         if upsample < 1:
             raise ValueError(f"upsample={upsample} came; at least 1 place per token is needed. Set train.upsample.")
-        super().__init__(network, upsample=upsample)
+        super().__init__(network, {network.shape.end}, upsample=upsample)
         self.upsample, self.blank = upsample, network.shape.end
-        self.kept = (self.blank,)
         self.blank_vector = nn.Parameter(torch.zeros(network.shape.width))
 
     @classmethod

@@ -92,6 +92,7 @@ class FlowSeqStudent(Student):
         _check(shape.heads, latent, width, steps, word_dropout, autoencoding, annealing)
         super().__init__(
             network,
+            {shape.end},
             latent=latent,
             width=width,
             inner=inner,
@@ -104,7 +105,6 @@ class FlowSeqStudent(Student):
         )
         self.latent, self.word_dropout, self.length_weight = latent, word_dropout, length_weight
         self.autoencoding, self.annealing = autoencoding, annealing
-        self.kept = (shape.end,)
         self.posterior = Posterior(shape, latent, posterior_layers, dropout)
         self.prior = Prior(shape, latent, width, inner or 2 * width, list(steps), dropout)
         if shape.positions % self.prior.unit:

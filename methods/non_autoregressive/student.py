@@ -10,7 +10,7 @@ constructor's ``options``. A method's file has a student, a writer if the ones h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -91,19 +91,22 @@ class Student(nn.Module):
 
     Args:
         network: of the teacher's shape.
+        kept: ids of ``Shape.suppressed`` that it may choose all the same.
         options: of the constructor, as plain JSON values; the part remembers them.
 
     Attributes:
         method: what it is called in configurations and parts.
-        kept: ids of ``Shape.suppressed`` that this student may choose all the same.
+        barred: [n] ids that it may not choose.
     """
 
     method: ClassVar[str]
-    kept: tuple[int, ...] = ()
+    barred: Tensor
 
-    def __init__(self, network: Network, **options: Any) -> None:
+    def __init__(self, network: Network, kept: Collection[int] = (), **options: Any) -> None:
         super().__init__()
         self.network, self.options = network, options
+        barred = torch.tensor([token for token in network.shape.suppressed if token not in kept], dtype=torch.long)
+        self.register_buffer("barred", barred, persistent=False)
 
     @classmethod
     def network_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,15 +127,14 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def logits(self, states: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
-        """Of every token."""
+        """Of every token; in memory that nothing else refers to."""
         return self.network.logits(states)
 
     def choose(
         self, states: Float[Tensor, "*b D"], scored: bool = True
     ) -> tuple[Int[Tensor, "*b"], Float[Tensor, "*b"]]:
         """The likeliest token that may be written at each position, and its log-probability; zero if not ``scored``."""
-        logits = self.logits(states).clone()
-        logits[..., [token for token in self.network.shape.suppressed if token not in self.kept]] = -torch.inf
+        logits = self.logits(states).index_fill_(-1, self.barred, -torch.inf)
         best, tokens = logits.max(-1)
         return tokens, best - logits.logsumexp(-1) if scored else torch.zeros_like(best)
 
