@@ -611,6 +611,27 @@ def test_lengths_are_learnt_against_the_source(target: Seq2SeqLM) -> None:
         made.lengths.best(memory, 42)
 
 
+@pytest.mark.parametrize("name", ["glat", "ctc"])
+def test_what_may_not_be_written_is_not_chosen(name: str, target: Seq2SeqLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the barred ids, the end among them, only CTC may choose one: its blank stands in the end's place."""
+    kind, options = KINDS[name]
+    made = student(kind, target, **options)
+    barred, end = made.network.shape.suppressed, made.network.shape.end
+    given = torch.randn(2, 5, VOCABULARY, generator=rng(1))
+    allowed = torch.ones(VOCABULARY, dtype=torch.bool)
+    allowed[list(barred)] = False
+    given[..., list(barred)] = 50.0
+    if name == "ctc":
+        allowed[end] = True
+        given[:, 0, end] = 100.0
+    monkeypatch.setattr(made, "logits", lambda states: given.clone())
+    tokens, log_probs = made.choose(given)
+    wanted = given.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    assert tokens.equal(wanted.argmax(-1)) and allowed[tokens].all() and end in barred
+    assert (tokens == end).any() == (name == "ctc")
+    torch.testing.assert_close(log_probs, wanted.amax(-1))
+
+
 def test_lowest_of_each_row() -> None:
     found = lowest(torch.tensor([[3.0, 1.0, 2.0, torch.inf], [0.0, 0.0, 0.0, 5.0]]), torch.tensor([2, 1]))
     assert found.tolist() == [[False, True, True, False], [True, False, False, False]]
