@@ -18,8 +18,9 @@ Published: WMT14 en-de 27.51 and de-en 31.96 on a CTC base, 14.7 times the speed
 released code shows its backward phase the answers: it flips decoder input and target alike, so that under the causal
 mask every target but the first is already read. A phase without that leak need not bring what the paper reports.
 
-Differs from the paper: the copy is that of ``glat``; W begins as the identity, b as zero; positions are added once and
-not before every layer; one run of the optimiser, and one schedule of its rate, over both phases.
+Differs from the paper: the copy is that of ``glat``; W and b begin as what tells the target words that an aligner finds
+for each source word (``learn_words``), instead of at random; positions are added once and not before every layer; one
+run of the optimiser, and one schedule of its rate, over both phases.
 
     python -m bench.train method=depa model=multi30k_4_4
     python -m bench.train method=depa model=multi30k_4_4 train.base=nat out=FOLDER
@@ -35,21 +36,24 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from methods.engine.lm import CausalLM
 from methods.engine.pairs import Pair, Recipe
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq import Seq2SeqLM
+from methods.non_autoregressive.alignment import NULL, align
 from methods.non_autoregressive.core import Embedding, Memory, Network
 from methods.non_autoregressive.glat import GlatStudent
 from methods.non_autoregressive.inputs import Copy
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.student import Batch, Objective, OnePass, Student, require_at_least_one
-from methods.non_autoregressive.training import Data, StudentTraining
+from methods.non_autoregressive.training import Data, Progress, StudentTraining
 
 Base = Literal["nat", "glat"]
+_LINKS, _RATE = 1024, 3e-3  # of the fit of a dictionary: links of a step, and the learning rate
 
 
 class AttentiveTransformation(nn.Module):
@@ -70,8 +74,6 @@ class AttentiveTransformation(nn.Module):
         super().__init__()
         self.copy, self._network = copy, [network]  # in a list: it is no part of this
         self.query = nn.Linear(network.shape.width, network.shape.width)
-        nn.init.eye_(self.query.weight)
-        nn.init.zeros_(self.query.bias)
         self.register_buffer("ids", torch.zeros(count, dtype=torch.int32))
         self._rows: Tensor | None = None
 
@@ -84,6 +86,33 @@ class AttentiveTransformation(nn.Module):
         """Embeddings of the target words, without the embedding's factor and without a gradient."""
         network = self._network[0]
         return network.embed(self.ids).detach() / network.shape.scale
+
+    def learn_words(self, links: Sequence[tuple[int, int]], progress: Progress, steps: int = 300) -> None:
+        """Fit W and b to a dictionary: -log of the share that a source word, alone, gives its target word.
+
+        From the identity nothing can be learnt: the score of a word with itself is so much larger than all others
+        that the softmax has no gradient.
+
+        Args:
+            links: source and target ids, as often as they occur; the target ids are among ``ids``.
+            steps: of Adam, 1,024 links each.
+        """
+        network, device = self._network[0], self.ids.device
+        sources, wanted = torch.tensor(links, device=device).T.contiguous()
+        asked, rows = network.embed(sources).detach(), self.words()
+        place = torch.searchsorted(self.ids.long(), wanted)
+        nn.init.zeros_(self.query.weight)
+        nn.init.zeros_(self.query.bias)
+        optimizer = torch.optim.Adam(self.query.parameters(), lr=_RATE)
+        rng = Generator().manual_seed(0)
+        for step in range(steps):
+            progress("dictionary (steps)", step, steps)
+            some = torch.randint(len(links), (_LINKS,), generator=rng).to(device)
+            loss = F.cross_entropy(self.query(asked[some]) @ rows.T, place[some])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        progress("dictionary (steps)", steps, steps)
 
     def settle(self) -> None:
         """No more training: the words are looked up once."""
@@ -214,15 +243,24 @@ class DepaTraining(StudentTraining):
         writers = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
         super().__init__(DepaStudent, options, writers, data, beams, embedding, validation, recipe)
 
-    def student(self, target: Seq2SeqLM, pairs: Sequence[Pair]) -> Student:
-        """See ``StudentTraining``; the pairs say what the target's words are."""
+    def student(self, target: Seq2SeqLM, pairs: Sequence[Pair], progress: Progress) -> Student:
+        """See ``StudentTraining``; the pairs say what the target's words are, and what they translate."""
         if not self.transform:
-            return super().student(target, pairs)
+            return super().student(target, pairs, progress)
         ids = sorted(set(chain.from_iterable(text for _, text in pairs)))
         self.options["words"] = len(ids)
-        made = super().student(target, pairs)
+        made = super().student(target, pairs, progress)
         assert isinstance(made.inputs, AttentiveTransformation)
         made.inputs.ids.copy_(torch.tensor(ids))
+        content = [(source[:-1] or source, text) for source, text in pairs]
+        links = [
+            (source[place], token)
+            for (source, text), places in zip(content, align(content, progress=progress), strict=True)
+            for token, place in zip(text, places, strict=True)
+            if place != NULL
+        ]
+        if links:
+            made.inputs.learn_words(links, progress)
         return made
 
     def origin(self) -> dict[str, Any]:

@@ -222,9 +222,9 @@ class NatTraining(StudentTraining):
         writers = {"argmax": FertilityPass(), "average": FertilityPass("average")}
         super().__init__(NatStudent, options, writers, data, beams, embedding, validation, recipe)
 
-    def student(self, target: Seq2SeqLM, pairs: Sequence[Pair]) -> Student:
+    def student(self, target: Seq2SeqLM, pairs: Sequence[Pair], progress: Progress) -> Student:
         """See ``StudentTraining``; fine-tuning asks the teacher."""
-        made = super().student(target, pairs)
+        made = super().student(target, pairs, progress)
         assert isinstance(made, NatStudent)
         made.teacher.append(target)
         return made

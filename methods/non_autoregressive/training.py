@@ -88,7 +88,7 @@ class StudentTraining:
                 f"{target.max_positions} tokens, and none of these fits. Name a larger corpus, or another teacher."
             )
         torch.manual_seed(foundry.seed)
-        student = self.student(target, pairs).to(foundry.device)
+        student = self.student(target, pairs, foundry.progress).to(foundry.device)
         notes = self.annotate(pairs, foundry.progress)
         course = _Course(student, pairs, notes, partial(self._bleu, student, tokenizer, validation), self, foundry)
         course.run()
@@ -98,7 +98,7 @@ class StudentTraining:
         course.discard_checkpoints()
         return facts | {"pairs_left_out": len(train) - len(pairs)}
 
-    def student(self, target: Seq2SeqLM, pairs: Sequence[Pair]) -> Student:
+    def student(self, target: Seq2SeqLM, pairs: Sequence[Pair], progress: Progress) -> Student:
         """With the teacher's weights, and random ones where it has none.
 
         Args:
