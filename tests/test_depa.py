@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -145,6 +146,22 @@ def test_words_of_the_target_get_no_gradient_through_the_input(target: Seq2SeqLM
     assert float(transforming(made).query.weight.grad.abs().max()) > 0
 
 
+def test_the_input_begins_as_a_dictionary(target: Seq2SeqLM) -> None:
+    """A word that is always linked with one other reads it, one with two likely partners both."""
+    inputs = transforming(depa(target, words=len(WORDS)))
+    links = [(4, 7)] * 40 + [(11, 30)] * 40 + [(20, 12)] * 30 + [(20, 13)] * 10
+    told: list[tuple[str, int, int]] = []
+    inputs.learn_words(links, lambda stage, done, total: told.append((stage, done, total)), 400)
+    with torch.no_grad():
+        network, found = inputs._network[0], {}
+        for source in (4, 11, 20):
+            scores = inputs.query(network.embed(torch.tensor(source))) @ inputs.words().T
+            found[source] = dict(zip(WORDS, scores.softmax(-1).tolist(), strict=True))
+    assert found[4][7] > 0.95 and found[11][30] > 0.95
+    assert found[20][12] == pytest.approx(0.75, abs=0.05) and found[20][13] == pytest.approx(0.25, abs=0.05)
+    assert told[-1] == ("dictionary (steps)", 400, 400)
+
+
 @pytest.mark.parametrize("ratio", [[0.0, 0.0], [0.5, 0.3]])
 def test_without_its_two_ideas_it_is_its_base(ratio: list[float], target: Seq2SeqLM) -> None:
     made, base = depa(target, backward=0.0, ratio=ratio), student(GlatStudent, target, ratio=ratio, positional=False)
@@ -208,6 +225,10 @@ def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     assert set(facts["validation_bleu"]) == {"one_pass", "length_beam_5"}
     decoder = Depa(target, Sampling(), part=place.folder)
     assert transforming(decoder.student).ids.tolist() == WORDS
+    places = [place.folder, tmp_path / "again" / "part"]
+    maker().fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "again"))
+    first, again = (safetensors.torch.load_file(next(folder.glob("*.safetensors"))) for folder in places)
+    assert all(first[name].equal(again[name]) for name in first), "its beginning is drawn with a seed of its own"
     (step,) = decoder.decode(SOURCES, 40, torch.Generator())
     assert len(step.tokens) == 5 and decoder.facts()["target_words"] == 8
     plain = maker(base="nat", transform=False).fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "plain"))

@@ -112,6 +112,7 @@ class AttentiveTransformation(nn.Module):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        optimizer.zero_grad()
         progress("dictionary (steps)", steps, steps)
 
     def settle(self) -> None:
