@@ -136,7 +136,7 @@ class DepaStudent(GlatStudent):
         network: Network,
         copy: Copy = "soft",
         ratio: Sequence[float] = (0.5, 0.3),
-        backward: float = 0.2,
+        backward: float = 0.13,
         words: int | None = None,
         length_weight: float = 1.0,
     ) -> None:
@@ -227,7 +227,7 @@ class DepaTraining(StudentTraining):
     def __init__(
         self,
         base: Base = "glat",
-        backward: float = 0.2,
+        backward: float = 0.13,
         transform: bool = True,
         copy: Copy = "soft",
         ratio: Sequence[float] = (0.5, 0.3),
