@@ -19,7 +19,7 @@ import pandas as pd
 import yaml
 from numpy.typing import NDArray
 
-from bench import metrics, records, stats, table
+from bench import build, metrics, prompts, records, stats, table
 from bench.collect import read_summary
 from bench.errors import UserError
 from bench.records import Sample
@@ -71,10 +71,21 @@ class Run:
         return metrics.units(metrics.paired(metrics.frame(self.samples)))
 
     @cached_property
+    def answers(self) -> dict[str, str]:
+        """The method's texts by prompt, of the first repeat."""
+        rows = (s for s in self.samples if s.phase == "measure" and s.arm == "method" and s.repeat == 0)
+        return {sample.prompt_id: sample.text for sample in rows}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.yaml."""
+        found: dict[str, Any] = yaml.safe_load((self.path / records.CONFIG).read_text(encoding="utf-8"))
+        return found
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """config.yaml, flattened, and what the machine decided."""
-        config = yaml.safe_load((self.path / records.CONFIG).read_text(encoding="utf-8"))
-        config.pop("tracker", None)
+        config = {key: value for key, value in self.config.items() if key != "tracker"}
         part = (self.manifest.get("part") or {}).get("sha256")
         facts = {"part": part and part[:12], "git": (self.manifest.get("git") or {}).get("sha")}
         return dict(flattened(config)) | facts | dict(flattened({"versions": self.manifest.get("versions", {})}))
@@ -101,6 +112,7 @@ def compare(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP) -> str:
             ),
             "",
             *_categories(a, b),
+            *_qualities(a, b),
             *_verdict(a, b, ratio),
         ]
     )
@@ -300,6 +312,36 @@ def _verdict(a: Run, b: Run, ratio: stats.Interval) -> Iterator[str]:
     else:
         yield f"RESULT: {'B' if ratio.low > 1 else 'A'} is faster"
     yield from _notes(a, b)
+
+
+def _qualities(a: Run, b: Run) -> Iterator[str]:
+    """How far B's scores are from A's, where the answers give an interval and the references are at hand."""
+    if "bleu" not in a.summary["quality"] or "bleu" not in b.summary["quality"]:
+        return
+    try:
+        changes = quality_change(a, b)
+    except UserError as error:
+        yield f"note: BLEU is compared without an interval, for the references are not here: {error}"
+        return
+    for metric, found in changes.items():
+        yield f"{metric} of B against A: {table.points(asdict(found))} (paired bootstrap, {found.n} segments)"
+
+
+def quality_change(a: Run, b: Run) -> dict[str, stats.Interval]:
+    """B's scores less A's, over the prompts that both answered, see ``Scorer.change``.
+
+    Raises:
+        UserError: the data set is not here, or no longer the one that was asked.
+    """
+    task = build.build_task(a.config["dataset"])
+    asked = {prompts.prompt_id(e, turn): (e, turn) for e in task.load() for turn in range(len(e.turns))}
+    answers = [run.answers for run in (a, b)]
+    shared = [name for name in answers[0] if name in answers[1]]
+    if missing := [name for name in shared if name not in asked]:
+        raise UserError(f"{missing[0]} is not in {task.name}. Choose the data set of the runs.")
+    before, after = ([(*asked[name], given[name]) for name in shared] for given in answers)
+    found: dict[str, stats.Interval] = task.change(before, after)
+    return found
 
 
 def _notes(a: Run, b: Run) -> Iterator[str]:

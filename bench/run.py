@@ -288,7 +288,7 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
         state = hardware.gpu_state(parts.loaded.lm.device)
         folder.update(gpu_state={"start": folder.manifest["gpu_state"]["start"], "end": state})
         with _clocked(spent, "quality"):
-            folder.update(quality=_quality(parts, folder.samples), quality_notes=parts.task.notes())
+            folder.update(**_quality(parts, folder.samples), quality_notes=parts.task.notes())
         if cfg.measure.agreement:
             with _clocked(spent, "agreement"):
                 folder.update(agreement=_agreement(cfg, parts, folder.samples))
@@ -368,14 +368,21 @@ def _agreement(cfg: RunConfig, parts: Parts, samples: Sequence[Sample]) -> dict[
     return found
 
 
-def _quality(parts: Parts, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Scores over all answers of an arm (first repeat): a corpus metric is no mean of its answers' scores."""
+def _quality(parts: Parts, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """Scores over all answers of an arm (first repeat), a corpus metric being no mean of its answers' scores.
+
+    And how far the method's are from the baseline's, over what both answered.
+    """
     asked = {prompts.prompt_id(e, turn): (e, turn) for e in parts.examples for turn in range(len(e.turns))}
-    answers: dict[str, list[tuple[Any, int, str]]] = {"method": [], "baseline": []}
+    answers: dict[str, dict[str, tuple[Any, int, str]]] = {"method": {}, "baseline": {}}
     for sample in samples:
         if sample.phase == "measure" and sample.repeat == 0:
-            answers[sample.arm].append((*asked[sample.prompt_id], sample.text))
-    return {arm: parts.task.aggregate(given) for arm, given in answers.items()}
+            answers[sample.arm][sample.prompt_id] = (*asked[sample.prompt_id], sample.text)
+    scores = {arm: parts.task.aggregate(given.values()) for arm, given in answers.items()}
+    shared = [name for name in answers["baseline"] if name in answers["method"]]
+    before, after = ([answers[arm][name] for name in shared] for arm in ("baseline", "method"))
+    change = {metric: asdict(found) for metric, found in parts.task.change(before, after).items()}
+    return {"quality": scores, "quality_change": change}
 
 
 def _note_time(folder: RunFolder, spent: Seconds) -> None:
@@ -505,6 +512,7 @@ def _names(manifest: dict[str, Any]) -> dict[str, Any]:
         "memory": manifest.get("memory", {}),
         "own_bytes": manifest.get("own_bytes", {}),
         "quality_notes": manifest.get("quality_notes", {}),
+        "quality_change": manifest.get("quality_change", {}),
         **({"calibration": manifest["calibration"]} if "calibration" in manifest else {}),
         **({"method_facts": _per_token(manifest)} if "method_facts" in manifest else {}),
     }

@@ -33,14 +33,15 @@ class Interval:
         low: lower end; None where there is no interval, ``reason`` says why.
         high: upper end, likewise.
         n: pairs.
-        kind: ``"bca"``, ``"t"``, or ``"equal"`` where all pairs gave the same ratio; None without an interval.
+        kind: ``"bca"``, ``"t"``, ``"percentile"`` of a bootstrap, or ``"equal"`` where all pairs gave the same ratio;
+            None without an interval.
     """
 
     value: float | None
     low: float | None = None
     high: float | None = None
     n: int = 0
-    kind: Literal["bca", "t", "equal"] | None = None
+    kind: Literal["bca", "t", "percentile", "equal"] | None = None
     reason: str | None = None
 
 

@@ -224,10 +224,18 @@ def _sentences(summary: Mapping[str, Any]) -> list[str]:
 
 def _quality(summary: Mapping[str, Any]) -> list[str]:
     scores, before = summary["quality"], summary["baseline"]["quality"]
-    details = [f"{name} {number(value)} (was {number(before.get(name))})" for name, value in scores.items()]
+    changes = summary.get("quality_change") or {}
+    details = [
+        f"{name} {number(value)} (was {number(before.get(name))}{_change(changes.get(name))})"
+        for name, value in scores.items()
+    ]
     signature = (summary.get("quality_notes") or {}).get("bleu") if translates(summary) else None
     signed = _row("sacreBLEU", "", [signature]) if signature else []
     return [*_row("quality", *(("", details) if details else (MISSING, []))), *signed]
+
+
+def _change(found: Mapping[str, Any] | None) -> str:
+    return f", change {points(found)}" if found and found["low"] is not None else ""
 
 
 _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
@@ -357,6 +365,12 @@ def rate_number(value: Number | None) -> str:
 
 def _seconds(value: Number | None) -> str:
     return _quantity(value, ".2f", " s") if value is None or value >= 0.1 else f"{value * 1000:.3g} ms"
+
+
+def points(found: Mapping[str, Any]) -> str:
+    """A difference of two percentages with its interval."""
+    span = "no interval" if found["low"] is None else f"95 % {found['low']:+.2f} to {found['high']:+.2f}"
+    return f"{found['value']:+.2f}, {span}"
 
 
 def interval(bounds: Mapping[str, Any]) -> str:

@@ -11,7 +11,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest
 
 from bench.quality import (
     SCORERS,
@@ -22,6 +25,7 @@ from bench.quality import (
     Scorer,
     TranslationScorer,
     sandbox,
+    translation,
 )
 from bench.quality.gsm8k import last_number, marked_number
 from bench.quality.humaneval import build_solution, extract_code
@@ -169,6 +173,43 @@ def test_bleu_of_a_corpus_is_no_mean_and_has_a_signature() -> None:
     assert scorer.aggregate(pairs)["bleu"] != pytest.approx(mean, abs=1)
     assert re.search(r"nrefs:1\|.*tok:13a\|.*version:", scorer.notes()["bleu"])
     assert "nc:6" in scorer.notes()["chrf"]
+
+
+def cut(texts: list[str], step: int) -> list[tuple[str, str]]:
+    """Every text, and without each ``step``-th of its words."""
+    return [(text, " ".join(word for place, word in enumerate(text.split()) if place % step)) for text in texts]
+
+
+def test_the_change_of_bleu_is_that_of_a_paired_bootstrap(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against scores of resampled texts, and sacreBLEU's own test of the same difference."""
+    german = lines(data_root / "multi30k" / "test_2016_flickr.de.gz")[:120]
+    scorer, before, after = TranslationScorer(), cut(german, 5), cut(german, 7)
+    scores = [scorer.aggregate(pairs)["bleu"] for pairs in (before, after)]
+    found = scorer.change(before, after)["bleu"]
+    assert found.value == pytest.approx(scores[1] - scores[0]) and found.n == 120
+    assert 0 < found.low < found.value < found.high, "fewer words are missing"
+    answers = [(name, [text for _, text in pairs]) for name, pairs in (("before", before), ("after", after))]
+    judged = PairedTest(answers, {"BLEU": BLEU()}, [german], test_type="bs", n_samples=300)()[1]["BLEU"]
+    assert judged[1].p_value < 0.01, "as the interval says, which does not hold 0"
+    monkeypatch.setattr(translation, "_RESAMPLES", 30)
+    drawn = np.random.default_rng(0).integers(120, size=(30, 120))
+    changes = [
+        scorer.aggregate([after[i] for i in lot])["bleu"] - scorer.aggregate([before[i] for i in lot])["bleu"]  # type: ignore[operator]
+        for lot in drawn
+    ]
+    again = scorer.change(before, after)["bleu"]
+    assert [again.low, again.high] == pytest.approx(np.percentile(changes, [2.5, 97.5]).tolist())
+
+
+def test_changes_that_are_none_too_few_or_of_other_references() -> None:
+    scorer, few = TranslationScorer(), cut(["one two three four five six"] * 19, 4)
+    same = scorer.change([*few, *few], [*few, *few])["bleu"]
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    short = scorer.change(few, few)["bleu"]
+    assert short.low is None and "19 segments are too few" in str(short.reason)
+    assert scorer.change([], []) == {}
+    with pytest.raises(ValueError, match="19 and 38 answers to other references"):
+        scorer.change(few, few * 2)
 
 
 def test_a_translation_in_two_lines_is_one_segment() -> None:

@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from bench import cli, models, prepared, records, run, sweep, table, train
+from bench import cli, compare, models, prepared, records, run, sweep, table, train
 from bench.config import PathsConfig
+from bench.errors import UserError
 from bench.lossless import __main__ as lossless
 from bench.lossless.sampling import root_distributions
 from methods.engine.sampling import Sampling
@@ -97,8 +99,31 @@ def test_the_table_of_a_translation(bench: Any, tmp_path: Path) -> None:
     assert summary["ms_per_prompt"] == pytest.approx(1000 * seconds / 4)
     assert re.search(rf"sacreBLEU +{re.escape(summary['quality_notes']['bleu'])}", out)
     assert "sentences/s" in out and "ms per sentence" in out
+    change = summary["quality_change"]["bleu"]
+    assert (change["value"], change["low"], change["n"]) == (0.0, None, 4) and "change" not in out
     board = table.leaderboard([summary])
     assert "BLEU" in board.splitlines()[2] and "sentences/s" in board.splitlines()[2]
+
+
+def test_the_change_of_bleu_has_an_interval(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run against its baseline, and between two runs."""
+    monkeypatch.setenv("DECODEBENCH_DATA", str(write_data(tmp_path / "data")))
+    for language in ("en", "de"):
+        file = tmp_path / "data" / "multi30k" / f"test_2016_flickr.{language}"
+        file.write_text(file.read_text() * 4)
+    more = ("dataset.limit=24", "batch_size=24", "max_new_tokens=6")
+    for method in ("autoregressive", "prompt_lookup"):
+        _, out, _ = bench(*track(f"method={method}", *more))
+        assert re.search(r"bleu \d+\.\d\d \(was \d+\.\d\d, change \+0\.00, 95 % \+0\.00 to \+0\.00\)", out)
+    a, b = (str(path.parent) for path in (tmp_path / "results").glob(f"*/{records.MANIFEST}"))
+    assert cli.main(["compare", a, b]) == 0
+    said = "bleu of B against A: +0.00, 95 % +0.00 to +0.00 (paired bootstrap, 24 segments)"
+    assert said in capsys.readouterr().out
+    monkeypatch.setattr(compare, "quality_change", Mock(side_effect=UserError("There is no such file.")))
+    assert cli.main(["compare", a, b]) == 0
+    assert "the references are not here: There is no such file." in capsys.readouterr().out
 
 
 def test_a_datastore_of_pairs_drafts_and_is_made_by_the_command(bench: Any, common: list[str], tmp_path: Path) -> None:

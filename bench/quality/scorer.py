@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from bench.stats import Interval
+
 Pair = tuple[Any, str]  # a reference and the answer to it
 
 
@@ -26,6 +28,13 @@ class Scorer(ABC):
         """Percentages of many answers; None where nothing was measured. Unless overridden, the mean of the scores."""
         scores = [self.score(reference, answer) for reference, answer in pairs]
         return {metric: _mean([s[metric] for s in scores if metric in s]) for metric in self.metrics}
+
+    def change(self, before: Sequence[Pair], after: Sequence[Pair]) -> dict[str, Interval]:
+        """How far ``aggregate`` of other answers to the same references is from that of these, with an interval.
+
+        By metric, in percentage points; only where an interval over the answers has a meaning of its own.
+        """
+        return {}
 
     def notes(self) -> dict[str, str]:
         """How each metric is computed, or why it is absent: what a reader must know to compare it."""

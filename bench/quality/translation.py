@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from bench import stats
 from bench.quality.scorer import Pair, Scorer
+
+_RESAMPLES, _SEED = 1000, 0
 
 
 class TranslationScorer(Scorer):
@@ -42,9 +48,44 @@ class TranslationScorer(Scorer):
         lines, references = [one_line(answer) for _, answer in pairs], [[str(reference) for reference, _ in pairs]]
         return {name: float(m.corpus_score(lines, references).score) for name, m in self._corpus.items()}
 
+    def change(self, before: Sequence[Pair], after: Sequence[Pair]) -> dict[str, stats.Interval]:
+        """Of BLEU: the paired bootstrap over segments (Koehn 2004, EMNLP, section 3), percentiles of 1,000 resamples.
+
+        Raises:
+            ValueError: the two do not answer the same references.
+        """
+        if [reference for reference, _ in before] != [reference for reference, _ in after]:
+            raise ValueError(f"{len(before)} and {len(after)} answers to other references cannot be compared.")
+        if not before:
+            return {}
+        counts = [self._counts(pairs) for pairs in (before, after)]
+        value, n = _bleu(counts[1].sum(0)) - _bleu(counts[0].sum(0)), len(before)
+        if n < stats.FEWEST_FOR_BOOTSTRAP:
+            reason = f"{n} segments are too few for an interval, {stats.FEWEST_FOR_BOOTSTRAP} are needed"
+            return {"bleu": stats.Interval(value, n=n, reason=reason)}
+        drawn = np.random.default_rng(_SEED).integers(n, size=(_RESAMPLES, n))
+        old, new = (np.array([_bleu(rows[lot].sum(0)) for lot in drawn]) for rows in counts)
+        tail = 100 * (1 - stats.CONFIDENCE) / 2
+        low, high = np.percentile(new - old, [tail, 100 - tail])
+        return {"bleu": stats.Interval(value, float(low), float(high), n, "percentile")}
+
+    def _counts(self, pairs: Sequence[Pair]) -> NDArray[np.int64]:
+        """By segment: matches and n-grams of each order, length and reference length."""
+        bleu = self._sentence["bleu"]
+        scores = [bleu.sentence_score(one_line(answer), [str(reference)]) for reference, answer in pairs]
+        return np.array([[*found.counts, *found.totals, found.sys_len, found.ref_len] for found in scores])
+
     def notes(self) -> dict[str, str]:
         """The signatures of the corpus scores; that of a sentence has ``eff:yes``."""
         return {name: str(metric.get_signature()) for name, metric in self._corpus.items()}
+
+
+def _bleu(counts: NDArray[np.int64]) -> float:
+    """Of a corpus with these counts, see ``TranslationScorer._counts``."""
+    from sacrebleu.metrics import BLEU
+
+    matches, totals, (length, reference) = counts[:4].tolist(), counts[4:8].tolist(), counts[8:].tolist()
+    return float(BLEU.compute_bleu(matches, totals, length, reference).score)
 
 
 def one_line(text: str) -> str:

@@ -15,6 +15,7 @@ from bench.arguments import did_you_mean
 from bench.errors import UserError
 from bench.quality import Scorer
 from bench.sources import Revision, Sources
+from bench.stats import Interval
 
 Subset = Literal["first", "random"]
 Message = dict[str, str]
@@ -149,6 +150,21 @@ class Task(ABC):
             pairs = [pair for pair in judged if pair[0] is not None]
             found |= judge.aggregate(pairs) if pairs else {}
         return {metric: value for metric, value in found.items() if value is not None}
+
+    def change(
+        self, before: Iterable[tuple[Example, int, str]], after: Iterable[tuple[Example, int, str]]
+    ) -> dict[str, Interval]:
+        """How far ``aggregate`` of ``after`` is from that of ``before``, by the metrics that have an interval.
+
+        Args:
+            before, after: as for ``aggregate``, answers to the same examples in the same order.
+        """
+        found: dict[str, Interval] = {}
+        both = [list(answered) for answered in (before, after)]
+        for judge in self._judges():
+            judged = [[(_reference(e, t), text) for e, t, text in given if self._judge(e) is judge] for given in both]
+            found |= judge.change(*([pair for pair in pairs if pair[0] is not None] for pairs in judged))
+        return found
 
     def notes(self) -> dict[str, str]:
         """How each metric is computed, or why it is absent."""
