@@ -208,6 +208,10 @@ def test_changes_that_are_none_too_few_or_of_other_references() -> None:
     short = scorer.change(few, few)["bleu"]
     assert short.low is None and "19 segments are too few" in str(short.reason)
     assert scorer.change([], []) == {}
+    poor = [("one two three four five six", "six four two one"), ("seven eight nine ten", "ten eight six seven")]
+    smoothed = scorer.aggregate(poor)["bleu"]
+    assert smoothed is not None and smoothed > 0, "no pair of words is right, and signatures say smooth:exp"
+    assert scorer.change([(reference, "") for reference, _ in poor], poor)["bleu"].value == pytest.approx(smoothed)
     with pytest.raises(ValueError, match="19 and 38 answers to other references"):
         scorer.change(few, few * 2)
 

@@ -59,12 +59,12 @@ class TranslationScorer(Scorer):
         if not before:
             return {}
         counts = [self._counts(pairs) for pairs in (before, after)]
-        value, n = _bleu(counts[1].sum(0)) - _bleu(counts[0].sum(0)), len(before)
+        value, n = self._bleu(counts[1].sum(0)) - self._bleu(counts[0].sum(0)), len(before)
         if n < stats.FEWEST_FOR_BOOTSTRAP:
             reason = f"{n} segments are too few for an interval, {stats.FEWEST_FOR_BOOTSTRAP} are needed"
             return {"bleu": stats.Interval(value, n=n, reason=reason)}
         drawn = np.random.default_rng(_SEED).integers(n, size=(_RESAMPLES, n))
-        old, new = (np.array([_bleu(rows[lot].sum(0)) for lot in drawn]) for rows in counts)
+        old, new = (np.array([self._bleu(rows[lot].sum(0)) for lot in drawn]) for rows in counts)
         tail = 100 * (1 - stats.CONFIDENCE) / 2
         low, high = np.percentile(new - old, [tail, 100 - tail])
         return {"bleu": stats.Interval(value, float(low), float(high), n, "percentile")}
@@ -75,17 +75,15 @@ class TranslationScorer(Scorer):
         scores = [bleu.sentence_score(one_line(answer), [str(reference)]) for reference, answer in pairs]
         return np.array([[*found.counts, *found.totals, found.sys_len, found.ref_len] for found in scores])
 
+    def _bleu(self, counts: NDArray[np.int64]) -> float:
+        """Of a corpus whose ``_counts`` add up to these."""
+        bleu, (length, reference) = self._corpus["bleu"], counts[8:].tolist()
+        found = bleu.compute_bleu(counts[:4].tolist(), counts[4:8].tolist(), length, reference, bleu.smooth_method)
+        return float(found.score)
+
     def notes(self) -> dict[str, str]:
         """The signatures of the corpus scores; that of a sentence has ``eff:yes``."""
         return {name: str(metric.get_signature()) for name, metric in self._corpus.items()}
-
-
-def _bleu(counts: NDArray[np.int64]) -> float:
-    """Of a corpus with these counts, see ``TranslationScorer._counts``."""
-    from sacrebleu.metrics import BLEU
-
-    matches, totals, (length, reference) = counts[:4].tolist(), counts[4:8].tolist(), counts[8:].tolist()
-    return float(BLEU.compute_bleu(matches, totals, length, reference).score)
 
 
 def one_line(text: str) -> str:
