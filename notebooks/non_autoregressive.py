@@ -218,7 +218,8 @@ if not CURVES:
 #
 # ## 5. What a number hides
 #
-# **learnt from**: references or a teacher's translations (beams). **layers / token**: passes of the decoder times its layers,
+# **change**: of BLEU against the teacher's own greedy text in the same run, by a paired bootstrap over sentences. **learnt
+# from**: references or a teacher's translations (beams). **layers / token**: passes of the decoder times its layers,
 # rescoring included, and in brackets those of the teacher. **rescoring**: the teacher's seconds per sentence, which are in the
 # time, and **held**: memory of the student with what it needs of the teacher, which rescoring makes the whole of it.
 # **length** and **repeated**: words over those of the reference, and words equal to the one before.
@@ -234,6 +235,10 @@ def shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def span(change: dict | None) -> str:
+    return "-" if not change or change["low"] is None else f"{change['low']:+.1f} to {change['high']:+.1f}"
+
+
 def honest(entry: leaderboard.Entry) -> dict[str, str]:
     """What a run says of itself beside its speed."""
     summary = entry.summary
@@ -246,6 +251,7 @@ def honest(entry: leaderboard.Entry) -> dict[str, str]:
         "model": str(summary["model"]),
         "learnt from": f"{facts.get('data', '-')}{f' ({beams})' if beams else ''}",
         "BLEU (its teacher's)": f"{shown(quality.get('bleu'), '.1f')} ({shown(before.get('bleu'), '.1f')})",
+        "change, 95 %": span((summary.get("quality_change") or {}).get("bleu")),
         "collapsed": {True: "yes", False: "no"}.get(facts.get("repeats_collapsed"), "-"),
         "length": shown(quality.get("length_ratio"), ".1f") + " %",
         "repeated": shown(quality.get("repetition"), ".2f") + " %",
