@@ -103,6 +103,7 @@ class StudentTraining:
 
         Args:
             pairs: what it will learn from.
+            progress: told how far what has to be prepared from them is.
         """
         assert target.hf is not None, "who loads the target of a training keeps its weights"
         teacher: Any = target.hf
