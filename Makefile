@@ -21,12 +21,12 @@ NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
 .DELETE_ON_ERROR:
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m bench.models fetch smollm2
-	$(BIN)/python -m bench.sources fetch mtbench
+	$(BIN)/python -m bench fetch models smollm2
+	$(BIN)/python -m bench fetch data mtbench
 	$(BIN)/python -m bench method=eagle dataset=mtbench measure=quick $(ARGS)
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m bench.models fetch smollm2
+	$(BIN)/python -m bench fetch models smollm2
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # What only a GPU can still add to the committed records, in order of value. Finished runs are not repeated, so the target can be
@@ -39,8 +39,8 @@ PAIRS := corpus=multi30k hardware=cuda_bf16 force=true
 STUDENTS := model=multi30k_4_4 train.recipe.tokens=8192 train.recipe.steps=12000
 FLOW := train.width=128 train.inner=256 'train.steps=[2,1]' train.recipe.learning_rate=5e-4
 gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m bench.models fetch smollm2
-	$(BIN)/python -m bench.sources fetch mtbench
+	$(BIN)/python -m bench fetch models smollm2
+	$(BIN)/python -m bench fetch data mtbench
 	$(BIN)/python -m pytest -m gpu
 	-$(BIN)/python -m bench.train method=eagle out=data/checkpoints/eagle-smollm2 $(HEADS) $(LONG)
 	-$(BIN)/python -m bench.train method=medusa out=data/checkpoints/medusa-smollm2 $(HEADS) $(LONG)

@@ -14,16 +14,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import __version__, preflight
-from bench.arguments import did_you_mean
-from bench.cluster_job import Result
-from bench.config import RunConfig
+from bench import __version__
+from bench.config import compose
+from bench.config.schema import RunConfig
+from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
-from bench.failures import explain, kept_prompts
+from bench.sweep.job import Result
+from bench.utils.failures import explain, kept_prompts
 
 if TYPE_CHECKING:
-    from bench.cluster import Answers
-    from bench.cluster_job import Task
+    from bench.sweep.executors import Answers
+    from bench.sweep.job import Task
 
 OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
 TRACEBACK = "DECODEBENCH_TRACEBACK"
@@ -124,11 +125,11 @@ _FLAGS = {"-m", "--multirun", "--fresh", "--config", "-h", "--help", "--version"
 def _is_of_sweeps(word: str) -> bool:
     """Names a sweep, or where to run it, which may have a single job."""
     key = word.lstrip("+").partition("=")[0]
-    return key == preflight.SWEEP or key.split(".")[0] == preflight.CLUSTER
+    return key == compose.SWEEP or key.split(".")[0] == compose.CLUSTER
 
 
 def _is_command(word: str) -> bool:
-    return "=" not in word and word[:1] not in ("-", "+", "~") and word not in preflight.groups()
+    return "=" not in word and word[:1] not in ("-", "+", "~") and word not in compose.groups()
 
 
 def _sub_command(name: str, arguments: list[str]) -> int:
@@ -142,14 +143,14 @@ def _sub_command(name: str, arguments: list[str]) -> int:
 
 
 def _run(overrides: list[str], fresh: bool) -> int:
-    return _execute(preflight.compose(overrides), fresh)
+    return _execute(compose.compose(overrides), fresh)
 
 
 def _execute(cfg: RunConfig, fresh: bool | datetime) -> int:
-    from bench import build
+    from bench.config import instantiate
 
-    build.check(cfg)
-    from bench.run import run
+    instantiate.check(cfg)
+    from bench.measure.run import run
 
     outcome = run(cfg, fresh=fresh)
     return OK if outcome.verdict.valid else INVALID
@@ -158,7 +159,7 @@ def _execute(cfg: RunConfig, fresh: bool | datetime) -> int:
 def _print_config(overrides: list[str]) -> int:
     import yaml
 
-    return _print(yaml.safe_dump(preflight.compose(overrides).to_dict(), sort_keys=False).rstrip())
+    return _print(yaml.safe_dump(compose.compose(overrides).to_dict(), sort_keys=False).rstrip())
 
 
 def attempt(words: Sequence[str], fresh: bool | datetime) -> Result:
@@ -166,25 +167,27 @@ def attempt(words: Sequence[str], fresh: bool | datetime) -> Result:
 
     Args:
         words: its command line.
-        fresh: see ``bench.run.run``.
+        fresh: see ``bench.measure.run.run``.
     """
     try:
-        return Result(_execute(preflight.compose(words), fresh))
+        return Result(_execute(compose.compose(words), fresh))
     except Exception as error:
         return Result(report_failure(error), _classify(error)[1])
 
 
 def _sweep(overrides: list[str], fresh: bool) -> int:
     """The plan, and then every job of it that is to run, where ``cluster=...`` says."""
-    from bench import build, sweep, track
+    from bench.config import instantiate
+    from bench.records import tracking
+    from bench.sweep import plan as sweep
 
     options, words = sweep.read_words(overrides, fresh=fresh)
-    cluster = build.build_cluster(preflight.compose_cluster(options.cluster))
+    cluster = instantiate.build_cluster(compose.compose_cluster(options.cluster))
     plan = sweep.make(words, options, cluster)
     print(plan.text(every=options.dry_run), flush=True)
     if options.dry_run or not plan.to_run:
         return BAD_INPUT if all(job.state == "incompatible" for job in plan.jobs) else OK
-    with track.grouped(overrides):
+    with tracking.grouped(overrides):
         tasks = sweep.tasks(plan, fresh=options.fresh)
         return _close_sweep(tasks, cluster.run(tasks, sweep.folder(plan)))
 
@@ -207,10 +210,10 @@ def _close_sweep(tasks: Sequence[Task], answers: Answers) -> int:
 
 
 def _list(arguments: list[str]) -> int:
-    groups = preflight.every_group()
+    groups = compose.every_group()
     if not arguments:
         return _print(_group_lines())
-    named = {preflight.plural(group): group for group in groups} | {group: group for group in groups}
+    named = {compose.plural(group): group for group in groups} | {group: group for group in groups}
     if (name := arguments[0]) not in named:
         raise UserError(f"Unknown group '{name}'.{did_you_mean(name, named)} Groups: {', '.join(groups)}.")
     group = named[name]
@@ -222,14 +225,14 @@ def _list(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     if not arguments or arguments[0].count("/") != 1:
         raise UserError("show needs GROUP/CHOICE, as in: python -m bench show method/prompt_lookup")
-    file = preflight.config_file(*arguments[0].split("/"))
+    file = compose.config_file(*arguments[0].split("/"))
     text = file.read_text(encoding="utf-8").rstrip()
     documentation = _documentation(text)
     return _print(text + (f"\n\n{documentation}" if documentation else ""))
 
 
 def _validate(arguments: list[str]) -> int:
-    from bench import shelf
+    from bench import validate
 
     if not arguments:
         raise UserError(
@@ -238,26 +241,26 @@ def _validate(arguments: list[str]) -> int:
         )
     bad = 0
     for folder in map(Path, arguments):
-        kept = list(shelf.check(folder) if shelf.is_shelf(folder) else [shelf.check_one(folder)])
-        print(*(each.line() for each in kept if each.problems), f"{folder}: {shelf.counted(kept)}", sep="\n")
+        kept = list(validate.check(folder) if validate.is_shelf(folder) else [validate.check_one(folder)])
+        print(*(each.line() for each in kept if each.problems), f"{folder}: {validate.counted(kept)}", sep="\n")
         bad += sum(bool(each.problems) for each in kept)
     return BAD_INPUT if bad else OK
 
 
 def _pack(arguments: list[str]) -> int:
-    from bench import records
+    from bench.records import run_folder
 
     if not arguments:
         raise UserError("pack needs the folder of a finished run, as in: python -m bench pack results/RUN_ID")
     for folder in arguments:
-        print(f"{folder}: {'packed' if records.pack(Path(folder)) else 'packed already'}")
+        print(f"{folder}: {'packed' if run_folder.pack(Path(folder)) else 'packed already'}")
     return OK
 
 
 def _doctor(arguments: list[str]) -> int:
     from bench.doctor import examine
 
-    findings = examine(preflight.compose([]))
+    findings = examine(compose.compose([]))
     for finding in findings:
         print(finding.line())
     return FAILED if any(finding.state == "fail" for finding in findings) else OK
@@ -267,7 +270,7 @@ def _compare(arguments: list[str]) -> int:
     names, options = _split(arguments, "paths.results")
     if len(names) != 2:
         raise UserError("compare needs two runs, by folder or id, as in: python -m bench compare results/A results/B")
-    from bench import compare
+    from bench.report import compare
 
     results = _results(options)
     a, b = (compare.Run.read(compare.find(name, results)) for name in names)
@@ -276,7 +279,7 @@ def _compare(arguments: list[str]) -> int:
 
 def _collect(arguments: list[str]) -> int:
     filters, options = _split(arguments, "out", "paths.results")
-    from bench import collect
+    from bench.report import collect
 
     rows = collect.select([collect.row(record) for record in collect.read(_results(options))], filters)
     if out := options.get("out"):
@@ -287,18 +290,18 @@ def _collect(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     filters, options = _split(arguments, "out", "rebuild", "paths.results")
-    from bench import collect, leaderboard, report
+    from bench.report import collect, leaderboard, markdown
 
     results = _results(options)
     if (again := options.get("rebuild", "false")) not in ("true", "false"):
         raise UserError(
             f"rebuild came as '{again}'; it must be true or false. Set rebuild=true to make summaries anew."
         )
-    found, problems = report.rebuild(collect.read(results), everything=again == "true")
+    found, problems = markdown.rebuild(collect.read(results), everything=again == "true")
     rows = [collect.row(record) | {"record": record} for record in found]
     kept = [row["record"] for row in collect.select(rows, filters)]
     boards, file = leaderboard.boards(kept), Path(options.get("out", results / "report.html"))
-    report.write(boards, [*problems, *report.unfinished(kept)], file)
+    markdown.write(boards, [*problems, *markdown.unfinished(kept)], file)
     for problem in problems:
         print(problem, file=sys.stderr)
     return _print(f"{sum(len(board.entries) for board in boards)} runs in {len(boards)} tables: {file}")
@@ -306,22 +309,23 @@ def _report(arguments: list[str]) -> int:
 
 def _dashboard(arguments: list[str]) -> int:
     filters, options = _split(arguments, "out", "entity", "project", "paths.results")
-    from bench import collect, dashboard, leaderboard
+    from bench.report import collect, leaderboard, wandb_views
 
     rows = [collect.row(record) | {"record": record} for record in collect.read(_results(options))]
     boards = leaderboard.boards(row["record"] for row in collect.select(rows, filters))
     if not boards:
         raise UserError("No finished run to show; a dashboard needs one or more. Run: python -m bench")
-    project = options.get("project", dashboard.PROJECT)
+    project = options.get("project", wandb_views.PROJECT)
     if out := options.get("out"):
-        dashboard.write(dashboard.views(boards, options.get("entity", ""), project), Path(out))
+        wandb_views.write(wandb_views.views(boards, options.get("entity", ""), project), Path(out))
         return _print(f"{len(boards)} views: {out}")
-    return _print("\n".join(dashboard.push(boards, options.get("entity"), project)))
+    return _print("\n".join(wandb_views.push(boards, options.get("entity"), project)))
 
 
 def _frontier(arguments: list[str]) -> int:
     filters, options = _split(arguments, "out", "original", "quality", "paths.results")
-    from bench import collect, frontier, records
+    from bench.records import run_folder
+    from bench.report import collect, frontier
 
     rows = [collect.row(record) | {"record": record} for record in collect.read(_results(options))]
     kept = [row["record"] for row in collect.select(rows, filters)]
@@ -330,7 +334,7 @@ def _frontier(arguments: list[str]) -> int:
         return _print(frontier.text(found))
     if Path(out).suffix != ".md":
         raise UserError(f"out={out} came; it must end in .md. Set out=FILE.md.")
-    with records.machine_failures():
+    with run_folder.machine_failures():
         Path(out).write_text(frontier.markdown(found), encoding="utf-8")
     return _print(f"{sum(len(each.points) for each in found)} runs in {len(found)} tables: {out}")
 
@@ -344,13 +348,13 @@ def _split(arguments: list[str], *names: str) -> tuple[list[str], dict[str, str]
 def _results(options: dict[str, str]) -> Path:
     """The folder with the runs, as a run would find it."""
     given = options.get("paths.results")
-    return Path(given) if given else Path(preflight.compose([]).paths.results)
+    return Path(given) if given else Path(compose.compose([]).paths.results)
 
 
 def _check_method(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("check-method needs the name of a method, as in: python -m bench check-method prompt_lookup")
-    from bench.check_method import check_method
+    from bench.contract.check_method import check_method
 
     failed = 0
     for check in check_method(arguments[0], arguments[1:]):
@@ -375,12 +379,12 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _group_lines() -> str:
-    return "\n".join(f"  {name:10} {', '.join(choices)}" for name, choices in preflight.groups().items())
+    return "\n".join(f"  {name:10} {', '.join(choices)}" for name, choices in compose.groups().items())
 
 
 def _summary(group: str, choice: str) -> str:
     """The first sentence of the comment a YAML file starts with."""
-    lines = preflight.config_file(group, choice).read_text(encoding="utf-8").splitlines()
+    lines = compose.config_file(group, choice).read_text(encoding="utf-8").splitlines()
     comments = (line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
     return re.split(r"(?<! al)\. ", next(comments, ""))[0].rstrip(".:")
 
@@ -394,7 +398,7 @@ def _documentation(text: str) -> str:
         return ""
     import inspect
 
-    from bench.build import locate
+    from bench.config.instantiate import locate
 
     return inspect.getdoc(locate(loaded["_target_"])) or ""
 

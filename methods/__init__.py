@@ -1,0 +1,1 @@
+"""Decoding methods behind one interface. Start with decoder.py, then autoregressive.py."""

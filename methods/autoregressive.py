@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from methods.decoder import Context, Draft
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.verify import Greedy
+from methods.speculative.verification import Greedy
 
 
 class NoDraft:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 if TYPE_CHECKING:
-    from methods.engine.lm import CausalLM, Output
+    from methods.engine.causal_lm import CausalLM, Output
     from methods.engine.sampling import Sampling
 
 ABSENT = -1  # in Draft.tokens: no node here; in Verdict.path: no further node; in parents: the root

@@ -45,7 +45,7 @@ def checkout() -> Path:
 
 sys.path.insert(0, str(checkout()))
 
-from bench import collect, leaderboard, plots, table  # noqa: E402
+from bench.report import collect, leaderboard, plots, terminal  # noqa: E402
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
 plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 10, "axes.labelsize": 10})
@@ -148,7 +148,7 @@ def rates(refilled: bool) -> pd.DataFrame:
     """Of valid runs, by what they share but for lockstep."""
     rows = [
         {
-            "table": f"{entry.summary['dataset']}, {table.place(entry.summary)}",
+            "table": f"{entry.summary['dataset']}, {terminal.place(entry.summary)}",
             "B": entry.summary["batch_size"],
             "method": entry.label,
             "tokens/s": entry.summary["tokens_per_s"],

@@ -49,15 +49,8 @@ def checkout() -> Path:
 
 sys.path.insert(0, str(checkout()))
 
-from bench import collect, frontier  # noqa: E402
-from methods.early_exit.calibration import (  # noqa: E402
-    calibrate,
-    fewest_prompts,
-    naive_threshold,
-    p_values,
-    prompts_needed,
-    redraw,
-)
+from bench.report import collect, frontier  # noqa: E402
+from methods.early_exit.risk_control import calibrate, fewest_prompts, naive_threshold, p_values, prompts_needed, redraw
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
 plt.rcParams.update({"figure.dpi": 90, "axes.titlesize": 12, "axes.labelsize": 11})
@@ -283,7 +276,7 @@ WAYS = {
     "Learn-then-Test, betting": lambda x: calibrate(x, THRESHOLDS, tolerance=TOLERANCE, error_rate=ERROR).threshold,
     "Learn-then-Test, Hoeffding-Bentkus": lambda x: calibrate(
         x, THRESHOLDS, tolerance=TOLERANCE, error_rate=ERROR, p_value="hoeffding_bentkus"
-    ).threshold if SIZE >= fewest_prompts(TOLERANCE, ERROR, "hoeffding_bentkus") else 1.0,
+    ).threshold if fewest_prompts(TOLERANCE, ERROR, "hoeffding_bentkus") <= SIZE else 1.0,
 }
 drawn = {name: redraw(LOSSES, THRESHOLDS, way, tolerance=TOLERANCE, prompts=SIZE, draws=DRAWS) for name, way in WAYS.items()}
 broken = pd.DataFrame(

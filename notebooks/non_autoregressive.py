@@ -49,7 +49,7 @@ def checkout() -> Path:
 
 sys.path.insert(0, str(checkout()))
 
-from bench import collect, leaderboard, plots  # noqa: E402
+from bench.report import collect, leaderboard, plots  # noqa: E402
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
 plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 11, "axes.labelsize": 10})

@@ -50,19 +50,19 @@ def cache_root() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_dir(cache_root: Path) -> Path:
-    """The folder of the embedded model, converted; ``python -m bench.models fetch smollm2`` makes it."""
-    from bench.models import embedded_folder
+    """The folder of the embedded model, converted; ``python -m bench fetch models smollm2`` makes it."""
+    from bench.models.loading import embedded_folder
 
     folder = embedded_folder(cache_root)
     if not (folder / "model.safetensors").is_file():
-        pytest.skip("the embedded model is not here; python -m bench.models fetch smollm2")
+        pytest.skip("the embedded model is not here; python -m bench fetch models smollm2")
     return folder
 
 
 @pytest.fixture(scope="session")
 def real_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """SLURM's own daemons, started for the tests."""
-    from tests.slurm import slurm
+    from tests.helpers.fake_slurm import slurm
 
     if os.geteuid() != 0:
         pytest.skip("SLURM's daemons are started by root")
@@ -72,11 +72,11 @@ def real_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in the place of ``bench.run.run``."""
+    """Put a function in the place of ``bench.measure.run.run``."""
 
     def use(run: Callable[..., Any]) -> None:
-        module = types.ModuleType("bench.run")
+        module = types.ModuleType("bench.measure.run")
         module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "bench.run", module)
+        monkeypatch.setitem(sys.modules, "bench.measure.run", module)
 
     return use

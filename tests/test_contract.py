@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import contract
+from bench.contract import checks
 from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
 from methods.early_exit.calm import Calm
@@ -21,42 +21,42 @@ from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.sampling import Sampling
-from methods.peers.flashspec import FlashSpec
-from methods.peers.hf import HFAssisted, HFCompiled, HFGenerate, HFPromptLookup
-from methods.speculative.blockwise import Blockwise
-from methods.speculative.datastore import Datastore
-from methods.speculative.draft_model import SpeculativeSampling
+from methods.external.flashspec import FlashSpec
+from methods.external.transformers_generate import HFAssisted, HFCompiled, HFGenerate, HFPromptLookup
+from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.rest import Rest
-from methods.speculative.self_speculative import SelfSpeculative
-from methods.speculative.suffix import SuffixDecoding
+from methods.speculative.rest_datastore import Datastore
+from methods.speculative.self_speculative.decoder import SelfSpeculative
+from methods.speculative.speculative_sampling import SpeculativeSampling
+from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
-from methods.speculative.verify import ChainRejection
-from tests.tiny_eagle import eagle
-from tests.tiny_head_trees import hydra, medusa
-from tests.tiny_heads import blockwise_heads
+from methods.speculative.verification import ChainRejection
+from tests.helpers.tiny_eagle import eagle
+from tests.helpers.tiny_head_trees import hydra, medusa
+from tests.helpers.tiny_heads import blockwise_heads
 
 
 @dataclass(frozen=True)
 class Row:
     """A decoder under test. ``batch``: takes more than one row; ``samples``: its sampling is checked here."""
 
-    make: contract.Make
+    make: checks.Make
     batch: bool = True
     samples: bool = True
 
 
 def other_model(target, sampling, **options):
-    draft = contract.tiny_target(target.vocab_size, layers=2, seed=5)
+    draft = checks.tiny_target(target.vocab_size, layers=2, seed=5)
     return SpeculativeSampling(target, sampling, draft_model=draft, **options)
 
 
 @cache
 def texts_of(target):
     """What the target writes by itself and, of the same prompts, what it writes when it is sampled."""
-    batch = contract.prompts(target.vocab_size, (1, 2, 9, 17) * 5)
-    texts = [contract.outputs(Autoregressive(target, s), batch, 13) for s in (Sampling(), Sampling(1.0), Sampling(1.0))]
+    batch = checks.prompts(target.vocab_size, (1, 2, 9, 17) * 5)
+    texts = [checks.outputs(Autoregressive(target, s), batch, 13) for s in (Sampling(), Sampling(1.0), Sampling(1.0))]
     return [prompt.tolist() + row for rows in texts for prompt, row in zip(batch, rows, strict=True)]
 
 
@@ -152,37 +152,37 @@ every_decoder = pytest.mark.parametrize("row", DECODERS.values(), ids=DECODERS.k
 
 @pytest.fixture(scope="module")
 def target():
-    return contract.tiny_target()
+    return checks.tiny_target()
 
 
 @pytest.fixture(scope="module")
 def small_vocab():
-    return contract.tiny_target(vocab_size=8, seed=3)
+    return checks.tiny_target(vocab_size=8, seed=3)
 
 
 @every_decoder
 def test_greedy_text_is_the_targets(row, target):
-    contract.check_greedy_identity(row.make, target)
+    checks.check_greedy_identity(row.make, target)
 
 
 @every_decoder
 def test_no_state_leaks(row, target):
-    contract.check_no_leak(row.make, target)
+    checks.check_no_leak(row.make, target)
 
 
 @every_decoder
 def test_batch_rows_equal_single_rows(row, target):
     if not row.batch:
         with pytest.raises(ValueError, match="batch_size=1"):
-            contract.check_batch(row.make, target)
+            checks.check_batch(row.make, target)
         return
-    contract.check_batch(row.make, target)
+    checks.check_batch(row.make, target)
 
 
 @every_decoder
 def test_counters_add_up(row, target):
-    contract.check_guarantee(row.make(target, Sampling()))
-    contract.check_counters(row.make, target, batch=row.batch)
+    checks.check_guarantee(row.make(target, Sampling()))
+    checks.check_counters(row.make, target, batch=row.batch)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -191,30 +191,30 @@ def test_counters_add_up(row, target):
 )
 def test_sampling_keeps_the_joint_distribution(row, sampling, small_vocab):
     assert row.make(small_vocab, sampling).guarantee is Guarantee.EXACT
-    contract.check_sampling(row.make, small_vocab, sampling)
+    checks.check_sampling(row.make, small_vocab, sampling)
 
 
 def test_the_sampling_check_can_fail(small_vocab):
     """Decoding at another temperature must be noticed at this sample size."""
     with pytest.raises(AssertionError, match="joint distribution differs"):
-        contract.check_sampling(lambda t, s: Autoregressive(t, Sampling(1.15)), small_vocab, Sampling(1.0))
+        checks.check_sampling(lambda t, s: Autoregressive(t, Sampling(1.15)), small_vocab, Sampling(1.0))
 
 
 def test_the_greedy_check_can_fail(target):
     with pytest.raises(AssertionError, match="is not the target's"):
-        contract.check_greedy_identity(lambda t, s: Autoregressive(t, Sampling(1.0)), target)
+        checks.check_greedy_identity(lambda t, s: Autoregressive(t, Sampling(1.0)), target)
 
 
 def test_sampled_peers_repeat_with_their_seed(target):
-    decoder, prompt = HFGenerate(target, Sampling(1.0)), contract.prompts(target.vocab_size, (6,))
-    assert contract.outputs(decoder, prompt, 9, seed=4) == contract.outputs(decoder, prompt, 9, seed=4)
-    assert contract.outputs(decoder, prompt, 9, seed=4) != contract.outputs(decoder, prompt, 9, seed=5)
+    decoder, prompt = HFGenerate(target, Sampling(1.0)), checks.prompts(target.vocab_size, (6,))
+    assert checks.outputs(decoder, prompt, 9, seed=4) == checks.outputs(decoder, prompt, 9, seed=4)
+    assert checks.outputs(decoder, prompt, 9, seed=4) != checks.outputs(decoder, prompt, 9, seed=5)
 
 
 def test_target_as_its_own_draft_is_always_accepted(target):
     for sampling in (Sampling(), Sampling(1.0)):
         decoder = SpeculativeSampling(target, sampling, gamma=4, draft_model=target)
-        for step in decoder.decode(contract.prompts(target.vocab_size, (9, 4)), 16, torch.Generator().manual_seed(0)):
+        for step in decoder.decode(checks.prompts(target.vocab_size, (9, 4)), 16, torch.Generator().manual_seed(0)):
             assert step.accepted == step.drafted
 
 
@@ -233,15 +233,15 @@ def test_speculative_sampling_refuses(options, message, target):
 
 
 def test_vocabularies_must_agree(target):
-    draft = contract.tiny_target(vocab_size=target.vocab_size + 5000, layers=1)
+    draft = checks.tiny_target(vocab_size=target.vocab_size + 5000, layers=1)
     with pytest.raises(ValueError, match="share one vocabulary"):
         SpeculativeSampling(target, Sampling(), draft_model=draft)
 
 
 def test_padded_vocabularies_are_the_same(target):
     for size in (target.vocab_size - 6, target.vocab_size + 6):
-        draft = contract.tiny_target(vocab_size=size, layers=1)
-        contract.check_greedy_identity(
+        draft = checks.tiny_target(vocab_size=size, layers=1)
+        checks.check_greedy_identity(
             lambda t, s, d=draft: SpeculativeSampling(t, s, draft_model=d), target, lengths=(5,)
         )
 

@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from bench import contract
+from bench.contract import checks
 from methods.autoregressive import Autoregressive
 from methods.early_exit.calm import Calm
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.static_depth import StaticDepth
-from methods.engine.graphs import Graphs
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
+from methods.engine.cuda_graphs import Graphs
 from methods.engine.sampling import Sampling
-from methods.speculative.blockwise import Blockwise
-from methods.speculative.draft_model import SpeculativeSampling
+from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
-from methods.speculative.self_speculative import SelfSpeculative
-from methods.speculative.suffix import SuffixDecoding
+from methods.speculative.self_speculative.decoder import SelfSpeculative
+from methods.speculative.speculative_sampling import SpeculativeSampling
+from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
-from tests.tiny_eagle import eagle
-from tests.tiny_head_trees import hydra, medusa
-from tests.tiny_heads import blockwise_heads
+from tests.helpers.tiny_eagle import eagle
+from tests.helpers.tiny_head_trees import hydra, medusa
+from tests.helpers.tiny_heads import blockwise_heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -85,19 +85,19 @@ def decode(decoder, batch, limit):
 
 @pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
 def test_greedy_text_is_that_of_the_cpu(make):
-    reference = contract.tiny_target()
-    batch = contract.prompts(reference.vocab_size, (5, 1, 14, 8))
-    wanted = [contract.greedy_reference(reference, prompt, 11) for prompt in batch]
-    target = CausalLM.from_hf(contract.tiny_target().hf.cuda())
+    reference = checks.tiny_target()
+    batch = checks.prompts(reference.vocab_size, (5, 1, 14, 8))
+    wanted = [checks.greedy_reference(reference, prompt, 11) for prompt in batch]
+    target = CausalLM.from_hf(checks.tiny_target().hf.cuda())
     assert decode(make(target, Sampling()), batch, 11) == wanted
 
 
 @pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
 def test_text_by_graphs_is_that_of_the_cpu(make):
-    reference = contract.tiny_target()
-    batch = contract.prompts(reference.vocab_size, (5, 1, 14, 8))
-    wanted = [contract.greedy_reference(reference, prompt, 40) for prompt in batch]
-    target = CausalLM.from_hf(contract.tiny_target().hf.cuda())
+    reference = checks.tiny_target()
+    batch = checks.prompts(reference.vocab_size, (5, 1, 14, 8))
+    wanted = [checks.greedy_reference(reference, prompt, 40) for prompt in batch]
+    target = CausalLM.from_hf(checks.tiny_target().hf.cuda())
     target.graphs = Graphs(target)
     for _ in range(2):  # captured, then replayed over the same cache
         assert decode(make(target, Sampling()), batch, 40) == wanted
@@ -106,17 +106,17 @@ def test_text_by_graphs_is_that_of_the_cpu(make):
 
 @pytest.mark.parametrize("make", RELAXED.values(), ids=RELAXED.keys())
 def test_relaxed_text_is_that_of_the_cpu(make):
-    reference = contract.tiny_target()
-    batch = contract.prompts(reference.vocab_size, (5, 1, 14, 8))
-    wanted = contract.outputs(make(reference, Sampling()), batch, 11)
-    target = CausalLM.from_hf(contract.tiny_target().hf.cuda())
+    reference = checks.tiny_target()
+    batch = checks.prompts(reference.vocab_size, (5, 1, 14, 8))
+    wanted = checks.outputs(make(reference, Sampling()), batch, 11)
+    target = CausalLM.from_hf(checks.tiny_target().hf.cuda())
     assert decode(make(target, Sampling()), batch, 11) == wanted
 
 
 @pytest.mark.parametrize("make", (DECODERS | RELAXED).values(), ids=(DECODERS | RELAXED).keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_run_and_sample(make, dtype):
-    target = CausalLM.from_hf(contract.tiny_target().hf.to("cuda", dtype))
-    batch = contract.prompts(target.vocab_size, (9, 4))
+    target = CausalLM.from_hf(checks.tiny_target().hf.to("cuda", dtype))
+    batch = checks.prompts(target.vocab_size, (9, 4))
     for sampling in (Sampling(), Sampling(0.8, top_p=0.9)):
         assert [len(row) for row in decode(make(target, sampling), batch, 20)] == [20, 20]

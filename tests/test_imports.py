@@ -45,12 +45,12 @@ SHARED = {"decoder", "engine"}  # what every method and the benchmark may use
 # A student drafts for its teacher.
 ALSO = {
     "methods/autoregressive.py": {"speculative"},
-    "methods/early_exit/lessons.py": {"speculative"},
-    "methods/speculative/specdec_nat.py": {"non_autoregressive"},
+    "methods/early_exit/training_states.py": {"speculative"},
+    "methods/speculative/nar_drafter.py": {"non_autoregressive"},
     "bench": {"autoregressive"},
 }
 # The laboratory draws from the rules themselves, right and wrong ones, without a decoder around them.
-RULES = {"methods.speculative.verify", "methods.speculative.controls"}
+RULES = {"methods.speculative.verification", "bench.lossless.wrong_rules"}
 
 
 def imports(body: list[ast.stmt], *, inside: bool) -> Iterator[str]:
@@ -85,7 +85,9 @@ def test_what_shows_help_imports_nothing_heavy(name: str) -> None:
 
 
 def test_records_and_numbers_are_read_without_torch() -> None:
-    modules = "bench.records, bench.metrics, bench.stats, bench.models, bench.sources"
+    modules = (
+        "bench.records.run_folder, bench.analysis.metrics, bench.utils.stats, bench.models.loading, bench.tasks.sources"
+    )
     code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import {modules}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import build, cli, cost, preflight, readme, sweep, train
-from bench.lossless import __main__ as lossless
+from bench import cli, readme
+from bench.config import compose, instantiate
+from bench.cost import command as cost
+from bench.lossless import command as lossless
+from bench.sweep import plan
+from bench.train import command as train
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -74,7 +78,7 @@ def run_bench(words, folder, fixture):
         few = ["method=autoregressive"] if any(word.startswith("cluster=") for word in words) else []
         assert cli.main([*words, *few, *place, "dry_run=true"]) == 0
     elif elsewhere(words):
-        assert preflight.compose_sweep([word for word in words if word != "-m"])
+        assert compose.compose_sweep([word for word in words if word != "-m"])
     else:
         fixture("smollm2_dir")
         fixture("monkeypatch").setenv("DECODEBENCH_DATA", str(fixture("data_root")))
@@ -100,8 +104,8 @@ def run_train(words, folder, fixture):
         assert train.main(words) == 0
         return
     settings, overrides = train.split(words)
-    cfg, part = preflight.compose_training(overrides, settings.method)
-    assert build.build_trainable(part) and cfg.model
+    cfg, part = compose.compose_training(overrides, settings.method)
+    assert instantiate.build_trainable(part) and cfg.model
 
 
 def run_cost(words, folder, fixture):
@@ -117,10 +121,15 @@ def run_cost(words, folder, fixture):
 
 def run_lossless(words, folder, fixture):
     _, _, overrides = lossless.split(words)
-    assert preflight.compose(overrides)
+    assert compose.compose(overrides)
 
 
-RUN = {"bench": run_bench, "bench.train": run_train, "bench.cost": run_cost, "bench.lossless": run_lossless}
+RUN = {
+    "bench": run_bench,
+    "bench.train": run_train,
+    "bench.cost": run_cost,
+    "bench.lossless": run_lossless,
+}
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
@@ -128,8 +137,8 @@ def test_make_has_the_target_and_its_commands_compose(command):
     shown = subprocess.run(["make", "--dry-run", *shlex.split(command)[1:2]], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     for words in re.findall(r"^-?\S+/python -m bench (.*)$", shown.stdout, re.MULTILINE):
-        _, rest = sweep.read_words([word for word in shlex.split(words) if word != "-m"])
-        assert preflight.compose_sweep(rest)
+        _, rest = plan.read_words([word for word in shlex.split(words) if word != "-m"])
+        assert compose.compose_sweep(rest)
     for words in re.findall(r"^-?\S+/python -m bench\.train (.*)$", shown.stdout, re.MULTILINE):
         run_train(shlex.split(words), None, None)
 

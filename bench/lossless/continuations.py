@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from methods.decoder import Decoder
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
 Sequences = dict[tuple[int, ...], float]

@@ -13,19 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import agreement, build, prepared, prompts
-from bench.config import RunConfig, SamplingConfig
+from bench.config import instantiate
+from bench.config.schema import RunConfig, SamplingConfig
 from bench.errors import UserError
-from bench.hardware import usable_cores
-from bench.heap import keep_freed_memory
-from bench.lossless import continuations, greedy
+from bench.lossless import continuations, greedy, wrong_rules
 from bench.lossless.sampling import LIMIT, Arrangement, first_tokens, root_distributions
 from bench.lossless.statistics import Comparison, compare
-from bench.models import Loaded
-from bench.progress import Progress
+from bench.measure import agreement
+from bench.models import artifacts
+from bench.models.loading import Loaded
+from bench.tasks import prompts
+from bench.utils.heap import keep_freed_memory
+from bench.utils.machine import usable_cores
+from bench.utils.progress import Progress
 from methods.decoder import Decoder, Guarantee
 from methods.engine.sampling import Sampling
-from methods.speculative import controls, verify
+from methods.speculative import verification
 
 BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
 PROMPTS = (
@@ -208,27 +211,31 @@ def arrangements(drawn: bool, tokens: int, lab: Lab) -> list[Arrangement]:
     k = lab.children
     if not drawn:
         if tokens:
-            return [Arrangement("deterministic draft", "given", verify.DeterministicTree(), tokens)]
-        return [Arrangement("no draft", "chain", verify.ChainRejection())]
+            return [Arrangement("deterministic draft", "given", verification.DeterministicTree(), tokens)]
+        return [Arrangement("no draft", "chain", verification.ChainRejection())]
     exact = [
-        Arrangement("chain", "chain", verify.ChainRejection()),
-        Arrangement("block", "chain", verify.BlockRejection()),
-        Arrangement("tree, with replacement", "with_replacement", verify.TreeWithReplacement(), k),
-        Arrangement("tree, without replacement", "without_replacement", verify.TreeWithoutReplacement(), k),
-        Arrangement("tree, deterministic", "top", verify.DeterministicTree(), k),
+        Arrangement("chain", "chain", verification.ChainRejection()),
+        Arrangement("block", "chain", verification.BlockRejection()),
+        Arrangement("tree, with replacement", "with_replacement", verification.TreeWithReplacement(), k),
+        Arrangement("tree, without replacement", "without_replacement", verification.TreeWithoutReplacement(), k),
+        Arrangement("tree, deterministic", "top", verification.DeterministicTree(), k),
     ]
     wrong = [
-        Arrangement("independent draw per path", "top", controls.IndependentPaths(), k, exact=False),
-        Arrangement("argmax draft judged with softmax q", "top_as_drawn", verify.ChainRejection(), 1, exact=False),
-        Arrangement("top-k children judged as drawn", "top_as_drawn", verify.TreeWithReplacement(), k, exact=False),
+        Arrangement("independent draw per path", "top", wrong_rules.IndependentPaths(), k, exact=False),
+        Arrangement(
+            "argmax draft judged with softmax q", "top_as_drawn", verification.ChainRejection(), 1, exact=False
+        ),
+        Arrangement(
+            "top-k children judged as drawn", "top_as_drawn", verification.TreeWithReplacement(), k, exact=False
+        ),
         Arrangement(
             "without replacement, unmasked q",
             "without_replacement",
-            controls.UnmaskedWithoutReplacement(),
+            wrong_rules.UnmaskedWithoutReplacement(),
             k,
             exact=False,
         ),
-        Arrangement("rejection without the residual", "chain", controls.UncorrectedRejection(), exact=False),
+        Arrangement("rejection without the residual", "chain", wrong_rules.UncorrectedRejection(), exact=False),
     ]
     return exact + wrong * lab.controls
 
@@ -360,9 +367,9 @@ def _joint_row(
 
 def _decoder(cfg: RunConfig, group: dict[str, Any], temperature: float, loaded: Loaded) -> Decoder:
     sampling = SamplingConfig(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
-    part = prepared.find(group, loaded.name, loaded.revision, cfg.paths)
-    load_model = build.model_loader(cfg, loaded.tokenizer)
-    decoder = build.build_decoder(group, loaded.lm, sampling, load_model, part.folder if part else None)
+    part = artifacts.find(group, loaded.name, loaded.revision, cfg.paths)
+    load_model = instantiate.model_loader(cfg, loaded.tokenizer)
+    decoder = instantiate.build_decoder(group, loaded.lm, sampling, load_model, part.folder if part else None)
     require_exact(decoder, group["name"])
     return decoder
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from bench.agreement import check
+from bench.measure.agreement import check
 from methods.decoder import Decoder
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.config import RunConfig, identity, sanitise
+from bench.config.schema import RunConfig, identity, sanitise
 
 if TYPE_CHECKING:
     from bench.lossless.experiments import Lab
-    from bench.models import Loaded
+    from bench.models.loading import Loaded
 
 
 def defining(cfg: RunConfig) -> dict[str, Any]:
@@ -35,9 +35,9 @@ def folder_name(experiment: str, cfg: RunConfig, lab: Lab, loaded: Loaded) -> st
 
 def _part(cfg: RunConfig, loaded: Loaded) -> dict[str, Any] | None:
     """What was prepared for the method, if it takes such a part."""
-    from bench import prepared
+    from bench.models import artifacts
 
-    found = prepared.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
+    found = artifacts.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
     return found.facts() if found else None
 
 
@@ -52,7 +52,8 @@ def write(
     seconds: float,
 ) -> None:
     """``manifest.json`` and ``result.json`` in ``folder``."""
-    from bench import hardware, prepared, scrub
+    from bench.models import artifacts
+    from bench.utils import machine, redact
 
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {
@@ -62,15 +63,15 @@ def write(
         "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
         **({"part": part} if (part := _part(cfg, loaded)) else {}),
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),
-        "hardware": hardware.facts(loaded.lm.device),
-        "versions": hardware.versions(),
-        "git": hardware.git_state(),
-        "argv": scrub.argv(["bench.lossless", *sys.argv[1:]]),
+        "hardware": machine.facts(loaded.lm.device),
+        "versions": machine.versions(),
+        "git": machine.git_state(),
+        "argv": redact.argv(["bench.lossless", *sys.argv[1:]]),
         "started_at": begin.isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
     }
-    prepared.write_json(folder / "manifest.json", scrub.tree(manifest))
-    prepared.write_json(folder / "result.json", result)
+    artifacts.write_json(folder / "manifest.json", redact.tree(manifest))
+    artifacts.write_json(folder / "result.json", result)
 
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from methods.decoder import ABSENT, Draft
 from methods.engine.sampling import Sampling, argmax
-from methods.speculative.verify import ExactRule
+from methods.speculative.verification import ExactRule
 
 Kind = Literal["chain", "with_replacement", "without_replacement", "top", "top_as_drawn", "given"]
 LIMIT = 8  # tokens that a drafter is told to make room for
@@ -152,7 +152,7 @@ def root_distributions(
     is the root.
     """
     from methods.decoder import Context
-    from methods.engine.seq2seq import Seq2SeqLM
+    from methods.engine.seq2seq_lm import Seq2SeqLM
 
     target, drafter = decoder.target, decoder.drafter  # type: ignore[attr-defined]
     device = target.device

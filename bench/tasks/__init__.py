@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.tasks.base import Example, Task
 from bench.tasks.chat import Demo, Jsonl, MTBench, SpecBench
 from bench.tasks.exercises import Gsm8k, HumanEval
-from bench.tasks.pairs import (
+from bench.tasks.seq2seq import (
     WMT16,
     CnnDailyMailArticles,
     HubPairs,
@@ -15,7 +15,7 @@ from bench.tasks.pairs import (
     WMT14Pairs,
     XSumArticles,
 )
-from bench.tasks.texts import WMT14, CnnDailyMail, NQOpen, XSum
+from bench.tasks.single_turn import WMT14, CnnDailyMail, NQOpen, XSum
 
 __all__ = [
     "CnnDailyMail",

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from bench.arguments import did_you_mean
+from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
-from bench.quality import Scorer
-from bench.sources import Revision, Sources
-from bench.stats import Interval
+from bench.scoring import Scorer
+from bench.tasks.sources import Revision, Sources
+from bench.utils.stats import Interval
 
 Subset = Literal["first", "random"]
 Message = dict[str, str]
@@ -53,7 +53,7 @@ class Task(ABC):
 
     Attributes:
         kind: what sort of target the prompts are for; the user's own may be for any.
-        revision: what was read by ``load``: ``files`` (see ``bench.sources.Revision``), ``content`` (sha256 over the
+        revision: what was read by ``load``: ``files`` (see ``bench.tasks.sources.Revision``), ``content`` (sha256 over the
             chosen examples, the same wherever they came from), ``available`` and ``chosen`` (their numbers),
             ``warnings``.
         spare: examples for a warm-up, which ``load`` did not choose; none is longer than half of the chosen ones, so

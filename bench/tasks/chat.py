@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from bench.quality import SCORERS, Gsm8kScorer, NQScorer, RougeScorer, Scorer, TranslationScorer
-from bench.sources import Origin, Revision, Sources, numbered_rows, project_data, read_bytes, sha256
+from bench.scoring import SCORERS, Gsm8kScorer, NQScorer, RougeScorer, Scorer, TranslationScorer
 from bench.tasks.base import ANY, Example, Subset, Task
-from bench.tasks.lines import read_lines
+from bench.tasks.jsonl_format import read_lines
+from bench.tasks.sources import Origin, Revision, Sources, numbered_rows, project_data, read_bytes, sha256
 
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 

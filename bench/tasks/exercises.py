@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Literal
 
 from bench.errors import UserError
-from bench.quality import Gsm8kScorer, HumanEvalScorer, Scorer
-from bench.sources import Revision, Row, Sources
+from bench.scoring import Gsm8kScorer, HumanEvalScorer, Scorer
 from bench.tasks.base import ANY, Example, Message, Subset, Task
+from bench.tasks.sources import Revision, Row, Sources
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # notes for a calculator in the answers of GSM8K; no reader wants them
 

@@ -35,13 +35,13 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Guarantee
+from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.confidence import Confidence, Measure, Vocabulary, make_confidence
+from methods.early_exit.confidence_timing import confidence_share
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Look
-from methods.early_exit.probe import confidence_share
-from methods.early_exit.promise import GRID, Promise
 from methods.early_exit.threshold import Decay, Threshold
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
 

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from methods.early_exit.affine_maps import Places, judge
 from methods.early_exit.exits import Reader
-from methods.early_exit.translators import Places, judge
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 
 Loss = Literal["independent", "geometric"]
 Weights = tuple[Float[Tensor, "D"], Float[Tensor, ""]]

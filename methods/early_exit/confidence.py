@@ -30,9 +30,9 @@ from torch import Tensor
 
 from methods.early_exit.exits import Exits
 from methods.early_exit.loop import head_share
-from methods.engine.exit_quality import gap
+from methods.engine.causal_lm import CausalLM
 from methods.engine.linear import Linear, make_linear
-from methods.engine.lm import CausalLM
+from methods.training.exit_quality import gap
 
 Measure = Literal["softmax", "saturation", "classifier"]
 Vocabulary = int | Literal["auto"] | None

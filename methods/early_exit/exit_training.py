@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import torch
 
 from methods.decoder import Workshop
+from methods.early_exit.affine_maps import Maps, Places, chosen_depths, compare, fit_maps, gather
 from methods.early_exit.classifier_training import Loss, Weights, confidences, fit_classifier, labelled
-from methods.early_exit.distillation import distil
+from methods.early_exit.exit_distillation import distil
 from methods.early_exit.exits import Exits, Lens, Reader, Translated
-from methods.early_exit.lessons import HEADS_CORPUS, AnswerRecipe, Recipe
-from methods.early_exit.translators import Maps, Places, chosen_depths, compare, fit_maps, gather
-from methods.engine.exit_quality import quality, summary
-from methods.engine.lm import CausalLM
-from methods.engine.training import discard
+from methods.early_exit.training_states import HEADS_CORPUS, AnswerRecipe, Recipe
+from methods.engine.causal_lm import CausalLM
+from methods.training.exit_quality import quality, summary
+from methods.training.trainer import discard
 
 _CLASSIFIED = 8192  # places the classifier learns from, at most
 

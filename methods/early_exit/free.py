@@ -34,11 +34,11 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from methods.decoder import Rule
+from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.confidence import Vocabulary
+from methods.early_exit.confidence_timing import confidence_share
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
-from methods.early_exit.probe import confidence_share
-from methods.early_exit.promise import GRID, Promise
-from methods.early_exit.shallow_deep import (
+from methods.early_exit.free_loop import (
     Accept,
     AdaptiveThreshold,
     Agreement,
@@ -47,7 +47,7 @@ from methods.early_exit.shallow_deep import (
     ShallowDeepDecoder,
 )
 from methods.early_exit.threshold import Threshold
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
 
@@ -64,7 +64,7 @@ class Free(ShallowDeepDecoder):
         remember: it keeps what it learnt from prompt to prompt.
         distance: ``rollback`` takes back tokens of which the deep layers' -log p is above this.
         rule: exact rule of ``verify``; None: keep a token while the whole model picks it too. At a temperature one
-            for drawn chains (methods.speculative.verify.ChainRejection) keeps more.
+            for drawn chains (methods.speculative.verification.ChainRejection) keeps more.
         max_pending: most tokens that wait for the deep layers.
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
         vocabulary: ids that the exit asks first, see ``confidence.py``; None: no screen. A threshold that learns has

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from methods.decoder import Example, Workshop
+from methods.early_exit.affine_maps import HELD_OUT, Maps, Places, fit_maps, judge
 from methods.early_exit.exits import Exits, Lens, Reader, Translated, require_depths
 from methods.early_exit.hash_tables import Balance, Corpus, HashTable, Kind, even_depths, make_table
-from methods.early_exit.lessons import HEADS_CORPUS, AnswerRecipe, own_answers
-from methods.early_exit.translators import HELD_OUT, Maps, Places, fit_maps, judge
-from methods.engine.exit_quality import quality, summary
-from methods.engine.lm import CausalLM
+from methods.early_exit.training_states import HEADS_CORPUS, AnswerRecipe, own_answers
+from methods.engine.causal_lm import CausalLM
+from methods.training.exit_quality import quality, summary
 
 _BATCH = 16  # dialogues read at once
 _FEWEST = 16  # held-out dialogues are every so manieth

@@ -28,10 +28,10 @@ from torch import Generator, Tensor
 
 from methods.decoder import Guarantee, Step
 from methods.early_exit.exits import Reader
-from methods.engine.cache import Cache
-from methods.engine.lm import CausalLM, Pass
+from methods.engine.causal_lm import CausalLM, Pass
+from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq import DecoderPass
+from methods.engine.seq2seq_lm import DecoderPass
 
 
 @dataclass(slots=True)

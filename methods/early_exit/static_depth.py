@@ -27,10 +27,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.decoder import Guarantee
+from methods.early_exit.calibrator import Promise
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Look
-from methods.early_exit.promise import Promise
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
 

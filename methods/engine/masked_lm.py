@@ -20,9 +20,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from methods.engine.cache import Cache
+from methods.engine.causal_lm import CausalLM, Pass
+from methods.engine.kv_cache import Cache
 from methods.engine.linear import LinearForm
-from methods.engine.lm import CausalLM, Pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Write all tokens at once. Start with loop.py, then nat.py."""

@@ -27,12 +27,11 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from methods.engine.lm import CausalLM
-from methods.engine.pairs import Recipe
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.non_autoregressive.core import Embedding, Memory, Network, present_up_to
-from methods.non_autoregressive.inputs import Masks
+from methods.non_autoregressive.decoder_inputs import Masks
 from methods.non_autoregressive.loop import NonAutoregressive
+from methods.non_autoregressive.network import Embedding, Memory, Network, present_up_to
 from methods.non_autoregressive.student import (
     Batch,
     Candidates,
@@ -43,6 +42,7 @@ from methods.non_autoregressive.student import (
     require_at_least_one,
 )
 from methods.non_autoregressive.training import Data, StudentTraining
+from methods.training.translation import Recipe
 
 
 class CmlmStudent(LengthStudent):

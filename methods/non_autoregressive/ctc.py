@@ -31,14 +31,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from methods.engine.lm import CausalLM
-from methods.engine.pairs import Pair, Recipe
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.non_autoregressive.core import Embedding, Memory, Network, present_up_to
-from methods.non_autoregressive.inputs import gather
+from methods.non_autoregressive.decoder_inputs import gather
 from methods.non_autoregressive.loop import NonAutoregressive
+from methods.non_autoregressive.network import Embedding, Memory, Network, present_up_to
 from methods.non_autoregressive.student import Batch, Candidates, Objective, Student
 from methods.non_autoregressive.training import Data, StudentTraining
+from methods.training.translation import Pair, Recipe
 
 
 class CtcStudent(Student):

@@ -40,17 +40,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 
-from methods.engine.lm import CausalLM
-from methods.engine.pairs import Pair, Recipe
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq import Seq2SeqLM
-from methods.non_autoregressive.alignment import NULL, align
-from methods.non_autoregressive.core import Embedding, Memory, Network
+from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.non_autoregressive.decoder_inputs import Copy
 from methods.non_autoregressive.glat import GlatStudent
-from methods.non_autoregressive.inputs import Copy
 from methods.non_autoregressive.loop import NonAutoregressive
+from methods.non_autoregressive.network import Embedding, Memory, Network
 from methods.non_autoregressive.student import Batch, Objective, OnePass, Student, require_at_least_one
 from methods.non_autoregressive.training import Data, Progress, StudentTraining
+from methods.non_autoregressive.word_alignment import NULL, align
+from methods.training.translation import Pair, Recipe
 
 Base = Literal["nat", "glat"]
 _LINKS, _RATE = 1024, 3e-3  # of the fit of a dictionary: links of a step, and the learning rate

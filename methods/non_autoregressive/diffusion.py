@@ -42,8 +42,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Guarantee, Step
-from methods.engine.cache import Cache
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
+from methods.engine.kv_cache import Cache
 from methods.engine.masked_lm import MaskedLM
 from methods.engine.sampling import Sampling
 from methods.non_autoregressive.diffusion_canvas import Canvas

@@ -27,14 +27,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from methods.engine.lm import CausalLM
-from methods.engine.pairs import Recipe
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.non_autoregressive.core import Embedding, Memory, Network
-from methods.non_autoregressive.inputs import Copy, copy_of
+from methods.non_autoregressive.decoder_inputs import Copy, copy_of
 from methods.non_autoregressive.loop import NonAutoregressive
+from methods.non_autoregressive.network import Embedding, Memory, Network
 from methods.non_autoregressive.student import Batch, LengthStudent, Objective, OnePass, lowest, require_at_least_one
 from methods.non_autoregressive.training import Data, StudentTraining
+from methods.training.translation import Recipe
 
 
 class GlatStudent(LengthStudent):

@@ -29,10 +29,10 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from methods.decoder import Guarantee, Step
-from methods.engine.clock import Stopwatch
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq import Seq2SeqLM
+from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.engine.stopwatch import Stopwatch
 from methods.non_autoregressive import rescoring
 from methods.non_autoregressive.student import Candidates, Student, Writer, load_student, pad_sources
 

@@ -38,17 +38,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 
-from methods.engine.lm import CausalLM
-from methods.engine.pairs import Pair, Recipe
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq import Seq2SeqLM
-from methods.non_autoregressive.alignment import align, fertilities
-from methods.non_autoregressive.core import Embedding, Memory, Network, present_up_to
-from methods.non_autoregressive.finetuning import Finetuning, three_terms
-from methods.non_autoregressive.inputs import gather
+from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.non_autoregressive.decoder_inputs import gather
 from methods.non_autoregressive.loop import NonAutoregressive
+from methods.non_autoregressive.nat_finetuning import Finetuning, three_terms
+from methods.non_autoregressive.network import Embedding, Memory, Network, present_up_to
 from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, fill, require_at_least_one
 from methods.non_autoregressive.training import Data, Progress, StudentTraining
+from methods.non_autoregressive.word_alignment import align, fertilities
+from methods.training.translation import Pair, Recipe
 
 Decoding = Literal["argmax", "average", "npd"]
 _MOST_PER_TOKEN = 2  # of the source, so many tokens of the target at most

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.engine.seq2seq import Seq2SeqLM, Source
-from methods.non_autoregressive.core import present_up_to
+from methods.engine.seq2seq_lm import Seq2SeqLM, Source
+from methods.non_autoregressive.network import present_up_to
 from methods.non_autoregressive.student import mean_over
 
 

@@ -20,9 +20,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
 from methods.decoder import MissingPart
-from methods.engine.lm import CausalLM
-from methods.engine.losses import cross_entropy
-from methods.engine.part_files import (
+from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import (
     read_part,
     require_shapes,
     require_target,
@@ -30,8 +29,9 @@ from methods.engine.part_files import (
     training_command,
     write_part,
 )
-from methods.non_autoregressive.core import Memory, Network, Shape, present_up_to
-from methods.non_autoregressive.lengths import LengthHead
+from methods.non_autoregressive.length_predictor import LengthHead
+from methods.non_autoregressive.network import Memory, Network, Shape, present_up_to
+from methods.training.losses import cross_entropy
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ import torch
 from torch import Generator, Tensor
 
 from methods.decoder import Foundry
-from methods.engine.distillation import translations
-from methods.engine.pairs import BleuJudge, Pair, PairCourse, Recipe, padded, split
-from methods.engine.seq2seq import Seq2SeqLM
-from methods.engine.training import SAVE_EVERY_S, attention_over_short_rows, autocast, discard
-from methods.non_autoregressive.core import Embedding, Network, Shape
+from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.loop import write
+from methods.non_autoregressive.network import Embedding, Network, Shape
 from methods.non_autoregressive.student import Batch, Objective, Student, Writer, save_student
+from methods.training.distillation import translations
+from methods.training.trainer import SAVE_EVERY_S, attention_over_short_rows, autocast, discard
+from methods.training.translation import BleuJudge, Pair, PairCourse, Recipe, padded, split
 
 Data = Literal["raw", "distilled"]
 Progress = Callable[[str, int, int], None]

@@ -21,11 +21,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, stack, tensor, where
 
 from methods.decoder import ABSENT, Context, Draft
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling, argmax
-from methods.speculative.draft_model import DraftModel, require_vocabulary, weights_of
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.verify import RelaxedRule
+from methods.speculative.speculative_sampling import DraftModel, require_vocabulary, weights_of
+from methods.speculative.verification import RelaxedRule
 
 
 class Rollback(RelaxedRule):

@@ -28,11 +28,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from methods.decoder import ABSENT, Context, Draft, Scouts
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.engine.tree import trie
+from methods.engine.token_tree import trie
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.verify import default_rule
+from methods.speculative.verification import default_rule
 
 
 class Window:

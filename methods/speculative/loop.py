@@ -22,10 +22,10 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Context, Draft, Drafter, Prompts, Renewable, Rounds, Rule, Step, Verdict
-from methods.engine.cache import Cache
-from methods.engine.clock import Stopwatch
-from methods.engine.lm import CausalLM, Output
+from methods.engine.causal_lm import CausalLM, Output
+from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax
+from methods.engine.stopwatch import Stopwatch
 
 
 class SpeculativeDecoder:

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from methods.decoder import Context, Draft
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.verify import default_rule
+from methods.speculative.verification import default_rule
 
 
 class NgramIndex:

@@ -35,11 +35,11 @@ import torch
 from jaxtyping import UInt32
 
 from methods.decoder import ABSENT, Context, Draft, MissingPart
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.speculative.datastore import LONGEST, SEPARATOR, Datastore
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.verify import default_rule
+from methods.speculative.rest_datastore import LONGEST, SEPARATOR, Datastore
+from methods.speculative.verification import default_rule
 
 
 @dataclass(slots=True)

@@ -27,11 +27,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from methods.decoder import Context, Draft
-from methods.engine.lm import CausalLM
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling, top_candidates
-from methods.engine.tree import Shape
+from methods.engine.token_tree import Shape
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.verify import default_rule
+from methods.speculative.verification import default_rule
 
 TREES: dict[str, list[list[int]]] = {
     # 80 nodes, 8 + 21 + 25 + 15 + 8 + 3 on six levels: the tree of the paper's experiments, as Spec-Bench runs it.
@@ -46,7 +46,7 @@ TREES: dict[str, list[list[int]]] = {
     # 7 nodes, those of the 80 that SmolLM2-135M kept most often, over prompts of dolly and of GSM8K's train split.
     "small": [[3], [2, 1], [1]],
 }
-"""Name -> numbers of children, as ``methods.engine.tree.Shape.of_children`` reads them."""
+"""Name -> numbers of children, as ``methods.engine.token_tree.Shape.of_children`` reads them."""
 
 
 class CandidateMatrix:

@@ -1,0 +1,561 @@
+"""Every rate of a run, derived from recorded counters and raw times: pure functions, so a fix never needs a GPU.
+
+Only measured rows count, and only batches that both arms finished without an error. Three units appear. A *row* is one
+prompt decoded once. A *batch* is what was decoded in lockstep: its time and energy are those of all its rows and are
+counted once. A *unit* is what the arms are paired by and what the bootstrap draws: the batches of one conversation,
+for the turns of a conversation are not independent of each other. With one turn and batch size 1 the three are one.
+
+With refilled rows a queue is a batch. Its prompts share rounds with whatever stood beside them, so throughput and its
+speed-up are those of whole queues, and there is no speed-up of a category; a prompt's own times count from the step
+that read it. Prefill is the time of all such steps.
+
+Repeats are averaged per prompt first: a row weighs 1 / (repeats of its prompt) in every sum and mean; percentiles are
+those of all measured requests. None means not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, fields
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from bench.records.run_folder import Sample
+from bench.utils import stats
+
+Array = NDArray[np.float64]
+Price = Callable[[int, int, int], float]
+
+STEP_COLUMNS = (
+    "step_ns",
+    "step_tokens",
+    "step_drafted",
+    "step_accepted",
+    "step_depth",
+    "step_nodes",
+    "step_layers",
+    "step_draft_ns",
+    "step_target_passes",
+    "step_draft_passes",
+)
+MIXED = "mixed"  # category of a batch whose rows are of several
+FEWEST_FOR_P99 = 100
+ENERGY_BLOCK_S = 5.0
+_NS = 1e9
+_ONE_QUEUE = "one queue has no spread; set measure.refill_queue, the fewest prompts of a queue, to measure several"
+_FEWEST_ROUNDS, _FEWEST_BATCHES = 8, 4  # below, the spread of the baseline says nothing
+
+
+@runtime_checkable
+class CostCurve(Protocol):
+    """What a pass of the target costs, see ``bench.measure.verify_cost``."""
+
+    def seconds(self, nodes: int, batch: int, context: int) -> float:
+        """Time of a pass over ``nodes`` nodes in each of ``batch`` rows of ``context`` tokens."""
+        ...
+
+
+def summarise(
+    samples: Iterable[Sample | Mapping[str, Any]],
+    *,
+    guarantee: str,
+    agreement: Mapping[str, Any] | None = None,
+    cost_curve: CostCurve | Price | None = None,
+    cost_over_layers: float = 1.0,
+    n_bootstrap: int = 10_000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """What summary.json says of a run, apart from its names and its verdict.
+
+    Args:
+        samples: the rows of samples.jsonl.
+        guarantee: what the method declares: EXACT, RELAXED or INDEPENDENT_MODEL.
+        agreement: what ``bench.measure.agreement`` found.
+        cost_curve: measured time of a target pass; None leaves the prediction out.
+        cost_over_layers: see the function of this name.
+        n_bootstrap: resamples behind each interval.
+        seed: of the resampling.
+
+    Returns:
+        JSON-ready; the keys of the method's own rates stand at the top level, ``baseline`` holds the same of the
+        other arm.
+    """
+    everything = frame(samples)
+    rows = paired(everything)
+    arms = {arm: rows[rows["arm"] == arm] for arm in ("method", "baseline")}
+    ratios = speedups(rows, n_bootstrap, seed)
+    predicted = predicted_speedup(rows, cost_curve, cost_over_layers)
+    rates = {arm: arm_rates(part) for arm, part in arms.items()}
+    measured, tokens_per_s = ratios["total"]["value"], rates["baseline"]["tokens_per_s"]
+    summary = {
+        "guarantee": str(getattr(guarantee, "value", guarantee)),
+        "n_prompts": int(rows["prompt_id"].nunique()),
+        "n_repeats": int(rows["repeat"].nunique()),
+        "n_errors": int(errors(everything).sum()),
+        "speedup": ratios | {"per_token": _divide(rates["method"]["tokens_per_s"], tokens_per_s)},
+        "predicted_speedup": predicted,
+        "predicted_ratio": _divide(measured, predicted),
+        **rates["method"],
+        "baseline_tokens_per_s": tokens_per_s,
+        "baseline": rates["baseline"],
+        **steadiness(rows),
+        "agreement": None if agreement is None else dict(agreement),
+    }
+    return {key: _jsonable(value) for key, value in summary.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ frames
+
+
+def frame(samples: Iterable[Sample | Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per sample, one column per field."""
+    names = [field.name for field in fields(Sample)]
+    rows = [sample if isinstance(sample, Sample) else Sample(**sample) for sample in samples]
+    columns = {name: pd.Series([getattr(row, name) for row in rows], dtype=object) for name in names}
+    return pd.DataFrame(columns).astype(_SCALARS)
+
+
+_SCALARS = {
+    "repeat": "int64",
+    "turn": "int64",
+    "batch": "int64",
+    "batch_size": "int64",
+    "n_prompt_tokens": "int64",
+    "n_output_tokens": "int64",
+    "prefill_ns": "float64",
+    "batch_ns": "float64",
+    "queue": "float64",
+    "admitted": "float64",
+    "peak_bytes": "float64",
+    "energy_j": "float64",
+}
+
+
+def errors(rows: pd.DataFrame) -> pd.Series:
+    """Whether something went wrong with a measured row."""
+    return rows["error"].notna() & (rows["phase"] == "measure")
+
+
+def paired(rows: pd.DataFrame) -> pd.DataFrame:
+    """The measured rows of batches that both arms finished without an error.
+
+    Adds ``unit``, the number of the conversation, and ``weight``, 1 / repeats of the row's prompt.
+    """
+    measured = rows[rows["phase"] == "measure"]
+    starts = measured.groupby("batch")["turn"].min().sort_index() == 1
+    unit = measured["batch"].map(starts.cumsum())
+    arms = measured.groupby(["batch", "repeat", "prompt_id"])["arm"].transform("nunique")
+    good = measured["error"].isna() & (arms == 2)
+    whole = good.groupby([measured["batch"], measured["repeat"]]).transform("all").astype(bool)
+    kept = measured.assign(unit=unit)[whole].reset_index(drop=True)
+    return kept.assign(weight=1.0 / kept.groupby(["arm", "prompt_id"])["repeat"].transform("nunique"))
+
+
+def batches(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per arm, batch and repeat: the member with the most steps, which saw every round of the batch.
+
+    Adds ``tokens``, the output tokens of all members, and ``contexts``, the tokens of the text behind each step. Of a
+    queue, whose rounds no member saw all, the columns of steps are those of ``_queue``.
+    """
+    keys = ["arm", "batch", "repeat"]
+    tokens = rows.groupby(keys)["n_output_tokens"].transform("sum")
+    longest_first = rows.assign(tokens=tokens, steps=rows["step_ns"].map(len)).sort_values(
+        "steps", ascending=False, kind="stable"
+    )
+    done = longest_first.drop_duplicates(keys).sort_values(keys).reset_index(drop=True)
+    contexts = [n + np.cumsum(kept) for n, kept in zip(done["n_prompt_tokens"], done["step_tokens"], strict=True)]
+    done = done.assign(contexts=pd.Series(contexts, dtype=object))
+    if done.empty or done["queue"].isna().any():
+        return done
+    whole = pd.DataFrame([_queue(members) for _, members in rows.groupby(keys)])  # in the order of ``done``
+    return done.assign(**{str(name): whole[name] for name in whole})
+
+
+def _queue(members: pd.DataFrame) -> dict[str, Any]:
+    """All steps of a queue: what its prompts share of each, the most layers of any, and their mean context.
+
+    Steps that read prompts are in ``prefill_ns``, and count no pass of the target.
+    """
+    begins: list[int] = members["admitted"].astype(int).tolist()
+    prompts: Iterable[Any] = members.itertuples()
+    count = max(begin + len(steps) for begin, steps in zip(begins, members["step_ns"], strict=True))
+    shared: dict[str, list[Any]] = {name: [None] * count for name in ("step_ns", "step_nodes", "step_draft_ns")}
+    passes, draft_passes, layers = np.zeros(count, int), np.zeros(count, int), np.zeros(count)
+    lengths, rows = np.zeros(count), np.zeros(count)
+    for begin, prompt in zip(begins, prompts, strict=True):
+        own = slice(begin, begin + len(prompt.step_ns))
+        for name, values in shared.items():
+            values[own] = getattr(prompt, name)
+        passes[own] = np.maximum(passes[own], prompt.step_target_passes)
+        draft_passes[own] = prompt.step_draft_passes
+        layers[own] = np.maximum(layers[own], prompt.step_layers)
+        lengths[own] += prompt.n_prompt_tokens + np.cumsum(prompt.step_tokens)
+        rows[own] += 1
+    reads = sorted(set(begins))
+    passes[reads] = 0
+    return {
+        **shared,
+        "prefill_ns": float(sum(shared["step_ns"][step] for step in reads)),
+        "step_target_passes": passes.tolist(),
+        "step_draft_passes": draft_passes.tolist(),
+        "step_layers": layers.tolist(),
+        "contexts": lengths / rows,
+    }
+
+
+def rounds(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per step: the step columns without their prefix, ``step`` (0 is the prefill) and the row's ``weight``."""
+    lengths = [len(steps) for steps in rows["step_ns"]]
+    columns = {name.removeprefix("step_"): _flat(rows[name]) for name in STEP_COLUMNS}
+    columns["step"] = np.array([step for length in lengths for step in range(length)], dtype=float)
+    columns["weight"] = np.repeat(rows["weight"].to_numpy(dtype=float), lengths)
+    return pd.DataFrame(columns)
+
+
+def units(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per unit: category and, for each arm, seconds, prefill seconds and tokens; repeats averaged."""
+    done = batches(rows)
+    scaled = pd.DataFrame(
+        {
+            "unit": done["unit"],
+            "arm": done["arm"],
+            "s": done["batch_ns"] / _NS * done["weight"],
+            "prefill_s": done["prefill_ns"] / _NS * done["weight"],
+            "tokens": done["tokens"] * done["weight"],
+        }
+    )
+    wide = scaled.groupby(["unit", "arm"]).sum().unstack("arm")
+    wide.columns = [f"{arm}_{name}" for name, arm in wide.columns]
+    kinds = rows.groupby("unit")["category"].agg(lambda found: found.iloc[0] if found.nunique() == 1 else MIXED)
+    return wide.assign(category=kinds)
+
+
+# --------------------------------------------------------------------------------------------------------- speed-ups
+
+
+def speedups(rows: pd.DataFrame, n_bootstrap: int, seed: int) -> dict[str, Any]:
+    """The headline (``total``) and its relatives, each under its own name.
+
+    ``total`` is baseline time over method time; ``geometric`` the mean of the units' ratios; ``spec_bench`` the mean
+    of the method's rates over the mean of the baseline's, as Spec-Bench (Xia et al. 2024) computes it; ``prefill``
+    and ``decode`` split the total; ``by_category`` gives the total of each category. With queues ``latency`` is the
+    ratio of the summed times that prompts took from being read to their end, paired by conversation.
+    """
+    if rows.empty:
+        nothing = asdict(stats.ratio_of_totals([], [], n_resamples=n_bootstrap, seed=seed))
+        keys = ("geometric", "geometric_interval", "spec_bench", "prefill", "decode")
+        return {"total": nothing, **dict.fromkeys(keys), "by_category": {}}
+    table = units(rows)
+
+    def total(part: pd.DataFrame) -> dict[str, Any]:
+        baseline_s, method_s = part["baseline_s"].to_numpy(float), part["method_s"].to_numpy(float)
+        return asdict(stats.ratio_of_totals(baseline_s, method_s, n_resamples=n_bootstrap, seed=seed))
+
+    geometric = stats.geometric_mean(table["baseline_s"].to_numpy(float), table["method_s"].to_numpy(float))
+    rates = {arm: (table[f"{arm}_tokens"] / table[f"{arm}_s"]).mean() for arm in ("method", "baseline")}
+    sums = table.drop(columns="category").sum()
+    queues = bool(rows["queue"].notna().all())
+    overall = total(table)
+    if queues and overall["n"] == 1:
+        overall["reason"] = _ONE_QUEUE
+    return {
+        "total": overall,
+        "geometric": geometric.value,
+        "geometric_interval": None if geometric.low is None else [geometric.low, geometric.high],
+        "spec_bench": _divide(rates["method"], rates["baseline"]),
+        "prefill": _divide(sums["baseline_prefill_s"], sums["method_prefill_s"]),
+        "decode": _divide(sums["baseline_s"] - sums["baseline_prefill_s"], sums["method_s"] - sums["method_prefill_s"]),
+        "by_category": {} if queues else {str(name): total(part) for name, part in table.groupby("category")},
+        **({"latency": total(_conversations(rows))} if queues else {}),
+    }
+
+
+def _conversations(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per conversation: seconds of each arm from the reading of its prompts to their ends, repeats averaged."""
+    seconds = pd.Series([sum(steps) / _NS for steps in rows["step_ns"]], index=rows.index) * rows["weight"]
+    example = rows["prompt_id"].map(lambda name: name.rpartition("/")[0])
+    return seconds.groupby([example, rows["arm"]]).sum().unstack("arm").add_suffix("_s")
+
+
+def expected_speedup_leviathan(alpha: float, gamma: int, c: float) -> float:
+    """Expected speed-up of a chain draft (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8).
+
+    (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)): expected tokens of a round over its cost in target passes,
+    where a pass over gamma + 1 tokens costs as much as one over a single token.
+
+    Args:
+        alpha: probability that a judged draft token is accepted, independent of its position.
+        gamma: draft length.
+        c: time of a draft pass over time of a target pass.
+
+    Raises:
+        ValueError: alpha outside [0, 1], or a negative gamma or c.
+    """
+    if not 0 <= alpha <= 1 or gamma < 0 or c < 0:
+        raise ValueError(f"Needs 0 <= alpha <= 1, gamma >= 0 and c >= 0; got {alpha}, {gamma} and {c}.")
+    return sum(alpha**i for i in range(gamma + 1)) / (gamma * c + 1)
+
+
+def predicted_speedup(
+    rows: pd.DataFrame, cost_curve: CostCurve | Price | None, cost_over_layers: float = 1.0
+) -> float | None:
+    """The speed-up the recorded rounds should have brought at the measured cost of target passes.
+
+    A batch is predicted to take its prefill, and for every round the measured price of its passes plus the time that
+    was spent drafting; the same for both arms. What the method really took beyond that is its own overhead. None
+    without a curve, or where the method drafts with a model and the time of it was not recorded.
+    """
+    if cost_curve is None or rows.empty:
+        return None
+    price = lru_cache(maxsize=None)(cost_curve.seconds if isinstance(cost_curve, CostCurve) else cost_curve)
+    done = batches(rows)
+    over = {"method": cost_over_layers, "baseline": 1.0}
+    predicted = [_predicted_s(batch, price, over[str(batch.arm)]) for batch in done.itertuples()]
+    seconds = np.array(predicted) * done["weight"]
+    sums = seconds.groupby(done["arm"]).sum(min_count=1)
+    unknown = seconds.isna().groupby(done["arm"]).any()
+    return None if unknown.any() else _divide(sums["baseline"], sums["method"])
+
+
+def cost_over_layers(manifest: Mapping[str, Any]) -> float:
+    """What the passes of a run's method cost over the share of the layers they ran, as it counted itself.
+
+    Of early exit: the decisions whether to leave, whole output matrices behind fewer layers, and what is done for the
+    layers that were skipped.
+    """
+    return float((manifest.get("method_facts") or {}).get("cost_over_layers", 1.0))
+
+
+def _predicted_s(batch: Any, price: Price, cost_over_layers: float) -> float:
+    """Predicted seconds of a batch; NaN where drafting took passes whose time is not known.
+
+    A pass that ran a share of the layers costs that share, times ``cost_over_layers``. Contexts are those of the row
+    with the most steps; in a queue, the mean of its rows.
+    """
+    total = batch.prefill_ns / _NS
+    for step in range(1, len(batch.step_ns)):
+        draft_ns, layers = batch.step_draft_ns[step], min(1.0, batch.step_layers[step])
+        if draft_ns is None and batch.step_draft_passes[step]:
+            return float("nan")
+        pass_s = price(batch.step_nodes[step], batch.batch_size, int(batch.contexts[step - 1]))
+        total += batch.step_target_passes[step] * layers * cost_over_layers * pass_s + (draft_ns or 0) / _NS
+    return float(total)
+
+
+# ----------------------------------------------------------------------------------------------------- rates of an arm
+
+
+def arm_rates(rows: pd.DataFrame) -> dict[str, Any]:
+    """Everything that is said of one arm alone."""
+    table, done = rounds(rows), batches(rows)
+    decode = table[table["step"] > 0]
+    return {
+        "tokens_per_s": throughput(done),
+        **per_prompt(rows, done),
+        "tokens_per_step": tokens_per_step(decode),
+        **acceptance(table),
+        "layers_per_token": _ratio_of_sums(table["layers"] * table["tokens"], table["tokens"], table["weight"]),
+        **latencies(rows),
+        "step_s": distribution(decode["ns"] / _NS, decode["weight"]),
+        "itl_s": inter_token_latency(rows),
+        "time_s": time_split(done),
+        "draft_share": draft_share(done),
+        "n_output_tokens": _sum(rows["n_output_tokens"] * rows["weight"]),
+        "peak_memory_bytes": None if rows["peak_bytes"].isna().all() else int(rows["peak_bytes"].max()),
+        "energy_j_per_token": energy_per_token(done),
+        "quality": means_of(rows, "quality"),
+        "extra": means_of(rows, "extra"),
+    }
+
+
+def throughput(done: pd.DataFrame) -> float | None:
+    """Output tokens of all rows per second of wall time, prefill included."""
+    return _ratio_of_sums(done["tokens"], done["batch_ns"] / _NS, done["weight"])
+
+
+def per_prompt(rows: pd.DataFrame, done: pd.DataFrame) -> dict[str, float | None]:
+    """Prompts answered per second of wall time, all rows of a batch together, and the milliseconds that each took."""
+    seconds = _sum(done["batch_ns"] / _NS * done["weight"])
+    rate = _divide(_sum(rows["weight"]), seconds)
+    return {"prompts_per_s": rate, "ms_per_prompt": _divide(1000.0, rate)}
+
+
+def tokens_per_step(decode: pd.DataFrame) -> float | None:
+    """Tokens kept per target pass and row, bonus included, over the rounds after the prefill: 1.00 is autoregression.
+
+    None where a method needs no round after its first step.
+    """
+    return _ratio_of_sums(decode["tokens"], decode["target_passes"], decode["weight"])
+
+
+def acceptance(table: pd.DataFrame) -> dict[str, Any]:
+    """What became of drafts, over all rounds that had one; every value None or empty if none had.
+
+    ``acceptance_rate`` is accepted / drafted, so a wide tree has a low one. ``alpha`` is accepted / judged along the
+    path: what stands behind a rejection was never judged. ``acceptance_at[i]`` is the share of the drafts with at
+    least i + 1 positions that kept position i; ``acceptance_at_conditional[i]`` of those that had kept all before it.
+    """
+    drafts = table[table["depth"] > 0]
+    accepted, depth, weight = (drafts[name].to_numpy(float) for name in ("accepted", "depth", "weight"))
+    judged = np.where(accepted < depth, accepted + 1, accepted)
+    positions = range(1, int(depth.max(initial=0)) + 1)
+
+    def share(position: int, *, among: NDArray[np.bool_]) -> float | None:
+        return _divide(weight[among & (accepted >= position)].sum(), weight[among].sum())
+
+    return {
+        "acceptance_rate": _ratio_of_sums(table["accepted"], table["drafted"], table["weight"]),
+        "alpha": _ratio_of_sums(accepted, judged, weight),
+        "acceptance_at": [share(i, among=depth >= i) for i in positions],
+        "acceptance_at_conditional": [share(i, among=(depth >= i) & (accepted >= i - 1)) for i in positions],
+    }
+
+
+def kept_at(sample: Sample) -> list[float]:
+    """Of the drafts of one answer that had a position, the share that kept it; first position first."""
+    found: list[float] = acceptance(rounds(frame([sample]).assign(weight=1.0)))["acceptance_at"]
+    return found
+
+
+def latencies(rows: pd.DataFrame) -> dict[str, Any]:
+    """Latency of a request, its time to first token, and its time per token after that (rows of 2 tokens or more)."""
+    latency = pd.Series([sum(steps) / _NS for steps in rows["step_ns"]], index=rows.index, dtype=float)
+    ttft, longer = rows["prefill_ns"] / _NS, rows["n_output_tokens"] > 1
+    tpot = ((latency - ttft) / (rows["n_output_tokens"] - 1))[longer]
+    return {
+        "ttft_s": distribution(ttft, rows["weight"]),
+        "tpot_s": distribution(tpot, rows["weight"][longer]),
+        "latency_s": distribution(latency, rows["weight"]),
+    }
+
+
+def inter_token_latency(rows: pd.DataFrame) -> dict[str, float | None]:
+    """Gap between commits over its tokens, each token counted; the first commit is left out."""
+    gaps: list[Array] = []
+    for steps_ns, tokens in zip(rows["step_ns"], rows["step_tokens"], strict=True):
+        counts = np.asarray(tokens)
+        committed = np.flatnonzero(counts)
+        ends_s = np.cumsum(steps_ns)[committed] / _NS
+        each = counts[committed][1:]
+        gaps.append(np.repeat(np.diff(ends_s) / each, each))
+    weights = np.repeat(rows["weight"].to_numpy(float), [len(found) for found in gaps])
+    return distribution(np.concatenate([np.empty(0), *gaps]), weights)
+
+
+def time_split(done: pd.DataFrame) -> dict[str, float | None]:
+    """Wall seconds of a pass over all prompts, and how they divide into prefill and decoding."""
+    total, prefill = (_sum(done[name] / _NS * done["weight"]) for name in ("batch_ns", "prefill_ns"))
+    return {"total": total, "prefill": prefill, "decode": None if total is None else total - (prefill or 0.0)}
+
+
+def draft_share(done: pd.DataFrame) -> float | None:
+    """Share of the wall time spent proposing; None where no proposal was timed."""
+    timed = [[ns for ns in steps if ns is not None] for steps in done["step_draft_ns"]]
+    if not any(timed):
+        return None
+    return _ratio_of_sums(np.array([sum(found) for found in timed], dtype=float), done["batch_ns"], done["weight"])
+
+
+def energy_per_token(done: pd.DataFrame) -> float | None:
+    """Joules of the whole device per output token, over the batches where they were measured.
+
+    None where these took less than ``ENERGY_BLOCK_S`` together: the counter advances every 20 to 100 ms, so that of a
+    single batch says little.
+    """
+    known = done[done["energy_j"].notna()]
+    if known["batch_ns"].sum() / _NS < ENERGY_BLOCK_S:
+        return None
+    return _ratio_of_sums(known["energy_j"], known["tokens"], known["weight"])
+
+
+def means_of(rows: pd.DataFrame, column: str) -> dict[str, float | None]:
+    """Mean over the prompts of every number in a column of dictionaries, by its name, over the rows that have it."""
+    found: dict[str, tuple[float, float]] = {}
+    for values, weight in zip(rows[column], rows["weight"], strict=True):
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                total, counted = found.get(name, (0.0, 0.0))
+                found[name] = total + weight * value, counted + weight
+    return {name: _divide(*sums) for name, sums in sorted(found.items())}
+
+
+def steadiness(rows: pd.DataFrame) -> dict[str, float | None]:
+    """How unsteady the machine was, by the baseline's time per round: ``spread`` over the run, ``jitter`` within it.
+
+    An autoregressive round does the same work whatever the text, except that it reads a longer context. So the time
+    per round of each decoded batch is taken, the straight line over its mean context (Theil-Sen, which outliers do not
+    bend) is removed, and what still varies is the machine. Its IQR over the median is the spread. A machine that is
+    slower for some minutes slows both arms, which are interleaved, and the speed-up stays; what disturbs a pair is the
+    change from one batch to the next, whose IQR, over the square root of 2, is the jitter: of independent values it is
+    the spread, of a drift far less. Batches of another size than the largest and those with fewer than 8 rounds are
+    left out.
+
+    Returns:
+        Both as shares of the median; None if fewer than 4 batches remain, and with refilled rows, whose contexts come
+        and go.
+    """
+    from scipy.stats import iqr, theilslopes
+
+    unknown: dict[str, float | None] = {"spread": None, "jitter": None}
+    if rows["queue"].notna().any():
+        return unknown
+    done = batches(rows[rows["arm"] == "baseline"]).sort_values(["repeat", "batch"])  # as they were measured
+    n_rounds = done["step_ns"].map(len).astype(int) - 1
+    full = done[(done["batch_size"] == done["batch_size"].max()) & (n_rounds >= _FEWEST_ROUNDS)]
+    if len(full) < _FEWEST_BATCHES:
+        return unknown
+    round_s = np.array([np.mean(steps[1:]) / _NS for steps in full["step_ns"]])
+    contexts = (full["n_prompt_tokens"] + full["n_output_tokens"] / 2).to_numpy(float)
+    slope = theilslopes(round_s, contexts).slope if np.ptp(contexts) else 0.0
+    level = round_s - slope * (contexts - np.median(contexts))
+    return {
+        "spread": float(iqr(level) / np.median(level)),
+        "jitter": float(iqr(np.diff(level)) / np.sqrt(2) / np.median(level)),
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def distribution(values: Any, weights: Any) -> dict[str, float | None]:
+    """Weighted mean and plain percentiles; the 99th only from 100 values on."""
+    found = np.asarray(values, dtype=float)
+    if not len(found):
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    p50, p90, p99 = (float(value) for value in np.percentile(found, [50, 90, 99]))
+    mean = float(np.average(found, weights=np.asarray(weights, dtype=float)))
+    return {"mean": mean, "p50": p50, "p90": p90, "p99": p99 if len(found) >= FEWEST_FOR_P99 else None}
+
+
+def _flat(lists: pd.Series) -> Array:
+    return np.array(list(chain.from_iterable(lists)), dtype=float)
+
+
+def _sum(values: pd.Series) -> float | None:
+    return float(values.sum()) if len(values) else None
+
+
+def _ratio_of_sums(numerator: Any, denominator: Any, weights: Any) -> float | None:
+    weight = np.asarray(weights, dtype=float)
+    return _divide((np.asarray(numerator) * weight).sum(), (np.asarray(denominator) * weight).sum())
+
+
+def _divide(numerator: float | None, denominator: float | None) -> float | None:
+    """The quotient; None where either side is not known or nothing was counted."""
+    return float(numerator / denominator) if numerator is not None and denominator else None
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON knows neither NaN nor numpy."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(inner) for inner in value]
+    if isinstance(value, (float, np.floating)):
+        return float(value) if np.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else value

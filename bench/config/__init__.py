@@ -1,0 +1,1 @@
+"""From YAML and command line to checked objects."""

@@ -1,0 +1,336 @@
+"""From a command line to a checked configuration, or to one message that says what to do instead.
+
+Composes with Hydra's compose API; only when that fails is the command line searched for the reason. Nothing
+here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.config.schema import RunConfig, conf_dir, set_path_defaults
+from bench.config.typecheck import did_you_mean
+from bench.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+VERSION_BASE = "1.3"
+TRAIN = "train"  # the group of preparations (bench.train): no part of a run
+SWEEP = "sweep"  # named sweeps (bench.sweep.plan): settings with several values, no part of a run either
+CLUSTER = "cluster"  # where the jobs of a sweep run (bench.sweep.executors)
+_SPEED_ONLY = frozenset(
+    {"methods.autoregressive.Autoregressive", "methods.external.transformers_generate.HFGenerate"}
+)  # they draft nothing
+_REFERS = re.compile(r"\$\{(?!oc\.env|now|hydra)")  # an interpolation of another setting
+
+
+def groups() -> dict[str, list[str]]:
+    """The config groups of a run and their choices: ``{"dataset": ["demo", ...], ...}``."""
+    return {name: choices for name, choices in every_group().items() if name not in (TRAIN, SWEEP, CLUSTER)}
+
+
+def every_group() -> dict[str, list[str]]:
+    """All config groups and their choices, read from the folder."""
+    found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in conf_dir().iterdir()}
+    return {name: choices for name, choices in sorted(found.items()) if choices}
+
+
+def compose(overrides: Sequence[str], *, costs_only: bool = False) -> RunConfig:
+    """One run from the words of a command line.
+
+    Args:
+        costs_only: nothing but times will be reported, so that a model with random weights may stand for a real one.
+
+    Raises:
+        UserError: a word that cannot be read, an unknown group, choice or setting, a missing or mistyped value.
+    """
+    with _hydra():
+        _check_words(overrides)
+        composed = _compose(overrides)
+        return RunConfig.from_dict(_resolve(composed)) if costs_only else to_run(composed)
+
+
+def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, dict[str, Any]]:
+    """What a preparation needs of a run's configuration, and the ``train`` group of one method.
+
+    Raises:
+        UserError: see ``compose``.
+    """
+    words = [f"+{TRAIN}={choice}", *overrides]
+    with _hydra():
+        _check_words(words)
+        resolved = _resolve(_compose(words))
+        if resolved["model"].get("like"):
+            raise _random_weights(resolved["model"]["like"], f"what train={choice} makes would be of no model")
+        return RunConfig.from_dict({key: value for key, value in resolved.items() if key != TRAIN}), resolved[TRAIN]
+
+
+def compose_cluster(overrides: Sequence[str]) -> dict[str, Any]:
+    """The ``cluster`` group.
+
+    Args:
+        overrides: the words of a command line that concern it, without its choice: the local one.
+
+    Raises:
+        UserError: see ``compose``.
+    """
+    chosen = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == CLUSTER] or ["local"]
+    words = [word for word in overrides if word.partition("=")[0] != CLUSTER]
+    if len(chosen) > 1 or chosen[0] not in every_group()[CLUSTER]:
+        raise unknown_choice(CLUSTER, " and ".join(chosen))
+    words = [f"+{CLUSTER}={chosen[0]}", *words]
+    with _hydra():
+        _check_words(words)
+        group: dict[str, Any] = _resolve(_compose(words))[CLUSTER]
+        return group
+
+
+def compose_sweep(overrides: Sequence[str]) -> list[RunConfig]:
+    """The runs of a sweep, every combination of its values one."""
+    return [cfg for _, cfg in compose_jobs(overrides)]
+
+
+def compose_jobs(overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
+    """The words and the run of every job of a sweep, so that a mistake in the last shows before the first starts.
+
+    Hydra composes each choice of groups once; the other settings of a job are put into the result, which takes a
+    hundredth of the time.
+
+    Raises:
+        UserError: see ``compose``.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.errors import HydraException
+
+    with _hydra():
+        parsed = _check_words(overrides)
+        try:
+            (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        except HydraException as error:
+            raise UserError(_one_line(error)) from error
+        varying = {o.get_key_element() for o in parsed if o.is_sweep_override()} - set(groups())
+        composed = _Composed()
+        return [([w for w in job if not w.startswith("hydra")], composed.run(job, varying)) for job in jobs]
+
+
+class _Composed:
+    """Configurations of the choices of groups met so far, resolved; None where a setting refers to another one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], dict[str, Any] | None] = {}
+
+    def run(self, words: Sequence[str], varying: Collection[str]) -> RunConfig:
+        """The run of one job, whose settings in ``varying`` differ from job to job."""
+        common = tuple(word for word in words if word.split("=")[0] not in varying)
+        own = [word for word in words if word.split("=")[0] in varying]
+        if common not in self._known:
+            self._known[common] = _settled(common)
+        tree = _with(self._known[common], own)
+        if tree is None:
+            return to_run(_compose(words))
+        run = RunConfig.from_dict(tree)
+        _refuse_random_weights(run)
+        return run
+
+
+def _settled(words: Sequence[str]) -> dict[str, Any] | None:
+    """What the words compose to, if that does not depend on further settings."""
+    from omegaconf import OmegaConf
+
+    try:
+        cfg = _compose(words)
+        return None if _REFERS.search(OmegaConf.to_yaml(cfg)) else _resolve(cfg)
+    except UserError:  # perhaps for want of what is still to come; else the whole job says the same
+        return None
+
+
+def _with(tree: dict[str, Any] | None, words: Sequence[str]) -> dict[str, Any] | None:
+    """A copy with settings replaced; None where a word does more than to replace a value by a plain one."""
+    if tree is None or not words:
+        return tree
+    tree = deepcopy(tree)
+    for override in _check_words(words):
+        *path, last = override.key_or_group.split(".")
+        place: Any = tree
+        for key in path:
+            place = place.get(key) if isinstance(place, dict) else None
+        value = override.value()
+        plain = not (override.is_add() or override.is_delete() or isinstance(value, dict) or "${" in str(value))
+        if not plain or not isinstance(place, dict) or last not in place or isinstance(place[last], dict):
+            return None
+        place[last] = value
+    return tree
+
+
+def to_run(cfg: DictConfig) -> RunConfig:
+    """Resolve a composed config and check it.
+
+    Raises:
+        UserError: a value that must be given is missing, an interpolation fails, random weights where acceptance or
+            quality would be reported, or see ``RunConfig.from_dict``.
+    """
+    run = RunConfig.from_dict(_resolve(cfg))
+    _refuse_random_weights(run)
+    return run
+
+
+def _refuse_random_weights(cfg: RunConfig) -> None:
+    """A model with the shape of a public architecture and random weights has a speed, and nothing else."""
+    if not (like := cfg.model.get("like")):
+        return
+    if cfg.method.get("_target_") not in _SPEED_ONLY:
+        raise _random_weights(like, f"method={cfg.method['name']} reports acceptance")
+    from bench.config import instantiate
+
+    if scores := instantiate.build_task(cfg.dataset, cfg.paths).scorers:
+        raise _random_weights(like, f"dataset={cfg.dataset['name']} scores answers ({', '.join(scores)})")
+
+
+def _random_weights(like: str, reason: str) -> UserError:
+    return UserError(
+        f"model.like={like} came, which has random weights, and {reason}. Allowed: python -m bench.cost, and "
+        "method=autoregressive or method=hf_generate on a data set without scores (dataset=demo, dataset=mtbench). "
+        "Choose one of these, or a model with weights."
+    )
+
+
+def _resolve(cfg: DictConfig) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {_one_line(error)}. Correct the value with ${{...}} in it.") from error
+    if missing:
+        raise UserError(f"{missing[0]} is needed and has no value. Set it: {missing[0]}=VALUE.")
+    return dict(resolved)
+
+
+def unknown_choice(group: str, choice: str) -> UserError:
+    """``Unknown method 'egle'. Did you mean 'eagle'? (python -m bench list methods)``"""
+    hint = did_you_mean(choice, every_group().get(group, []))
+    return UserError(f"Unknown {group} '{choice}'.{hint} (python -m bench list {plural(group)})")
+
+
+def plural(group: str) -> str:
+    """The group as a heading: ``methods``, ``datasets``; ``hardware`` and the like stay."""
+    return group + "s" if group in {"method", "model", "dataset", "tracker", "sweep"} else group
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    from hydra import initialize_config_dir
+
+    set_path_defaults()
+    with initialize_config_dir(str(conf_dir()), job_name="bench", version_base=VERSION_BASE):
+        yield
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    from hydra import compose as hydra_compose
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return hydra_compose("config", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _diagnose(overrides, error) from error
+
+
+def _check_words(overrides: Sequence[str]) -> list[Override]:
+    """Parse every word as an override."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parsed = []
+    for word in overrides:
+        if word in groups():
+            raise UserError(f"'{word}' has no value. Choose one: {word}=NAME (python -m bench list {plural(word)})")
+        try:
+            parsed += parser.parse_overrides([word])  # unlike parse_override it makes glob(*) work
+        except HydraException as error:
+            raise UserError(
+                f"Cannot read '{word}'. A setting is written key=value; quote a value with blanks, commas or "
+                f"""brackets: 'key="a, b"'."""
+            ) from error
+    return parsed
+
+
+def _diagnose(overrides: Sequence[str], error: Exception) -> UserError:
+    """Why Hydra refused: the first word of the command line that does not fit, else Hydra's own reason."""
+    for override in _check_words(overrides):
+        if override.key_or_group.startswith("hydra"):
+            continue
+        if override.is_sweep_override():
+            return UserError(f"'{override.input_line}' names several values. Add -m for a sweep over them.")
+        if found := _misfit(override, overrides):
+            return found
+    return UserError(_one_line(error))
+
+
+def _misfit(override: Override, overrides: Sequence[str]) -> UserError | None:
+    key, choices = override.key_or_group, groups()
+    if key in choices:
+        value = str(override.value())
+        return None if value in choices[key] else unknown_choice(key, value)
+    if override.is_add():
+        return None
+    if (known := _settings(overrides, choices)) and key not in known:
+        group = key.split(".")[0]
+        choice = known.get(f"{group}.name")
+        where = f"show {group}/{choice}" if choice in every_group().get(group, []) else "--help"
+        return UserError(f"Unknown setting '{key}'.{did_you_mean(key, known)} (python -m bench {where})")
+    return None
+
+
+def _settings(overrides: Sequence[str], choices: dict[str, list[str]]) -> dict[str, Any]:
+    """All keys that the chosen groups offer, flattened, with their values."""
+    from hydra import compose as hydra_compose
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    chosen = [o for o in overrides if (p := o.split("=")[0]) in choices and o.split("=", 1)[1] in choices[p]]
+    chosen += [o for o in overrides if o.startswith((f"+{TRAIN}=", f"+{CLUSTER}="))]
+    try:
+        plain: Any = OmegaConf.to_container(hydra_compose("config", overrides=chosen), resolve=False)
+    except HydraException:  # the files themselves do not compose; the reason is in the first error
+        return {}
+    return dict.fromkeys(choices) | dict(_flat(plain))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        yield prefix + key, value
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence of a message that Hydra spreads over many lines."""
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r"\s+", " ", text).strip().rstrip(".")
+
+
+def config_file(group: str, choice: str) -> Path:
+    """The YAML file of one choice.
+
+    Raises:
+        UserError: no such group or choice.
+    """
+    choices = every_group()
+    if group not in choices:
+        raise UserError(f"Unknown group '{group}'.{did_you_mean(group, choices)} Groups: {', '.join(choices)}.")
+    if choice not in choices[group]:
+        raise unknown_choice(group, choice)
+    return conf_dir() / group / f"{choice}.yaml"

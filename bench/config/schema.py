@@ -1,0 +1,250 @@
+"""What defines a run, as plain dataclasses: usable without Hydra, checked before any model loads.
+
+Hydra composes a dictionary (``bench.config.compose``); ``RunConfig.from_dict`` checks every value's type and
+range against the fields below. Groups that name a class are checked in ``bench.config.instantiate``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.config.typecheck import check_arguments
+from bench.errors import UserError
+
+DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
+_SHORT_HASH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How a token is drawn; see ``methods.engine.sampling.Sampling`` for the meaning."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _within("sampling.temperature", self.temperature, low=0)
+        _within("sampling.top_k", self.top_k, low=0)
+        _within("sampling.top_p", self.top_p, low=0, high=1, open_low=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureConfig:
+    """How thoroughly a run measures.
+
+    Attributes:
+        repeats: how often each prompt is decoded by each arm.
+        warmup: prompts decoded by both arms before the measurement.
+        cost_curve: measure the time of target passes over 1..64 tokens.
+        agreement: score the outputs with the target afterwards.
+        bootstrap_samples: resamples of the prompts behind each interval.
+        near_tie_gap: difference of log-probability up to which another token than the target's first choice counts
+            as a near-tie; None is the rounding of the model's type.
+        refill: of more prompts than ``batch_size``, one that waits takes the place of a row that has ended.
+        refill_queue: with ``refill``, the fewest prompts that are measured in one go; None: all.
+    """
+
+    name: str = "default"
+    repeats: int = 1
+    warmup: int = 2
+    cost_curve: bool = True
+    agreement: bool = True
+    bootstrap_samples: int = 10_000
+    near_tie_gap: float | None = None
+    refill: bool = False
+    refill_queue: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("measure.repeats", self.repeats, low=1)
+        _within("measure.warmup", self.warmup, low=0)
+        _within("measure.bootstrap_samples", self.bootstrap_samples, low=100)
+        _within("measure.near_tie_gap", self.near_tie_gap, low=0)
+        _within("measure.refill_queue", self.refill_queue, low=1)
+        if self.refill_queue is not None and not self.refill:
+            raise UserError(
+                f"measure.refill_queue came as {self.refill_queue} without measure.refill=true; only with it there are "
+                "queues. Set both, or neither."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareConfig:
+    """Where the model runs and in which type; ``auto`` is decided when the model is loaded.
+
+    Attributes:
+        threads: CPU threads; None is one per physical core.
+        linear: form of the matrix products, see ``methods.engine.linear``.
+        graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
+        compile: let torch.compile join what stands between matrix products, for baseline and methods alike.
+    """
+
+    name: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    threads: int | None = None
+    linear: Literal["auto", "plain", "packed"] = "auto"
+    graphs: Literal["auto", "off"] = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        _within("hardware.threads", self.threads, low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class PathsConfig:
+    """Where things lie; none of it changes what is measured.
+
+    Attributes:
+        results: one folder per run below it.
+        data: folder with data sets, or None.
+        cache: converted models and fetched data.
+    """
+
+    results: str = "results"
+    data: str | None = None
+    cache: str = "data/cache"
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One run. ``method``, ``model``, ``dataset`` and ``tracker`` keep the arguments of their own classes."""
+
+    method: dict[str, Any]
+    model: dict[str, Any]
+    dataset: dict[str, Any]
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    tracker: dict[str, Any] = field(default_factory=lambda: {"name": "none"})
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    seed: int = 0
+    max_new_tokens: int = 256
+    batch_size: int = 1
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("seed", self.seed, low=0)
+        _within("max_new_tokens", self.max_new_tokens, low=1)
+        _within("batch_size", self.batch_size, low=1)
+        _within("max_context", self.max_context, low=2)
+
+    @classmethod
+    def from_dict(cls, resolved: Mapping[str, Any]) -> RunConfig:
+        """Build from a plain dictionary of the composed config's shape (interpolations resolved).
+
+        Raises:
+            UserError: an unknown key, a missing group, a value of the wrong type or out of range.
+        """
+        values = dict(resolved)
+        for key, group in _TYPED_GROUPS.items():
+            if isinstance(given := values.get(key), Mapping):
+                values[key] = group(**check_arguments(group, given, key))
+        values = check_arguments(cls, values)
+        for key in ("method", "model", "dataset", "tracker"):
+            name = values[key].get("name") if key in values else ""
+            if not isinstance(name, str):
+                raise UserError(f"{key}.name came as {name!r}; it must be text. Set {key}.name=NAME.")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries, the inverse of ``from_dict``."""
+        found = asdict(self)  # ids and recorded configs stay what they were before there were these settings
+        if not self.measure.refill:
+            found["measure"] = {key: value for key, value in found["measure"].items() if not key.startswith("refill")}
+        if not self.hardware.compile:
+            del found["hardware"]["compile"]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """What a preparation needs beside model, machine and its own settings (``bench.train``).
+
+    Attributes:
+        corpus: names and files with commas between them, see ``bench.tasks.corpus``; None: what the method declares, else
+            ``DEFAULT_CORPUS``.
+        corpus_limit: most dialogues.
+        out: folder of the part; None: where the method finds it by itself.
+        force: replace a finished part, and whatever was made with other settings.
+    """
+
+    method: str
+    corpus: str | None = None
+    corpus_limit: int | None = None
+    out: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _within("corpus_limit", self.corpus_limit, low=1)
+
+
+_TYPED_GROUPS: dict[str, Callable[..., Any]] = {
+    "sampling": SamplingConfig,
+    "measure": MeasureConfig,
+    "hardware": HardwareConfig,
+    "paths": PathsConfig,
+}
+_NOT_IDENTITY = frozenset({"paths", "tracker"})
+
+
+def identity(cfg: RunConfig) -> dict[str, Any]:
+    """What defines the run: everything but paths and tracker. Two runs with equal identity are the same run."""
+    return {key: value for key, value in cfg.to_dict().items() if key not in _NOT_IDENTITY}
+
+
+def run_id(cfg: RunConfig, **resolved: Any) -> str:
+    """``<method>-<dataset>-<model>-<12 hex of sha256 over the identity>``.
+
+    Args:
+        cfg: the run.
+        resolved: what the config leaves open and the machine decided, by name: model and data revision,
+            device, dtype; plain data. Part of the identity: results of two revisions never share a folder.
+    """
+    defining = {"config": identity(cfg), "resolved": dict(sorted(resolved.items()))}
+    digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()
+    names = (sanitise(str(part["name"])) for part in (cfg.method, cfg.dataset, cfg.model))
+    return "-".join((*names, digest[:_SHORT_HASH]))
+
+
+def sanitise(name: str) -> str:
+    """A name as part of a folder name: letters, digits, dots and underscores; ``a/b-c`` becomes ``a_b_c``."""
+    return re.sub(r"[^A-Za-z0-9._]+", "_", name).strip("._")[:48] or "unnamed"
+
+
+# ---------------------------------------------------------------------------------------------- where things lie
+
+
+def checkout() -> Path | None:
+    """The source checkout this package runs from, or None for an installed wheel."""
+    root = Path(__file__).resolve().parents[2]
+    return root if (root / "conf" / "config.yaml").is_file() and (root / "pyproject.toml").is_file() else None
+
+
+def conf_dir() -> Path:
+    """The folder with config.yaml: conf/ of the checkout, or the copy inside an installed package."""
+    root = checkout()
+    return root / "conf" if root else Path(__file__).resolve().parents[1] / "conf"
+
+
+def set_path_defaults() -> None:
+    """Give the two environment variables that conf/paths reads a value, unless the user did."""
+    root = checkout()
+    cache = root / "data" / "cache" if root else Path.home() / ".cache" / "decodebench"
+    os.environ.setdefault("DECODEBENCH_HOME", str(root or Path.cwd()))
+    os.environ.setdefault("DECODEBENCH_CACHE", str(cache))
+
+
+def _within(key: str, value: int | float | None, low: int, high: int | None = None, *, open_low: bool = False) -> None:
+    if value is None or (low <= value and not (open_low and value == low) and (high is None or value <= high)):
+        return
+    bounds = f"above {low}" if open_low else f"at least {low}"
+    bounds += f" and at most {high}" if high is not None else ""
+    raise UserError(f"{key} came as {value}; it must be {bounds}. Set {key}=VALUE.")

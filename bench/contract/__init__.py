@@ -1,0 +1,1 @@
+"""What every decoder must satisfy, as functions."""

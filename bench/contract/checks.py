@@ -1,0 +1,183 @@
+"""What every decoder has to keep, as functions: our own tests call them, and so may a third party's.
+
+``make(target, sampling)`` builds the decoder under test. The target is a tiny random model in 64 bit, so that
+"the same tokens" can be demanded without tolerance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from methods.decoder import Decoder, Guarantee, Step
+from methods.engine.causal_lm import CausalLM
+from methods.engine.sampling import Sampling
+
+Make = Callable[[CausalLM, Sampling], Decoder]
+
+
+def tiny_target(vocab_size: int = 61, layers: int = 4, seed: int = 0, keep_hf: bool = True) -> CausalLM:
+    """A random Llama with a sharp, context-dependent distribution; 64 bit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = LlamaForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.double) * 0.35)
+    return CausalLM.from_hf(model, keep_hf=keep_hf)
+
+
+def prompts(vocab_size: int, lengths: Sequence[int], seed: int = 1) -> list[Tensor]:
+    """Random prompts that repeat themselves here and there, so that lookups find something."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for length in lengths:
+        half = torch.randint(0, vocab_size, (length // 2 + 1,), generator=generator)
+        made.append(torch.cat([half, half])[:length])
+    return made
+
+
+def outputs(decoder: Decoder, batch: list[Tensor], limit: int, seed: int = 0) -> list[list[int]]:
+    """Ids of each row, cut at the limit."""
+    rows: list[list[int]] = [[] for _ in batch]
+    for step in decoder.decode(batch, limit, torch.Generator().manual_seed(seed)):
+        for row, new in zip(rows, step.tokens, strict=True):
+            row.extend(new)
+    return [row[:limit] for row in rows]
+
+
+def greedy_reference(target: CausalLM, prompt: Tensor, limit: int) -> list[int]:
+    """Greedy decoding without cache, engine or loop: the original model over the whole text, token by token."""
+    assert target.hf is not None
+    ids = prompt.tolist()
+    for _ in range(limit):
+        with torch.no_grad():
+            ids.append(int(target.hf(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def check_greedy_identity(
+    make: Make, target: CausalLM, lengths: Sequence[int] = (1, 2, 9, 17), limit: int = 13
+) -> None:
+    """EXACT decoders write the target's own greedy text, whatever the prompt length and the limit."""
+    decoder = make(target, Sampling())
+    for prompt, most in itertools.product(prompts(target.vocab_size, lengths), (1, limit)):
+        found, wanted = outputs(decoder, [prompt], most)[0], greedy_reference(target, prompt, most)
+        assert found == wanted, f"prompt of {len(prompt)} tokens, limit {most}: {found} is not the target's {wanted}"
+
+
+def check_no_leak(make: Make, target: CausalLM, limit: int = 12) -> None:
+    """A prompt gives the same after another one as on a fresh decoder, greedy and sampling."""
+    first, second = prompts(target.vocab_size, (11, 7))
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        used = make(target, sampling)
+        outputs(used, [first], limit)
+        assert outputs(used, [second], limit) == outputs(make(target, sampling), [second], limit), "state leaks"
+
+
+def check_batch(make: Make, target: CausalLM, limit: int = 11) -> None:
+    """Row b of a ragged batch is what its prompt gives alone."""
+    decoder = make(target, Sampling())
+    batch = prompts(target.vocab_size, (5, 1, 14, 8))
+    together = outputs(decoder, batch, limit)
+    for row, prompt in enumerate(batch):
+        alone = outputs(decoder, [prompt], limit)[0]
+        assert together[row] == alone, f"row {row} of the batch: {together[row]}, alone: {alone}"
+
+
+def check_counters(make: Make, target: CausalLM, limit: int = 10, batch: bool = True) -> None:
+    """Counters are consistent: every row reaches its limit, nothing comes after it, drafts add up."""
+    rows = prompts(target.vocab_size, (6, 3) if batch else (6,))
+    done = [0] * len(rows)
+    steps: list[Step] = list(make(target, Sampling()).decode(rows, limit, torch.Generator().manual_seed(0)))
+    for number, step in enumerate(steps):
+        for row, new in enumerate(step.tokens):
+            assert not (done[row] >= limit and new), "tokens behind the limit of a row"
+            done[row] += len(new)
+            assert 0 <= step.accepted[row] <= step.depth[row] <= step.drafted[row], f"step {number}: {step}"
+            assert step.drafted[row] < step.nodes or not step.drafted[row], f"step {number} drafted more than it scored"
+            if new:
+                assert len(new) == step.accepted[row] + 1, (
+                    f"step {number}: {len(new)} tokens, {step.accepted[row]} accepted"
+                )
+    assert all(count >= limit for count in done), f"rows ended at {done} tokens, limit {limit}"
+
+
+def check_sampling(
+    make: Make,
+    target: CausalLM,
+    sampling: Sampling,
+    *,
+    horizon: int = 3,
+    rows: int = 4096,
+    seed: int = 0,
+    level: float = 1e-4,
+) -> None:
+    """The joint distribution of the first ``horizon`` tokens is the target's: chi-square at ``level``.
+
+    A false alarm of an exact decoder has probability ``level`` over seeds; with the seed fixed it never comes and goes.
+    """
+    from scipy.stats import chisquare
+
+    prompt = prompts(target.vocab_size, (6,))[0]
+    exact = joint_distribution(target, prompt, sampling, horizon)
+    found = outputs(make(target, sampling), [prompt] * rows, horizon, seed)
+    counts = torch.zeros(exact.shape, dtype=torch.double)
+    index = torch.tensor(found)
+    counts.index_put_(tuple(index.T), torch.ones(rows, dtype=torch.double), accumulate=True)
+    assert counts[exact == 0].sum() == 0, "a sequence was drawn that the target never draws"
+    expected, seen = pooled(exact.flatten() * rows, counts.flatten())
+    p_value = chisquare(seen, expected).pvalue
+    assert p_value > level, f"joint distribution differs from the target's: p = {p_value:.2e} over {rows} draws"
+
+
+def pooled(expected: Tensor, seen: Tensor, least: float = 5.0) -> tuple[list[float], list[float]]:
+    """Cells with fewer than ``least`` expected counts joined into one, as the chi-square test wants."""
+    big = expected >= least
+    rest_expected, rest_seen = float(expected[~big].sum()), float(seen[~big].sum())
+    cells, counts = expected[big].tolist(), seen[big].tolist()
+    if rest_expected >= least or not cells:
+        return [*cells, rest_expected], [*counts, rest_seen]
+    cells[-1] += rest_expected
+    counts[-1] += rest_seen
+    return cells, counts
+
+
+def joint_distribution(target: CausalLM, prompt: Tensor, sampling: Sampling, horizon: int) -> Tensor:
+    """P(x_1 .. x_h | prompt) for all V^h continuations, from the original model; [V] * h."""
+    assert target.hf is not None
+    vocab = target.vocab_size
+    joint = torch.ones((), dtype=torch.double)
+    for length in range(horizon):
+        tails = torch.tensor(list(itertools.product(range(vocab), repeat=length)), dtype=torch.long).view(
+            vocab**length, length
+        )
+        ids = torch.cat([prompt.expand(len(tails), -1), tails], dim=1)
+        with torch.no_grad():
+            probs = sampling.probs(target.hf(ids).logits[:, -1])
+        joint = joint.unsqueeze(-1) * probs.view(*[vocab] * length, vocab)
+    assert math.isclose(float(joint.sum()), 1.0, rel_tol=1e-9)
+    return joint
+
+
+def check_guarantee(decoder: Decoder) -> None:
+    assert isinstance(decoder.guarantee, Guarantee), f"guarantee must be a Guarantee, not {decoder.guarantee!r}"

@@ -1,0 +1,1 @@
+"""``python -m bench cost``: what a forward pass costs here, and predictions from it."""

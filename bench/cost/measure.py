@@ -1,0 +1,440 @@
+"""Measures what rounds of a model cost on this machine: the grid of ``python -m bench.cost``, point by point.
+
+Repeats are interleaved: each one passes over the whole grid in an order of its own, drawn from the seed, so that a
+drift of the machine falls on all points alike. Every timing is on the disk before the next one starts; the same command
+goes on where the last one stopped. A point that does not fit into memory is reported, the others are measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+import yaml
+
+from bench.config import instantiate
+from bench.config.schema import RunConfig, sanitise
+from bench.cost import roofline
+from bench.cost.command import Grid
+from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, device_name, summarise
+from bench.errors import RunFailed, UserError
+from bench.measure import verify_cost
+from bench.measure.interleave import derive_seed
+from bench.measure.timing import timed_decode
+from bench.models import artifacts, loading
+from bench.models.architectures import Architecture
+from bench.models.artifacts import write_json
+from bench.models.loading import Loaded
+from bench.tasks import prompts
+from bench.utils import machine, memory, redact
+from bench.utils.failures import explain
+from bench.utils.machine import Instruments
+from bench.utils.progress import Progress
+from methods.decoder import Decoder
+from methods.engine.causal_lm import CausalLM
+from methods.engine.kv_cache import Cache
+
+Clock = Callable[[], int]
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Bench:
+    """What is measured, where it is recorded, and the clock.
+
+    Attributes:
+        session: number of this call among those that filled the folder.
+        failed: points that could not be measured, with the reason.
+    """
+
+    cfg: RunConfig
+    grid: Grid
+    loaded: Loaded
+    folder: CostFolder
+    session: int
+    clock: Clock
+    failed: list[dict[str, Any]]
+
+    @property
+    def lm(self) -> CausalLM:
+        return self.loaded.lm
+
+
+def run(cfg: RunConfig, grid: Grid, *, method: bool, fresh: bool, clock: Clock = time.perf_counter_ns) -> Path:
+    """Measure what is missing, and derive summary and plot.
+
+    Args:
+        cfg: model, machine, and where a method is named that and its prompts.
+        grid: what to measure.
+        method: also time the drafts of the method.
+        fresh: forget what was measured before.
+        clock: nanoseconds.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: what was asked for cannot be measured.
+        RunFailed: it broke on its way; what was measured is kept.
+    """
+    if method and instantiate.needs_hf(cfg.method):
+        raise UserError(_no_drafts(cfg))
+    machine.set_threads(cfg.hardware.threads)
+    loading.import_libraries()
+    loaded = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths)
+    _check_model(loaded, grid)
+    path = Path(cfg.paths.results) / "costs" / folder_id(cfg, loaded)
+    with CostFolder(path, fresh=fresh) as folder, _recorded(cfg, grid, loaded, folder) as session:
+        bench = Bench(cfg, grid, loaded, folder, session, clock, [])
+        try:
+            measure_grid(bench)
+            if method:
+                measure_drafts(bench)
+        finally:
+            with suppress(RunFailed):  # the disk may be full: that message is on its way already
+                folder.update(failed=bench.failed)
+                _derive(folder)
+    return path
+
+
+def _derive(folder: CostFolder) -> None:
+    """Summary and plot."""
+    summary = summarise(folder.lines, folder.manifest)
+    write_json(folder.path / SUMMARY, summary)
+    if summary["points"]:
+        title = f"{summary['model']['name']}, {summary['hardware']}, {summary['dtype']}, {summary['threads']} threads"
+        roofline.plot(summary["points"], summary["peaks"], title, folder.path / PLOT)
+
+
+def _check_model(loaded: Loaded, grid: Grid) -> None:
+    if getattr(loaded.lm.config, "is_encoder_decoder", False):
+        raise UserError(
+            f"Model '{loaded.name}' is an encoder-decoder; bench.cost takes decoder-only models. Choose another model."
+        )
+    longest = max(grid.contexts) + max(grid.nodes) + 1
+    if longest > loaded.lm.max_positions:
+        most = loaded.lm.max_positions - max(grid.nodes) - 1
+        raise UserError(
+            f"contexts came with {max(grid.contexts)}; the model has {loaded.lm.max_positions} positions, so that with "
+            f"{max(grid.nodes)} nodes {most} is the most. Set contexts=[...,{most}]."
+        )
+
+
+def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
+    """``<model>-<device>-<type>-<12 hex of sha256 over model, revision, machine and its settings>``."""
+    facts = machine.facts(loaded.lm.device)
+    name = device_name({"hardware": facts})
+    dtype = _dtype(loaded)
+    defining = {
+        "model": cfg.model,
+        "revision": loaded.revision,
+        "hardware": {k: v for k, v in cfg.to_dict()["hardware"].items() if k not in ("name", "threads")},
+        "device": name,
+        "threads": facts["threads"],
+        "dtype": dtype,
+    }
+    digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()
+    return "-".join((sanitise(model_name(cfg)), sanitise(name), dtype, digest[:12]))
+
+
+def model_name(cfg: RunConfig) -> str:
+    """The model's name; of random weights also whose shape they have."""
+    like = cfg.model.get("like")
+    return f"{cfg.model['name']}_{like}" if like else str(cfg.model["name"])
+
+
+# ---------------------------------------------------------------------------------------------------- facts and status
+
+
+@contextmanager
+def _recorded(cfg: RunConfig, grid: Grid, loaded: Loaded, folder: CostFolder) -> Iterator[int]:
+    """Write the facts, keep the status true, note the session; yields its number."""
+    sessions = list(folder.manifest.get("sessions", []))
+    session = _session(grid)
+    _warn_of_other_code(sessions, session)
+    sessions.append(session)
+    folder.update(**_facts(cfg, loaded, folder.path.name), sessions=sessions, status="running", error=None)
+    (folder.path / CONFIG).write_text(_config_yaml(cfg), encoding="utf-8")
+    begin, status, error = perf_counter(), "finished", None
+    try:
+        yield len(sessions) - 1
+    except BaseException as caught:
+        status = "interrupted" if isinstance(caught, KeyboardInterrupt) else "failed"
+        error = redact.text(f"{type(caught).__name__}: {caught}")
+        raise
+    finally:
+        session |= {"seconds": round(perf_counter() - begin, 1), "load_average_end": machine.load_average()}
+        with suppress(RunFailed):  # the disk may be full: that message is on its way already
+            folder.update(sessions=sessions, status=status, error=error)
+
+
+def _session(grid: Grid) -> dict[str, Any]:
+    session = {
+        "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "argv": redact.argv(["bench.cost", *sys.argv[1:]]),
+        "environment": redact.environment(os.environ),
+        "grid": asdict(grid),
+        "versions": machine.versions(),
+        "git": machine.git_state(),
+        "load_average": machine.load_average(),
+    }
+    return dict(redact.tree(session))
+
+
+def _warn_of_other_code(sessions: Sequence[dict[str, Any]], now: dict[str, Any]) -> None:
+    keys = ("git", "versions")
+    if any(earlier.get(key) != now[key] for earlier in sessions for key in keys):
+        print(
+            "warning: some points were measured by another version of the code or of its packages; --fresh measures "
+            "all of them anew",
+            file=sys.stderr,
+        )
+
+
+def _facts(cfg: RunConfig, loaded: Loaded, identity: str) -> dict[str, Any]:
+    lm = loaded.lm
+    facts = {
+        "schema_version": 1,
+        "id": identity,
+        "model": {
+            "name": model_name(cfg),
+            "revision": loaded.revision,
+            "sha256": loaded.sha256,
+            "weight_bytes": lm.weight_bytes,
+            "random_weights": cfg.model.get("_target_") == "bench.models.random_weights.RandomModel",
+        },
+        "architecture": asdict(Architecture.of(lm.config)),
+        "itemsize": lm.dtype.itemsize,
+        "dtype": _dtype(loaded),
+        "hardware": machine.facts(lm.device),
+        "linear": cfg.hardware.linear,
+        "seed": cfg.seed,
+    }
+    return dict(redact.tree(facts))
+
+
+def _config_yaml(cfg: RunConfig) -> str:
+    kept = {"model": cfg.model, "hardware": cfg.to_dict()["hardware"], "seed": cfg.seed}
+    return str(yaml.safe_dump(redact.tree(kept), sort_keys=False, allow_unicode=True))
+
+
+def _dtype(loaded: Loaded) -> str:
+    return str(loaded.lm.dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------------------------ the grid
+
+
+def measure_grid(bench: Bench) -> None:
+    """All repeats of all points and probes that the folder does not hold yet."""
+    done = {_key(line) for line in bench.folder.lines}
+    plan = [(repeat, batch, points) for repeat in range(bench.grid.repeats) for batch, points in _order(bench, repeat)]
+    todo = [(r, b, left) for r, b, points in plan if (left := [p for p in points if ("pass", r, *p) not in done])]
+    _measure_probes(bench, done)
+    total, left_over = (sum(len(points) for _, _, points in part) for part in (plan, todo))
+    seen: set[Point] = set()
+    with Progress("points", total, total - left_over) as progress:
+        for repeat, batch, points in todo:
+            _measure_batch(bench, repeat, batch, points, seen)
+            progress.advance(len(points))
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a line is not measured again."""
+    if line["kind"] == "pass":
+        return "pass", line["repeat"], line["batch"], line["context"], line["nodes"]
+    if line["kind"] == "probe":
+        return "probe", line["repeat"], line["name"]
+    return "draft", line["key"], line["batch"], line["group"]
+
+
+def _order(bench: Bench, repeat: int) -> list[tuple[int, list[Point]]]:
+    """The points of one repeat, batch by batch, in an order that depends on seed and repeat alone."""
+    grid = bench.grid
+    batches = sorted(set(grid.batches))
+    random.Random(f"{bench.cfg.seed}/{repeat}").shuffle(batches)
+    order = []
+    for batch in batches:
+        points = [
+            (batch, context, nodes) for context in sorted(set(grid.contexts)) for nodes in sorted(set(grid.nodes))
+        ]
+        random.Random(f"{bench.cfg.seed}/{repeat}/{batch}").shuffle(points)
+        order.append((batch, points))
+    return order
+
+
+def _measure_probes(bench: Bench, done: set[tuple[Any, ...]]) -> None:
+    device = bench.lm.device
+    todo = [repeat for repeat in range(bench.grid.repeats) if ("probe", repeat, "matmul") not in done]
+    if not todo:
+        return
+    share = memory.free_bytes(device) // 16
+    size = min(roofline.ARRAY_BYTES, share // 4096 * 4096)
+    probes = roofline.probes(device, bench.lm.dtype, bench.cfg.hardware.linear, size, bench.grid.matrix)
+    for probe in probes:
+        roofline.time_probe(probe, device, bench.clock)  # the first call is not timed
+    for repeat in todo:
+        for probe in probes:
+            ns = roofline.time_probe(probe, device, bench.clock)
+            line = {"kind": "probe", "name": probe.name, "amount": probe.amount, "unit": probe.unit}
+            bench.folder.append(line | {"repeat": repeat, "ns": ns, "session": bench.session})
+
+
+def _measure_batch(bench: Bench, repeat: int, batch: int, points: Sequence[Point], seen: set[Point]) -> None:
+    """One repeat of the points of one batch size. The first round of a point in a process is not timed."""
+    fitting = [point for point in points if _fits(bench, point)]
+    if not fitting:
+        return
+    most = max(nodes for _, _, nodes in fitting)
+    capacity = max(context for _, context, _ in fitting) + most + 1
+    cache = _or_none(bench, fitting, lambda: verify_cost.filled_cache(bench.lm, batch, capacity))
+    if cache is None:
+        return
+    tokens = verify_cost.random_tokens(bench.lm, batch, most, bench.cfg.seed)
+    for point in fitting:
+        ns = None
+        for _ in range(1 if point in seen else 2):
+            ns = _or_none(bench, [point], partial(_round, bench, cache, tokens, point))
+        seen.add(point)
+        if ns is not None:
+            line = {"kind": "pass", "repeat": repeat, "batch": batch, "context": point[1], "nodes": point[2]}
+            bench.folder.append(line | {"ns": ns, "session": bench.session})
+
+
+def _round(bench: Bench, cache: Cache, tokens: torch.Tensor, point: Point) -> int:
+    _, context, nodes = point
+    return verify_cost.time_round(bench.lm, cache, tokens[:, :nodes], context, bench.clock)
+
+
+def _or_none(bench: Bench, points: Sequence[Point], call: Callable[[], Result]) -> Result | None:
+    """What a call returns, or None where memory ran out: its points are noted, and the others go on."""
+    try:
+        return call()
+    except (RuntimeError, MemoryError) as error:
+        if explain(error) is None:
+            raise
+    if bench.lm.device.type == "cuda":
+        torch.cuda.empty_cache()
+    for point in points:
+        _note_failure(bench, dict(zip(("batch", "context", "nodes"), point, strict=True)), "out of memory")
+    return None
+
+
+def _fits(bench: Bench, point: Point) -> bool:
+    needed, free = point_bytes(bench, point), memory.free_bytes(bench.lm.device)
+    if needed <= free:
+        return True
+    known = dict(zip(("batch", "context", "nodes"), point, strict=True))
+    _note_failure(bench, known, f"needs {memory.gib(needed)}, {memory.gib(free)} are free")
+    return False
+
+
+def _note_failure(bench: Bench, known: dict[str, Any], reason: str) -> None:
+    if not any(known.items() <= earlier.items() for earlier in bench.failed):
+        bench.failed.append(known | {"error": reason})
+
+
+def point_bytes(bench: Bench, point: Point) -> int:
+    """Memory a round needs beside the weights: cache, logits (twice, for the argmax), widest activations, mask."""
+    batch, context, nodes = point
+    shape, capacity = Architecture.of(bench.lm.config), context + max(bench.grid.nodes) + 1
+    cache = shape.layers * batch * capacity * 2 * shape.kv_heads * shape.head_dim
+    widths = 2 * shape.vocab_size + 3 * shape.intermediate_size + 6 * shape.hidden_size
+    mask = batch * nodes * capacity * (shape.heads // shape.kv_heads)
+    return int(bench.lm.dtype.itemsize * (cache + batch * nodes * widths + mask))
+
+
+# ---------------------------------------------------------------------------------------------------------- the drafts
+
+
+def measure_drafts(bench: Bench) -> None:
+    """Time the proposals of a method on real prompts, at the batch sizes of the grid that it takes.
+
+    Raises:
+        UserError: it proposes nothing that is timed.
+    """
+    cfg, lm = bench.cfg, bench.lm
+    part = artifacts.find(cfg.method, bench.loaded.name, bench.loaded.revision, cfg.paths)
+    loader = instantiate.model_loader(cfg, bench.loaded.tokenizer)
+    decoder = instantiate.build_decoder(cfg.method, lm, cfg.sampling, loader, part.folder if part else None)
+    task = instantiate.build_task(cfg.dataset, cfg.paths)
+    rows = _rows(bench, task)
+    facts = {
+        "method": cfg.method,
+        "dataset": {"name": cfg.dataset["name"], "content": task.revision["content"]},
+        "prompts": len(rows),
+        "max_new_tokens": cfg.max_new_tokens,
+        "sampling": asdict(cfg.sampling),
+        "seed": cfg.seed,
+        "part": part.sha256 if part else None,
+    }
+    facts = redact.tree(facts)
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    bench.folder.update(drafts=bench.folder.manifest.get("drafts", {}) | {key: facts})
+    done = {_key(line) for line in bench.folder.lines}
+    plan = [(batch, group) for batch in _batches(bench) for group in range(-(-len(rows) // batch))]
+    todo = [(batch, group) for batch, group in plan if ("draft", key, batch, group) not in done]
+    with Progress("drafts", len(plan), len(plan) - len(todo)) as progress:
+        for batch, group in todo:
+            if line := _or_none(bench, [], partial(_drive, bench, decoder, rows, batch, group)):
+                bench.folder.append(line | {"key": key, "session": bench.session})
+            else:
+                _note_failure(bench, {"method": cfg.method["name"], "batch": batch}, "out of memory")
+            progress.advance()
+
+
+def _batches(bench: Bench) -> list[int]:
+    most = getattr(instantiate.locate(bench.cfg.method["_target_"]), "max_batch", None)
+    return [batch for batch in sorted(set(bench.grid.batches)) if most is None or batch <= most]
+
+
+def _rows(bench: Bench, task: Any) -> list[list[int]]:
+    """The first turns of the first prompts."""
+    examples, limit = task.load()[: bench.grid.prompts], bench.cfg.max_new_tokens
+    context = min(bench.lm.max_positions, bench.cfg.max_context or bench.lm.max_positions)
+    rows = [prompts.encode(bench.loaded.tokenizer, task.messages(example, 0, [])) for example in examples]
+    for example, row in zip(examples, rows, strict=True):
+        prompts.fits(prompts.prompt_id(example, 0), len(row), limit, context)
+    if not rows:
+        raise UserError("The data set holds no prompt; drafts are timed on real ones. Choose another: dataset=NAME.")
+    return rows
+
+
+def _drive(bench: Bench, decoder: Decoder, rows: Sequence[list[int]], batch: int, group: int) -> dict[str, Any]:
+    """Decode one batch and keep the time of every proposal; prompts are taken in turns until the batch is full."""
+    lm, cfg = bench.lm, bench.cfg
+    chosen = [rows[(group * batch + place) % len(rows)] for place in range(batch)]
+    ids = [torch.tensor(row, dtype=torch.long, device=lm.device) for row in chosen]
+    rng = torch.Generator(device=lm.device).manual_seed(derive_seed(cfg.seed, "draft", batch, group))
+    instruments = Instruments(lm.device, clock=bench.clock)
+    timed = timed_decode(decoder, ids, cfg.max_new_tokens, lm.eos_ids, rng, instruments)
+    steps = [step for step in timed.steps[1:] if step.draft_ns is not None]
+    if timed.steps[1:] and not steps:
+        raise UserError(_no_drafts(cfg))
+    return {
+        "kind": "draft",
+        "batch": batch,
+        "group": group,
+        "draft_ns": [step.draft_ns for step in steps],
+        "passes": [step.draft_passes for step in steps],
+    }
+
+
+def _no_drafts(cfg: RunConfig) -> str:
+    return (
+        f"Method '{cfg.method['name']}' does not time its drafts; those of our own speculative methods are timed. "
+        "Choose another (python -m bench list methods), or leave method=NAME out."
+    )

@@ -1,0 +1,1 @@
+"""One run: preconditions, warm-up, two interleaved arms, verdict. Start with run.py."""

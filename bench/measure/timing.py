@@ -1,0 +1,193 @@
+"""One decode under the clock, and the one place where output is cut at the end of text and at the limit."""
+
+from __future__ import annotations
+
+import gc
+from collections import abc, deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Generator, Tensor
+
+from bench.errors import RunFailed
+from bench.utils.machine import Instruments, Reading
+from methods.decoder import Decoder, Prompts, Refillable, Step
+
+
+@dataclass(slots=True)
+class Row:
+    """What is kept of one row: everything up to the first end-of-sequence token, that token included, or the limit.
+
+    The end-of-sequence token counts as output, in every arm: the model had to produce it.
+
+    Attributes:
+        limit: most tokens kept.
+        eos_ids: ids that end a text.
+        place: which of the decoder's rows it is, or was while it went on.
+        first: the step in which its prompt was read.
+        counts: tokens kept of each step from then on until the row had finished.
+    """
+
+    limit: int
+    eos_ids: Collection[int]
+    place: int = 0
+    first: int = 0
+    ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    finish: Literal["eos", "length"] | None = None
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Take over what a step committed; nothing once the row has finished."""
+        if self.finish:
+            return
+        before = len(self.ids)
+        for token in tokens[: self.limit - before]:
+            self.ids.append(token)
+            if token in self.eos_ids:
+                self.finish = "eos"
+                break
+        if len(self.ids) == self.limit:
+            self.finish = self.finish or "length"
+        self.counts.append(len(self.ids) - before)
+
+
+@dataclass(slots=True)
+class Timed:
+    """A decode of one batch, or of one queue, by one arm.
+
+    Attributes:
+        start_ns: the request, on the clock of ``ends_ns``.
+        ends_ns: when the tokens of each step had become available.
+        steps: as the method reported them, up to the one in which the last row finished.
+        rows: one per prompt.
+        reading: what the other instruments saw, over the whole batch.
+        wall_ns: the timed section as a whole.
+    """
+
+    start_ns: int
+    ends_ns: list[int]
+    steps: list[Step]
+    rows: list[Row]
+    reading: Reading
+    wall_ns: int
+
+    @property
+    def step_ns(self) -> list[int]:
+        """Time of each step; the first one is the prefill."""
+        begins = [self.start_ns, *self.ends_ns]
+        return [end - begin for begin, end in zip(begins, self.ends_ns, strict=False)]
+
+    @property
+    def batch_ns(self) -> int:
+        """Request to the moment the last row had finished."""
+        return self.ends_ns[-1] - self.start_ns
+
+
+def timed_decode(
+    decoder: Decoder,
+    prompts: list[Tensor],
+    limit: int,
+    eos_ids: Collection[int],
+    rng: Generator,
+    instruments: Instruments,
+    places: int | None = None,
+) -> Timed:
+    """Decode a batch, or a queue, until every row has ended, reading the clock once per step.
+
+    The device is synchronised before the first and after the last step, in between only by what the method itself
+    needs; Python's garbage collector runs before and not during.
+
+    Args:
+        decoder: the arm.
+        prompts: one 1-D tensor of ids each.
+        limit: most tokens per row.
+        eos_ids: ids that end a text.
+        rng: the arm's only source of randomness.
+        instruments: clock and meters.
+        places: rows at a time; a prompt that waits takes the place of a row as soon as that has ended, so the decoder
+            must be ``Refillable``. None: a row for each prompt.
+
+    Raises:
+        RunFailed: the method stopped before every row had ended, against the interface.
+    """
+    eos = frozenset(eos_ids)
+    at_once = len(prompts) if places is None else min(places, len(prompts))
+    rows = [Row(limit, eos, place) for place in range(at_once)]
+    waiting = deque(prompts[at_once:])
+    steps: list[Step] = []
+    ends: list[int] = []
+    clock = instruments.clock
+    with _no_collection(), instruments.watch() as reading:
+        start = clock()
+        decode = _begin(decoder, prompts, limit, rng, at_once if places is not None else None)
+        next_prompts: dict[int, Tensor] = {}
+        active = list(rows)
+        try:
+            while (step := _next(decode, next_prompts)) is not None:
+                ends.append(clock() if step.at_ns is None else step.at_ns)
+                steps.append(step)
+                _commit(active, step)
+                next_prompts = {}
+                for row in [row for row in active if row.finish][: len(waiting)]:
+                    active[row.place] = Row(limit, eos, row.place, len(steps))
+                    next_prompts[row.place] = waiting.popleft()
+                    rows.append(active[row.place])
+                if all(row.finish for row in active):
+                    break
+        finally:
+            _close(decode)
+        instruments.synchronise()
+        stop = clock()
+    if waiting or not all(row.finish for row in rows):
+        lengths = ", ".join(str(len(row.ids)) for row in rows)
+        raise RunFailed(
+            f"{type(decoder).__name__} stopped after {lengths} of {limit} tokens without an end-of-sequence token; a "
+            "decoder goes on until every row has reached its limit. Correct its decode()."
+        )
+    if steps[-1].at_ns is None:
+        ends[-1] = stop  # work the method left running on the device belongs to its last step
+    return Timed(start, ends, steps, rows, reading, stop - start)
+
+
+def _begin(decoder: Decoder, prompts: list[Tensor], limit: int, rng: Generator, places: int | None) -> Iterator[Step]:
+    if places is None:
+        return decoder.decode(prompts, limit, rng)
+    assert isinstance(decoder, Refillable), f"{type(decoder).__name__} cannot begin rows anew"
+    return decoder.decode_refilled(prompts[:places], limit, rng, max(map(len, prompts)))
+
+
+def _next(decode: Iterator[Step], prompts: Prompts) -> Step | None:
+    """The next step, some rows beginning anew; None where the decoder has stopped."""
+    if not prompts:
+        return next(decode, None)
+    assert isinstance(decode, abc.Generator), "rows can be given new prompts"
+    step: Step = decode.send(prompts)
+    assert step.admitted == frozenset(prompts), "prompts are read at once, in a step of their own"
+    return step
+
+
+def _close(decode: Iterator[Step]) -> None:
+    """Let a generator free its buffers now; a plain iterator has nothing to close."""
+    close = getattr(decode, "close", None)
+    if close is not None:
+        close()
+
+
+def _commit(rows: list[Row], step: Step) -> None:
+    for row, tokens in zip(rows, step.tokens, strict=True):
+        row.take(tokens)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside; what was on before is on afterwards."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""Load a target or draft model by name, and find trained checkpoints."""

@@ -1,0 +1,148 @@
+"""Where prepared parts lie and what is known of them: ``<root>/<method>-<model>/`` with a card beside the part.
+
+A part belongs to a method that declares a constructor argument ``part``. ``bench.train`` makes it; without a card it
+is not finished, and no run uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.config import instantiate
+from bench.config.schema import PathsConfig, sanitise
+from bench.tasks.sources import project_data
+from bench.utils import files as atomic
+
+CARD, PLAN, CURVES, LOCK = "card.json", "making.json", "curves.jsonl", ".lock"
+_NOT_THE_PART = frozenset({CARD, PLAN, CURVES, LOCK})
+_MAKING = "making/"  # what a preparation notes on its way: trials, costs, pictures
+_BLOCK = 1 << 20
+
+Origin = Literal["checkpoint", "shipped", "trained"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A part that a decoder of this run uses.
+
+    Attributes:
+        folder: where it lies; of a user's own checkpoint it may be a file.
+        origin: the user's own (``method.checkpoint``), of data/checkpoints, or made by ``bench.train`` on this machine.
+        card: what ``bench.train`` noted of its making; None for a checkpoint without one.
+        warning: set where it was made for another revision of the model.
+    """
+
+    folder: Path
+    origin: Origin
+    card: dict[str, Any] | None = None
+    warning: str | None = None
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of names and contents of its files; the card, which knows the time, does not enter."""
+        return digest(files(self.folder))
+
+    def facts(self) -> dict[str, Any]:
+        """For the manifest of a run."""
+        return {"origin": self.origin, "sha256": self.sha256, "warning": self.warning, "card": self.card}
+
+
+def find(method: Mapping[str, Any], model: str, revision: str | None, paths: PathsConfig) -> Prepared | None:
+    """The part that a method has for a model, from the first place that has one.
+
+    Args:
+        method: the ``method`` group.
+        model: name of the target.
+        revision: of its weights.
+        paths: where the cache lies.
+
+    Returns:
+        None where the method takes no part, or none is prepared.
+    """
+    kind = instantiate.locate(method["_target_"])
+    if "part" not in inspect.signature(kind).parameters:
+        return None
+    if (own := method.get("checkpoint")) is not None:
+        path = Path(str(own)).expanduser()
+        return Prepared(path, "checkpoint", read_card(path)) if path.exists() else None
+    owner = str(method[getattr(kind, "part_of", "name")])  # a class may use what was prepared for another method
+    for origin, folder in places(owner, model, paths).items():
+        if card := read_card(folder):
+            return Prepared(folder, origin, card, _misfit(folder, card, revision))
+    return None
+
+
+def places(method: str, model: str, paths: PathsConfig) -> dict[Origin, Path]:
+    """Folders in which the part of a method for a model may lie, in the order of search."""
+    name = f"{sanitise(method)}-{sanitise(model)}"
+    return {"shipped": project_data() / "checkpoints" / name, "trained": Path(paths.cache) / "trained" / name}
+
+
+def shipped(method: str) -> list[str]:
+    """Models that data/checkpoints has a part of this method for."""
+    prefix = f"{sanitise(method)}-"
+    found = (project_data() / "checkpoints").glob(f"{prefix}*/{CARD}")
+    return sorted(card.parent.name.removeprefix(prefix) for card in found)
+
+
+def read_card(folder: Path) -> dict[str, Any] | None:
+    """The card of a finished part, if there is one."""
+    return read_json(folder / CARD)
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """An object that ``write_json`` wrote; None without one."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write so that a reader sees the old file or the new one."""
+    atomic.replace(file, json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n")
+
+
+def files(folder: Path) -> dict[str, Path]:
+    """The files of a part by their path below the folder, in order."""
+    if folder.is_file():
+        return {folder.name: folder}
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in found.items() if name not in _NOT_THE_PART and not name.startswith(_MAKING)}
+
+
+def digest(parts: Mapping[str, Path]) -> str:
+    """One sha256 over names and contents."""
+    whole = hashlib.sha256()
+    for name, path in sorted(parts.items()):
+        whole.update(f"{name}\0{file_sha256(path)}\n".encode())
+    return whole.hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Of a file's bytes, whatever its size."""
+    found = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _misfit(folder: Path, card: Mapping[str, Any], revision: str | None) -> str | None:
+    made_for = (card.get("model") or {}).get("revision")
+    if made_for == revision:
+        return None
+    return f"{folder.name} was prepared for revision {made_for} of the model, and this is {revision}"
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's; anything else as text: a card must not fail after hours of work."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,232 @@
+"""Language models of the Hugging Face hub, of its local cache, or of a folder: causal ones and encoder-decoders."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.config.schema import PathsConfig
+from bench.errors import UserError
+from bench.models import artifacts
+from bench.models.loading import Read
+from bench.tasks import corpus
+from bench.utils.failures import explain
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_HUB_PATIENCE_S = 10.0  # the hub is asked once; its own client would try for half a minute, for each file
+_READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin")  # what of a folder defines the model
+
+
+class HubModel:
+    """Any causal language model, or encoder-decoder, of the proven families.
+
+    Args:
+        name: hub id, or path of a folder.
+        revision: branch, tag or commit of the hub; None is its main branch.
+        chat_template: Jinja template, for a tokenizer that brings none.
+    """
+
+    def __init__(self, name: str, revision: str | None = None, chat_template: str | None = None) -> None:
+        self.name, self.revision, self.chat_template = name, revision, chat_template
+        path = Path(name).expanduser()
+        self.folder = path if path.is_dir() else None
+
+    def read(self, dtype: torch.dtype, cache: Path) -> Read:
+        """See ``bench.models.loading.Source``. The family is checked before the weights are fetched."""
+        if self.folder is None and (self.name.startswith((".", "/", "~")) or self.name.count("/") > 1):
+            raise UserError(f"There is no folder {self.name}; model.name is a folder or a hub id. Correct the path.")
+        commit, refusal = (None, "") if self.folder else self._ask_hub()
+        where = {"trust_remote_code": False} | self._place(commit, bool(refusal))
+        with self._explained(refusal):
+            config = self._check(where)
+            model = self._weights(config, dtype, where)
+            tokenizer = self._tokenizer(where)
+        if self.folder:
+            digest = _digest(self.folder)
+            return Read(model, tokenizer, digest[:12], digest, self.languages(tokenizer))
+        return Read(model, tokenizer, commit, None, self.languages(tokenizer))
+
+    def languages(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+        """What it was trained to translate: by the corpus in our card, or by a Marian tokenizer, in codes of two."""
+        card = artifacts.read_card(self.folder) if self.folder else None
+        if card and (found := corpus.languages((card.get("corpus") or {}).get("names") or [])):
+            return found
+        source, target = (str(getattr(tokenizer, f"{side}_lang", None) or "") for side in ("source", "target"))
+        return (source, target) if len(source) == len(target) == 2 else None
+
+    def _ask_hub(self) -> tuple[str | None, str]:
+        """The commit behind the revision, so that all files are of one; and, where the hub gave none, why."""
+        from huggingface_hub import HfApi
+
+        try:
+            return HfApi().model_info(self.name, revision=self.revision, timeout=_HUB_PATIENCE_S).sha, ""
+        except Exception as error:  # no network, no such model, no access: its local cache may still have it
+            return self._cached_commit(), _first_line(error)
+
+    def _cached_commit(self) -> str | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        with suppress(ValueError):  # a name that can be no hub id
+            file = try_to_load_from_cache(self.name, "config.json", revision=self.revision)
+            return Path(file).parent.name if isinstance(file, str) else None
+        return None
+
+    def _place(self, commit: str | None, cached_only: bool) -> dict[str, Any]:
+        """Where transformers is to look."""
+        if self.folder:
+            if self.revision:
+                raise UserError(
+                    f"model.revision={self.revision} came with the folder {self.name}; only models of the hub have "
+                    "revisions. Leave model.revision out."
+                )
+            return {}
+        return {"revision": commit or self.revision or "main", "local_files_only": cached_only}
+
+    def _check(self, where: dict[str, Any]) -> PretrainedConfig:
+        from transformers import AutoConfig
+
+        config: PretrainedConfig = AutoConfig.from_pretrained(self.folder or self.name, **where)
+        self._refuse(config)
+        return config
+
+    def _refuse(self, config: PretrainedConfig) -> None:
+        """Refuse what the engine does not stand for."""
+        from methods.engine import causal_layers, seq2seq_layers
+
+        try:
+            (seq2seq_layers if is_seq2seq(config) else causal_layers).check(config)
+        except causal_layers.UnsupportedModel as error:
+            raise UserError(f"Model '{self.name}' cannot be measured. {error}") from error
+        if getattr(config, "quantization_config", None) is not None:
+            raise UserError(
+                f"Model '{self.name}' has quantised weights, which the engine does not read; those of a plain 16 or 32 "
+                "bit model are read. Choose the model it was made from."
+            )
+
+    def _weights(self, config: PretrainedConfig, dtype: torch.dtype, where: dict[str, Any]) -> PreTrainedModel:
+        import transformers
+
+        name = "AutoModelForSeq2SeqLM" if is_seq2seq(config) else "AutoModelForCausalLM"
+        return self._load(getattr(transformers, name), dtype, **where)
+
+    def _load(self, kind: Any, dtype: torch.dtype, **how: Any) -> PreTrainedModel:
+        """Weights by a class of transformers; as Any: no type knows that output_loading_info makes it a pair."""
+        model, found = kind.from_pretrained(self.folder or self.name, dtype=dtype, output_loading_info=True, **how)
+        if missing := sorted(found["missing_keys"]):  # transformers would go on with random ones
+            raise UserError(
+                f"Model '{self.name}' lacks {len(missing)} weights, {missing[0]} first; a complete checkpoint is "
+                "needed. Fetch it again or choose another."
+            )
+        loaded: PreTrainedModel = model
+        return loaded
+
+    def _tokenizer(self, where: dict[str, Any]) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        return self._with_template(AutoTokenizer.from_pretrained(self.folder or self.name, **where))
+
+    def _with_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        if self.chat_template and not tokenizer.chat_template:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+    @contextmanager
+    def _explained(self, refusal: str) -> Iterator[None]:
+        """Turn what transformers raises into a message that says what to do."""
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (OSError, ValueError, ImportError, KeyError, TypeError, SafetensorError) as error:
+            if explain(error):  # a full disk, no permission
+                raise
+            raise UserError(self._not_here(_first_line(error), refusal)) from error
+
+    def _not_here(self, reason: str, refusal: str) -> str:
+        needed = "config.json, weights and a tokenizer are needed"
+        if self.folder:
+            return f"The folder {self.name} cannot be loaded: {reason} {needed}. Complete it or name another."
+        if refusal:
+            return (
+                f"Model '{self.name}' is not in the local cache of the hub, and the hub could not be asked: {refusal} "
+                "Check model.name (a hub id or a folder). Without a network, fetch it where there is one (hf download "
+                f"{self.name} --local-dir FOLDER) and give the folder: model.name=FOLDER"
+            )
+        return (
+            f"Model '{self.name}' cannot be loaded from the hub: {reason} {needed}. For a gated or private model get "
+            "access on its page, then log in: hf auth login"
+        )
+
+
+class TrainedModel:
+    """A model that ``bench.train`` made: one that comes with the project, or of this machine.
+
+    Args:
+        name: as it is called in its card.
+        method: what made it.
+    """
+
+    def __init__(self, name: str, method: str = "teacher") -> None:
+        self.name, self.method = name, method
+
+    def read(self, dtype: torch.dtype, cache: Path) -> Read:
+        """See ``bench.models.loading.Source``. It is identified by its files without the card, which knows the time."""
+        folder = self.find(cache)
+        digest = artifacts.digest(artifacts.files(folder))
+        read = HubModel(str(folder)).read(dtype, cache)
+        return Read(read.model, read.tokenizer, digest[:12], digest, read.languages)
+
+    def find(self, cache: Path) -> Path:
+        """Where it lies.
+
+        Raises:
+            UserError: it is not made yet.
+        """
+        places = artifacts.places(self.method, self.name, PathsConfig(cache=str(cache)))
+        folder = next((folder for folder in places.values() if artifacts.read_card(folder)), None)
+        if folder is None:
+            raise UserError(
+                f"Model '{self.name}' is not made yet: {' and '.join(map(str, places.values()))} do not have it. "
+                f"{self._command()} makes it; or choose another (python -m bench list models)."
+            )
+        return folder
+
+    def _command(self) -> str:
+        layers, more = "", ""
+        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?(?:_(calm|free))?", self.name):
+            corpus, encoder, decoder, distilled, exits = found.groups()
+            layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
+            more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
+            more += f" train.exits={exits}" if exits else ""
+        return f"python -m bench.train method={self.method}{layers}{more}"
+
+
+def is_seq2seq(config: PretrainedConfig) -> bool:
+    """Whether a model has an encoder for the prompt beside the decoder that writes."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _first_line(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+def _digest(folder: Path) -> str:
+    """sha256 over names and contents of the files of a model: a folder has no commit to identify it."""
+    files = sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)})
+    print(f"hashing {folder} ...", file=sys.stderr, flush=True)
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()

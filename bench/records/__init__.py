@@ -1,0 +1,1 @@
+"""What a run writes: its folder, and trackers that follow it."""

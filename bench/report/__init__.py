@@ -1,0 +1,1 @@
+"""Show records: terminal, Markdown, HTML, figures."""

@@ -1,0 +1,226 @@
+"""``python -m bench collect``: one table over all recorded runs, filtered, to the terminal or into a file.
+
+A row is the flattened summary of a run with what its manifest adds; a column is named as in summary.json, nested keys
+joined by dots (``speedup.total.value``). Runs that are not finished have a row too: status, names, and no numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.config.typecheck import did_you_mean
+from bench.errors import UserError
+from bench.models.artifacts import read_json
+from bench.records import run_folder
+from bench.report import terminal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN = (
+    "method", "dataset", "model", "dtype", "batch_size", "refill", "compile", "valid", "speedup.total.value",
+    "speedup.total.low", "speedup.total.high", "tokens_per_step", "tokens_per_s", "agreement.exact",
+)  # fmt: skip
+_MANY = frozenset({"dataset_revision", "speedup.by_category", "verdict"})  # kept as one cell of JSON, not as columns
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run folder as far as it has come; ``summary`` is None where the run is not finished."""
+
+    path: Path
+    manifest: dict[str, Any]
+    summary: dict[str, Any] | None
+
+    @property
+    def finished(self) -> bool:
+        return self.manifest.get("status") == "finished"
+
+
+def read(results: Path) -> list[Record]:
+    """Every run below a results folder, by name. Only manifests and summaries are opened.
+
+    Raises:
+        UserError: no such folder, or a manifest that cannot be read.
+    """
+    if not results.is_dir():
+        raise UserError(f"{results} is no folder; the folder that holds the runs is needed. See paths.results.")
+    folders = sorted(file.parent for file in results.glob(f"*/{run_folder.MANIFEST}"))
+    return [Record(folder, run_folder.read_manifest(folder) or {}, read_summary(folder)) for folder in folders]
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a run, or None where there is none yet or it cannot be read: it can be made again."""
+    found = read_json(folder / run_folder.SUMMARY)
+    return found if found and "speedup" in found else None
+
+
+def row(record: Record) -> Row:
+    """The run as one flat row."""
+    manifest, summary = record.manifest, record.summary if record.finished else None
+    named = {key: (manifest.get(key) or {}).get("name") for key in ("method", "dataset", "model")}
+    facts = {
+        "run_id": record.path.name,
+        "status": manifest.get("status"),
+        **named,
+        "valid": None if summary is None else is_valid(summary),
+        "reasons": "; ".join((summary or {}).get("verdict", {}).get("reasons", [])),
+        "started_at": manifest.get("started_at"),
+        "seed": manifest.get("seed"),
+        "measure": (manifest.get("measure") or {}).get("name"),
+        "git": (manifest.get("git") or {}).get("sha"),
+        "part": (manifest.get("part") or {}).get("sha256"),
+    }
+    settings = {f"method.{key}": _cell(value) for key, value in _settings(manifest)}
+    return facts | settings | {key: value for key, value in _flat(summary or {}) if key not in facts}
+
+
+def is_valid(summary: Mapping[str, Any]) -> bool:
+    """Whether the numbers of a run may be believed; one that was not judged may not."""
+    return bool((summary.get("verdict") or {}).get("valid"))
+
+
+def _settings(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    method = manifest.get("method") or {}
+    yield from ((key, value) for key, value in method.items() if key not in ("name", "_target_"))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = prefix + key
+        if isinstance(value, Mapping) and name not in _MANY:
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, _cell(value)
+
+
+def _cell(value: Any) -> Any:
+    """A list or a group as JSON text: a cell of a CSV file holds one thing."""
+    return json.dumps(value) if isinstance(value, Mapping | list) else value
+
+
+# -------------------------------------------------------------------------------------------------------- filtering
+
+
+def select(rows: Sequence[Row], filters: Iterable[str]) -> list[Row]:
+    """The rows that every filter lets through.
+
+    Args:
+        rows: of ``row``.
+        filters: ``column=value``, several values with commas between them, each with ``*`` and ``?`` as in file names;
+            ``column!=value`` keeps the others.
+
+    Raises:
+        UserError: a filter that cannot be read, or a column that no run has.
+    """
+    kept = list(rows)
+    columns = dict.fromkeys(name for each in rows for name in each)
+    for word in filters:
+        passes = _filter(word, columns)
+        kept = [each for each in kept if passes(each)]
+    return kept
+
+
+def _filter(word: str, columns: Mapping[str, Any]) -> Callable[[Row], bool]:
+    name, equals, wanted = word.partition("=")
+    if not equals:
+        raise UserError(f"'{word}' came; a filter is written column=value, as in: collect method=eagle valid=true")
+    unwanted, name = name.endswith("!"), name.removesuffix("!")
+    if columns and name not in columns:
+        hint = did_you_mean(name, columns)
+        raise UserError(f"No run has a column '{name}'.{hint} (python -m bench collect out=all.csv has them all)")
+    patterns = [pattern.strip() for pattern in wanted.split(",")]
+    return lambda each: any(fnmatchcase(_text(each.get(name)), pattern) for pattern in patterns) is not unwanted
+
+
+def _text(value: Any) -> str:
+    """As it is written on a command line."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def to_frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """One column per key that any row has, numbers as numbers; a column of several kinds as text."""
+    import pandas as pd
+
+    frame = pd.DataFrame(list(rows)).convert_dtypes()
+    mixed = frame.select_dtypes(object).columns
+    return frame.assign(**{name: frame[name].map(_text, na_action="ignore").astype("string") for name in mixed})
+
+
+def write(rows: Sequence[Row], file: Path) -> None:
+    """Into a .csv, .parquet, .json or .md file, by its ending.
+
+    Raises:
+        UserError: another ending, or a folder that is not there.
+    """
+    writers: dict[str, Callable[[pd.DataFrame], Any]] = {
+        ".csv": lambda frame: frame.to_csv(file, index=False),
+        ".parquet": lambda frame: frame.to_parquet(file, index=False),
+        ".json": lambda frame: frame.to_json(file, orient="records", indent=1),
+        ".md": lambda _: file.write_text(markdown(list(_columns(rows)), _cells(rows, _columns(rows))) + "\n"),
+    }
+    if file.suffix not in writers:
+        raise UserError(f"out={file} came; it must end in {', '.join(writers)}. Set out=FILE.")
+    with run_folder.machine_failures():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writers[file.suffix](to_frame(rows))
+
+
+def markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; what would end a cell is escaped."""
+    lines = [header, ["---"] * len(header), *cells]
+    escaped = ([cell.replace("|", r"\|").replace("\n", " ") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The columns that matter most, aligned, for the terminal."""
+    names = _columns(rows)
+    lines = [names, *_cells(rows, names)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    found = {name for each in rows for name in each}
+    return [name for name in SHOWN if name in found] + ["run_id"]
+
+
+def _cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
+    return [[_shown(each, name) for name in names] for each in rows]
+
+
+def _shown(each: Row, name: str) -> str:
+    value = each.get(name)
+    if name == "valid" and value is None:
+        return str(each.get("status"))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else _text(value)
+
+
+def groups(summaries: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs that may stand in one table, see ``bench.report.terminal.JOIN_KEYS``; each group with its fastest first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        found.setdefault(repr([terminal.join_value(summary, key) for key in terminal.JOIN_KEYS]), []).append(summary)
+    for group in found.values():
+        group.sort(key=lambda run: (not is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
+    return sorted(found.values(), key=lambda group: _order(group[0]))
+
+
+def _order(summary: Mapping[str, Any]) -> list[str]:
+    """Data set, model, machine, type, and within these small batches first."""
+    keys = ("dataset", "model", "hardware", "dtype", "threads")
+    return [*(str(summary.get(key)) for key in keys), f"{summary.get('batch_size') or 0:09}"] + [
+        str(terminal.join_value(summary, key)) for key in terminal.JOIN_KEYS
+    ]

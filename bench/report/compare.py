@@ -1,0 +1,371 @@
+"""``python -m bench compare A B``: two runs side by side, and how much faster B is than A.
+
+Each run has its own baseline, interleaved with its method, so what is compared are the two speed-ups: a machine that
+was slower on one day slows both arms. The ratio of the speed-ups and its interval are paired by prompt, since both runs
+decoded the same ones. Runs that do not share model, prompts, machine and the like are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+from numpy.typing import NDArray
+
+from bench.analysis import metrics
+from bench.config import instantiate
+from bench.errors import UserError
+from bench.records import run_folder
+from bench.records.run_folder import Sample
+from bench.report import terminal
+from bench.report.collect import read_summary
+from bench.tasks import prompts
+from bench.utils import stats
+
+_SAME_BASELINE = 0.01  # of the baseline's tokens: where it wrote other texts, the two speed-ups are of other work
+_SPEED = 0.10  # drift of the baseline's speed from which on it is told
+_N_BOOTSTRAP, _SEED = 10_000, 0
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one finished run."""
+
+    path: Path
+    summary: dict[str, Any]
+    manifest: dict[str, Any]
+    samples: list[Sample]
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """From its folder.
+
+        Raises:
+            UserError: no records there, or of a run that is not finished.
+        """
+        manifest = run_folder.read_manifest(path)
+        summary = read_summary(path)
+        if manifest is None or summary is None or manifest.get("status") != "finished":
+            status = "none" if manifest is None else repr(manifest.get("status"))
+            raise UserError(
+                f"{path} holds no finished run (status {status}); two finished ones can be compared. Run the command "
+                "that made it again, it goes on where it stopped."
+            )
+        return cls(path, summary, manifest, run_folder.read_samples(path))
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def valid(self) -> bool:
+        return bool((self.summary.get("verdict") or {}).get("valid"))
+
+    @cached_property
+    def units(self) -> pd.DataFrame:
+        """Seconds of both arms per conversation, see ``bench.analysis.metrics.units``."""
+        return metrics.units(metrics.paired(metrics.frame(self.samples)))
+
+    @cached_property
+    def answers(self) -> dict[str, str]:
+        """The method's texts by prompt, of the first repeat."""
+        rows = (s for s in self.samples if s.phase == "measure" and s.arm == "method" and s.repeat == 0)
+        return {sample.prompt_id: sample.text for sample in rows}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.yaml."""
+        found: dict[str, Any] = yaml.safe_load((self.path / run_folder.CONFIG).read_text(encoding="utf-8"))
+        return found
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """config.yaml, flattened, and what the machine decided."""
+        config = {key: value for key, value in self.config.items() if key != "tracker"}
+        part = (self.manifest.get("part") or {}).get("sha256")
+        facts = {"part": part and part[:12], "git": (self.manifest.get("git") or {}).get("sha")}
+        return dict(flattened(config)) | facts | dict(flattened({"versions": self.manifest.get("versions", {})}))
+
+
+def compare(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP) -> str:
+    """The comparison as text.
+
+    Raises:
+        UserError: the runs differ in what makes numbers comparable.
+    """
+    require_comparable(a, b)
+    ratio = speedup_ratio(a, b, n_resamples)
+    columns = [("", "A", "B"), *_rows(a, b)]
+    widths = [max(len(row[i]) for row in columns) for i in range(3)]
+    return "\n".join(
+        [
+            *(f"{label}  {run.path}{_mark(run)}" for label, run in (("A", a), ("B", b))),
+            *(f"   {line}" for line in _differences(a, b)),
+            "",
+            *(
+                "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                for row in columns
+            ),
+            "",
+            *_categories(a, b),
+            *_qualities(a, b),
+            *_verdict(a, b, ratio),
+        ]
+    )
+
+
+def find(name: str, results: Path) -> Path:
+    """The folder of a run: a path, an id below ``results``, or a beginning that only one id has.
+
+    Raises:
+        UserError: none, or several.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    found = sorted(
+        file.parent for file in results.glob(f"*/{run_folder.MANIFEST}") if file.parent.name.startswith(name)
+    )
+    if len(found) == 1 or (found and found[0].name == name):
+        return found[0]
+    what = f"is the beginning of {len(found)} runs: {', '.join(f.name for f in found[:4])}" if found else "is no run"
+    raise UserError(f"'{name}' {what}; a folder or an id is needed. See {results}, or python -m bench collect.")
+
+
+# ------------------------------------------------------------------------------------------------ may they be compared
+
+
+def require_comparable(a: Run, b: Run) -> None:
+    """Refuse runs of different models, prompts, machines or baselines, with all reasons at once.
+
+    Raises:
+        UserError: names what differs.
+    """
+    if reasons := [*_other_keys(a, b), *_other_prompts(a, b), *_other_baseline(a, b)]:
+        raise UserError(
+            f"{a.name} and {b.name} cannot be compared: {'; '.join(reasons)}. Both runs must share "
+            f"{', '.join(terminal.JOIN_KEYS)}, their prompts and the text of their baselines. Measure one of them again "
+            "with the other's settings."
+        )
+
+
+def _other_keys(a: Run, b: Run) -> Iterator[str]:
+    for key in terminal.JOIN_KEYS:
+        ours, theirs = (terminal.join_value(run.summary, key) for run in (a, b))
+        if ours != theirs:
+            yield f"{key} is {ours} in A and {theirs} in B"
+
+
+def _other_prompts(a: Run, b: Run) -> Iterator[str]:
+    ours, theirs = _prompts(a), _prompts(b)
+    if missing := set(ours) ^ set(theirs):
+        yield f"{len(missing)} prompts were asked in one of them only, {min(missing)} for one"
+    if other := [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]:
+        yield f"{len(other)} prompts have other tokens, {min(other)} for one"
+
+
+def _prompts(run: Run) -> dict[str, list[int]]:
+    """Ids of first turns; later ones quote answers, which ``_other_baseline`` compares."""
+    rows = (sample for sample in run.samples if sample.phase == "measure")
+    return {sample.prompt_id: sample.prompt_ids if sample.turn == 1 else [] for sample in rows}
+
+
+def _other_baseline(a: Run, b: Run) -> Iterator[str]:
+    ours, theirs = _texts(a), _texts(b)
+    shared = ours.keys() & theirs.keys()
+    total = sum(len(ours[key]) for key in shared)
+    apart = sum(abs(len(ours[key]) - len(theirs[key])) for key in shared)
+    if total and apart > _SAME_BASELINE * total:
+        yield f"the baselines wrote texts of other lengths ({apart} tokens apart, of {total})"
+
+
+def _texts(run: Run) -> dict[tuple[str, int], list[int]]:
+    rows = (sample for sample in run.samples if sample.phase == "measure" and sample.arm == "baseline")
+    return {(sample.prompt_id, sample.repeat): sample.output_ids for sample in rows}
+
+
+# ------------------------------------------------------------------------------------------------------- the numbers
+
+
+def speedup_ratio(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP, category: str | None = None) -> stats.Interval:
+    """Speed-up of B over speed-up of A, over the conversations that both runs finished."""
+    joined = a.units.add_suffix("_a").join(b.units.add_suffix("_b"), how="inner")
+    if category is not None:
+        joined = joined[joined["category_a"] == category]
+    names = ("baseline_s_b", "method_s_b", "baseline_s_a", "method_s_a")
+    return ratio_of_ratios([joined[name].to_numpy(float) for name in names], n_resamples)
+
+
+def ratio_of_ratios(columns: Sequence[Array], n_resamples: int) -> stats.Interval:
+    """(sum 0 / sum 1) / (sum 2 / sum 3) with a 95 % interval over the rows.
+
+    As ``stats.ratio_of_totals``: a paired BCa bootstrap from 20 rows on, below a t interval with the jackknife's
+    pseudo-values of the logarithm.
+    """
+    n = len(columns[0])
+    if not n:
+        return stats.Interval(None, reason="no conversation was finished in both runs")
+    b_base, b, a_base, a = columns
+    value = float(np.exp(_log_ratio(b_base, b, a_base, a)))
+    if n == 1:
+        return stats.Interval(value, n=1, reason="one conversation has no spread")
+    low, high = _bca(columns, n_resamples) if n >= stats.FEWEST_FOR_BOOTSTRAP else (np.nan, np.nan)
+    if np.isfinite(low) and np.isfinite(high):
+        return stats.Interval(value, float(low), float(high), n, "bca")
+    return stats.Interval(value, *_jackknife(columns, value), n, "t")
+
+
+def _log_ratio(b_base: Array, b: Array, a_base: Array, a: Array, axis: int = -1) -> Any:
+    up: Any = np.log(b_base.sum(axis)) - np.log(b.sum(axis))
+    return up - np.log(a_base.sum(axis)) + np.log(a.sum(axis))
+
+
+def _bca(columns: Sequence[Array], n_resamples: int) -> tuple[float, float]:
+    """NaN where the resamples are degenerate."""
+    from scipy.stats import bootstrap
+
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter("ignore")
+        found = bootstrap(
+            tuple(columns),
+            _log_ratio,
+            paired=True,
+            vectorized=True,
+            confidence_level=stats.CONFIDENCE,
+            n_resamples=n_resamples,
+            batch=500,
+            rng=np.random.default_rng(_SEED),
+        ).confidence_interval
+    return float(np.exp(found.low)), float(np.exp(found.high))
+
+
+def _jackknife(columns: Sequence[Array], value: float) -> tuple[float, float]:
+    from scipy.stats import t
+
+    n = len(columns[0])
+    b_base, b, a_base, a = (column.sum() - column[:, None] for column in columns)
+    without = _log_ratio(b_base, b, a_base, a)
+    pseudo = n * np.log(value) - (n - 1) * without
+    half = t.ppf((1 + stats.CONFIDENCE) / 2, n - 1) * pseudo.std(ddof=1) / np.sqrt(n)
+    return float(value * np.exp(-half)), float(value * np.exp(half))
+
+
+# ---------------------------------------------------------------------------------------------------------- the text
+
+_ROWS = ("method", "guarantee", "speed-up", "95 %", "tokens/step", "tokens/s", "memory", "agreement", "result")
+
+
+def _rows(a: Run, b: Run) -> Iterator[tuple[str, str, str]]:
+    for name in _ROWS:
+        cell = terminal.COLUMNS[name]
+        yield name, cell(a.summary), cell(b.summary)
+    was = [terminal.rate_number(run.summary["baseline_tokens_per_s"]) for run in (a, b)]
+    yield "was tokens/s", was[0], was[1]
+    scores = dict.fromkeys([*a.summary["quality"], *b.summary["quality"]])
+    for score in scores:
+        cells = [terminal.number(run.summary["quality"].get(score)) for run in (a, b)]
+        yield f"quality {score}", cells[0], cells[1]
+
+
+def _differences(a: Run, b: Run) -> Iterator[str]:
+    """Settings that differ, each on a line."""
+    keys = dict.fromkeys([*a.settings, *b.settings])
+    differing = [key for key in keys if key != "method._target_" and a.settings.get(key) != b.settings.get(key)]
+    if not differing:
+        yield "Both have the same settings."
+    width = max(map(len, differing), default=0)
+    for key in differing:
+        yield f"{key:{width}}  {_shown(a.settings, key)} -> {_shown(b.settings, key)}"
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    return str(settings[key]) if key in settings else "(has none)"
+
+
+def _mark(run: Run) -> str:
+    return "" if run.valid else "   INVALID"
+
+
+def _categories(a: Run, b: Run) -> Iterator[str]:
+    """The ratio by category, where there are several with more than one conversation."""
+    counted = a.units["category"].value_counts()
+    names = sorted(str(name) for name, count in counted.items() if count > 1)
+    if len(names) < 2:
+        return
+    yield "B against A by category"
+    for name in names:
+        found = speedup_ratio(a, b, category=name)
+        yield f"  {name:16} {terminal.times(found.value)}  95 % {terminal.interval(asdict(found))}  ({found.n} conversations)"
+    yield ""
+
+
+def _verdict(a: Run, b: Run, ratio: stats.Interval) -> Iterator[str]:
+    how = f"95 % {terminal.interval(asdict(ratio))}, {ratio.n} conversations" + (
+        f", {ratio.reason}" if ratio.reason else ""
+    )
+    yield f"B against A: {terminal.times(ratio.value)} ({how})"
+    if invalid := [label for label, run in (("A", a), ("B", b)) if not run.valid]:
+        yield f"RESULT: none, for {' and '.join(invalid)} {'is' if len(invalid) == 1 else 'are'} INVALID"
+    elif ratio.low is None or ratio.high is None or ratio.low <= 1.0 <= ratio.high:
+        yield "RESULT: no difference shown, the interval holds 1"
+    else:
+        yield f"RESULT: {'B' if ratio.low > 1 else 'A'} is faster"
+    yield from _notes(a, b)
+
+
+def _qualities(a: Run, b: Run) -> Iterator[str]:
+    """How far B's scores are from A's, where the answers give an interval and the references are at hand."""
+    if "bleu" not in a.summary["quality"] or "bleu" not in b.summary["quality"]:
+        return
+    try:
+        changes = quality_change(a, b)
+    except UserError as error:
+        yield f"note: BLEU is compared without an interval, for the references are not here: {error}"
+        return
+    for metric, found in changes.items():
+        yield f"{metric} of B against A: {terminal.points(asdict(found))} (paired bootstrap, {found.n} segments)"
+
+
+def quality_change(a: Run, b: Run) -> dict[str, stats.Interval]:
+    """B's scores less A's, over the prompts that both answered, see ``Scorer.change``.
+
+    Raises:
+        UserError: the data set is not here, or no longer the one that was asked.
+    """
+    task = instantiate.build_task(a.config["dataset"])
+    asked = {prompts.prompt_id(e, turn): (e, turn) for e in task.load() for turn in range(len(e.turns))}
+    answers = [run.answers for run in (a, b)]
+    shared = [name for name in answers[0] if name in answers[1]]
+    if missing := [name for name in shared if name not in asked]:
+        raise UserError(f"{missing[0]} is not in {task.name}. Choose the data set of the runs.")
+    before, after = ([(*asked[name], given[name]) for name in shared] for given in answers)
+    found: dict[str, stats.Interval] = task.change(before, after)
+    return found
+
+
+def _notes(a: Run, b: Run) -> Iterator[str]:
+    ours, theirs = _texts(a), _texts(b)
+    if other := [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]]:
+        yield f"note: the baselines wrote another text on {len(other)} of {len(ours)} prompts"
+    speeds = [run.summary["baseline_tokens_per_s"] for run in (a, b)]
+    if all(speeds) and abs(speeds[1] / speeds[0] - 1) > _SPEED:
+        yield f"note: the machine was {speeds[1] / speeds[0]:.2f} times as fast in B; the speed-ups are free of that"
+    if a.summary["guarantee"] != b.summary["guarantee"]:
+        yield "note: the guarantees differ; weigh the speed against agreement and quality"
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys joined by dots, and their values."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,400 @@
+"""Recorded runs as boards: who wins, where, and at what price. What RESULTS.md, the report and the notebook show.
+
+A board holds the runs that may stand in one table (``bench.report.terminal.JOIN_KEYS``). Ranks count within one guarantee, for a
+method that may change the text and one that may not do not run the same race; INVALID runs come last and have no rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from bench.measure.verify_cost import CostCurve
+from bench.report import collect, frontier, terminal
+from bench.report.collect import Record
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GUARANTEES = ("EXACT", "RELAXED", "INDEPENDENT_MODEL")
+BASELINE, PEER, OTHER = "baseline", "peer", "other"
+_FAMILIES = {
+    "autoregressive": BASELINE,
+    "speculative": "speculative",
+    "early_exit": "early exit",
+    "non_autoregressive": "non-autoregressive",
+    "peers": PEER,
+}
+_OF_MODEL = ("model", "model_revision")
+_OF_BATCH = ("batch_size", "dataset_revision")  # a larger batch may have been given more prompts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run on its board.
+
+    Attributes:
+        summary: of the record.
+        setting: the settings of its method in which it differs from others on the board.
+        rank: among the valid runs of its guarantee, from 1; None where it is INVALID.
+    """
+
+    record: Record
+    summary: dict[str, Any]
+    family: str
+    setting: str
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        """Of the folder."""
+        return self.record.path.name
+
+    @property
+    def method(self) -> str:
+        return str(self.summary["method"])
+
+    @property
+    def guarantee(self) -> str:
+        return str(self.summary["guarantee"])
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} {self.setting}".strip()
+
+    @property
+    def valid(self) -> bool:
+        return collect.is_valid(self.summary)
+
+    @property
+    def speed(self) -> float | None:
+        """Speed-up over the baseline of the same run, total time."""
+        value = self.summary["speedup"]["total"]["value"]
+        return None if value is None else float(value)
+
+
+@dataclass(frozen=True)
+class Board:
+    """Runs that may stand in one table.
+
+    Attributes:
+        heading: what they share, in words that no other board has.
+        entries: by guarantee and rank, INVALID ones last.
+    """
+
+    heading: str
+    entries: list[Entry]
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """A summary, for what all runs share."""
+        return self.entries[0].summary
+
+    @property
+    def valid(self) -> list[Entry]:
+        """The runs that may be ranked, those with a speed-up."""
+        return [entry for entry in self.entries if entry.rank is not None]
+
+
+def family(manifest: Mapping[str, Any]) -> str:
+    """By the package its class lies in; ``other`` for a class from outside."""
+    words = str((manifest.get("method") or {}).get("_target_", "")).split(".")
+    return _FAMILIES.get(words[1], OTHER) if words[0] == "methods" and len(words) > 1 else OTHER
+
+
+def boards(found: Iterable[Record]) -> list[Board]:
+    """The finished runs, by what makes their numbers comparable."""
+    by_summary = {id(record.summary): record for record in found if record.finished and record.summary}
+    groups = collect.groups(record.summary for record in by_summary.values() if record.summary)
+    return [
+        Board(heading, _entries([by_summary[id(summary)] for summary in group]))
+        for heading, group in zip(_headings([group[0] for group in groups]), groups, strict=True)
+    ]
+
+
+def _headings(firsts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the runs share, from a summary of each board; where that is the same for two, revisions are named, too."""
+    short = [_heading(first) for first in firsts]
+    count = Counter(short)
+    revisions = ("schema_version", "model_revision", "dataset_revision")
+    return [
+        name if count[name] == 1 else f"{name}, {', '.join(f'{k} {terminal.join_value(first, k)}' for k in revisions)}"
+        for name, first in zip(short, firsts, strict=True)
+    ]
+
+
+def _heading(first: Mapping[str, Any]) -> str:
+    limit = f"{first.get('max_new_tokens')} new tokens at most"
+    return ", ".join([str(first.get("dataset")), terminal.place(first), terminal.how(first), limit])
+
+
+def _entries(group: Sequence[Record]) -> list[Entry]:
+    """Of the records of a board, the fastest first."""
+    settings, ranks, entries = _settings(group), dict.fromkeys(GUARANTEES, 0), []
+    for record in group:
+        summary = record.summary
+        assert summary is not None, "only finished runs are grouped"
+        ranked = collect.is_valid(summary) and summary["speedup"]["total"]["value"] is not None
+        ranks[summary["guarantee"]] += ranked
+        rank = ranks[summary["guarantee"]] if ranked else None
+        entries.append(Entry(record, summary, family(record.manifest), settings[record.path.name], rank))
+    return sorted(entries, key=lambda e: (e.rank is None, GUARANTEES.index(e.guarantee)))
+
+
+def _settings(group: Sequence[Record]) -> dict[str, str]:
+    """By folder; runs that differ in nothing of their method's settings are told apart by the end of their names."""
+    known = frontier.settings(group)
+    of = {record.path.name: known[str((record.summary or {})["run_id"])] for record in group}
+    methods = {record.path.name: (record.summary or {})["method"] for record in group}
+    count = Counter((methods[name], setting) for name, setting in of.items())
+    return {
+        name: setting if count[methods[name], setting] == 1 else f"{setting} #{name[-4:]}".strip()
+        for name, setting in of.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def standings(board: Board) -> pd.DataFrame:
+    """One row per run, as text; with a score where the text is the point, or may change."""
+    import pandas as pd
+
+    judged = any(entry.guarantee != GUARANTEES[0] or terminal.translates(entry.summary) for entry in board.entries)
+    named = (name for entry in board.entries for name in entry.summary.get("quality") or {})
+    scores = list(dict.fromkeys(named)) if judged else []
+    return pd.DataFrame([_standing(entry, scores[:1]) for entry in board.entries])
+
+
+def _standing(entry: Entry, scores: Sequence[str]) -> dict[str, str]:
+    own, before = entry.summary.get("quality") or {}, entry.summary["baseline"].get("quality") or {}
+    cells = {
+        name: cell(entry.summary) for name, cell in terminal.COLUMNS.items() if name not in ("method", "guarantee")
+    }
+    return {
+        "guarantee": entry.guarantee,
+        "rank": "-" if entry.rank is None else str(entry.rank),
+        "family": entry.family,
+        "method": entry.label,
+        **{name: cell for name, cell in cells.items() if name != "result"},
+        "predicted": terminal.times(entry.summary.get("predicted_speedup")),
+        **{
+            f"{name} (was)": f"{terminal.number(own.get(name))} ({terminal.number(before.get(name))})"
+            for name in scores
+        },
+        "result": cells["result"],
+        "run": entry.name,
+    }
+
+
+def winners(found: Sequence[Board]) -> pd.DataFrame:
+    """The fastest valid run of each family and guarantee, on each board; runs that are INVALID are counted apart."""
+    import pandas as pd
+
+    return pd.DataFrame([row for board in found for row in _winners(board)])
+
+
+def _winners(board: Board) -> Iterator[dict[str, Any]]:
+    kinds = sorted({(entry.family, entry.guarantee) for entry in board.entries})
+    for kind in kinds:
+        runs = [entry for entry in board.entries if (entry.family, entry.guarantee) == kind]
+        ranked = [entry for entry in runs if entry.rank is not None]
+        best = ranked[0] if ranked else None
+        yield {
+            "table": board.heading,
+            "family": kind[0],
+            "guarantee": kind[1],
+            "fastest": best.label if best else "-",
+            "speed-up": terminal.times(best.speed) if best else "-",
+            "95 %": terminal.interval(best.summary["speedup"]["total"]) if best else "-",
+            "valid runs": len(ranked),
+            "not ranked": len(runs) - len(ranked),
+        }
+
+
+def categories(board: Board, *, shown: bool = False) -> pd.DataFrame:
+    """Speed-up of each valid run (rows) by category of prompts (columns).
+
+    Args:
+        shown: text with interval and number of conversations instead of the values.
+    """
+    import pandas as pd
+
+    def cell(found: Mapping[str, Any]) -> Any:
+        if not shown:
+            return found["value"]
+        bounds = "" if found["low"] is None else f" [{terminal.interval(found)}]"
+        return f"{terminal.times(found['value'])}{bounds} n={found['n']}"
+
+    rows = {
+        entry.label: {name: cell(found) for name, found in entry.summary["speedup"].get("by_category", {}).items()}
+        for entry in board.valid
+    }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+# ---------------------------------------------------------------------------------------------- across several boards
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A run as a point of quality and speed in prompts per second; ``before`` is the same of its model's baseline."""
+
+    entry: Entry
+    quality: float
+    rate: float
+    before: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Market:
+    """Runs over the same prompts on one machine at one batch size, with whatever model.
+
+    Attributes:
+        heading: what they share, and how many models stand in it.
+        metric: name of the score.
+        front: names of the valid runs that no other valid one is both faster and better than.
+    """
+
+    heading: str
+    metric: str
+    trades: list[Trade]
+    front: set[str]
+
+
+def markets(found: Sequence[Board], metric: str, dataset: str) -> list[Market]:
+    """Quality against prompts per second, over the families and models of one data set.
+
+    Models of different quality have no baseline in common, so rates are compared. They come from different runs,
+    between which the machine drifts, and a drift slows both arms of a run. So the rate of a run is its speed-up in
+    prompts per second times the rate of its model's baseline, the median over these runs.
+
+    Args:
+        metric: the score.
+        dataset: a name, or its beginning.
+    """
+    groups: dict[str, list[Entry]] = {}
+    for board in found:
+        if str(board.first.get("dataset")).startswith(dataset):
+            groups.setdefault(_shared(board, _OF_MODEL), []).extend(board.entries)
+    made = (_market(entries, metric) for entries in groups.values())
+    return [market for market in made if market.trades]
+
+
+def _market(entries: Sequence[Entry], metric: str) -> Market:
+    baselines = _baseline_rates(entries)
+    trades = [trade for entry in entries if (trade := _trade(entry, metric, baselines))]
+    models = sorted({str(entry.summary["model"]) for entry in entries})
+    summary = entries[0].summary
+    facts = [summary.get("dataset"), summary.get("hardware"), summary.get("dtype"), terminal.how(summary)]
+    ranked = [(trade.entry.name, (trade.rate, trade.quality)) for trade in trades if trade.entry.rank is not None]
+    front = {name for name, pair in ranked if frontier.undominated(pair, (other for _, other in ranked))}
+    return Market(f"{', '.join(map(str, facts))}; models: {', '.join(models)}", metric, trades, front)
+
+
+def _baseline_rates(entries: Sequence[Entry]) -> dict[Any, float]:
+    """By model, the prompts per second of its baseline: the median over its valid runs, or over all if none is."""
+    found: dict[Any, dict[bool, list[float]]] = {}
+    for entry in entries:
+        if rate := entry.summary["baseline"].get("prompts_per_s"):
+            found.setdefault(entry.summary["model"], {}).setdefault(entry.rank is not None, []).append(float(rate))
+    return {model: median(rates.get(True) or rates[False]) for model, rates in found.items()}
+
+
+def _trade(entry: Entry, metric: str, baselines: Mapping[Any, float]) -> Trade | None:
+    """None where one of the two was not measured."""
+    summary, baseline = entry.summary, entry.summary["baseline"]
+    quality, rate = (summary.get("quality") or {}).get(metric), summary.get("prompts_per_s")
+    own_before, quality_before = baseline.get("prompts_per_s"), (baseline.get("quality") or {}).get(metric)
+    if quality is None or rate is None:
+        return None
+    if not own_before:
+        return Trade(entry, float(quality), float(rate), None)
+    rate_before = baselines[summary["model"]]
+    before = None if quality_before is None else (rate_before, float(quality_before))
+    return Trade(entry, float(quality), rate / own_before * rate_before, before)
+
+
+def batch_series(found: Sequence[Board]) -> list[tuple[str, dict[str, list[Entry]]]]:
+    """Boards that differ in their batch size alone: heading, and by label the valid runs in its order.
+
+    Labels with one batch size are left out. The number of prompts may differ between batch sizes.
+    """
+    made = []
+    for heading, lines in _by_batch(found, lambda board: board.valid):
+        several = {name: [line[b] for b in sorted(line)] for name, line in lines.items() if len(line) > 1}
+        if several:
+            made.append((heading, several))
+    return made
+
+
+def batch_coverage(found: Sequence[Board], sizes: Sequence[int]) -> list[tuple[str, pd.DataFrame]]:
+    """As ``batch_series``, of all runs: by label (rows) the speed-up at each batch size, those asked for among them.
+
+    A run that is INVALID stands as such, and ``-`` where none is recorded.
+    """
+    import pandas as pd
+
+    made = []
+    for heading, lines in _by_batch(found, lambda board: board.entries):
+        columns = sorted({*sizes, *(size for line in lines.values() for size in line)})
+        cells = {name: {f"B = {size}": _recorded(line.get(size)) for size in columns} for name, line in lines.items()}
+        made.append((heading, pd.DataFrame.from_dict(cells, orient="index")))
+    return made
+
+
+def _recorded(entry: Entry | None) -> str:
+    if entry is None:
+        return "-"
+    return terminal.times(entry.speed) if entry.valid else "INVALID"
+
+
+def _by_batch(
+    found: Sequence[Board], entries: Callable[[Board], Sequence[Entry]]
+) -> Iterator[tuple[str, dict[str, dict[int, Entry]]]]:
+    """Of boards that differ in their batch size alone: heading, and by label and size an entry, valid if any is."""
+    groups: dict[str, list[Board]] = {}
+    for board in found:
+        groups.setdefault(_shared(board, _OF_BATCH), []).append(board)
+    for group in groups.values():
+        settings = frontier.settings([entry.record for board in group for entry in entries(board)])
+        lines: dict[str, dict[int, Entry]] = {}
+        for entry in sorted((entry for board in group for entry in entries(board)), key=lambda entry: not entry.valid):
+            named = replace(entry, setting=settings[str(entry.summary["run_id"])])
+            lines.setdefault(named.label, {}).setdefault(int(entry.summary["batch_size"]), named)
+        first = group[0].first
+        kinds = [word for word in terminal.how(first).split(", ") if not word.startswith("batch ")]
+        heading = [
+            str(first.get("dataset")),
+            terminal.place(first),
+            *kinds,
+            f"{first.get('max_new_tokens')} new tokens at most",
+        ]
+        yield ", ".join(heading), dict(sorted(lines.items()))
+
+
+def _shared(board: Board, apart: Sequence[str]) -> str:
+    return repr([terminal.join_value(board.first, key) for key in terminal.JOIN_KEYS if key not in apart])
+
+
+def slopes(board: Board, widths: Sequence[int] = (1, 4, 8, 16, 32, 64)) -> dict[int, float]:
+    """By number of verified tokens: one-token pass over a pass of that many, the median over the runs that timed it.
+
+    Times tokens per step that is the speed-up of decoding whose drafts cost nothing.
+    """
+    import numpy as np
+
+    found: dict[int, list[float]] = {}
+    for entry in board.valid:
+        if not (stored := entry.record.manifest.get("cost_curve")):
+            continue
+        curve = CostCurve.from_dict(stored)
+        context = float(np.median(curve.contexts))
+        single = curve.seconds(1, curve.batch, context)
+        for width in widths:
+            if width <= max(curve.nodes):
+                found.setdefault(width, []).append(single / curve.seconds(width, curve.batch, context))
+    return {width: float(np.median(ratios)) for width, ratios in sorted(found.items())}

@@ -1,0 +1,144 @@
+"""``python -m bench report``: one table per group of runs that may be compared, from results/.
+
+An HTML page (``bench.report.html``) or Markdown, by the ending of the file. Whatever comes from a record is escaped: a
+model's name or a message cannot put markup into either. INVALID runs stand last and have no rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.config.schema import RunConfig
+from bench.errors import UserError
+from bench.records import run_folder
+from bench.report import collect, html, leaderboard, terminal
+from bench.report.collect import Record
+from bench.report.leaderboard import Board
+
+_NO_TRACKER = {"name": "none", "_target_": "bench.records.tracking.NoTracker"}
+
+
+def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[Record], list[str]]:
+    """Make summaries again from manifest and samples, where they are missing, or all of them.
+
+    Args:
+        found: of ``collect.read``.
+        everything: rewrite those that are there, too; as long as the bootstrap takes, a second or so for each.
+
+    Returns:
+        The records with their summaries, and a message for each finished run that could not be summed up.
+    """
+    made, problems = [], []
+    for record in found:
+        if record.finished and (everything or record.summary is None):
+            try:
+                record = replace(record, summary=_summed_up(record.path))
+            except (UserError, KeyError, TypeError, ValueError, OSError) as error:
+                problems.append(f"{record.path.name} cannot be summed up: {type(error).__name__}: {error}")
+        made.append(record)
+    return made, problems
+
+
+def _summed_up(path: Path) -> dict[str, Any]:
+    """By the code that a run ends with, so that both give the same."""
+    from bench.measure import run
+
+    stored = yaml.safe_load((path / run_folder.CONFIG).read_text(encoding="utf-8"))
+    cfg = RunConfig.from_dict(stored | {"tracker": _NO_TRACKER})
+    with contextlib.redirect_stdout(io.StringIO()):
+        return run.report(cfg, path).summary
+
+
+def unfinished(found: Sequence[Record]) -> list[str]:
+    """One line for each run that is cut, failed or still going."""
+    return [
+        f"{record.path.name}: {record.manifest.get('status')}{_why(record.manifest.get('error'))}"
+        for record in found
+        if not record.finished
+    ]
+
+
+def _why(error: Any) -> str:
+    """The last line of a traceback says what happened."""
+    lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
+    return f", {lines[-1]}" if lines else ""
+
+
+# ----------------------------------------------------------------------------------------------------------- Markdown
+
+
+def to_markdown(boards: Sequence[Board], open_runs: Sequence[str], folder: str = "") -> str:
+    """The report for reading in a repository.
+
+    Args:
+        boards: of ``leaderboard.boards``.
+        open_runs: a line for each run without numbers.
+        folder: where the runs lie as seen from the file, to link them; empty for no links.
+    """
+    parts = [f"# {html.TITLE}", *(_index(boards) if len(boards) > 1 else [])]
+    parts += [_section(board, folder) for board in boards] or ["No finished run yet. Run: python -m bench"]
+    if open_runs:
+        parts.append("## Not finished\n\n" + "\n".join(f"- {_plain(line)}" for line in open_runs))
+    return "\n\n".join(parts) + "\n"
+
+
+def _index(boards: Sequence[Board]) -> Iterator[str]:
+    header = ["table", "runs", "ranked", "fastest EXACT", "fastest of the others"]
+    cells = []
+    for board in boards:
+        exact = [entry for entry in board.valid if entry.guarantee == leaderboard.GUARANTEES[0]]
+        others = [entry for entry in board.valid if entry not in exact]
+        fastest = (max(group, key=lambda entry: entry.speed or 0.0, default=None) for group in (exact, others))
+        link = f"[{_plain(board.heading)}](#{_anchor(board.heading)})"
+        best = (f"{_plain(entry.label)} {terminal.times(entry.speed)}" if entry else "-" for entry in fastest)
+        cells.append([link, str(len(board.entries)), str(len(board.valid)), *best])
+    yield collect.markdown(header, cells)
+
+
+def _anchor(heading: str) -> str:
+    """As code hosts name the anchors of headings."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _section(board: Board, folder: str) -> str:
+    frame = leaderboard.standings(board)
+    header = [name for name in frame.columns if name != "run"]
+    cells = [
+        [_plain(str(value)) for value in line[:-1]] + [_link(line[-1], folder)]
+        for line in frame.itertuples(index=False)
+    ]
+    body = f"## {_plain(board.heading)}\n\n{collect.markdown([*header, 'run'], cells)}"
+    reasons = ((entry, (entry.summary.get("verdict") or {}).get("reasons", [])) for entry in board.entries)
+    notes = [f"- {_plain(entry.name)}: {_plain(reason)}" for entry, every in reasons for reason in every]
+    return body + ("\n\nINVALID:\n\n" + "\n".join(notes) if notes else "")
+
+
+def _link(name: str, folder: str) -> str:
+    return f"[{_plain(name.rpartition('-')[2])}]({folder}/{name}/)" if folder else _plain(name)
+
+
+def _plain(text: str) -> str:
+    return escape(text, quote=False)
+
+
+def write(boards: Sequence[Board], open_runs: Sequence[str], file: Path) -> None:
+    """As .html or .md, by the ending.
+
+    Raises:
+        UserError: another ending.
+    """
+    forms = {".html": html.render, ".md": to_markdown}
+    if file.suffix not in forms:
+        raise UserError(f"out={file} came; it must end in {' or '.join(forms)}. Set out=FILE.")
+    with run_folder.machine_failures():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(forms[file.suffix](boards, open_runs), encoding="utf-8")

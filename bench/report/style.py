@@ -1,0 +1,33 @@
+"""How a method is drawn: the same colour, mark and line in every figure, whatever else is in it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cache
+
+from bench.config import compose
+
+# seaborn's "colorblind", written out: a report needs no plotting library
+COLOURS = (
+    "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9",
+)  # fmt: skip
+_MARKS, _LINES = "osD^vP", ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Of a method: colour, and mark and line in matplotlib's letters."""
+
+    colour: str
+    mark: str
+    line: str
+
+
+@cache
+def look(method: str) -> Look:
+    """By its place among the methods of the suite; of a method from outside by its name."""
+    known = compose.groups().get("method", [])
+    place = known.index(method) if method in known else zlib.crc32(method.encode())
+    turn, colour = divmod(place, len(COLOURS))
+    return Look(COLOURS[colour], _MARKS[turn % len(_MARKS)], _LINES[turn % len(_LINES)])

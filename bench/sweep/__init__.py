@@ -1,0 +1,1 @@
+"""Many runs: plan, skip what is done, execute. Start with plan.py."""

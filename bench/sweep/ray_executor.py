@@ -1,0 +1,133 @@
+"""``cluster=ray``: every job of a sweep as a task of Ray, in a process that ends with it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.errors import UserError
+from bench.sweep import job
+from bench.sweep.executors import Answers, Pending, at_least, log_file, missing, told
+from bench.sweep.job import Result, Task
+
+_PATIENCE = 5.0  # seconds until an address counts as one where nobody listens
+_OWN_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 by default, so that whatever else runs would be measured along
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ray:
+    """Tasks of Ray, see conf/cluster/ray.yaml."""
+
+    address: str | None = None
+    cpus: int = 1
+    gpus: int = 0
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("cluster.cpus", self.cpus, 1)
+        at_least("cluster.gpus", self.gpus, 0)
+        at_least("cluster.retries", self.retries, 0)
+
+    @property
+    def here(self) -> bool:
+        """See ``bench.sweep.executors.Cluster``."""
+        return self.address is None
+
+    @property
+    def threads(self) -> int:
+        """See ``bench.sweep.executors.Cluster``."""
+        return self.cpus
+
+    def pending(self, results: Path) -> Pending:
+        """None: its tasks end with the command that started them."""
+        return {}
+
+    def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
+        """See ``bench.sweep.executors.Cluster``."""
+        return told(self._run(tasks, folder), tasks, folder)
+
+    def _run(self, tasks: Sequence[Task], folder: Path) -> Answers:
+        try:
+            import ray
+        except ImportError as error:
+            raise missing("ray", "ray") from error
+        self._connect(ray)
+        try:
+            self._check_room(ray)
+            start = ray.remote(
+                num_cpus=self.cpus, num_gpus=self.gpus, max_calls=1, max_retries=self.retries, retry_exceptions=False
+            )(_perform)
+            left = {start.remote(task, str(log_file(task, folder))): place for place, task in enumerate(tasks)}
+            while left:
+                (done,), _ = ray.wait(list(left), num_returns=1)
+                yield left.pop(done), _answer(ray, done)
+        finally:
+            ray.shutdown()
+
+    def _connect(self, ray: Any) -> None:
+        own: dict[str, Any] = {"include_dashboard": False}
+        if self.address is None:
+            for name, value in _OWN_RAY.items():
+                os.environ.setdefault(name, value)
+        else:
+            self._check_address()
+            own = {}
+        try:
+            ray.init(self.address, log_to_driver=False, logging_level="ERROR", **own)
+        except Exception as error:  # Ray raises plain ones, too
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise self._unreachable(said[0].rstrip(".")) from error
+
+    def _check_address(self) -> None:
+        """Ray itself would try for a minute, and then end the process."""
+        host, _, port = str(self.address).removeprefix("ray://").rpartition(":")
+        if not port.isdecimal():
+            return  # auto, and what Ray will have an opinion of
+        try:
+            socket.create_connection((host, int(port)), _PATIENCE).close()
+        except OSError as error:
+            raise self._unreachable(error.strerror or str(error)) from error
+
+    def _unreachable(self, said: str) -> UserError:
+        where = f"cluster.address={self.address}" if self.address else "a Ray of its own on this machine"
+        return UserError(
+            f"cluster=ray came with {where}, and Ray could not be reached there: {said}. The address must be null, "
+            "auto, HOST:PORT or ray://HOST:PORT of a Ray that runs. Start one (ray start --head) and set "
+            "cluster.address=auto, or choose cluster=process."
+        )
+
+    def _check_room(self, ray: Any) -> None:
+        """A task that fits nowhere would wait for ever; a Ray that runs elsewhere may grow, and says so itself."""
+        if not self.here:
+            return
+        room = ray.cluster_resources()
+        for name, wanted in (("CPU", self.cpus), ("GPU", self.gpus)):
+            if wanted > (found := int(room.get(name, 0))):
+                setting = f"cluster.{name.lower()}s"
+                raise UserError(
+                    f"{setting} came as {wanted}; this machine has {found}. Set {setting}={found}, or the "
+                    "cluster.address of a Ray that has more."
+                )
+
+
+def _perform(task: Task, log: str) -> Result:
+    """In the process of the task, which runs nothing else."""
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    return job.perform(task)
+
+
+def _answer(ray: Any, done: Any) -> Result:
+    try:
+        result: Result = ray.get(done)
+    except ray.exceptions.RayError as error:
+        return job.killed(f"Ray lost the job: {str(error).strip().splitlines()[0].rstrip('.')}")
+    return result

@@ -1,0 +1,241 @@
+"""Texts for encoder-decoder models: the prompt is what the encoder reads, a sentence or an article and nothing else.
+
+T5 wants to be told what to do in a few words before the text: ``dataset.prefix="translate English to German: "``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from bench.errors import UserError
+from bench.scoring import RougeScorer, Scorer, SegmentScorer
+from bench.tasks.base import ANY, Example, Subset, Task
+from bench.tasks.sources import DataSet, Hub, Revision, Row, Sources
+
+
+class Pairs(Task):
+    """Sentences and their translations.
+
+    Args:
+        source, target: languages, as the data set names them.
+        prefix: what stands before every sentence.
+        limit: see ``Task``, as for the rest.
+    """
+
+    kind = "seq2seq"
+
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        prefix: str = "",
+        limit: int | None = None,
+        seed: int = 0,
+        subset: Subset = "first",
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(limit, seed, subset, categories)
+        if source == target:
+            raise UserError(f"dataset.source and dataset.target are both '{source}'; name two languages.")
+        self.source, self.target, self.prefix = source, target, prefix
+
+    @cached_property
+    def judges(self) -> Mapping[str, Scorer]:
+        return {ANY: SegmentScorer(self.target)}
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        """What is read, and what is to be written."""
+        return self.source, self.target
+
+    def _examples(self, label: str, pairs: Iterable[tuple[str, str]]) -> list[Example]:
+        """Numbered as in the file; a pair without a text on either side is left out."""
+        return [
+            Example(f"{label}-{number}", "translation", (self.prefix + sentence,), (translation,))
+            for number, (sentence, translation) in enumerate(pairs)
+            if sentence.strip() and translation.strip()
+        ]
+
+
+class Multi30k(Pairs):
+    """Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459): captions of pictures, English and German.
+
+    Raw text, cased and not tokenised. ``test`` is test_2016_flickr, 1,000 pairs; train on ``train`` alone.
+
+    Args:
+        split: ``test`` or ``val``.
+        source: see ``Pairs``, as for the rest.
+    """
+
+    name = "multi30k"
+
+    def __init__(
+        self,
+        split: Literal["test", "val"] = "test",
+        source: Literal["en", "de"] = "en",
+        target: Literal["en", "de"] = "de",
+        prefix: str = "",
+        limit: int | None = None,
+        seed: int = 0,
+        subset: Subset = "first",
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(source, target, prefix, limit, seed, subset, categories)
+        self.split = split
+
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        pairs, revisions = read_multi30k(sources, self.split, self.source, self.target)
+        return self._examples(f"multi30k-{self.split}", pairs), revisions
+
+
+class Multi30kReversed(Multi30k):
+    """The same pairs from German to English."""
+
+    name = "multi30k_de_en"
+
+
+def read_multi30k(
+    sources: Sources, split: Literal["train", "test", "val"], source: str, target: str
+) -> tuple[list[tuple[str, str]], list[Revision]]:
+    """All pairs of a split of Multi30k, in the order of its files.
+
+    Raises:
+        UserError: the two files do not belong together, or are not to be had.
+    """
+    ours, theirs = (sources.get(f"multi30k_{split}_{language}") for language in (source, target))
+    if len(ours.rows) != len(theirs.rows):
+        raise UserError(
+            f"{ours.revision.file} has {len(ours.rows):,} lines and {theirs.revision.file} {len(theirs.rows):,}; line "
+            "by line they must be translations of each other. Fetch both anew."
+        )
+    pairs = [(left["text"], right["text"]) for left, right in zip(ours.rows, theirs.rows, strict=True)]
+    return pairs, [ours.revision, theirs.revision]
+
+
+class HubPairs(Pairs):
+    """Any parallel text of the hub whose rows are ``{"translation": {"en": ..., "de": ...}}`` or ``{"en": ...}``.
+
+    In a data folder it is REPO/CONFIG/SPLIT.jsonl, with ``--`` for the slash within REPO.
+
+    Args:
+        repo: hub id.
+        source, target: names of the languages in its rows.
+        config: which of its configurations, usually the pair of languages.
+        split: which split.
+        prefix: see ``Pairs``, as for the rest.
+    """
+
+    name = "hub_pairs"
+
+    def __init__(
+        self,
+        repo: str,
+        source: str,
+        target: str,
+        config: str | None = None,
+        split: str = "test",
+        prefix: str = "",
+        limit: int | None = None,
+        seed: int = 0,
+        subset: Subset = "first",
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(source, target, prefix, limit, seed, subset, categories)
+        self.hub = Hub(repo, split, config)
+
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        folder = f"{self.hub.repo.replace('/', '--')}/{self.hub.config or 'default'}"
+        table = sources.read(str(self.hub), DataSet(f"{folder}/{self.hub.split}.jsonl", hub=self.hub))
+        pairs = [self._pair(row) for row in table.rows]
+        return self._examples(f"{self.name}-{self.hub.split}", pairs), [table.revision]
+
+    def _pair(self, row: Row) -> tuple[str, str]:
+        texts = row.get("translation", row)
+        for language in (self.source, self.target):
+            if language not in texts:
+                raise UserError(
+                    f"{self.hub} has no language '{language}'; its rows have {', '.join(map(str, texts))}. Correct "
+                    "dataset.source, dataset.target or dataset.config."
+                )
+        return str(texts[self.source]), str(texts[self.target])
+
+
+class WMT14Pairs(HubPairs):
+    """WMT14 newstest (Bojar et al. 2014): 3,003 sentences for a translation model, of either language."""
+
+    name = "wmt14"
+
+
+class WMT16(HubPairs):
+    """WMT16 newstest (Bojar et al. 2016): English-Romanian, 1,999 sentences, and other pairs."""
+
+    name = "wmt16"
+
+
+class Iwslt17(HubPairs):
+    """IWSLT 2017 (Cettolo et al. 2017): talks, sentence by sentence."""
+
+    name = "iwslt17"
+
+
+class Articles(Task):
+    """Articles and their summaries.
+
+    Args:
+        prefix: what stands before every article.
+        max_words: words of an article that are kept, its first ones, so that it fits into the model; None: all.
+        limit: see ``Task``, as for the rest.
+    """
+
+    kind = "seq2seq"
+    known: ClassVar[str]
+    article: ClassVar[str]
+    summary: ClassVar[str]
+
+    def __init__(
+        self,
+        prefix: str = "",
+        max_words: int | None = None,
+        limit: int | None = None,
+        seed: int = 0,
+        subset: Subset = "first",
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(limit, seed, subset, categories)
+        if max_words is not None and max_words < 1:
+            raise UserError(f"dataset.max_words came as {max_words}; at least 1, or null for all, is needed. Set it.")
+        self.prefix, self.max_words = prefix, max_words
+
+    @cached_property
+    def judges(self) -> Mapping[str, Scorer]:
+        return {ANY: RougeScorer()}
+
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        table = sources.get(self.known)
+        examples = [self._example(row) for row in table.rows if row[self.article].strip()]
+        return examples, [table.revision]
+
+    def _example(self, row: Mapping[str, Any]) -> Example:
+        text = first_words(row[self.article], self.max_words)
+        return Example(str(row["id"]), "summarization", (self.prefix + text,), (row[self.summary],))
+
+
+class XSumArticles(Articles):
+    """XSum (Narayan et al. 2018, arXiv 1808.08745) for BART and T5: the rows of ``dataset=xsum`` without a request."""
+
+    name, known, article, summary = "xsum_articles", "xsum", "document", "summary"
+
+
+class CnnDailyMailArticles(Articles):
+    """CNN/DailyMail 3.0.0 (See et al. 2017, arXiv 1704.04368) for BART and T5: the articles without a request."""
+
+    name, known, article, summary = "cnn_dailymail_articles", "cnn_dailymail", "article", "highlights"
+
+
+def first_words(text: str, most: int | None) -> str:
+    """A text up to a number of words, its blanks and line breaks as they are."""
+    words = list(re.finditer(r"\S+", text))
+    return text if most is None or len(words) <= most else text[: words[most - 1].end()]

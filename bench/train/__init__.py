@@ -1,0 +1,1 @@
+"""``python -m bench train``: make a checkpoint for a method."""

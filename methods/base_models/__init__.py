@@ -1,0 +1,1 @@
+"""Models trained here, so that methods have something to accelerate."""

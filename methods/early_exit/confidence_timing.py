@@ -1,0 +1,104 @@
+"""How much of the time of a decode goes into deciding whether to leave: a decode of its own behind the measurement.
+
+Deciding begins when the reader makes the state at an exit readable and ends when the target is asked for more layers.
+What is in between is the exit's own map, the output matrix as far as the confidence needs it, the confidence, and the
+host's wait for it. The logits of an exit that is taken are used for its token, so not all of it would be saved without
+a confidence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from methods.decoder import Decoder
+from methods.early_exit.exits import Reader
+from methods.early_exit.loop import Tally
+from methods.engine.causal_lm import CausalLM
+from methods.engine.stopwatch import Stopwatch
+
+_ON_THE_WAY = ("begin", "run", "fill")  # of a target, between two decisions
+
+
+@runtime_checkable
+class Leaving(Decoder, Protocol):
+    """A decoder with exits."""
+
+    target: CausalLM
+    reader: Reader
+    tally: Tally
+
+
+Watchable = TypeVar("Watchable", bound=Leaving)
+
+
+class _Watch:
+    """Stands in for the reader, and hears the target."""
+
+    def __init__(self, reader: Reader, target: CausalLM) -> None:
+        self.depths, self.nbytes = reader.depths, reader.nbytes
+        self._reader, self._layers = reader, target.n_layers
+        self._deciding = False
+        self.spans: list[Stopwatch] = []
+        self.target = copy.copy(target)
+        for name in _ON_THE_WAY:
+            setattr(self.target, name, self._heard(getattr(target, name)))
+
+    def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
+        """See ``Reader``. Behind the whole model there is nothing to decide."""
+        if depth < self._layers:
+            self._deciding = True
+            self.spans.append(Stopwatch(hidden.device))
+            self.spans[-1].start()
+        return self._reader.read(depth, hidden)
+
+    def maps(self, depth: int) -> int:
+        """See ``Reader``."""
+        return self._reader.maps(depth)
+
+    def close(self) -> None:
+        """Nothing is being decided any more."""
+        if self._deciding:
+            self.spans[-1].stop()
+        self._deciding = False
+
+    def _heard(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def heard(*given: Any, **named: Any) -> Any:
+            self.close()
+            return call(*given, **named)
+
+        return heard
+
+
+def confidence_share(
+    decoder: Watchable, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator
+) -> dict[str, float]:
+    """Decode once more, watched, to the end of every text; the decoder itself is left as it is.
+
+    Returns:
+        ``confidence_share``, of the time behind the prompts, and ``looks_per_step``.
+    """
+    twin, watch = copy.copy(decoder), _Watch(decoder.reader, decoder.target)
+    twin.target, twin.reader, twin.tally = watch.target, watch, Tally()
+    whole, ends, steps = Stopwatch(decoder.target.device), decoder.target.eos_ids, 0
+    open_rows = set(range(len(prompts)))
+    for steps, step in enumerate(twin.decode(prompts, limit, rng)):
+        watch.close()
+        if not steps:
+            whole.start()
+        open_rows -= {row for row in open_rows if any(token in ends for token in step.tokens[row])}
+        if not open_rows:
+            break
+    whole.stop()
+    if decoder.target.device.type == "cuda":
+        torch.cuda.synchronize(decoder.target.device)
+    spent = whole.ns()
+    if not steps or not spent:
+        return {}
+    deciding = sum(span.ns() for span in watch.spans)
+    return {"confidence_share": deciding / spent, "looks_per_step": len(watch.spans) / steps}

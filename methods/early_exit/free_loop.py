@@ -1,0 +1,405 @@
+"""One exit, and deep layers that catch up: the loop of ``free``.
+
+A token whose shallow exit (behind k layers) is sure does not skip the deep layers, it puts them off. Its state behind
+layer k waits; when a token is not sure, or too many wait, the deep layers run over all waiting states in one pass
+(synchronised parallel decoding, FREE, Bae et al. 2023, arXiv 2310.05424, sec. 4.2). Nothing is ever propagated: shallow
+and deep caches hold what the whole model would have written for the same text.
+
+That pass also says what the whole model would have chosen in place of each shallow token, so the same machine can
+
+    all        keep the shallow tokens; they are committed as they come
+    rollback   keep the leading ones that the deep layers find likely enough, -log p(token) <= ``distance``
+    verify     keep the leading ones that an exact rule keeps: lossless self-speculation
+
+With the two latter, tokens are committed when they have been judged. A round is one deep pass with all shallow passes
+before it. Counters: layers of a step are those of its pass, k / L or all of them; shallow passes whose tokens are
+judged later are ``draft_passes``. So layers run are the sum over steps of target_passes * layers * L + draft_passes *
+k.
+
+Rows of a batch go in lockstep, and the first one that is not sure sends all of them into the deep layers. For a row
+that was sure this changes nothing but the moment at which its waiting states catch up: its own last token stays the
+shallow one where it would have stayed anyway.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator as Steps
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from methods.decoder import ABSENT, Draft, Guarantee, Rule, Step, Verdict
+from methods.early_exit.confidence import Softmax, Vocabulary
+from methods.early_exit.exits import Reader
+from methods.early_exit.loop import Tally
+from methods.early_exit.threshold import FULL_MODEL
+from methods.engine.causal_lm import CausalLM
+from methods.engine.kv_cache import Cache
+from methods.engine.sampling import Sampling, argmax, draw
+from methods.engine.stopwatch import Stopwatch
+
+Accept = Literal["all", "rollback", "verify"]
+
+
+@runtime_checkable
+class AdaptiveThreshold(Protocol):
+    """A threshold that learns where the exit and the whole model choose the same token."""
+
+    def update(self, confidence: float, agreed: bool) -> None:
+        """Take in one token."""
+        ...
+
+    def threshold(self) -> float:
+        """The confidence above which a token counts as sure; 1: none does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedThreshold:
+    """One that does not learn."""
+
+    value: float
+
+    def update(self, confidence: float, agreed: bool) -> None:
+        """Nothing is learnt."""
+
+    def threshold(self) -> float:
+        return self.value
+
+
+class Agreement:
+    """Keep a drafted token while it is what the target picks there itself: exact for whatever was drafted."""
+
+    guarantee: ClassVar[Guarantee] = Guarantee.EXACT
+
+    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
+        """See ``methods.decoder.Rule``."""
+        wanted = sampling.pick(logits, rng)
+        return _leading(draft.tokens == wanted[:, :-1], wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Keep a token while the deep layers find it likely: -log p(token) <= distance (BiLD, Kim et al. 2023)."""
+
+    distance: float
+
+    def fits(
+        self, tokens: Int[Tensor, "B W"], logits: Float[Tensor, "B W V"], sampling: Sampling
+    ) -> Bool[Tensor, "B W"]:
+        """Which tokens meet it; p is at the sampling temperature (at 1 when greedy)."""
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        log_probs = (exact / (sampling.temperature or 1.0)).log_softmax(-1)
+        return -log_probs.gather(2, tokens[:, :, None])[:, :, 0] <= self.distance
+
+
+@dataclass(slots=True)
+class Shallow:
+    """What one shallow pass found.
+
+    Attributes:
+        root: [B] tokens it read.
+        state: [B, 1, D] behind layer k.
+        token: [B] the exit's tokens; None where no exit is taken at all.
+        best: [B] its likeliest tokens.
+        probs: [B, V] what ``token`` was drawn from; None: it was not drawn, or no row is sure of it.
+        confidence: per row; empty where no exit is taken at all.
+    """
+
+    root: Int[Tensor, "B"]
+    state: Float[Tensor, "B 1 D"]
+    token: Int[Tensor, "B"] | None = None
+    best: Int[Tensor, "B"] | None = None
+    probs: Float[Tensor, "B V"] | None = None
+    confidence: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the machine is run.
+
+    Attributes:
+        depth: k, layers of the shallow exit.
+        accept: what becomes of shallow tokens.
+        threshold: confidence above which the exit is sure.
+        rule: of ``verify``.
+        distance: of ``rollback``.
+        max_pending: most tokens that wait for the deep layers.
+        vocabulary: ids that the exit asks first, see ``confidence.py``; None: no screen.
+        remember: what the threshold learnt is kept from prompt to prompt.
+    """
+
+    depth: int
+    accept: Accept
+    threshold: AdaptiveThreshold
+    rule: Rule
+    distance: float = 2.0
+    max_pending: int = 16
+    vocabulary: Vocabulary = None
+    remember: bool = False
+
+
+class ShallowDeepDecoder:
+    """A target with one shallow exit.
+
+    Attributes:
+        guarantee: EXACT where every token is judged by an exact rule, or none exits.
+        tally: what the steps so far have cost.
+    """
+
+    def __init__(
+        self, target: CausalLM, sampling: Sampling, reader: Reader, options: Options, drawn: bool = True
+    ) -> None:
+        self.target, self.sampling, self.reader, self.options = target, sampling, reader, options
+        self.tally = Tally()
+        self._draws = drawn and not sampling.greedy
+        self._learns = not isinstance(options.threshold, FixedThreshold)
+        self._never = not self._learns and options.threshold.threshold() >= FULL_MODEL
+        screens = not (self._never or self._learns)  # what learns sees the whole distribution
+        self._softmax = Softmax(target, options.vocabulary if screens else None)
+        exact = self._never or (options.accept == "verify" and options.rule.guarantee is Guarantee.EXACT)
+        self.guarantee = Guarantee.EXACT if exact else Guarantee.RELAXED
+
+    def facts(self) -> dict[str, Any]:
+        """What the steps so far have cost, and where tokens came from."""
+        found = self.tally.facts(self.target)
+        if self.options.accept != "all":
+            found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
+        return found
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """Memory beside the target's."""
+        return {"exits": self.reader.nbytes + self._softmax.nbytes}
+
+    @torch.inference_mode()
+    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        """See ``methods.decoder.Decoder.decode``."""
+        longest = max(len(prompt) for prompt in prompts)
+        cache = self.target.new_cache(len(prompts), longest + limit + self.options.max_pending + 1)
+        rows = [prompt.to(self.target.device) for prompt in prompts]
+        root = self.sampling.pick(self.target.prefill(rows, cache).logits[:, 0], rng)
+        yield _step([[token] for token in root.tolist()], [True] * len(rows))
+        text = _Text(limit, [1] * len(rows), self._thresholds(len(rows)), Stopwatch(self.target.device))
+        while text.unfinished:
+            root = yield from self._round(root, text, cache, rng)
+
+    def _thresholds(self, rows: int) -> list[AdaptiveThreshold]:
+        """One per row, as if each were alone; what is remembered is common to all."""
+        shared = self.options.threshold
+        return [shared if self.options.remember else copy.deepcopy(shared) for _ in range(rows)]
+
+    def _round(self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator) -> Steps[Step, None, Tensor]:
+        """Shallow passes until a row is not sure, then the deep layers over all of them; returns the next root."""
+        options, base = self.options, cache.lengths
+        before = text.done
+        passes: list[Shallow] = []
+        text.watch.start()
+        while True:
+            passes.append(self._shallow(root, text, cache, rng))
+            sure = text.sure(passes[-1].confidence)
+            judged = options.accept != "all"
+            room = min(options.max_pending, text.room - 1) if judged else options.max_pending
+            if not all(sure) or len(passes) > room:
+                break
+            token = passes[-1].token
+            assert token is not None
+            if judged:
+                text.watch.stop()
+            else:
+                yield self._commit_shallow(token, text)
+                if not text.unfinished:
+                    return root
+            root = token
+        cache.set_lengths(base)
+        step, root = self._deep(passes, sure, text, cache, rng)
+        cache.set_lengths([start + now - was for start, now, was in zip(base, text.done, before, strict=True)])
+        yield step
+        return root
+
+    def _shallow(self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator) -> Shallow:
+        """One token per row through the layers below the exit, and what the exit says."""
+        state = self.target.begin(root[:, None], None, cache)
+        self.target.run(state, range(self.options.depth))
+        self.tally.layers += self.options.depth
+        cache.advance([1] * len(root))
+        found = Shallow(root, state.hidden)
+        if self._never:
+            return found
+        hidden = state.hidden[:, 0]
+        ready = self.reader.read(self.options.depth, hidden)
+        self.tally.maps += self.reader.maps(self.options.depth)
+        opinion = self._softmax(hidden, ready, text.tempted)
+        self.tally.columns += opinion.columns
+        assert opinion.confidence is not None
+        found.confidence = opinion.confidence.tolist()
+        if opinion.logits is None:  # nobody is sure, and nobody takes a token from here
+            found.best = found.token = torch.zeros_like(root)
+            return found
+        found.best = found.token = argmax(opinion.logits)
+        if self._draws:
+            found.probs = self.sampling.probs(opinion.logits)
+            found.token = draw(found.probs, rng)
+        return found
+
+    def _commit_shallow(self, token: Int[Tensor, "B"], text: _Text) -> Step:
+        rows = text.open
+        tokens = [[new] if is_open else [] for new, is_open in zip(token.tolist(), rows, strict=True)]
+        text.commit(tokens)
+        self.tally.steps += 1
+        self.tally.exits[self.options.depth] += sum(rows)
+        return _step(tokens, rows, layers=self.options.depth / self.target.n_layers)
+
+    def _deep(
+        self, passes: list[Shallow], sure: list[bool], text: _Text, cache: Cache, rng: Generator
+    ) -> tuple[Step, Int[Tensor, "B"]]:
+        """The deep layers over all waiting states, and what they make of the shallow tokens."""
+        target, depth = self.target, self.options.depth
+        state = target.begin(torch.stack([p.root for p in passes], dim=1), None, cache)
+        state.hidden = torch.cat([p.state for p in passes], dim=1)
+        target.run(state, range(depth, target.n_layers))
+        self.tally.layers += target.n_layers - depth
+        judged = self.options.accept != "all"
+        asked = state.hidden if judged or self._learns else state.hidden[:, -1:]
+        logits = target.head(target.norm(asked))
+        self.tally.columns += target.vocab_size * asked.shape[1]
+        verdict = self._judge(passes, sure, logits, rng)
+        rows = text.open
+        kept, accepted = _read(passes, verdict, rows)
+        if self._learns:
+            self._learn(passes, logits, [a + 1 if judged else len(passes) for a in accepted], text)
+        text.commit(kept)
+        self._count(kept, accepted, sure, judged)
+        drafted = len(passes) - 1 if judged else 0
+        timed = text.watch.ns() if drafted else 0
+        step = _step(kept, rows, accepted, drafted, nodes=len(passes), draft_ns=timed if judged else None)
+        return step, verdict.bonus
+
+    def _judge(
+        self, passes: list[Shallow], sure: Sequence[bool], logits: Float[Tensor, "B W V"], rng: Generator
+    ) -> Verdict:
+        """Which waiting tokens stay, and the token behind them: of a row that was sure, possibly its shallow one."""
+        options, last = self.options, passes[-1].token
+        if last is None or options.accept == "verify":
+            return options.rule(_draft(passes), logits, self.sampling, rng)
+        certain = torch.tensor(sure, device=last.device)
+        if options.accept == "all":
+            bonus = torch.where(certain, last, self.sampling.pick(logits[:, -1], rng))
+            empty = last.new_empty(len(last), 0)
+            return Verdict(empty, torch.zeros_like(last), bonus)
+        tokens = torch.stack([p.token for p in passes if p.token is not None], dim=1)
+        fits = Rollback(options.distance).fits(tokens, logits, self.sampling)
+        own = self.sampling.pick(logits, rng)
+        own[:, -1] = torch.where(certain & fits[:, -1], last, own[:, -1])
+        return _leading(fits[:, :-1], own)
+
+    def _learn(self, passes: list[Shallow], logits: Float[Tensor, "B W V"], seen: list[int], text: _Text) -> None:
+        """Tell the threshold of each token on the way of the text whether the whole model would choose it too."""
+        shallow = torch.stack([p.best for p in passes if p.best is not None], dim=1)
+        agreed = (shallow == argmax(logits)).tolist()
+        for row, is_open in enumerate(text.open):
+            for place, found in enumerate(passes[: seen[row]] if is_open else []):
+                assert found.confidence is not None
+                text.thresholds[row].update(found.confidence[row], agreed[row][place])
+        text.refresh()
+
+    def _count(self, kept: list[list[int]], accepted: list[int], sure: list[bool], judged: bool) -> None:
+        self.tally.steps += 1
+        rows = [row for row, new in enumerate(kept) if new]
+        shallow = sum(accepted[row] for row in rows) if judged else sum(sure[row] for row in rows) * (not self._never)
+        self.tally.exits[self.options.depth] += shallow
+        self.tally.exits[self.target.n_layers] += sum(len(kept[row]) for row in rows) - shallow
+
+
+class _Text:
+    """How far each row is, and its threshold."""
+
+    def __init__(self, limit: int, done: list[int], thresholds: list[AdaptiveThreshold], watch: Stopwatch) -> None:
+        self.limit, self.done, self.thresholds, self.watch = limit, done, thresholds, watch
+        self._values = [0.0] * len(done)
+        self.refresh()
+
+    @property
+    def open(self) -> list[bool]:
+        return [count < self.limit for count in self.done]
+
+    @property
+    def unfinished(self) -> bool:
+        return min(self.done) < self.limit
+
+    @property
+    def room(self) -> int:
+        """Most tokens a row still wants."""
+        return self.limit - min(self.done)
+
+    def refresh(self) -> None:
+        """Ask the thresholds anew."""
+        self._values = [threshold.threshold() for threshold in self.thresholds]
+
+    def tempted(self, confidence: Float[Tensor, "B"]) -> bool:
+        """Whether somebody who is not at the limit would be sure."""
+        pairs = zip(self.sure(confidence.tolist()), self.open, strict=True)
+        return any(sure and is_open for sure, is_open in pairs)
+
+    def sure(self, confidence: list[float] | None) -> list[bool]:
+        """Per row; one at its limit is always sure, since it asks for nothing."""
+        if confidence is None:
+            return [not is_open for is_open in self.open]
+        pairs = zip(confidence, self._values, self.open, strict=True)
+        return [value > threshold or not is_open for value, threshold, is_open in pairs]
+
+    def commit(self, tokens: list[list[int]]) -> None:
+        self.done = [count + len(new) for count, new in zip(self.done, tokens, strict=True)]
+
+
+def _draft(passes: list[Shallow]) -> Draft:
+    """All shallow tokens but the last one, behind which the deep layers have not looked."""
+    waiting = passes[:-1]
+    if not waiting:
+        root = passes[0].root
+        return Draft.chain(root.new_empty(len(root), 0))
+    tokens = torch.stack([p.token for p in waiting if p.token is not None], dim=1)
+    drawn = [p.probs for p in waiting if p.probs is not None]
+    return Draft.chain(tokens, torch.stack(drawn, dim=1) if drawn else None, passes=len(waiting))
+
+
+def _leading(kept: Bool[Tensor, "B N"], wanted: Int[Tensor, "B M"]) -> Verdict:
+    """Keep what stands before the first failure; ``wanted`` holds the token behind every node."""
+    accepted = kept.long().cumprod(1).sum(1)
+    columns = torch.arange(kept.shape[1], device=kept.device)
+    path = torch.where(columns < accepted[:, None], columns, ABSENT)
+    return Verdict(path, accepted, wanted.gather(1, accepted[:, None])[:, 0])
+
+
+def _read(passes: list[Shallow], verdict: Verdict, rows: list[bool]) -> tuple[list[list[int]], list[int]]:
+    """Tokens to commit, and how many of them waited; the one host read of a deep pass."""
+    waiting = [p.token for p in passes[:-1] if p.token is not None]
+    report = torch.stack([verdict.accepted, verdict.bonus, *waiting], dim=1).tolist()
+    kept = [[*row[2 : 2 + row[0]], row[1]] if is_open else [] for row, is_open in zip(report, rows, strict=True)]
+    return kept, [row[0] * is_open for row, is_open in zip(report, rows, strict=True)]
+
+
+def _step(
+    tokens: list[list[int]],
+    rows: list[bool],
+    accepted: list[int] | None = None,
+    drafted: int = 0,
+    layers: float = 1.0,
+    nodes: int = 1,
+    draft_ns: int | None = None,
+) -> Step:
+    judged = [drafted * is_open for is_open in rows]
+    return Step(
+        tokens,
+        drafted=judged,
+        accepted=accepted or [0] * len(rows),
+        layers=[layers] * len(rows),
+        depth=judged,
+        nodes=nodes,
+        draft_passes=drafted,
+        draft_ns=draft_ns,
+    )

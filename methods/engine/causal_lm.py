@@ -1,0 +1,563 @@
+"""A causal language model as every method sees it: any of its layers over any tree of tokens, batch first.
+
+The weights come from a Hugging Face model; the walk over its layers is ours, so that a pass can score a token
+tree, skip sub-layers, stop early, show hidden states of any layer, and write into a static cache whose rows
+have different lengths. Tests prove the logits equal to ``model(...)`` for every family it accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from methods.engine import causal_layers, token_tree
+from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, UnsupportedModel
+from methods.engine.kv_cache import Cache
+from methods.engine.linear import Linear, LinearForm, PackedLinear, make_linear
+
+if TYPE_CHECKING:
+    from methods.engine.compiled_layers import Compiled
+    from methods.engine.cuda_graphs import Graphs
+
+__all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
+
+_PREFILL_CHUNK = 512
+_SCORE_CHUNK = 256
+
+
+@dataclass(slots=True)
+class Output:
+    """What a pass of the target yields.
+
+    Attributes:
+        logits: [B, M, V] of every scored node; after a prefill [B, 1, V] of each row's last token.
+        hidden: [B, P, D] behind the final norm (what the output matrix multiplies); P = M, but after a prefill
+            with taps it covers all positions of the prompts, rows padded at the end.
+        taps: hidden states behind the layers asked for, over the same positions.
+        memory: [B, S, D] what the encoder made of the sources, rows padded at the end; only after a prefill of an
+            encoder-decoder.
+    """
+
+    logits: Float[Tensor, "B M V"]
+    hidden: Float[Tensor, "B P D"]
+    taps: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
+    memory: Float[Tensor, "B S D"] | None = None
+
+
+@dataclass(slots=True)
+class Pass:
+    """State of a pass on its way through the layers.
+
+    Attributes:
+        hidden: [B, M, D] input of the next layer.
+        cos, sin: rotary tables at the nodes' positions, [B or 1, M, 1, r]; ``sin`` carries the sign of the half turn.
+        mask: [B or 1, 1, M * G, S] additive, G query heads per key head; None where all of S is visible.
+        slots: cache slots of the nodes; None where all rows have the same length.
+        end: S, the slots a node may see at most.
+    """
+
+    hidden: Float[Tensor, "B M D"]
+    cos: Float[Tensor, "b M 1 r"]
+    sin: Float[Tensor, "b M 1 r"]
+    mask: Float[Tensor, "b 1 MG S"] | None
+    slots: Int[Tensor, "B M"] | None
+    end: int
+    cache: Cache
+
+
+class CausalLM:
+    """A decoder-only model over a static cache. Build it with ``from_hf``.
+
+    Attributes:
+        skipped_attention, skipped_mlp: sub-layers this view leaves out.
+        max_positions: longest context, in tokens.
+        eos_ids: ids that end a text; empty if the model declares none.
+        hf: the original model, or None where its weights were released.
+        graphs: what replays whole passes; None: they run kernel by kernel.
+        compiled: what stands between the products, compiled; None: as it is written.
+    """
+
+    def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
+        config = model.config
+        causal_layers.check(config)
+        self.config = config
+        self.name = str(getattr(config, "_name_or_path", "") or config.model_type)
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.max_positions = causal_layers.max_positions(config)
+        self.eos_ids = eos_ids(model)
+        self.skipped_attention: frozenset[int] = frozenset()
+        self.skipped_mlp: frozenset[int] = frozenset()
+        self._scale = float(getattr(config, "attention_multiplier", None) or self.head_dim**-0.5)
+        self._residual = float(getattr(config, "residual_multiplier", 1.0))
+        self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
+        self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
+        self.graphs: Graphs | None = None
+        self.compiled: Compiled | None = None
+        self._read(model, linear, keep_hf)
+
+    @classmethod
+    def from_hf(cls, model: PreTrainedModel, *, linear: LinearForm = "auto", keep_hf: bool = False) -> CausalLM:
+        """Take over the weights of a Hugging Face model.
+
+        Args:
+            model: any causal LM of the proven families, in evaluation mode.
+            linear: form of the matrix products, see ``methods.engine.linear``.
+            keep_hf: leave the original usable (peers need it); costs its memory once more where weights are packed.
+
+        Raises:
+            UnsupportedModel: no equality test covers this model.
+        """
+        return cls(model.eval(), linear, keep_hf)
+
+    def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
+        base: Any = model.model
+        embedding: Any = model.get_input_embeddings()
+        if not keep_hf:
+            leave_file(model, embedding.weight)
+        self._embedding = embedding.weight.detach()
+        self._embed_scale = float(getattr(embedding, "scalar_embed_scale", 1.0)) * float(
+            getattr(self.config, "embedding_multiplier", 1.0)
+        )
+        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self._embed_factor = torch.tensor(self._embed_scale, dtype=self.dtype, device=self.device)
+        self._rope = RotaryTable(base.rotary_emb, self.device, self.dtype)
+        head: Any = model.get_output_embeddings()
+        self._final_norm: Rows = causal_layers.read_norm(base.norm)  # type: ignore[assignment]
+        self._head: Linear = make_linear([head.weight.detach()], [head.bias], linear)
+        self.layers: list[Layer] = []
+        for layer in base.layers[: self.config.num_hidden_layers]:
+            self.layers.append(causal_layers.read_layer(layer, linear))
+            if not keep_hf:
+                causal_layers.release(layer)
+        if not keep_hf:
+            causal_layers.release(model)
+        self.hf = model if keep_hf else None
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def depth_share(self) -> float:
+        """Sub-layers this view runs over sub-layers of the model."""
+        skipped = len(self.skipped_attention) + len(self.skipped_mlp)
+        return 1.0 - skipped / (2 * self.n_layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the matrices this view multiplies with in a pass, and of the embedding."""
+        products = [self._head]
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped_attention:
+                products += [layer.attention.qkv, layer.attention.out]
+            if index not in self.skipped_mlp:
+                products += [layer.mlp.gate_up, layer.mlp.down]
+        return sum(p.nbytes for p in products) + self._embedding.numel() * self._embedding.element_size()
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of the matrices that reading a source multiplies with; only an encoder-decoder has some."""
+        return 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        kept = self.n_layers - len(self.skipped_attention)
+        return kept * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def skip(self, attention: Collection[int] = (), mlp: Collection[int] = ()) -> CausalLM:
+        """The same weights without some attention and feed-forward sub-layers (0-based layers).
+
+        Raises:
+            ValueError: a layer number beyond the model.
+        """
+        outside = sorted(i for i in {*attention, *mlp} if not 0 <= i < self.n_layers)
+        if outside:
+            raise ValueError(f"Layers {outside} cannot be skipped: {self.name} has layers 0 to {self.n_layers - 1}.")
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view.skipped_attention = self.skipped_attention | frozenset(attention)
+        view.skipped_mlp = self.skipped_mlp | frozenset(mlp)
+        view.graphs = None if self.graphs is None else self.graphs.of(view)
+        view.name = (
+            f"{self.name} without {len(view.skipped_attention)} attention and {len(view.skipped_mlp)} mlp layers"
+        )
+        return view
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for ``batch`` rows of up to ``capacity`` tokens, drafts in flight included."""
+        if self.graphs is not None:
+            return self.graphs.new_cache(batch, capacity, self._make_cache)
+        return self._make_cache(batch, capacity)
+
+    def _make_cache(self, batch: int, capacity: int) -> Cache:
+        kept = [i for i in range(self.n_layers) if i not in self.skipped_attention]
+        return Cache(kept, batch, capacity, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+
+    # -- a pass in three acts: begin, run (any layers, in any portions), head ---------------------------------------
+
+    def begin(
+        self,
+        tokens: Int[Tensor, "B M"],
+        parents: Int[Tensor, "B N"] | None,
+        cache: Cache,
+        levels: int | None = None,
+        end: int | None = None,
+    ) -> Pass:
+        """Embed the nodes of a pass and lay out positions and mask.
+
+        Args:
+            tokens: node 0 is the root.
+            parents: draft columns; None: a chain.
+            cache: where rows end, and keys and values go.
+            levels: of the tree, if known.
+            end: slots that attention reads, for a pass whose shapes do not depend on the rows' lengths; their
+                positions must have been reserved. None: up to the last node of the longest row.
+        """
+        nodes, fixed = tokens.shape[1], end is not None
+        end = end or max(cache.lengths) + nodes
+        assert end <= cache.capacity, f"a pass over {nodes} nodes needs {end} slots, the cache has {cache.capacity}"
+        hidden = F.embedding(tokens, self._embedding)
+        if self._embed_scale != 1.0:
+            hidden = hidden * self._embed_factor
+        groups = self.heads // self.kv_heads
+        if parents is None and cache.uniform and not fixed:
+            start = cache.lengths[0]
+            cos, sin = self._rope.slice(start, start + nodes)
+            mask = None if nodes == 1 else causal_mask(nodes, start, groups, self.dtype, self.device)
+            return Pass(hidden, cos, sin, mask, None, end, cache)
+        reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
+        offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
+        self._rope.reserve(end)
+        cos, sin = self._rope.gather(cache.length[:, None] + offsets)
+        mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
+        slots = None if cache.uniform and not fixed else cache.slots(nodes)
+        return Pass(hidden, cos, sin, mask, slots, end, cache)
+
+    def reserve_positions(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Make rotary tables that long; they stay where they are as long as somebody holds them."""
+        return self._rope.slice(0, positions)
+
+    def run(self, state: Pass, layers: Iterable[int], taps: Collection[int] = ()) -> dict[int, Float[Tensor, "B M D"]]:
+        """Push a pass through ``layers``; returns the hidden states behind those in ``taps``."""
+        seen = {}
+        for index in layers:
+            layer = self.layers[index]
+            if index not in self.skipped_attention:
+                state.hidden = self._add(state.hidden, self._attend(layer.attention, index, state))
+            if index not in self.skipped_mlp:
+                state.hidden = self._add(state.hidden, self._feed(layer.mlp, state.hidden))
+            if index in taps:
+                seen[index] = state.hidden
+        return seen
+
+    def fill(self, state: Pass, layers: Sequence[int]) -> None:
+        """Write into the cache the keys and values that ``layers`` make of a state, without running them.
+
+        Each layer projects the same state with its own norm and weights: what a token that left the model early shows
+        to those behind it (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3).
+        """
+        kept = [index for index in layers if index not in self.skipped_attention]
+        for rotary in (True, False):
+            group = [index for index in kept if self.layers[index].attention.rotary is rotary]
+            if not group:
+                continue
+            heads = torch.stack([self._project(index, state.hidden) for index in group])
+            if rotary:  # of all layers at once: the token stands at one position
+                cos, sin = (t if len(t) == 1 else t.repeat(len(group), 1, 1, 1) for t in (state.cos, state.sin))
+                rotate_(heads.flatten(0, 1)[:, :, : self.kv_heads], cos, sin)
+            for index, new in zip(group, heads, strict=True):
+                state.cache.write(index, new, state.slots)
+
+    @property
+    def fill_bytes(self) -> int:
+        """Bytes of the key and value projections that ``fill`` keeps; plain ones are views of the layers' own."""
+        return sum(linear.nbytes for linear in self._key_value.values() if isinstance(linear, PackedLinear))
+
+    @property
+    def linear_form(self) -> LinearForm:
+        """In which form the weights are held."""
+        return "packed" if isinstance(self._head, PackedLinear) else "plain"
+
+    def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
+        """Logits of hidden states that are already behind the final norm."""
+        logits = self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+        return logits if self._logit_divisor == 1.0 else logits / self._logit_divisor
+
+    def norm(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
+        """The final norm."""
+        return self._final_norm(hidden)
+
+    def embed(self, tokens: Int[Tensor, "*b"]) -> Float[Tensor, "*b D"]:
+        """Input embeddings as the first layer receives them."""
+        return F.embedding(tokens, self._embedding) * self._embed_scale
+
+    def output_rows(self, ids: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n D"], Float[Tensor, "n"] | None]:
+        """Weight and bias of the output matrix for some tokens: ``hidden @ weight.T + bias`` are their logits."""
+        weight, bias = self._head.dense[ids], self._head.bias
+        kept = None if bias is None else bias[ids]
+        if self._logit_divisor == 1.0:
+            return weight, kept
+        return weight / self._logit_divisor, None if kept is None else kept / self._logit_divisor
+
+    # -- whole passes -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Int[Tensor, "B M"],
+        parents: Int[Tensor, "B N"] | None,
+        cache: Cache,
+        *,
+        levels: int | None = None,
+        taps: Collection[int] = (),
+    ) -> Output:
+        """Score M nodes per row behind the cache; the cache's lengths stay where they are.
+
+        Args:
+            tokens: [B, M] ids; node 0 is the root.
+            parents: [B, M - 1] draft columns of the parents, or None for a chain.
+            levels: depth of the tree, if known; a smaller bound is cheaper.
+            taps: layers whose outputs are wanted.
+        """
+        found = None if self.graphs is None else self.graphs.states(tokens, parents, cache, levels, taps)
+        if found is None:
+            state = self.begin(tokens, parents, cache, levels)
+            seen = self.run(state, range(self.n_layers), taps)
+            found = state.hidden, seen
+        last, seen = found
+        hidden = self.norm(last)
+        return Output(self.head(hidden), hidden, seen)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        prompts: Sequence[Int[Tensor, "_"]],
+        cache: Cache,
+        *,
+        taps: Collection[int] = (),
+        chunk: int = _PREFILL_CHUNK,
+    ) -> Output:
+        """Read whole prompts, ragged, in chunks; afterwards each row of the cache holds its prompt.
+
+        Rows shorter than the longest write behind their end, where nothing ever looks.
+        """
+        cache.reset()
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=self.device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        last = torch.tensor(lengths, device=self.device) - 1
+        final = torch.empty(len(prompts), 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        states: list[tuple[Tensor, dict[int, Tensor]]] = []
+        for start in range(0, max(lengths), chunk):
+            state = self.begin(tokens[:, start : start + chunk], None, cache)
+            seen = self.run(state, range(self.n_layers), taps)
+            width = state.hidden.shape[1]
+            here = (last >= start) & (last < start + width)
+            picked = state.hidden.gather(1, (last - start).clamp(0, width - 1)[:, None, None].expand_as(final))
+            final = torch.where(here[:, None, None], picked, final)
+            if taps:
+                states.append((state.hidden, seen))
+            cache.advance([width] * len(prompts))
+        cache.set_lengths(lengths)
+        hidden = self.norm(final)
+        logits = self.head(hidden)
+        if not taps:
+            return Output(logits, hidden)
+        every = self.norm(torch.cat([h for h, _ in states], 1))
+        return Output(logits, every, {t: torch.cat([s[t] for _, s in states], 1) for t in taps})
+
+    def prefill_rows(self, prompts: Mapping[int, Int[Tensor, "_"]], cache: Cache) -> Output:
+        """Read whole prompts into some rows of a cache, in place of what these held; the others stay as they are.
+
+        Args:
+            prompts: by row.
+
+        Returns:
+            Of the rows named, in their order, as ``prefill`` does without taps.
+        """
+        own = self._make_cache(len(prompts), max(map(len, prompts.values())))
+        output = self.prefill(list(prompts.values()), own)
+        cache.adopt(list(prompts), own)
+        return output
+
+    @torch.inference_mode()
+    def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:
+        """Teacher forcing: logits behind tokens ``start`` .. T - 1, where row i judges token ``start + i + 1``."""
+        cache = self.new_cache(1, len(tokens))
+        rows = []
+        for begin in range(0, len(tokens), _SCORE_CHUNK):
+            part = tokens[None, begin : begin + _SCORE_CHUNK]
+            state = self.begin(part, None, cache)
+            self.run(state, range(self.n_layers))
+            cache.advance([part.shape[1]])
+            wanted = state.hidden[0, max(0, start - begin) :]
+            if len(wanted):
+                rows.append(self.head(self.norm(wanted)))
+        return torch.cat(rows)
+
+    # -- one sub-layer each -------------------------------------------------------------------------------------------
+
+    def _add(self, hidden: Tensor, update: Tensor) -> Tensor:
+        return hidden + update if self._residual == 1.0 else hidden + update * self._residual
+
+    def _attend(self, attention: Attention, index: int, state: Pass) -> Float[Tensor, "B M D"]:
+        batch, nodes, width = state.hidden.shape
+        rows = state.hidden if attention.norm is None else attention.norm(state.hidden)
+        heads = attention.qkv(rows.reshape(-1, width)).view(batch, nodes, self.heads + 2 * self.kv_heads, self.head_dim)
+        turn = self.turn if self.compiled is None else self.compiled.turn
+        heads = turn(attention, heads, state.cos, state.sin)
+        state.cache.write(index, heads[:, :, self.heads :], state.slots)
+        keys, values = state.cache.view(index, state.end)
+        mixed = self._mix(heads[:, :, : self.heads], keys, values, state.mask)
+        update = attention.out(mixed).view(batch, nodes, width)
+        return update if attention.post_norm is None else attention.post_norm(update)
+
+    def turn(self, attention: Attention, heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries, keys and values of a layer behind the norms of the heads and the rotary embedding."""
+        heads = self._norm_heads(attention, heads)
+        if attention.rotary:
+            rotate_(heads[:, :, : self.heads + self.kv_heads], cos, sin)
+        return heads
+
+    @staticmethod
+    def gate(activation: Rows, both: Float[Tensor, "R G"]) -> Float[Tensor, "R F"]:
+        """What a feed-forward sub-layer makes of its first products."""
+        gate, up = both.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M H d"]:
+        """Keys and values of a layer (H = 2K heads) before the rotary embedding."""
+        attention = self.layers[index].attention
+        rows = hidden if attention.norm is None else attention.norm(hidden)
+        flat = self._key_value_of(index)(rows.reshape(-1, rows.shape[-1]))
+        heads = flat.view(*hidden.shape[:2], 2 * self.kv_heads, self.head_dim)
+        if attention.key_norm is None:
+            return heads
+        key, value = heads.chunk(2, dim=2)
+        wide = key if attention.norm_heads else key.flatten(2)
+        return torch.cat([attention.key_norm(wide).view(key.shape), value], dim=2)
+
+    def _key_value_of(self, index: int) -> Linear:
+        """The rows of a layer's joined projection that make keys and values."""
+        if index not in self._key_value:
+            first, joined = self.heads * self.head_dim, self.layers[index].attention.qkv
+            bias = None if joined.bias is None else joined.bias[first:]
+            self._key_value[index] = type(joined)(joined.dense[first:].contiguous(), bias)
+        return self._key_value[index]
+
+    def _norm_heads(self, attention: Attention, heads: Float[Tensor, "B M H d"]) -> Float[Tensor, "B M H d"]:
+        if attention.query_norm is None or attention.key_norm is None:
+            return heads
+        query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        if attention.norm_heads:
+            query, key = attention.query_norm(query), attention.key_norm(key)
+        else:
+            query = attention.query_norm(query.flatten(2)).view(query.shape)
+            key = attention.key_norm(key.flatten(2)).view(key.shape)
+        return torch.cat([query, key, value], dim=2)
+
+    def _mix(
+        self, query: Float[Tensor, "B M H d"], keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Float[Tensor, "R HD"]:
+        """Attention with the query heads of a group laid side by side, so that no key or value is repeated."""
+        batch, nodes, heads, dim = query.shape
+        groups = heads // self.kv_heads
+        folded = query.view(batch, nodes, self.kv_heads, groups, dim).transpose(1, 2)
+        folded = folded.reshape(batch, self.kv_heads, nodes * groups, dim)
+        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
+        mixed = mixed.view(batch, self.kv_heads, nodes, groups, dim).transpose(1, 2)
+        return mixed.reshape(batch * nodes, heads * dim)
+
+    def _feed(self, mlp: FeedForward, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M D"]:
+        rows = hidden if mlp.norm is None else mlp.norm(hidden)
+        gate = self.gate if self.compiled is None else self.compiled.gate
+        update = mlp.down(gate(mlp.activation, mlp.gate_up(rows.reshape(-1, rows.shape[-1])))).view(hidden.shape)
+        return update if mlp.post_norm is None else mlp.post_norm(update)
+
+
+class RotaryTable:
+    """Cosines and sines of all positions so far asked for, computed by the model's own rotary module."""
+
+    def __init__(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self._module, self._like = module, torch.empty(0, device=device, dtype=dtype)
+        self._cos, self._sin = self._build(256)
+
+    def _build(self, positions: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():  # the same kind of tensors, whoever asked for more of them
+            cos, sin = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
+        half = sin.shape[-1] // 2
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        return cos[0, :, None], signed[0, :, None]
+
+    def reserve(self, positions: int) -> None:
+        """Extend the tables to ``positions`` rows."""
+        if positions > len(self._cos):
+            self._cos, self._sin = self._build(max(positions, 2 * len(self._cos)))
+
+    def slice(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        self.reserve(end)
+        return self._cos[start:end][None], self._sin[start:end][None]
+
+    def gather(self, positions: Int[Tensor, "B M"]) -> tuple[Tensor, Tensor]:
+        return self._cos[positions], self._sin[positions]
+
+
+def rotate_(heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> None:
+    """Rotary embedding in place; dimensions beyond the table's width pass through."""
+    width = cos.shape[-1]
+    turned = heads if width == heads.shape[-1] else heads[..., :width]
+    swapped = turned.roll(width // 2, -1).mul_(sin)
+    turned.mul_(cos).add_(swapped)
+
+
+def causal_mask(nodes: int, start: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    mask = torch.full((nodes, start + nodes), -torch.inf, dtype=dtype, device=device).triu_(start + 1)
+    return mask.repeat_interleave(groups, 0)[None, None]
+
+
+def ragged_mask(
+    length: Int[Tensor, "B"], reach: Bool[Tensor, "B M M"] | None, nodes: int, end: int, groups: int, dtype: torch.dtype
+) -> Float[Tensor, "B 1 MG S"]:
+    """Row b sees its own prefix, and of the pass what ``reach`` says (None: a chain)."""
+    offset = torch.arange(end, device=length.device)[None] - length[:, None]
+    if reach is None:
+        visible = offset[:, None] <= torch.arange(nodes, device=length.device)[:, None]
+    else:
+        inside = (offset >= 0) & (offset < nodes)
+        columns = offset.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1)
+        visible = torch.where(inside[:, None], reach.gather(2, columns), offset[:, None] < 0)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=length.device).masked_fill_(~visible, -torch.inf)
+    return mask.repeat_interleave(groups, 1)[:, None]
+
+
+def leave_file(model: PreTrainedModel, embedding: Tensor) -> None:
+    """Give what outlives the packing memory of its own.
+
+    Weights read from a file are views into one mapping of it: a single norm kept would keep all of it resident.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and (parameter.dim() < 2 or parameter is embedding):
+            parameter.data = parameter.data.clone()
+
+
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config, "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(int(i) for i in found) if isinstance(found, (list, tuple)) else (int(found),)

@@ -1,0 +1,206 @@
+"""Passes of fixed shape as CUDA graphs: one launch for all kernels of all layers.
+
+A small model's kernels are shorter than the time to launch them, so a pass that is launched kernel by kernel measures
+the host. A graph needs the same addresses and shapes each time: caches are handed out from a pool, nodes go into
+buffers of their own, and keys are read up to a bucket above the longest row, those behind each row's end masked. What
+was captured over one cache is replayed for all texts that use it.
+
+The output matrix is multiplied outside, so logits and states belong to whoever asked for them, and are not overwritten
+by the next pass. Shapes are captured when they come for the second time; before, and where nothing fits, a pass runs
+kernel by kernel. ``capture=False`` runs the same fixed form without a graph: the twin that tests compare with.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from methods.engine.kv_cache import Cache
+from methods.engine.token_tree import closure_steps
+
+if TYPE_CHECKING:
+    from methods.engine.causal_lm import CausalLM
+
+_LEAST_BUCKET = 128
+_MOST_GRAPHS = 256  # of one pooled cache
+_COMES_AGAIN = 2  # a shape is captured when it comes for this time
+_WARM_UPS = 2  # libraries choose kernels and allocate work space in the first passes
+
+States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]
+
+
+class Form(NamedTuple):
+    """What distinguishes the graphs over one cache.
+
+    Attributes:
+        nodes: M.
+        closure: products that the tree's closure takes (``tree.closure_steps``); None: a chain.
+        end: slots that attention reads, a bucket.
+        taps: layers whose states are wanted.
+    """
+
+    nodes: int
+    closure: int | None
+    end: int
+    taps: tuple[int, ...]
+
+
+class Replay(NamedTuple):
+    """A captured pass: buffers to fill, what replays it, where the results are, and what else it reads."""
+
+    tokens: Int[Tensor, "B M"]
+    parents: Int[Tensor, "B N"] | None
+    run: Callable[[], None]
+    states: States
+    tables: tuple[Tensor, Tensor]  # a longer table takes the place of the model's, not of these
+
+
+@dataclass
+class Pooled:
+    """A cache whose tensors stay where they are, and what was captured over it.
+
+    Attributes:
+        cache: owner of the tensors; decoders get handles that share them and have lengths of their own.
+        handle: the one in use, if it lives.
+        seen: how often each form came before it was captured.
+    """
+
+    cache: Cache
+    handle: weakref.ref[Cache] | None = None
+    seen: dict[Form, int] = field(default_factory=dict)
+    replays: dict[Form, Replay] = field(default_factory=dict)
+
+    def fits(self, batch: int, capacity: int) -> bool:
+        free = self.handle is None or self.handle() is None
+        return free and self.cache.batch == batch and self.cache.capacity >= capacity
+
+    def hand_out(self) -> Cache:
+        handle = copy.copy(self.cache)
+        handle.reset()
+        self.handle = weakref.ref(handle)
+        return handle
+
+
+class Graphs:
+    """The graphs of one model, or of one view of it.
+
+    Args:
+        lm: whose passes are captured.
+        capture: make graphs; False: run their fixed form kernel by kernel, on any device.
+
+    Attributes:
+        captured: number of graphs made.
+        seconds: time that making them took.
+    """
+
+    def __init__(self, lm: CausalLM, capture: bool = True) -> None:
+        assert not capture or lm.device.type == "cuda", "only CUDA has graphs"
+        self._lm, self._capture = weakref.ref(lm), capture
+        self._pooled: list[Pooled] = []
+        self._memory = torch.cuda.graph_pool_handle() if capture else None
+        self.captured, self.seconds = 0, 0.0
+
+    def of(self, view: CausalLM) -> Graphs:
+        """Those of another view of the same weights."""
+        return Graphs(view, self._capture)
+
+    def new_cache(self, batch: int, capacity: int, make: Callable[[int, int], Cache]) -> Cache:
+        """An empty cache where one was before, if one of that size is free; else a new one, by ``make``."""
+        for pooled in self._pooled:
+            if pooled.fits(batch, capacity):
+                return pooled.hand_out()
+        self._pooled = [pooled for pooled in self._pooled if pooled.handle is not None and pooled.handle() is not None]
+        self._pooled.append(Pooled(make(batch, bucket(capacity))))
+        return self._pooled[-1].hand_out()
+
+    def states(
+        self,
+        tokens: Int[Tensor, "B M"],
+        parents: Int[Tensor, "B N"] | None,
+        cache: Cache,
+        levels: int | None,
+        taps: Collection[int],
+    ) -> States | None:
+        """Hidden states behind all layers, and those of ``taps``; None where this pass has no fixed form (yet)."""
+        pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
+        nodes = tokens.shape[1]
+        end = bucket(max(cache.lengths) + nodes)
+        if pooled is None or end > cache.capacity or cache.length is not pooled.cache.length:
+            return None
+        closure = None if parents is None else closure_steps(levels or nodes)
+        form = Form(nodes, closure, end, tuple(sorted(taps)))
+        replay = pooled.replays.get(form) or self._made(pooled, form, tokens, parents)
+        if replay is None:
+            return None
+        replay.tokens.copy_(tokens)
+        if replay.parents is not None and parents is not None:
+            replay.parents.copy_(parents)
+        replay.run()
+        hidden, seen = replay.states
+        return hidden.clone(), {tap: state.clone() for tap, state in seen.items()}
+
+    def _made(
+        self, pooled: Pooled, form: Form, tokens: Int[Tensor, "B M"], parents: Int[Tensor, "B N"] | None
+    ) -> Replay | None:
+        pooled.seen[form] = pooled.seen.get(form, 0) + 1
+        if pooled.seen[form] < _COMES_AGAIN or len(pooled.replays) >= _MOST_GRAPHS:
+            return None
+        began = time.perf_counter()
+        lm = self._lm()
+        assert lm is not None, "a model owns its graphs"
+        tables = lm.reserve_positions(pooled.cache.capacity)
+        own_tokens, own_parents = tokens.clone(), None if parents is None else parents.clone()
+        levels = None if form.closure is None else 1 << form.closure
+
+        def work() -> States:
+            state = lm.begin(own_tokens, own_parents, pooled.cache, levels, end=form.end)
+            seen = lm.run(state, range(lm.n_layers), form.taps)
+            return state.hidden, seen
+
+        run, states = self._recorded(work) if self._capture else _repeated(work)
+        pooled.replays[form] = Replay(own_tokens, own_parents, run, states, tables)
+        self.captured += 1
+        self.seconds += time.perf_counter() - began
+        return pooled.replays[form]
+
+    def _recorded(self, work: Callable[[], States]) -> tuple[Callable[[], None], States]:
+        """Capture ``work``; what it writes into the cache meanwhile lies behind all rows."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UPS):
+                work()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            states = work()
+        return graph.replay, states
+
+
+def _repeated(work: Callable[[], States]) -> tuple[Callable[[], None], States]:
+    """``work`` itself, its results put where the first ones are."""
+    hidden, seen = work()
+
+    def run() -> None:
+        again, taps = work()
+        hidden.copy_(again)
+        for tap, state in taps.items():
+            seen[tap].copy_(state)
+
+    return run, (hidden, seen)
+
+
+def bucket(slots: int) -> int:
+    """The smallest of 128, 192, 256, 384, 512, .. that holds so many: attention reads half as much again at most."""
+    size = _LEAST_BUCKET
+    while size < slots:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size

@@ -1,0 +1,105 @@
+"""Whole texts outside of any measurement: what a target answers to many prompts, by our own loop or by a beam search.
+
+Measured decoding is ``methods.speculative.loop``; here only the texts matter, as material to learn from or to score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Generator, Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+
+from methods.engine.causal_lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.engine.seq2seq_lm import Seq2SeqLM
+
+_SPARSE = 0.75  # finished rows are dropped when fewer than this share are open
+_KEPT = ("decoder_start_token_id", "forced_bos_token_id", "bad_words_ids", "suppress_tokens")
+
+
+@torch.inference_mode()
+def answer(
+    target: CausalLM, prompts: Sequence[Int[Tensor, "_"]], limit: int, sampling: Sampling, rng: Generator
+) -> list[list[int]]:
+    """Decode every prompt to its end-of-sequence token, which is part of the answer, or to ``limit`` tokens."""
+    cache = target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
+    root = sampling.pick(target.prefill(prompts, cache).logits[:, 0], rng)
+    texts: list[list[int]] = [[] for _ in prompts]
+    places = list(range(len(prompts)))  # the answer that each row of the cache writes
+    unfinished = set(places)
+    while True:
+        for place, token in zip(places, root.tolist(), strict=True):
+            if place in unfinished:
+                texts[place].append(token)
+                if token in target.eos_ids or len(texts[place]) == limit:
+                    unfinished.remove(place)
+        if not unfinished:
+            return texts
+        if len(unfinished) < _SPARSE * len(places):
+            left = [row for row, place in enumerate(places) if place in unfinished]
+            cache.select(left)
+            places, root = [places[row] for row in left], root[left]
+        output = target.forward(root[:, None], None, cache)
+        cache.advance([1] * len(places))
+        root = sampling.pick(output.logits[:, 0], rng)
+
+
+@torch.inference_mode()
+def search(target: Seq2SeqLM, sources: Sequence[Int[Tensor, "_"]], limit: int, beams: int) -> list[list[int]]:
+    """Beam search of transformers from every source to its end-of-sequence token, which is part of the text.
+
+    Raises:
+        ValueError: the engine released the original model, which searches.
+    """
+    if target.hf is None:
+        raise ValueError("A beam search needs the Hugging Face model, which was released. Use keep_hf=True.")
+    model: Any = target.hf
+    options = search_settings(target, limit, num_beams=beams)
+    ids = pad_sequence(list(sources), batch_first=True)
+    lengths = torch.tensor([len(source) for source in sources], device=ids.device)
+    attention = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+    with plainly(model, options):
+        written = model.generate(ids, attention_mask=attention, generation_config=options)
+    return [_up_to_end(row, target.eos_ids) for row in written[:, len(target.start) :].tolist()]
+
+
+def search_settings(target: CausalLM, limit: int, **options: Any) -> GenerationConfig:
+    """Settings of transformers for a search over the distribution that every method here decodes from.
+
+    Of the model's own only those are kept that decide which tokens may be written (start token, forced first token,
+    forbidden tokens); those that punish repetition or short texts, or end them by force, are left out.
+    """
+    model: Any = target.hf
+    kept = {name: getattr(model.generation_config, name, None) for name in _KEPT}
+    start = len(target.start) if isinstance(target, Seq2SeqLM) else 1
+    eos = list(target.eos_ids) or None
+    return GenerationConfig(
+        max_new_tokens=limit + start - 1,  # transformers counts a forced first token
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=(eos or [0])[0],
+        **options,
+        **{name: value for name, value in kept.items() if value is not None},
+    )
+
+
+@contextmanager
+def plainly(model: Any, options: GenerationConfig) -> Iterator[None]:
+    """The model's own settings aside: transformers would fill with them what ``options`` leaves open."""
+    own = model.generation_config
+    model.generation_config = options
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _up_to_end(row: list[int], ends: Sequence[int]) -> list[int]:
+    place = next((place for place, token in enumerate(row) if token in ends), len(row))
+    return row[: place + 1]

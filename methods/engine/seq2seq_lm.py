@@ -1,0 +1,505 @@
+"""An encoder-decoder model as every method sees it: a causal model whose prompt is the source.
+
+The text of a row, for whoever keeps one, is the source followed by what was written: its first part is read by the
+encoder, its second by the decoder. The decoder's start token takes the place of the last source token, so a cache
+holds as many tokens as of a causal model: after the prefill the length of the source, and one more for every
+token committed. Loop, drafters and rules therefore know nothing of this file. Node 0 of a pass stands behind
+everything the cache holds, positions count from the start token, and a drafter that looks into the text so far
+copies from the source.
+
+Tests prove the logits equal to ``model(...)`` for every family it accepts, over chains, trees and ragged rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from methods.engine import causal_layers, seq2seq_layers, token_tree
+from methods.engine.causal_layers import UnsupportedModel
+from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, ragged_mask
+from methods.engine.kv_cache import Cache
+from methods.engine.linear import LinearForm, make_linear
+from methods.engine.seq2seq_layers import CrossAttention, FeedForward, SelfAttention, Stack
+
+__all__ = ["Seq2SeqLM", "Source", "SourceCache", "UnsupportedModel"]
+
+_SCORE_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the encoder made of a batch of sources.
+
+    Attributes:
+        states: [B, S, D] behind its last layer and norm; rows padded at the end.
+        mask: [B, 1, 1, S] additive, -inf over the padding; None where there is none.
+        lengths: tokens of each row.
+    """
+
+    states: Float[Tensor, "B S D"]
+    mask: Float[Tensor, "B 1 1 S"] | None
+    lengths: list[int]
+
+
+class SourceCache(Cache):
+    """Keys and values of the source, and behind them those of the target written so far, in one buffer.
+
+    The first slots of every row hold what cross-attention reads, the decoder's own begin behind the longest source.
+    ``lengths`` counts source and target as ``CausalLM`` would; ``length`` is where a row's next slot is.
+
+    Attributes:
+        source: slots of the longest source.
+        mask: hides the padding of shorter ones; None where there is none.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], batch: int, capacity: int, heads: int, head_dim: int, **kind: Any
+    ) -> None:
+        super().__init__(layers, batch, capacity, heads, head_dim, **kind)
+        self.reset()
+
+    def open(self, sources: Sequence[int], mask: Float[Tensor, "B 1 1 S"] | None, prefix: int) -> None:
+        """Lay rows out for sources of these lengths; nothing of the target is written.
+
+        Args:
+            prefix: tokens the decoder starts with. The last source token counts for all of them.
+        """
+        self.source, self.mask = max(sources), mask
+        self._shifts = [self.source + prefix - length for length in sources]
+        self.set_lengths([length - prefix for length in sources])
+
+    @property
+    def written(self) -> list[int]:
+        """Decoder slots in use, per row."""
+        return [length + shift - self.source for length, shift in zip(self.lengths, self._shifts, strict=True)]
+
+    @property
+    def uniform(self) -> bool:
+        written = self.written
+        return min(written) == max(written)
+
+    def write(self, layer: int, new: Float[Tensor, "B M H d"], slots: Int[Tensor, "B M"] | None) -> None:
+        if slots is None:
+            start = self.source + self.written[0]
+            self.store[self.place[layer]][:, start : start + new.shape[1]] = new
+        else:
+            super().write(layer, new, slots)
+
+    def view(self, layer: int, end: int) -> tuple[Float[Tensor, "B K S d"], Float[Tensor, "B K S d"]]:
+        """Keys and values of the first ``end`` decoder slots, without a copy."""
+        return self._slots(layer, self.source, self.source + end)
+
+    def remember(self, layer: int, new: Float[Tensor, "B S H d"]) -> None:
+        """Put the source's keys and values where cross-attention finds them."""
+        self.store[self.place[layer]][:, : self.source] = new
+
+    def recall(self, layer: int) -> tuple[Float[Tensor, "B K S d"], Float[Tensor, "B K S d"]]:
+        """Keys and values of the source, without a copy."""
+        return self._slots(layer, 0, self.source)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._shifts = [self._shifts[row] for row in rows]
+        self.mask = None if self.mask is None else self.mask[list(rows)]
+        super().select(rows)
+
+    def adopt(self, rows: Sequence[int], other: Cache) -> None:
+        assert isinstance(other, SourceCache), "rows come with their sources"
+        self._reserve(other.source)
+        chosen, written = list(rows), max(other.written)
+        kept = other.store[:, :, : other.source + written]
+        self.store[:, chosen, : other.source] = kept[:, :, : other.source]
+        self.store[:, chosen, self.source : self.source + written] = kept[:, :, other.source :]
+        if self.mask is None:
+            self.mask = self.store.new_zeros(self.batch, 1, 1, self.source)
+        self.mask[chosen] = -torch.inf
+        self.mask[chosen, :, :, : other.source] = 0.0 if other.mask is None else other.mask
+        for row, shift in zip(rows, other._shifts, strict=True):
+            self._shifts[row] = shift + self.source - other.source
+        self._replace_lengths(rows, other.lengths)
+
+    def _reserve(self, source: int) -> None:
+        """Make room for a longer source; what was written moves behind it."""
+        more, end = source - self.source, self.source + max(self.written)
+        if more <= 0:
+            return
+        self.store[:, :, source : end + more] = self.store[:, :, self.source : end].clone()
+        mask = self.store.new_zeros(self.batch, 1, 1, self.source) if self.mask is None else self.mask
+        self.mask = F.pad(mask, (0, more), value=-torch.inf)
+        self.source, self._shifts = source, [shift + more for shift in self._shifts]
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        slots = [length + shift for length, shift in zip(lengths, self._shifts, strict=True)]
+        assert max(slots) <= self.capacity, f"cache of {self.capacity} slots asked to hold {max(slots)}"
+        self.lengths = list(lengths)
+        self.length.copy_(torch.tensor(slots))
+
+    def reset(self) -> None:
+        """Forget every row. Until a source comes, each row has one of a single blank token."""
+        self.source, self.mask, self._shifts = 1, None, [1] * self.batch
+        self.set_lengths([0] * self.batch)
+
+    def _slots(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        kept = self.store[self.place[layer]][:, start:end].transpose(1, 2)
+        return kept[:, : self.kv_heads], kept[:, self.kv_heads :]
+
+
+@dataclass(slots=True)
+class DecoderPass:
+    """State of a pass on its way through the decoder.
+
+    Attributes:
+        hidden: [B, M, D] input of the next layer.
+        mask: additive, over the decoder's slots; with T5 it holds the bias of each head too.
+        slots: cache slots of the nodes; None where all rows have written equally much.
+        end: decoder slots a node may see at most.
+    """
+
+    hidden: Float[Tensor, "B M D"]
+    mask: Float[Tensor, "b h M S"] | None
+    slots: Int[Tensor, "B M"] | None
+    end: int
+    cache: SourceCache
+
+
+class Seq2SeqLM(CausalLM):
+    """An encoder-decoder model over a static cache. Build it with ``from_hf``.
+
+    What it adds to ``CausalLM``: ``encode``. Skipping the attention of a layer leaves out its cross-attention too.
+
+    Attributes:
+        start: ids the decoder begins with: its start token, and the one that generation forces behind it, if any.
+        suppressed: ids that the model's generation settings forbid (padding, with Marian); their logit is -inf.
+        max_positions: longest source and longest target, in tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
+        config: Any = model.config
+        seq2seq_layers.check(config)
+        seq2seq_layers.check_dtype(config, model.dtype)
+        self.config = config
+        self.name = str(getattr(config, "_name_or_path", "") or config.model_type)
+        self.hidden_size: int = config.d_model
+        self.max_positions = seq2seq_layers.max_positions(config)
+        self.eos_ids = eos_ids(model)
+        self.graphs = self.compiled = None
+        self.start = _start(model)
+        self.suppressed = _suppressed(model)
+        self.skipped_attention: frozenset[int] = frozenset()
+        self.skipped_mlp: frozenset[int] = frozenset()
+        self._output_scale = seq2seq_layers.output_scale(config)
+        self._residual = self._logit_divisor = 1.0
+        self._key_value = {}
+        self._read(model, linear, keep_hf)
+
+    def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
+        whole: Any = model
+        head: Any = model.get_output_embeddings()
+        if not keep_hf:
+            leave_file(model, model.get_input_embeddings().weight)  # type: ignore[arg-type]
+        self._encoder, self._decoder = (
+            seq2seq_layers.read_stack(stack, self.config, linear)
+            for stack in (whole.get_encoder(), whole.get_decoder())
+        )
+        self.layers = self._decoder.layers  # type: ignore[assignment]
+        self.heads = self.kv_heads = self._decoder.heads
+        self.head_dim = self._decoder.head_dim
+        self._embedding, self._embed_scale = self._decoder.embedding, self._decoder.embed_scale
+        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self.vocab_size: int = head.weight.shape[0]
+        self._head = make_linear([head.weight.detach()], [_output_bias(model, self.suppressed)], linear)
+        if not keep_hf:
+            causal_layers.release(model)
+        self.hf = model if keep_hf else None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the matrices a pass of this view multiplies with, and of the embedding. The encoder's are none."""
+        kept = [layer for index, layer in enumerate(self._decoder.layers) if index not in self.skipped_attention]
+        fed = [layer for index, layer in enumerate(self._decoder.layers) if index not in self.skipped_mlp]
+        products = sum(layer.attention_bytes for layer in kept) + sum(layer.mlp_bytes for layer in fed)
+        return products + self._head.nbytes + self._embedding.numel() * self._embedding.element_size()
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of the matrices that reading a source multiplies with."""
+        return sum(layer.attention_bytes + layer.mlp_bytes for layer in self._encoder.layers)
+
+    def new_cache(self, batch: int, capacity: int) -> SourceCache:
+        """An empty cache for rows of up to ``capacity`` tokens, source, target and drafts in flight together."""
+        return self._make_cache(batch, capacity)
+
+    def _make_cache(self, batch: int, capacity: int) -> SourceCache:
+        kept = [i for i in range(self.n_layers) if i not in self.skipped_attention]
+        slots = capacity + len(self.start)  # these stand for one source token, which keeps its own slot
+        return SourceCache(kept, batch, slots, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+
+    # -- the source ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Int[Tensor, "_"]]) -> Source:
+        """Run the encoder over sources of any lengths.
+
+        Raises:
+            ValueError: an empty source, or one beyond the last position.
+        """
+        lengths = [len(source) for source in sources]
+        self._check_lengths(lengths)
+        width, stack = max(lengths), self._encoder
+        tokens = torch.zeros(len(sources), width, dtype=torch.long, device=self.device)
+        for row, source in enumerate(sources):
+            tokens[row, : len(source)] = source
+        positions = torch.arange(width, device=self.device)[None]
+        mask = _padding_mask(lengths, width, self.dtype, self.device)
+        scores = mask
+        if stack.bias is not None:
+            bias = stack.bias(positions, positions)
+            scores = bias if mask is None else bias + mask
+        hidden = stack.place(stack.embed(tokens), positions)
+        for layer in stack.layers:
+            query, key, value = _project(layer.attention, stack, hidden).split(stack.heads, dim=2)
+            update = _mix(query, key.transpose(1, 2), value.transpose(1, 2), scores, stack.score_scale)
+            hidden = layer.close_attention(hidden, layer.attention.out(update).view(hidden.shape))
+            hidden = layer.close_mlp(hidden, _feed(layer.mlp, hidden))
+        return Source(hidden if stack.norm is None else stack.norm(hidden), mask, lengths)
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        if min(lengths) < 1:
+            raise ValueError("An empty source came; at least one token is needed. Drop it, or write its text.")
+        if max(lengths) > self.max_positions:
+            raise ValueError(
+                f"A source of {max(lengths):,} tokens came; {self.name} reads at most {self.max_positions:,}. "
+                "Shorten it, or choose a model with more positions."
+            )
+
+    def open(self, source: Source, cache: SourceCache) -> None:
+        """Make an encoded source what the rows of ``cache`` read from."""
+        cache.open(source.lengths, source.mask, len(self.start))
+        rows = source.states.flatten(0, 1)
+        shape = (*source.states.shape[:2], 2 * self.kv_heads, self.head_dim)
+        for index in cache.place:
+            cache.remember(index, self._cross(index).key_value(rows).view(shape))
+
+    # -- a pass in three acts -----------------------------------------------------------------------------------------
+
+    def begin(  # type: ignore[override]
+        self, tokens: Int[Tensor, "B M"], parents: Int[Tensor, "B N"] | None, cache: Cache, levels: int | None = None
+    ) -> DecoderPass:
+        """Embed the nodes of a pass and lay out positions and mask. ``parents`` None: a chain."""
+        assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
+        nodes, written = tokens.shape[1], cache.written
+        end = max(written) + nodes
+        assert cache.source + end <= cache.capacity, f"{nodes} nodes do not fit into {cache.capacity} slots"
+        if parents is None and cache.uniform:
+            positions = torch.arange(written[0], end, device=self.device)[None]
+            mask = None if nodes == 1 else causal_mask(nodes, written[0], 1, self.dtype, self.device)
+            slots, keys = None, torch.arange(end, device=self.device)[None]
+        else:
+            reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
+            before = cache.length - cache.source
+            offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
+            positions = before[:, None] + offsets
+            mask = ragged_mask(before, reach, nodes, end, 1, self.dtype)
+            slots = None if cache.uniform else cache.slots(nodes)
+            keys = _key_positions(before, offsets, end)
+        if self._decoder.bias is not None:
+            bias = self._decoder.bias(positions, keys)
+            mask = bias if mask is None else bias + mask
+        hidden = self._decoder.place(self._decoder.embed(tokens), positions)
+        return DecoderPass(hidden, mask, slots, end, cache)
+
+    def run(  # type: ignore[override]
+        self, state: DecoderPass, layers: Iterable[int], taps: Collection[int] = ()
+    ) -> dict[int, Float[Tensor, "B M D"]]:
+        """Push a pass through ``layers`` of the decoder; returns the hidden states behind those in ``taps``."""
+        seen = {}
+        for index in layers:
+            layer = self._decoder.layers[index]
+            if index not in self.skipped_attention:
+                state.hidden = layer.close_attention(state.hidden, self._attend(layer.attention, index, state))
+                state.hidden = layer.close_cross(state.hidden, self._look(index, state))
+            if index not in self.skipped_mlp:
+                state.hidden = layer.close_mlp(state.hidden, _feed(layer.mlp, state.hidden))
+            if index in taps:
+                seen[index] = state.hidden
+        return seen
+
+    def fill(self, state: DecoderPass, layers: Sequence[int]) -> None:  # type: ignore[override]
+        """See ``CausalLM.fill``; what cross-attention reads is in the cache of every layer from the beginning."""
+        for index in layers:
+            if index not in self.skipped_attention:
+                state.cache.write(index, self._project(index, state.hidden), state.slots)
+
+    def norm(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
+        """What stands between the last layer and the output matrix: a norm or none, and T5's factor."""
+        states = hidden if self._decoder.norm is None else self._decoder.norm(hidden)
+        return states if self._output_scale == 1.0 else states * self._output_scale
+
+    # -- whole passes -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(
+        self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache, *, taps: Collection[int] = (), chunk: int | None = None
+    ) -> Output:
+        """Encode whole sources, ragged, and score the decoder's start; afterwards each row holds its source.
+
+        Hidden states and taps are those of the start tokens, the last of which predicts the first token. ``chunk``
+        has no meaning here: an encoder reads a source at once.
+        """
+        assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
+        source = self.encode(prompts)
+        self.open(source, cache)
+        start = torch.tensor(self.start, device=self.device).expand(len(prompts), -1)
+        state = self.begin(start, None, cache)
+        seen = self.run(state, range(self.n_layers), taps)
+        cache.advance([len(self.start)] * len(prompts))
+        hidden = self.norm(state.hidden)
+        return Output(self.head(hidden[:, -1:]), hidden if taps else hidden[:, -1:], seen, source.states)
+
+    @torch.inference_mode()
+    def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:
+        """Teacher forcing: the source are the tokens up to ``start``, the target is what follows.
+
+        Row i judges token ``start + i + 1``, as with ``CausalLM``, where the prompt ends at ``start``.
+        """
+        cache = self.new_cache(1, len(tokens))
+        rows = [self.prefill([tokens[: start + 1]], cache).logits[0]]
+        for part in tokens[start + 1 :].split(_SCORE_CHUNK):
+            if len(part):
+                rows.append(self.forward(part[None], None, cache).logits[0])
+                cache.advance([len(part)])
+        return torch.cat(rows)
+
+    # -- one sub-layer each -------------------------------------------------------------------------------------------
+
+    def _cross(self, index: int) -> CrossAttention:
+        cross = self._decoder.layers[index].cross
+        assert cross is not None, "a layer of the decoder looks at the source"
+        return cross
+
+    def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M HH d"]:
+        """Keys and values that the self-attention of a layer makes of a state."""
+        norm = self._decoder.layers[index].attention.norm
+        rows = hidden if norm is None else norm(hidden)
+        flat = self._key_value_of(index)(rows.reshape(-1, rows.shape[-1]))
+        return flat.view(*hidden.shape[:2], 2 * self.heads, self.head_dim)
+
+    def _attend(  # type: ignore[override]
+        self, attention: SelfAttention, index: int, state: DecoderPass
+    ) -> Float[Tensor, "B M D"]:
+        """Self-attention: every node sees its row's prefix and, of the pass, its ancestors."""
+        heads = _project(attention, self._decoder, state.hidden)
+        state.cache.write(index, heads[:, :, self.heads :], state.slots)
+        keys, values = state.cache.view(index, state.end)
+        mixed = _mix(heads[:, :, : self.heads], keys, values, state.mask, self._decoder.score_scale)
+        return attention.out(mixed).view(state.hidden.shape)
+
+    def _look(self, index: int, state: DecoderPass) -> Float[Tensor, "B M D"]:
+        """Cross-attention: every node sees the whole source of its row."""
+        batch, nodes, width = state.hidden.shape
+        cross = self._cross(index)
+        rows = state.hidden if cross.norm is None else cross.norm(state.hidden)
+        query = cross.query(rows.reshape(-1, width)).view(batch, nodes, self.heads, self.head_dim)
+        keys, values = state.cache.recall(index)
+        mixed = _mix(query, keys, values, state.cache.mask, self._decoder.score_scale)
+        return cross.out(mixed).view(state.hidden.shape)
+
+
+def _project(attention: SelfAttention, stack: Stack, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M HHH d"]:
+    """Query, key and value heads of self-attention, side by side."""
+    batch, nodes, width = hidden.shape
+    rows = hidden if attention.norm is None else attention.norm(hidden)
+    return attention.qkv(rows.reshape(-1, width)).view(batch, nodes, 3 * stack.heads, stack.head_dim)
+
+
+def _mix(
+    query: Float[Tensor, "B M H d"],
+    keys: Float[Tensor, "B H S d"],
+    values: Float[Tensor, "B H S d"],
+    mask: Float[Tensor, "..."] | None,
+    scale: float,
+) -> Float[Tensor, "R HD"]:
+    mixed = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, attn_mask=mask, scale=scale)
+    return mixed.transpose(1, 2).reshape(query.shape[0] * query.shape[1], -1)
+
+
+def _feed(mlp: FeedForward, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M D"]:
+    rows = hidden if mlp.norm is None else mlp.norm(hidden)
+    up = mlp.up(rows.reshape(-1, rows.shape[-1]))
+    if mlp.gated:
+        gate, value = up.chunk(2, dim=-1)
+        return mlp.down(mlp.activation(gate) * value).view(hidden.shape)
+    return mlp.down(mlp.activation(up)).view(hidden.shape)
+
+
+def _padding_mask(
+    lengths: Sequence[int], width: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "B 1 1 S"] | None:
+    if min(lengths) == width:
+        return None
+    hidden: Bool[Tensor, "B S"] = torch.arange(width)[None] >= torch.tensor(lengths)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    return mask[:, None, None].to(device)
+
+
+def _key_positions(before: Int[Tensor, "B"], offsets: Int[Tensor, "b M"], end: int) -> Int[Tensor, "B S"]:
+    """Positions of all decoder slots: those of the prefix count up, a node of the pass stands at its depth."""
+    slots = torch.arange(end, device=before.device).expand(len(before), end)
+    inside = slots - before[:, None]
+    node = inside.clamp(0, offsets.shape[1] - 1)
+    return torch.where(inside < 0, slots, before[:, None] + offsets.expand(len(before), -1).gather(1, node))
+
+
+def _start(model: PreTrainedModel) -> tuple[int, ...]:
+    """The decoder's start token and the one forced behind it.
+
+    Raises:
+        UnsupportedModel: the model names no start token.
+    """
+    first = _setting(model, "decoder_start_token_id")
+    forced = _setting(model, "forced_bos_token_id")
+    if first is None:
+        raise UnsupportedModel(
+            f"{model.config.model_type} model without decoder_start_token_id in its config; it says how a target "
+            "begins. Add it to config.json or generation_config.json."
+        )
+    return (int(first),) if forced is None else (int(first), int(forced))
+
+
+def _suppressed(model: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that generation never writes.
+
+    Raises:
+        UnsupportedModel: words of several tokens are forbidden.
+    """
+    words = _setting(model, "bad_words_ids") or []
+    if any(len(word) != 1 for word in words):
+        raise UnsupportedModel(
+            "bad_words_ids of this model's generation_config.json forbids words of several tokens, which is not "
+            "proven; single tokens are. Remove them from the file."
+        )
+    return tuple(sorted({int(word[0]) for word in words} | {int(i) for i in _setting(model, "suppress_tokens") or []}))
+
+
+def _setting(model: PreTrainedModel, name: str) -> Any:
+    """A generation setting, from generation_config.json or, as older models have it, from config.json."""
+    found = getattr(getattr(model, "generation_config", None), name, None)
+    return getattr(model.config, name, None) if found is None else found
+
+
+def _output_bias(model: PreTrainedModel, suppressed: Sequence[int]) -> Float[Tensor, "V"] | None:
+    """Bias of the output matrix; None where it is zero everywhere."""
+    head: Any = model.get_output_embeddings()
+    bias = torch.zeros(head.weight.shape[0], dtype=head.weight.dtype, device=head.weight.device)
+    final = getattr(model, "final_logits_bias", None)
+    if final is not None:
+        bias += final[0]
+    bias[list(suppressed)] = -torch.inf
+    return bias if bool(bias.any()) else None

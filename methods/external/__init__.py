@@ -1,0 +1,1 @@
+"""Other implementations behind the same interface; never the baseline."""

@@ -1,0 +1,117 @@
+"""Beam search of transformers behind our interface: the baseline that translation papers compare with.
+
+Works on causal and on encoder-decoder models. With ``num_beams=1`` it is transformers' greedy search. Only what
+decides which tokens may be written is kept of the model's generation settings (start token, forced first token,
+forbidden tokens); settings that punish repetition or short texts, or end them by force, are left out, so that the
+search is over the same distribution that every other method here decodes from.
+
+Which tokens are written is known when the search ends. Rounds are reported one token each, as they extended the
+beams, and the last one ends when ``generate`` returns: totals are right, times of single tokens are not.
+
+Command: ``python -m bench method=hf_beam model=hf model.name=Helsinki-NLP/opus-mt-en-de dataset=multi30k``
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Generator, Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from methods.decoder import Guarantee, Step
+from methods.engine.causal_lm import CausalLM
+from methods.engine.generation import plainly, search_settings
+from methods.engine.sampling import Sampling
+from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.external.transformers_generate import Diary, HFGenerate, left_pad
+
+
+class HFBeam(HFGenerate):
+    """``model.generate`` with beams.
+
+    Args:
+        target: an engine that kept its Hugging Face model.
+        sampling: greedy; beams are not drawn.
+        num_beams: hypotheses per row.
+        length_penalty: exponent of the length that a hypothesis' log-probability is divided by.
+        early_stopping: end a row once ``num_beams`` hypotheses have ended, even if a better one might come.
+
+    Raises:
+        ValueError: the engine released the original weights, a temperature, or no beam.
+    """
+
+    guarantee = Guarantee.RELAXED
+    seq2seq = True
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        num_beams: int = 5,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+    ) -> None:
+        super().__init__(target, sampling)
+        if num_beams < 1:
+            raise ValueError(f"num_beams={num_beams} searches nothing; at least 1 is needed. Set method.num_beams.")
+        if not sampling.greedy:
+            raise ValueError(
+                f"temperature={sampling.temperature} came; beam search draws nothing. Set sampling=greedy, or choose "
+                "another method."
+            )
+        self.num_beams, self.length_penalty, self.early_stopping = num_beams, length_penalty, early_stopping
+        self._start = len(target.start) if isinstance(target, Seq2SeqLM) else None
+
+    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        """See ``methods.decoder.Decoder.decode``; ends by itself, as transformers does."""
+        pad = left_pad if self._start is None else _right_pad  # an encoder counts positions from the left
+        ids, attention = pad(prompts, self.target.device)
+        diary, start = Diary(), ids.shape[1] if self._start is None else self._start
+        options = self._options(limit)
+        with torch.inference_mode(), plainly(self.model, options):
+            output = self.model.generate(
+                ids,
+                attention_mask=attention,
+                generation_config=options,
+                stopping_criteria=StoppingCriteriaList([diary]),
+            )
+        yield from self._rounds(output[:, start:].tolist(), diary, self._ended(ids.device))
+
+    def _options(self, limit: int) -> GenerationConfig:
+        beams = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
+        return search_settings(self.target, limit, num_beams=self.num_beams, **(beams if self.num_beams > 1 else {}))
+
+    def _ended(self, device: torch.device) -> int:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter_ns()
+
+    def _rounds(self, rows: list[list[int]], diary: Diary, end_ns: int) -> Iterator[Step]:
+        """One step per token; the last one has the rounds in which only worse hypotheses grew."""
+        count, batch = len(rows[0]), len(rows)
+        times: list[Any] = [*diary.times[: count - 1], end_ns]
+        for place, at_ns in enumerate(times):
+            yield Step(
+                [[row[place]] for row in rows],
+                drafted=[0] * batch,
+                accepted=[0] * batch,
+                layers=[1.0] * batch,
+                depth=[0] * batch,
+                nodes=self.num_beams,
+                target_passes=1 if place < count - 1 else max(1, len(diary.times) - place),
+                at_ns=at_ns,
+            )
+
+
+def _right_pad(prompts: list[Int[Tensor, "_"]], device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+    attention = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = prompt
+        attention[row, : len(prompt)] = 1
+    return ids, attention

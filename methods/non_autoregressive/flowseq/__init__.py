@@ -1,0 +1,1 @@
+"""FlowSeq: translation with latent variables and normalising flows. Start with model.py."""

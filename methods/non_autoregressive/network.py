@@ -1,0 +1,419 @@
+"""The network of the non-autoregressive family: an encoder, and a decoder that writes all positions at once.
+
+It is the teacher's own architecture without the causal mask, so that encoder and decoder begin with the teacher's
+weights: sinusoidal positions, and norms where the teacher has them, in front of the sub-layers and at the end of either
+side (Pegasus) or behind the sub-layers (Marian). Padding is masked everywhere: row b of a batch is
+what it would be alone. What the decoder reads, what is minimised and how tokens are chosen is a method's (student.py).
+
+The embedding, which is the output matrix too, is the teacher's, frozen, or an own one that begins as it. A frozen one
+needs no place in the part, and no gradient, which is a third of the output's cost in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from methods.engine.causal_lm import CausalLM
+from methods.engine.linear import LinearForm, make_linear
+from methods.engine.positions import sinusoids
+from methods.engine.seq2seq_lm import Seq2SeqLM
+
+Embedding = Literal["shared", "own"]
+
+_NORM_FIRST = {"marian": False, "pegasus": True}  # the families of a teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes, from the teacher.
+
+    Attributes:
+        inner: units of the feed-forward layers.
+        positions: longest source, and longest target.
+        scale: factor of the embedding.
+        norm_first: norms stand in front of the sub-layers.
+        end: the id that ends a text.
+        suppressed: ids that are never written, the end among them: lengths are chosen, not written.
+    """
+
+    vocabulary: int
+    width: int
+    inner: int
+    heads: int
+    encoder_layers: int
+    decoder_layers: int
+    positions: int
+    activation: str
+    scale: float
+    norm_first: bool
+    end: int
+    suppressed: tuple[int, ...]
+
+    @classmethod
+    def of(cls, target: CausalLM) -> Shape:
+        """The teacher's.
+
+        Raises:
+            ValueError: it is of another family, or declares no end.
+        """
+        if not isinstance(target, Seq2SeqLM) or target.config.model_type not in _NORM_FIRST or not target.eos_ids:
+            raise ValueError(
+                f"model={target.name} came; non-autoregressive students are made for encoder-decoders of the Marian or "
+                "Pegasus family. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+            )
+        config = target.config
+        end = int(target.eos_ids[0])
+        return cls(
+            vocabulary=target.vocab_size,
+            width=config.d_model,
+            inner=config.decoder_ffn_dim,
+            heads=config.decoder_attention_heads,
+            encoder_layers=config.encoder_layers,
+            decoder_layers=config.decoder_layers,
+            positions=target.max_positions,
+            activation=config.activation_function,
+            scale=float(config.d_model**0.5) if config.scale_embedding else 1.0,
+            norm_first=_NORM_FIRST[config.model_type],
+            end=end,
+            suppressed=tuple(sorted({*target.suppressed, *target.eos_ids})),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the encoder made of a batch of sources; rows are padded at their ends.
+
+    Attributes:
+        states: [B, S, D] behind its last layer.
+        embedded: [B, S, D] embeddings of the tokens, scaled, without positions.
+        present: [B, S] where there is a token; None: everywhere.
+        lengths: [B] tokens of each source, its end included.
+    """
+
+    states: Float[Tensor, "B S D"]
+    embedded: Float[Tensor, "B S D"]
+    present: Bool[Tensor, "B S"] | None
+    lengths: Int[Tensor, "B"]
+
+    @property
+    def content(self) -> Int[Tensor, "B"]:
+        """Tokens of each source without its end; at least one."""
+        return (self.lengths - 1).clamp(min=1)
+
+    def repeat(self, times: int) -> Memory:
+        """Every row so often, one behind the other."""
+        if times == 1:
+            return self
+        present = None if self.present is None else self.present.repeat_interleave(times, 0)
+        states, embedded = (tensor.repeat_interleave(times, 0) for tensor in (self.states, self.embedded))
+        return Memory(states, embedded, present, self.lengths.repeat_interleave(times))
+
+
+def present_up_to(lengths: Int[Tensor, "B"], width: int) -> Bool[Tensor, "B T"]:
+    """Where rows of these lengths have a token."""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+class Network(nn.Module):
+    """Encoder, decoder and output.
+
+    Args:
+        shape: sizes.
+        embedding: [V, D] the teacher's.
+        own: learn the embedding.
+        dropout: of embeddings and sub-layers.
+        positional: a positional attention in every layer of the decoder (Gu et al. 2018, sec. 3.1).
+        blind: no position of the decoder attends to itself (same place).
+        upsample: positions of the decoder for each of the source.
+    """
+
+    embedding: Tensor | None
+    positions: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        embedding: Float[Tensor, "V D"] | None,
+        own: bool = False,
+        dropout: float = 0.0,
+        positional: bool = False,
+        blind: bool = False,
+        upsample: int = 1,
+    ) -> None:
+        super().__init__()
+        self.shape, self.own, self.blind = shape, own, blind
+        if own:
+            begin = torch.zeros(shape.vocabulary, shape.width) if embedding is None else embedding.detach().float()
+            self.embedding = nn.Parameter(begin.clone())
+        else:
+            self.register_buffer("embedding", embedding, persistent=False)
+        table = sinusoids(upsample * shape.positions, shape.width)
+        self.register_buffer("positions", table, persistent=False)
+        self.encoder = nn.ModuleList(EncoderLayer(shape, dropout) for _ in range(shape.encoder_layers))
+        self.decoder = nn.ModuleList(DecoderLayer(shape, dropout, positional) for _ in range(shape.decoder_layers))
+        self.encoder_norm, self.decoder_norm = final_norm(shape), final_norm(shape)
+        self.dropout = nn.Dropout(dropout)
+        self._embed: Callable[[Tensor], Tensor] | None = None
+        self._output: Callable[[Tensor], Tensor] | None = None
+
+    def embed(self, tokens: Int[Tensor, "*b"]) -> Float[Tensor, "*b D"]:
+        """Scaled embeddings, without positions."""
+        if self._embed is not None:
+            return self._embed(tokens)
+        assert self.embedding is not None, "a network without an embedding borrows its teacher's"
+        return F.embedding(tokens, self.embedding) * self.shape.scale
+
+    def encode(self, sources: Int[Tensor, "B S"], lengths: Int[Tensor, "B"], whole: bool = False) -> Memory:
+        """Read sources.
+
+        Args:
+            sources: ids, padded at the end with any id.
+            lengths: tokens of each.
+            whole: known to be without padding.
+        """
+        present = None if whole else present_up_to(lengths, sources.shape[1])
+        mask = None if present is None else present[:, None, None]
+        embedded = self.embed(sources)
+        hidden = self.dropout(embedded + self.positions[: sources.shape[1]])
+        for layer in self.encoder:
+            hidden = layer(hidden, mask)
+        return Memory(self.encoder_norm(hidden), embedded, present, lengths)
+
+    def decode(
+        self,
+        inputs: Float[Tensor, "B T D"],
+        present: Bool[Tensor, "B T"] | None,
+        memory: Memory,
+        causal: bool = False,
+    ) -> Float[Tensor, "B T D"]:
+        """States behind the last layer, one pass over all positions.
+
+        Args:
+            inputs: what the decoder reads, without positions, which are added here.
+            present: where rows have a position; None: everywhere.
+            causal: each position sees itself and those before it, as in the teacher.
+        """
+        width = inputs.shape[1]
+        positions = self.positions[:width]
+        looks = attended(present, width, self.blind and not causal, causal, inputs.device)
+        padding = None if present is None else present[:, None, None]
+        across = None if memory.present is None else memory.present[:, None, None]
+        hidden = self.dropout(inputs + positions)
+        for layer in self.decoder:
+            hidden = layer(hidden, looks, positions, padding, memory.states, across)
+        states: Tensor = self.decoder_norm(hidden)
+        return states
+
+    def logits(self, states: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
+        """Of every token of the vocabulary."""
+        if self._output is not None:
+            return self._output(states)
+        assert self.embedding is not None, "a network without an embedding borrows its teacher's"
+        return F.linear(states, self.embedding)
+
+    def start_from(self, teacher: Any) -> None:
+        """Take over the weights of the teacher as transformers has it; what it does not have stays as it is."""
+        weights = teacher.state_dict()
+        sides = {"encoder": (self.encoder, self.encoder_norm), "decoder": (self.decoder, self.decoder_norm)}
+        for side, (layers, norm) in sides.items():
+            for number, layer in enumerate(layers):
+                assert isinstance(layer, EncoderLayer)
+                layer.start_from(weights, f"model.{side}.layers.{number}.")
+            if self.shape.norm_first:
+                _take(norm, weights, [f"model.{side}.layer_norm"])
+
+    def settle(self, target: CausalLM, form: LinearForm = "auto") -> None:
+        """No more training: products in the engine's form, embedding and output borrowed where they are shared."""
+        for module in list(self.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, _Settled(child.weight, child.bias, form))
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, PositionalAttention):
+                    module.settle(self.positions)
+        if not self.own:
+            self._embed, self._output = target.embed, target.head
+        else:
+            assert self.embedding is not None
+            self._output = _Settled(self.embedding, None, form)
+
+
+class _Settled(nn.Module):
+    """A linear layer as the engine multiplies it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, form: LinearForm) -> None:
+        super().__init__()
+        self._product = make_linear([weight.detach()], [None if bias is None else bias.detach()], form)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self._product(states.reshape(-1, states.shape[-1])).view(*states.shape[:-1], -1)
+
+
+def attended(
+    present: Bool[Tensor, "B T"] | None, width: int, blind: bool, causal: bool, device: torch.device
+) -> Bool[Tensor, "b 1 t T"] | None:
+    """Which positions each position of the decoder sees; None: all.
+
+    A blind position does not see itself, unless its row has no other: nothing to look at is no distribution.
+    """
+    looks = None if present is None else present[:, None]
+    if causal:
+        before = torch.ones(width, width, dtype=torch.bool, device=device).tril()[None]
+        looks = before if looks is None else looks & before
+    if blind:
+        itself = torch.eye(width, dtype=torch.bool, device=device)[None]
+        rows = torch.ones(1, width, dtype=torch.bool, device=device) if present is None else present
+        alone = rows.sum(1)[:, None, None] == 1
+        looks = rows[:, None] & (~itself | alone)
+    return None if looks is None else looks[:, None]
+
+
+def _mix(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None) -> Tensor:
+    q, k, v = (rows.unflatten(-1, (heads, -1)).transpose(1, 2) for rows in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def final_norm(shape: Shape) -> nn.Module:
+    """What stands behind a stack of layers: a norm, unless each layer ends with one."""
+    return nn.LayerNorm(shape.width) if shape.norm_first else nn.Identity()
+
+
+class SelfAttention(nn.Module):
+    """Over the own side."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = self.qkv(hidden).chunk(3, -1)
+        return self.out(_mix(query, key, value, self.heads, mask))
+
+
+class CrossAttention(nn.Module):
+    """Over the source."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, source: Tensor, mask: Tensor | None) -> Tensor:
+        key, value = self.key_value(source).chunk(2, -1)
+        return self.out(_mix(self.query(hidden), key, value, self.heads, mask))
+
+
+class PositionalAttention(nn.Module):
+    """Queries and keys are positions, values the states (Gu et al. 2018, sec. 3.1).
+
+    It begins as nothing: its output is zero, so that the teacher's layers work as they did.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key, self.value = nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+        self._known: Tensor | None = None
+
+    def settle(self, positions: Float[Tensor, "P D"]) -> None:
+        """No more training: queries and keys of all positions are made once."""
+        self._known = self.query_key(positions)
+
+    def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        made = self.query_key(positions) if self._known is None else self._known[: len(positions)]
+        query, key = made[None].expand(len(hidden), -1, -1).chunk(2, -1)
+        return self.out(_mix(query, key, self.value(hidden), self.heads, mask))
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each with a norm in front of it or behind it."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        width = shape.width
+        self.norm_first = shape.norm_first
+        self.attention, self.norm_attention = SelfAttention(width, shape.heads), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, shape.inner), nn.Linear(shape.inner, width)
+        self.norm_mlp, self.activation, self.dropout = (
+            nn.LayerNorm(width),
+            ACT2FN[shape.activation],
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        hidden = self.add(hidden, self.norm_attention, lambda rows: self.attention(rows, mask))
+        return self.add(hidden, self.norm_mlp, self.feed)
+
+    def add(self, hidden: Tensor, norm: nn.Module, update: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sub-layer: the sum of a state and its update, with the norm where this network has it."""
+        if self.norm_first:
+            return hidden + self.dropout(update(norm(hidden)))
+        total: Tensor = norm(hidden + self.dropout(update(hidden)))
+        return total
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """The feed-forward sub-layer's update."""
+        return self.down(self.activation(self.up(hidden)))
+
+    def start_from(self, weights: dict[str, Tensor], prefix: str) -> None:
+        """Take over a layer of the teacher."""
+        _take(self.attention.qkv, weights, [f"{prefix}self_attn.{name}_proj" for name in "qkv"])
+        _take(self.attention.out, weights, [f"{prefix}self_attn.out_proj"])
+        _take(self.norm_attention, weights, [f"{prefix}self_attn_layer_norm"])
+        _take(self.up, weights, [f"{prefix}fc1"])
+        _take(self.down, weights, [f"{prefix}fc2"])
+        _take(self.norm_mlp, weights, [f"{prefix}final_layer_norm"])
+
+
+class DecoderLayer(EncoderLayer):
+    """Self-attention, positional attention if wanted, attention over the source, feed-forward."""
+
+    def __init__(self, shape: Shape, dropout: float, positional: bool) -> None:
+        super().__init__(shape, dropout)
+        width = shape.width
+        self.positional = PositionalAttention(width, shape.heads) if positional else None
+        self.norm_positional = nn.LayerNorm(width) if positional else None
+        self.cross, self.norm_cross = CrossAttention(width, shape.heads), nn.LayerNorm(width)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        looks: Tensor | None,
+        positions: Tensor,
+        padding: Tensor | None,
+        source: Tensor,
+        across: Tensor | None,
+    ) -> Tensor:
+        hidden = self.add(hidden, self.norm_attention, lambda rows: self.attention(rows, looks))
+        positional = self.positional
+        if positional is not None and self.norm_positional is not None:
+            hidden = self.add(hidden, self.norm_positional, lambda rows: positional(rows, positions, padding))
+        hidden = self.add(hidden, self.norm_cross, lambda rows: self.cross(rows, source, across))
+        return self.add(hidden, self.norm_mlp, self.feed)
+
+    def start_from(self, weights: dict[str, Tensor], prefix: str) -> None:
+        super().start_from(weights, prefix)
+        _take(self.cross.query, weights, [f"{prefix}encoder_attn.q_proj"])
+        _take(self.cross.key_value, weights, [f"{prefix}encoder_attn.{name}_proj" for name in "kv"])
+        _take(self.cross.out, weights, [f"{prefix}encoder_attn.out_proj"])
+        _take(self.norm_cross, weights, [f"{prefix}encoder_attn_layer_norm"])
+
+
+@torch.no_grad()
+def _take(module: Any, weights: dict[str, Tensor], names: list[str]) -> None:
+    module.weight.copy_(torch.cat([weights[f"{name}.weight"] for name in names]))
+    module.bias.copy_(torch.cat([weights[f"{name}.bias"] for name in names]))

@@ -1,0 +1,228 @@
+"""A trained draft network of EAGLE as files: its sizes and its tensors, ours and published ones.
+
+Tensors have the names that the authors' checkpoints use. A part of ours shares the target's embedding and, unless it
+was trained along, its output matrix: neither is in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from methods.engine.causal_layers import PROVEN_ROPE
+from methods.engine.causal_lm import CausalLM, RotaryTable
+from methods.engine.checkpoint_files import read_part, require_target, sizes_of, training_command, write_part
+from methods.engine.draft_vocabulary import DraftVocabulary
+
+TRAIN = training_command("eagle")
+VOCABULARY = "d2t"  # the authors' name: what to add to a place to get its id
+_OF_LLAMA = (  # of a published configuration, what a network's layer depends on
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Sizes of a draft network, and of the target it belongs to.
+
+    Attributes:
+        version: 1 or 3; the weights of version 2 are those of version 1.
+        hidden_size, intermediate_size, heads, kv_heads, head_dim: of the layer.
+        rms_eps: of its norms.
+        rope: parameters of its rotary positions, as transformers has them.
+        taps: layers of the target whose outputs make a feature (version 3), 0-based.
+        layers, vocab_size: of the target.
+        norm_before_residual: version 3: the residual is the normalised feature instead of the feature itself.
+        norm_before_fc, fc_norm: version 3: the tapped states are normalised before they are mixed, together or each.
+        norm_output: version 3: a guess has the feature behind the last norm, not the one before it. No network trained
+            here has any of these four; published ones may.
+    """
+
+    version: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_eps: float
+    layers: int
+    vocab_size: int
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    taps: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @property
+    def layer(self) -> str:
+        """What the authors call the one layer."""
+        return "midlayer" if self.version == 3 else "layers.0"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the network itself has, by its name."""
+        width, heads, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        read = 2 * width if self.version == 3 else width
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (heads, read),
+            "self_attn.k_proj.weight": (kv, read),
+            "self_attn.v_proj.weight": (kv, read),
+            "self_attn.o_proj.weight": (width, heads),
+            "mlp.gate_proj.weight": (self.intermediate_size, width),
+            "mlp.up_proj.weight": (self.intermediate_size, width),
+            "mlp.down_proj.weight": (width, self.intermediate_size),
+            "post_attention_layernorm.weight": (width,),
+        }
+        if self.version == 3:
+            layer |= {"hidden_norm.weight": (width,), "input_layernorm.weight": (width,)}
+            around = {"fc.weight": (width, len(self.taps) * width), "norm.weight": (width,)}
+            around |= {f"{name}.weight": (size,) for name, size in self._mixing_norms()}
+        else:
+            around = {"fc.weight": (width, 2 * width)}
+        return around | {f"{self.layer}.{name}": shape for name, shape in layer.items()}
+
+    def _mixing_norms(self) -> list[tuple[str, int]]:
+        """Norms in front of ``fc`` and what they act on."""
+        together = [("input_norm", len(self.taps) * self.hidden_size)] if self.norm_before_fc else []
+        return together + [(f"fc_norm.{number}", self.hidden_size) for number in range(len(self.taps)) if self.fc_norm]
+
+    def optional(self) -> dict[str, tuple[int, ...]]:
+        """Tensors that only some networks have: biases, and an embedding that is not the target's."""
+        heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = {"q": heads, "k": kv, "v": kv, "o": self.hidden_size}
+        biases = {f"{self.layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+        embedding = {"embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        return {"fc.bias": (self.hidden_size,), **biases, **embedding}
+
+    def rotary(self, device: torch.device, dtype: torch.dtype) -> RotaryTable:
+        """Cosines and sines of its positions."""
+        config = LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.heads,
+            head_dim=self.head_dim,
+            rope_parameters=dict(self.rope),
+        )
+        return RotaryTable(LlamaRotaryEmbedding(config).to(device), device, dtype)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A trained draft network.
+
+    Attributes:
+        spec: its sizes.
+        tensors: by the authors' names; ``lm_head.weight`` where the output matrix is its own.
+        vocabulary: what it proposes from; place i of its output is token ``vocabulary.ids[i]``.
+    """
+
+    spec: Spec
+    tensors: Mapping[str, Tensor]
+    vocabulary: DraftVocabulary
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder, as ``load`` reads it; the weights in 16 bit."""
+        ids = self.vocabulary.ids.cpu()
+        offsets = ids - torch.arange(len(ids))
+        write_part(folder, {**self.tensors, VOCABULARY: offsets}, asdict(self.spec))
+
+    @classmethod
+    def load(cls, folder: Path, target: CausalLM) -> Part:
+        """Read it.
+
+        Raises:
+            ValueError: files are missing or damaged, or belong to another target.
+        """
+        spec, tensors = read_part(folder, "eagle", lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
+        require_target(folder, "eagle", sizes_of(spec), target)
+        offsets = tensors.pop(VOCABULARY, None)
+        vocabulary = vocabulary_of(offsets, target.vocab_size)
+        part = cls(spec, tensors, vocabulary)
+        part.require_shapes(str(folder))
+        return part
+
+    def require_shapes(self, where: str) -> None:
+        """Refuse tensors that are not those of the spec.
+
+        Raises:
+            ValueError: names what is missing, what is too much, and what has another shape.
+        """
+        optional = {"lm_head.weight": (len(self.vocabulary), self.spec.hidden_size), **self.spec.optional()}
+        wanted = self.spec.shapes() | {name: shape for name, shape in optional.items() if name in self.tensors}
+        found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        if found != wanted:
+            differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+            came = ", ".join(f"{name} {found.get(name, 'missing')}" for name in differing)
+            needed = ", ".join(f"{name} {wanted.get(name, 'none')}" for name in differing)
+            raise ValueError(
+                f"The weights in {where} do not fit version {self.spec.version} of eagle: {came} came; {needed} "
+                f"is needed. Copy the files again, or train a draft network: {TRAIN}."
+            )
+
+
+def vocabulary_of(offsets: Int[Tensor, "n"] | None, vocab_size: int) -> DraftVocabulary:
+    """The draft vocabulary from the authors' offsets; None: all tokens."""
+    if offsets is None:
+        return DraftVocabulary.all(vocab_size)
+    return DraftVocabulary(torch.arange(len(offsets)) + offsets.long().cpu(), vocab_size)
+
+
+def of_published(found: object, where: str, target: CausalLM) -> Part:
+    """A published network as one of ours.
+
+    Raises:
+        ValueError: heads of another method, or rotary positions that are not proven.
+    """
+    from methods.speculative.published.formats import EagleWeights
+
+    if not isinstance(found, EagleWeights):
+        kind = type(found).__name__.removesuffix("Weights")
+        raise ValueError(
+            f"{where} holds heads of {kind}; method=eagle reads those of EAGLE. Use the method of that name."
+        )
+    known = {key: found.config[key] for key in _OF_LLAMA if found.config.get(key) is not None}
+    config = LlamaConfig(**known)
+    rope = dict(config.rope_parameters)  # type: ignore[arg-type]
+    if rope.get("rope_type") not in PROVEN_ROPE:
+        raise ValueError(
+            f"{where} has rotary positions of type {rope.get('rope_type')}; {', '.join(PROVEN_ROPE)} are proven. "
+            f"Choose another network, or train one: {TRAIN}."
+        )
+    tensors = {name: tensor for name, tensor in found.tensors.items() if tensor is not None}
+    offsets = tensors.pop(VOCABULARY, None)
+    layer = "midlayer" if found.version == 3 else "layers.0"
+    spec = Spec(
+        version=found.version,
+        hidden_size=target.hidden_size,
+        intermediate_size=tensors[f"{layer}.mlp.gate_proj.weight"].shape[0],
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or target.hidden_size // config.num_attention_heads,
+        rms_eps=config.rms_norm_eps,
+        layers=target.n_layers,
+        vocab_size=target.vocab_size,
+        rope=rope,
+        taps=tuple(found.taps),
+        norm_before_residual=found.norm_before_residual,
+        norm_before_fc=found.norm_before_fc,
+        fc_norm=found.fc_norm,
+        norm_output=found.norm_output,
+    )
+    part = Part(spec, tensors, vocabulary_of(offsets, target.vocab_size))
+    part.require_shapes(where)
+    return part

@@ -1,0 +1,198 @@
+"""EAGLE: a draft network of one layer guesses the target's next features, and from them a chain or a tree of tokens.
+
+Version 1 (Li et al. 2024, arXiv 2401.15077) predicts the target's last state from the one before and the token that was
+drawn behind it, and drafts a tree of fixed shape. Version 2 (Li et al. 2024, arXiv 2406.16858) takes the same network
+and lets its confidence shape the tree: on each level the best nodes by the product of their probabilities are expanded,
+and of all candidates the best become the draft (sec. 4). Version 3 (Li et al. 2025, arXiv 2503.01840) feeds the network
+with states of three layers and trains it on features of its own. After each pass of the target the network reads the
+kept tokens again with the target's true features. The network must be trained; the target stays as it is:
+
+    python -m bench.train method=eagle model=smollm2
+
+Published, MT-bench, greedy: EAGLE 2.7 to 3.5x with LLaMA2-Chat 70B; EAGLE-2 3.62x and 4.98 tokens per step with
+Vicuna-7B; EAGLE-3 5.58x and 6.65 with Vicuna-13B, for which Spec-Bench finds 3.02x and 5.71 on an A100 over its tasks.
+
+Differences: batched, ragged rows. Networks trained here propose from a reduced vocabulary in every version. The dynamic
+tree of version 2 breaks ties so that no node stands without its parent. Trees of the most likely tokens are not drawn,
+so at a temperature they are judged by the exact rule for such drafts; ``draw`` draws the children of a fixed tree
+without replacement, as version 1 does, and judges them by their probabilities.
+
+Command: ``python -m bench method=eagle dataset=mtbench``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from methods.decoder import Context, Draft
+from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import own_folder
+from methods.engine.sampling import Sampling
+from methods.engine.token_tree import Shape
+from methods.speculative.eagle.checkpoint import TRAIN, Part, of_published
+from methods.speculative.eagle.network import Network, Reader
+from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
+from methods.speculative.heads.base import HeadsDecoder
+from methods.speculative.verification import default_rule
+
+TreeKind = Literal["auto", "chain", "static", "dynamic"]
+
+
+class EagleDrafter:
+    """Reads what was committed with the target's features, then lets a tree grow behind it."""
+
+    def __init__(self, network: Network, growth: Growth, last_layer: int) -> None:
+        self.network, self.growth, self.nodes = network, growth, growth.nodes
+        self.nbytes = network.nbytes
+        # Behind a prefill the states of all positions are there only if some layer is tapped.
+        self.taps: Sequence[int] = network.spec.taps or (last_layer,)
+        self._reader: Reader | None = None
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        growth = self.growth
+        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (growth.levels + 1) + growth.guesses
+        self._reader = Reader(self.network, len(prompts), capacity)
+
+    def propose(self, context: Context) -> Draft:
+        assert self._reader is not None, "reset comes before propose"
+        return self.growth.grow(self._reader, self._catch_up(context), context)
+
+    def _catch_up(self, context: Context) -> Float[Tensor, "B 1 D"]:
+        """Read the pairs that the last pass completed; the feature behind the one with the root.
+
+        A row at its limit has no new pair; what it reads is forgotten, and what it drafts is never looked at.
+        """
+        reader = self._reader
+        assert reader is not None
+        pending = [row[length + 1 :] for row, length in zip(context.tokens, reader.lengths, strict=True)]
+        counts = [len(new) for new in pending]
+        width = max(counts)
+        tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.network.device)
+        output = context.output
+        rows = None if context.path is None else context.path[:, :width].clamp(min=0)
+        hidden = _kept(output.hidden, rows, width)
+        taps = [_kept(output.taps[tap], rows, width) for tap in self.network.spec.taps]
+        return reader.read(self.network.feature(hidden, taps), tokens, counts)
+
+
+def _kept(states: Float[Tensor, "B P D"], rows: Int[Tensor, "B W"] | None, width: int) -> Float[Tensor, "B W D"]:
+    """The states of a pass at the kept nodes; None: at the first ``width`` of them."""
+    if rows is None:
+        return states[:, :width]
+    return states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[2]))
+
+
+class Eagle(HeadsDecoder):
+    """EAGLE 1, 2 and 3.
+
+    Args:
+        target: model that verifies.
+        sampling: how its distribution is processed.
+        version: 1, 2 or 3; must be that of the trained network, of which 1 and 2 share one.
+        tree: ``chain``; ``static``, the fixed tree ``shape``; ``dynamic``, shaped by confidence; ``auto``: static for
+            version 1, else dynamic.
+        gamma: nodes of a chain.
+        shape: of a static tree: a name in ``TREES``, or numbers of children, level by level and breadth first.
+        depth: levels of a dynamic tree.
+        top_k: of a dynamic tree: candidates of a node, and nodes that are expanded on a level.
+        nodes: of a dynamic tree.
+        draw: at a temperature, draw the nodes of a chain or a static tree.
+        checkpoint: folder of a trained network, or a published one by path or hub id; None: the one prepared for this
+            model.
+        part: its folder, from the runner.
+
+    Raises:
+        MissingPart: no network.
+        ValueError: a network of another target or version, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        version: Literal[1, 2, 3] = 3,
+        tree: TreeKind = "auto",
+        gamma: int = 4,
+        shape: str | list[list[int]] = "paper",
+        depth: int = 6,
+        top_k: int = 10,
+        nodes: int = 59,
+        draw: bool = False,
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        folder = own_folder("eagle", "draft network", checkpoint, part)
+        found = _part(folder, checkpoint, target)
+        _require_version(version, found.spec.version)
+        kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
+        growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
+        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1)
+        rule = default_rule(sampling, "chain" if kind == "chain" else "tree", draw)
+        super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
+
+
+def _growth(
+    kind: str,
+    gamma: int,
+    shape: str | list[list[int]],
+    dynamic: tuple[int, int, int],
+    draw: bool,
+    vocabulary: int,
+    device: torch.device,
+) -> Growth:
+    if kind == "chain":
+        if gamma < 1:
+            raise ValueError(f"gamma={gamma} came; a chain has at least 1 node. Set method.gamma=4 or so.")
+        return Chain(gamma, draw)
+    if kind == "static":
+        return Static(_shape(shape, vocabulary), draw, device)
+    nodes, depth, top_k = dynamic
+    most = top_k + (depth - 1) * top_k**2
+    if draw or depth < 1 or not 1 <= top_k <= vocabulary or not depth <= nodes <= most:
+        raise ValueError(
+            f"tree=dynamic came with depth={depth}, top_k={top_k}, nodes={nodes}, draw={draw}; depth >= 1, 1 <= top_k "
+            f"<= {vocabulary} (the draft vocabulary), depth <= nodes <= top_k + (depth - 1) top_k^2 and draw=false are "
+            "allowed. Correct method.depth, method.top_k and method.nodes, or set method.tree=static to draw."
+        )
+    return Dynamic(nodes, depth, top_k, device)
+
+
+def _shape(given: str | list[list[int]], vocabulary: int) -> Shape:
+    if isinstance(given, str) and given not in TREES:
+        raise ValueError(
+            f"shape={given} came; {', '.join(TREES)} or numbers of children are allowed, e.g. [[3],[2,1]]."
+        )
+    shape = Shape.of_children(TREES[given] if isinstance(given, str) else given)
+    if not 1 <= shape.width <= vocabulary:
+        raise ValueError(
+            f"shape={given} gives a node {shape.width} children; 1 to {vocabulary}, the size of the draft vocabulary, "
+            "are allowed. Name a tree with nodes, or a narrower one."
+        )
+    return shape
+
+
+# -- where the network comes from -------------------------------------------------------------------------------------
+
+
+def _require_version(wanted: int, found: int) -> None:
+    if (3 if wanted == 3 else 1) != found:
+        theirs = "3" if found == 3 else "1 (which version 2 uses too)"
+        raise ValueError(
+            f"version={wanted} came, and the trained network is of version {theirs}; both must be the same. Set "
+            f"method.version={found}, or train the other: {TRAIN} train.version={wanted} force=true."
+        )
+
+
+def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM) -> Part:
+    """A network in our format from its folder, else the user's in a published one."""
+    if folder is not None:
+        return Part.load(folder, target)
+    from methods.speculative.published import formats
+
+    return of_published(formats.read(str(checkpoint), target), str(checkpoint), target)

@@ -1,0 +1,234 @@
+"""The draft network of EAGLE at work: its pass for decoding, over a small cache of its own.
+
+One Llama layer predicts the target's next feature from the pair of the feature at a place and the embedding of the
+token behind it, and the output matrix turns that feature into a token. Versions 1 and 2 (arXiv 2401.15077, sec. 3.1;
+arXiv 2406.16858) mix the pair in front of the layer, and the feature is the target's last hidden state behind its final
+norm. Version 3 (arXiv 2503.01840, sec. 3) mixes the states behind three layers of the target into the first feature,
+gives the layer both halves of the pair side by side, and no longer asks that its own feature resemble the target's.
+
+``eagle_training.py`` holds the same network as a module; a test proves the two equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from methods.engine.causal_layers import RMSNorm
+from methods.engine.causal_lm import CausalLM, rotate_
+from methods.engine.kv_cache import Cache
+from methods.engine.linear import Linear, make_linear
+from methods.speculative.eagle.checkpoint import Part
+
+
+class Network:
+    """The draft network of a target, its weights in the target's type and packed as the target's are."""
+
+    def __init__(self, target: CausalLM, part: Part) -> None:
+        self.spec, self._tensors = part.spec, part.tensors
+        self.device, self.dtype = target.device, target.dtype
+        self._embed = self._embedding(target)
+        self.vocabulary = part.vocabulary.to(target.device)
+        self.rotary = self.spec.rotary(target.device, target.dtype)
+        layer = self.spec.layer
+        self._fc = self._linear("fc")
+        self._qkv = self._linear(*(f"{layer}.self_attn.{name}_proj" for name in "qkv"))
+        self._out = self._linear(f"{layer}.self_attn.o_proj")
+        self._gate_up = self._linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+        self._down = self._linear(f"{layer}.mlp.down_proj")
+        self._mlp_norm = self._norm(f"{layer}.post_attention_layernorm")
+        if self.spec.version == 3:
+            self._token_norm = self._norm(f"{layer}.input_layernorm")
+            self._feature_norm = self._norm(f"{layer}.hidden_norm")
+            self._last_norm = self._norm("norm")
+        spec = self.spec
+        self._state_norms = [self._norm(f"fc_norm.{number}") for number in range(len(spec.taps)) if spec.fc_norm]
+        self._mixing_norm = self._norm("input_norm") if spec.norm_before_fc else None
+        self._score, own = self._output(target)
+        linears = (self._fc, self._qkv, self._out, self._gate_up, self._down)
+        self.nbytes = {"draft_network": sum(linear.nbytes for linear in linears), "draft_output_matrix": own}
+        self._tensors = {}  # what was packed is needed no more
+
+    def _weight(self, name: str) -> Tensor | None:
+        found = self._tensors.get(name)
+        return None if found is None else found.to(self.device, self.dtype)
+
+    def _linear(self, *names: str) -> Linear:
+        weights = [self._tensors[f"{name}.weight"].to(self.device, self.dtype) for name in names]
+        return make_linear(weights, [self._weight(f"{name}.bias") for name in names])
+
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._tensors[f"{name}.weight"].to(self.device, self.dtype), self.spec.rms_eps)
+
+    def _embedding(self, target: CausalLM) -> Callable[[Tensor], Tensor]:
+        own = self._weight("embed_tokens.weight")
+        return target.embed if own is None else functools.partial(F.embedding, weight=own)
+
+    def _output(self, target: CausalLM) -> tuple[Callable[[Tensor], Tensor], int]:
+        """The output matrix, and the bytes it takes beside the target."""
+        own = self._weight("lm_head.weight")
+        if own is None and self.vocabulary.full:
+            return target.head, 0
+        weight, bias = (own, None) if own is not None else target.output_rows(self.vocabulary.ids)
+        linear = make_linear([weight], [bias])
+        return linear, linear.nbytes
+
+    def feature(self, hidden: Float[Tensor, "B M D"], taps: Sequence[Float[Tensor, "B M D"]]) -> Float[Tensor, "B M D"]:
+        """What the target knows at some places: its last state, or what version 3 makes of three."""
+        if self.spec.version != 3:
+            return hidden
+        if self._state_norms:
+            taps = [norm(tap) for norm, tap in zip(self._state_norms, taps, strict=True)]
+        states = torch.cat(list(taps), dim=-1)
+        if self._mixing_norm is not None:
+            states = self._mixing_norm(states)
+        return self._fc(states.flatten(0, 1)).view(hidden.shape)
+
+    def enter(
+        self, feature: Float[Tensor, "B M D"], tokens: Int[Tensor, "B M"]
+    ) -> tuple[Float[Tensor, "B M D"], Float[Tensor, "B M h d"]]:
+        """Pairs at the layer's door: the residual, and the heads of query, key and value side by side."""
+        embedding = self._embed(tokens)
+        if self.spec.version == 3:
+            normed = self._feature_norm(feature)
+            read = torch.cat([self._token_norm(embedding), normed], dim=-1).flatten(0, 1)
+            residual = normed if self.spec.norm_before_residual else feature
+        else:
+            read = self._fc(torch.cat([embedding, feature], dim=-1).flatten(0, 1))
+            residual = read.view(feature.shape)
+        return residual, self._qkv(read).view(*tokens.shape, -1, self.spec.head_dim)
+
+    def leave(self, residual: Float[Tensor, "B M D"], mixed: Float[Tensor, "R H"]) -> Float[Tensor, "B M D"]:
+        """The next features, from the residual and what the heads gathered."""
+        hidden = residual + self._out(mixed).view(residual.shape)
+        gate, up = self._gate_up(self._mlp_norm(hidden).flatten(0, 1)).chunk(2, dim=-1)
+        return hidden + self._down(F.silu(gate) * up).view(hidden.shape)
+
+    def logits(self, feature: Float[Tensor, "B M D"]) -> tuple[Float[Tensor, "B M v"], Float[Tensor, "B M D"]]:
+        """Logits over the draft vocabulary of the next token, and the feature that a pair with that token has."""
+        if self.spec.version != 3:
+            return self._scores(feature), feature
+        normed = self._last_norm(feature)
+        return self._scores(normed), normed if self.spec.norm_output else feature
+
+    def _scores(self, rows: Float[Tensor, "B M D"]) -> Float[Tensor, "B M v"]:
+        return self._score(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+
+
+class Reader:
+    """The draft network at work: pairs of committed tokens in a cache of its own, and a tree of guesses behind them.
+
+    A pair is the feature at a place and the token behind it; it counts from 0 as the place does. Committed pairs have
+    the target's features and stand at each row's own slots; guesses of all rows begin at the same slot, behind the
+    longest, so that a level of the tree is written and masked alike in every row.
+    """
+
+    def __init__(self, network: Network, batch: int, capacity: int) -> None:
+        spec = network.spec
+        self.network, self._groups = network, spec.heads // spec.kv_heads
+        self._cache = Cache(
+            [0], batch, capacity, spec.kv_heads, spec.head_dim, dtype=network.dtype, device=network.device
+        )
+        self._guesses = 0
+        self._prefix: Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed pairs of each row."""
+        return self._cache.lengths
+
+    def read(
+        self, feature: Float[Tensor, "B W D"], tokens: Int[Tensor, "B W"], counts: Sequence[int]
+    ) -> Float[Tensor, "B 1 D"]:
+        """Commit the first ``counts[b]`` pairs of each row and forget all guesses; the feature behind the last pair.
+
+        Of the earlier ones only keys and values are wanted.
+        """
+        cache, spec = self._cache, self.network.spec
+        width, start = tokens.shape[1], cache.lengths[0]
+        residual, heads = self.network.enter(feature, tokens)
+        if cache.uniform:
+            cos, sin = self.network.rotary.slice(start, start + width)
+        else:
+            self.network.rotary.reserve(max(cache.lengths) + width)
+            cos, sin = self.network.rotary.gather(cache.slots(width))
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
+        cache.write(0, heads[:, :, spec.heads :], None if cache.uniform else cache.slots(width))
+        cache.advance(counts)
+        self._guesses, self._prefix = 0, self._hide_padding()
+        if len(counts) == 1 or min(counts) == width:
+            residual, query = residual[:, counts[0] - 1 :][:, :1], heads[:, counts[0] - 1 :][:, :1, : spec.heads]
+        else:
+            last = torch.tensor(counts, device=heads.device).sub_(1).clamp_(min=0)
+            rows = torch.arange(len(counts), device=heads.device)
+            residual, query = residual[rows, last][:, None], heads[rows, last][:, None, : spec.heads]
+        return self.network.leave(residual, self._mix(query, self._prefix))
+
+    def guess(
+        self,
+        feature: Float[Tensor, "B M D"],
+        tokens: Int[Tensor, "B M"],
+        level: int,
+        reach: Bool[Tensor, "b M g"] | None = None,
+    ) -> Float[Tensor, "B M D"]:
+        """The features behind some guesses of one level, 0 being the one right behind the root.
+
+        Args:
+            feature: behind the parent of each.
+            tokens: the guesses.
+            level: guesses between each and the root.
+            reach: which guesses each of them sees, of all so far and these; None: all (a chain).
+        """
+        cache, spec, network = self._cache, self.network.spec, self.network
+        start = max(cache.lengths) + self._guesses
+        end = start + tokens.shape[1]
+        assert end <= cache.capacity, f"{end} pairs in a cache of {cache.capacity}"
+        residual, heads = network.enter(feature, tokens)
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], *self._turn(level))
+        cache.store[0][:, start:end] = heads[:, :, spec.heads :]
+        self._guesses += tokens.shape[1]
+        return network.leave(residual, self._mix(heads[:, :, : spec.heads], self._mask(reach)))
+
+    def _turn(self, level: int) -> tuple[Tensor, Tensor]:
+        cache, rotary = self._cache, self.network.rotary
+        if cache.uniform:
+            return rotary.slice(cache.lengths[0] + level, cache.lengths[0] + level + 1)
+        rotary.reserve(max(cache.lengths) + level + 1)
+        return rotary.gather(cache.length[:, None] + level)
+
+    def _hide_padding(self) -> Float[Tensor, "B 1 S"] | None:
+        """Added to the scores of the committed part; None where all rows are of one length."""
+        cache = self._cache
+        if cache.uniform:
+            return None
+        behind = torch.arange(max(cache.lengths), device=cache.length.device) >= cache.length[:, None]
+        zeros = torch.zeros(behind.shape, dtype=self.network.dtype, device=behind.device)
+        return zeros.masked_fill_(behind, -torch.inf)[:, None]
+
+    def _mask(self, reach: Bool[Tensor, "b M g"] | None) -> Float[Tensor, "b2 m S"] | None:
+        """Added to the scores of committed pairs and guesses."""
+        committed, prefix = max(self._cache.lengths), self._prefix
+        if reach is None:
+            return None if prefix is None else F.pad(prefix, (0, self._guesses))
+        guesses = torch.zeros(reach.shape, dtype=self.network.dtype, device=reach.device)
+        guesses.masked_fill_(~reach, -torch.inf)
+        if prefix is None:
+            return F.pad(guesses, (committed, 0))
+        batch, nodes = len(prefix), reach.shape[1]
+        return torch.cat([prefix.expand(-1, nodes, -1), guesses.expand(batch, -1, -1)], dim=2)
+
+    def _mix(self, query: Float[Tensor, "B M H d"], mask: Float[Tensor, "b m S"] | None) -> Float[Tensor, "R HD"]:
+        """Attention over all that is in the cache, the query heads of a key head side by side."""
+        batch, nodes, heads, dim = query.shape
+        keys, values = self._cache.view(0, max(self._cache.lengths) + self._guesses)
+        folded = query.unflatten(2, (-1, self._groups)).transpose(1, 2).flatten(2, 3)  # B K MG d
+        if mask is not None:
+            mask = mask.expand(-1, nodes, -1).repeat_interleave(self._groups, 1)[:, None]
+        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        mixed = mixed.unflatten(2, (nodes, self._groups)).transpose(1, 2)
+        return mixed.reshape(batch * nodes, heads * dim)

@@ -1,0 +1,1 @@
+"""Extra output heads draft several positions at once: Medusa, Hydra, blockwise. Start with medusa.py."""

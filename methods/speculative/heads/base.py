@@ -1,0 +1,48 @@
+"""What decoders with trained heads know of themselves beside their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from methods.decoder import Drafter, Rule
+from methods.engine.causal_lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.published.formats import check_plausible
+
+
+@runtime_checkable
+class HeadsDrafter(Drafter, Protocol):
+    """A drafter that knows what its matrices take, by name."""
+
+    @property
+    def nbytes(self) -> dict[str, int]: ...
+
+
+class HeadsDecoder(SpeculativeDecoder):
+    """A decoder whose drafter was trained.
+
+    Args:
+        target, sampling, drafter, rule: see ``SpeculativeDecoder``.
+        published: where its heads come from, if others trained them.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        drafter: HeadsDrafter,
+        rule: Rule,
+        published: str | None = None,
+    ) -> None:
+        self._heads, self._published = drafter, published
+        super().__init__(target, sampling, drafter, rule)
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """Memory beside the target's, such as the heads, and the rows of its output matrix that they use."""
+        return dict(self._heads.nbytes)
+
+    def doubt(self, acceptance: Sequence[Sequence[float]]) -> str | None:
+        """A warning where published heads draft implausibly badly."""
+        return check_plausible(self._published, acceptance) if self._published else None

@@ -1,0 +1,264 @@
+"""Blockwise parallel decoding: k heads guess the next k tokens at once, the target keeps the prefix it agrees with.
+
+Stern et al. 2018, arXiv 1811.03115. Head 1 is the target itself. Heads 2 to k are one feed-forward layer behind the
+target's last hidden state: a hidden layer common to all, one update of the state per head, a residual connection from
+the state to each, and the target's own output matrix behind all of them (sec. 6). The pass that verifies block n
+yields the state from which block n + 1 is proposed, so a block costs one pass (sec. 4, combined scoring and proposal).
+Heads 2 to k must be trained; the target stays as it is, or, for translation, is trained along:
+
+    python -m bench.train method=blockwise model=smollm2
+    python -m bench.train method=blockwise model=multi30k_4_4 corpus=multi30k
+    python -m bench.train method=blockwise_translation model=multi30k_4_4
+
+Published, WMT14 English-German with a Transformer base, frozen weights and k = 2, 4, 6, 8, 10: blocks of 1.51, 1.73,
+1.76, 1.76 and 1.74 tokens on newstest2013; on distilled data 1.55, 1.85, 1.90, 1.91, 1.90. With the model's own weights
+trained along, blocks of 1.88 to 4.95 tokens and up to 3.3 times the speed (k = 8), for 1.2 BLEU on newstest2014.
+
+A model that was trained along (a part with a ``trunk``) writes its own text, to the letter with the exact criterion,
+but not the original's: the guarantee is RELAXED, agreement and quality are reported against the original, and agreement
+with the fine-tuned model beside them.
+
+Differences: decoder-only targets too; only encoder-decoders are trained along. Heads propose from a reduced vocabulary,
+whose rows of the output matrix are the target's; verification is over the whole one. At a temperature the exact
+criterion is the exact rule for drafts that were not drawn; the relaxed criteria stay greedy. A block of k tokens is a
+draft of k - 1 here, since the first token of a block is the target's own in any case.
+
+Command: ``python -m bench method=blockwise dataset=mtbench``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from methods.decoder import Context, Draft, Guarantee, Rule
+from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import (
+    own_folder,
+    read_part,
+    require_shapes,
+    require_target,
+    sizes_of,
+    target_sizes,
+    write_part,
+)
+from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.linear import make_linear
+from methods.engine.sampling import Sampling, argmax
+from methods.speculative.heads.base import HeadsDecoder
+from methods.speculative.heads.blockwise_trunk import load_trunk
+from methods.speculative.verification import Distance, MinimumBlock, RelaxedRule, TopK, default_rule
+
+_KEYS = ("first.weight", "first.bias", "second.weight", "second.bias", "vocabulary")
+
+Criterion = Literal["exact", "top_k", "distance"]
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the heads, and of the target they were trained for.
+
+    Attributes:
+        k: tokens of a block; one of them is the target's own.
+        hidden: units of the layer that the heads share.
+        hidden_size, layers, vocab_size: of the target.
+    """
+
+    k: int
+    hidden: int
+    hidden_size: int
+    layers: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Shape:
+        """As ``config.json`` has it."""
+        return cls(**{key: int(value) for key, value in found.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads 2 to k: the n = k - 1 that are trained.
+
+    Attributes:
+        shape: their sizes.
+        first: weight and bias of the shared layer.
+        second: weight and bias of the layer that updates the state, n D outputs: head by head.
+        vocabulary: what they propose from.
+    """
+
+    shape: Shape
+    first: tuple[Float[Tensor, "H D"], Float[Tensor, "H"]]
+    second: tuple[Float[Tensor, "nD H"], Float[Tensor, "nD"]]
+    vocabulary: DraftVocabulary
+
+    def save(self, folder: Path) -> None:
+        """Write them into a folder, as ``load`` reads it; the weights in 16 bit."""
+        tensors = dict(zip(_KEYS, (*self.first, *self.second, self.vocabulary.ids.to(torch.int32)), strict=True))
+        write_part(folder, tensors, asdict(self.shape))
+
+    @classmethod
+    def load(cls, folder: Path, target: CausalLM) -> Heads:
+        """Read them, onto the target's device and in its type.
+
+        Raises:
+            ValueError: files are missing or damaged, or belong to another target.
+        """
+        shape, tensors = read_part(
+            folder, "blockwise", lambda found: Shape(**{key: int(n) for key, n in found.items()})
+        )
+        require_target(folder, "blockwise", sizes_of(shape), target)
+        require_shapes(folder, tensors, _tensor_shapes(shape, tensors))
+        first, first_bias, second, second_bias = (tensors[key].to(target.device, target.dtype) for key in _KEYS[:4])
+        vocabulary = DraftVocabulary(tensors["vocabulary"].long().to(target.device), target.vocab_size)
+        return cls(shape, (first, first_bias), (second, second_bias), vocabulary)
+
+
+def states(rows: Float[Tensor, "R D"], first: Product, second: Product) -> Float[Tensor, "R n D"]:
+    """The states that heads 2 to k multiply with the output matrix (sec. 6 of the paper).
+
+    Args:
+        rows: the target's last hidden states, behind its final norm.
+        first, second: the two layers; in training modules, in decoding packed products.
+    """
+    updates = second(torch.relu(first(rows)))
+    return rows[:, None] + updates.view(len(rows), -1, rows.shape[1])
+
+
+class BlockwiseDrafter:
+    """Drafts a chain of ``nodes`` tokens, all from the state behind the last kept one."""
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, target: CausalLM, heads: Heads, nodes: int) -> None:
+        self.nodes, self._vocabulary = nodes, heads.vocabulary
+        used = nodes * target.hidden_size
+        self._first = make_linear([heads.first[0]], [heads.first[1]])
+        self._second = make_linear([heads.second[0][:used].contiguous()], [heads.second[1][:used]])
+        weight, bias = target.output_rows(heads.vocabulary.ids)
+        self._output = make_linear([weight], [bias])
+        self.nbytes = {
+            "heads": self._first.nbytes + self._second.nbytes,
+            "draft_output_matrix": self._output.nbytes,
+        }
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        """Nothing is kept between rounds."""
+
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Nothing is kept between rounds."""
+
+    def propose(self, context: Context) -> Draft:
+        rows = context.last_hidden
+        proposed = states(rows, self._first, self._second)
+        best = argmax(self._output(proposed.flatten(0, 1))).view(len(rows), self.nodes)
+        return Draft.chain(self._vocabulary.tokens(best), passes=1)
+
+
+class Blockwise(HeadsDecoder):
+    """Blockwise parallel decoding.
+
+    Attributes:
+        verifier: the fine-tuned model, where the part has one and the criterion keeps its own text; the guarantee is
+            then RELAXED, for that text is not the target's.
+
+    Args:
+        target: model that verifies, and the first head.
+        sampling: how its distribution is processed.
+        k: tokens of a block; None: as many as there are heads. Fewer use the first heads only.
+        criterion: which proposals stay: ``exact``, those the target itself would write; ``top_k``, those among its
+            ``top`` most likely ones (sec. 5.1); ``distance``, ids at most ``epsilon`` from its own, for ids on a scale
+            (sec. 5.2). The latter two change the text.
+        top: see ``top_k``.
+        epsilon: see ``distance``.
+        minimum_block: tokens of a block that stay whatever the criterion says, the first one included (sec. 5.3); 1
+            forces none. More change the text.
+        checkpoint: folder of trained heads; None: those prepared for this model. No published ones exist.
+        part: their folder, from the runner.
+
+    Raises:
+        ValueError: no heads, heads of another target, or an option out of range.
+    """
+
+    prepared_as: ClassVar[str] = "blockwise"
+    verifier: CausalLM | None = None
+
+    refills = True
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        k: int | None = None,
+        criterion: Criterion = "exact",
+        top: int = 2,
+        epsilon: int = 2,
+        minimum_block: int = 1,
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        folder = own_folder(self.prepared_as, "heads", checkpoint, part, published=False)
+        assert folder is not None, "there is one format"
+        heads = Heads.load(folder, target)
+        k = _block(k, heads.shape.k, minimum_block)
+        rule = _rule(sampling, criterion, top, epsilon, minimum_block)
+        own = load_trunk(folder, target)
+        trunk = target if own is None else own[0]
+        self._trunk_bytes = None if own is None else own[1]
+        require_target(folder, self.prepared_as, target_sizes(target), trunk)
+        super().__init__(trunk, sampling, BlockwiseDrafter(trunk, heads, k - 1), rule)
+        if trunk is not target:
+            self.verifier = trunk if self.guarantee is Guarantee.EXACT else None
+            self.guarantee = Guarantee.RELAXED
+
+    def own_bytes(self) -> dict[str, int | None]:
+        """See ``HeadsDecoder``; and the weights that were trained along, where the part has some."""
+        return super().own_bytes() | ({} if self._trunk_bytes is None else {"trunk": self._trunk_bytes})
+
+
+class BlockwiseTranslation(Blockwise):
+    """Blockwise parallel decoding as in the paper, with heads and model fine-tuned for translation."""
+
+    prepared_as = "blockwise_translation"
+
+
+def _rule(sampling: Sampling, criterion: Criterion, top: int, epsilon: int, minimum_block: int) -> Rule:
+    """The rule of a criterion. The paper's blocks count their first token, always the target's own; drafts do not."""
+    if criterion == "exact" and minimum_block == 1:
+        return default_rule(sampling, "chain", drawn=False)
+    relaxed: RelaxedRule = {"exact": TopK(1), "top_k": TopK(top), "distance": Distance(epsilon)}[criterion]
+    return relaxed if minimum_block == 1 else MinimumBlock(minimum_block - 1, relaxed)
+
+
+def _block(k: int | None, trained: int, minimum_block: int) -> int:
+    wanted = trained if k is None else k
+    if not 2 <= wanted <= trained:
+        raise ValueError(
+            f"k={wanted} came; there are {trained - 1} heads, so blocks of 2 to {trained} tokens are allowed. Set "
+            "method.k to one of these, or train more heads (train.k=K). k=1 is method=autoregressive."
+        )
+    if not 1 <= minimum_block <= wanted:
+        raise ValueError(
+            f"minimum_block={minimum_block} came with blocks of {wanted} tokens; 1 to {wanted} is allowed. "
+            "minimum_block=1 forces nothing."
+        )
+    return wanted
+
+
+def _tensor_shapes(shape: Shape, tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """What heads of this shape hold; any number of tokens to propose from."""
+    outputs = (shape.k - 1) * shape.hidden_size
+    return {
+        "first.weight": (shape.hidden, shape.hidden_size),
+        "first.bias": (shape.hidden,),
+        "second.weight": (outputs, shape.hidden),
+        "second.bias": (outputs,),
+        "vocabulary": (tensors["vocabulary"].numel() if "vocabulary" in tensors else 0,),
+    }

@@ -1,0 +1,175 @@
+"""Training of the heads of method=blockwise on what the target itself answers; ``blockwise.py`` is the method.
+
+The target's weights stay as they are, so its states over its answers are computed once and read from files, and a step
+trains the heads alone. The paper wants the mean of the heads' losses and draws one of them for each batch, since all
+did not fit into memory (Stern et al. 2018, arXiv 1811.03115, sec. 6). Here they do, the logits being a few thousand
+wide, and all heads share the states that were read and the first layer: each batch teaches every head
+(``heads_per_step: all``). ``one`` is the paper's way; in expectation its gradient is the same.
+
+Command: ``python -m bench.train method=blockwise model=smollm2``
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from methods.decoder import Workshop
+from methods.engine.causal_lm import CausalLM
+from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.speculative.heads.blockwise import Heads, Shape, states
+from methods.training.answers import HEADS_CORPUS, AnswerRecipe
+from methods.training.features import Batch, FeatureForm, features
+from methods.training.head_trainer import Learner, Recipe, discard, teach
+
+HeadsPerStep = Literal["all", "one"]
+
+
+class BlockwiseLearner(Learner):
+    """Heads 2 to k over a frozen target.
+
+    They begin as head 1: the second layer is zero, so every head's state is the target's own.
+
+    Args:
+        target: the model they are trained for; the rows of its output matrix for the vocabulary are kept.
+        vocabulary: what the heads propose from, on the target's device.
+        k: tokens of a block.
+        hidden: units of the layer that the heads share.
+        per_step: teach all heads with each batch, or one drawn at random.
+    """
+
+    output: Float[Tensor, "v D"]
+    output_bias: Float[Tensor, "v"] | None
+
+    def __init__(
+        self, target: CausalLM, vocabulary: DraftVocabulary, k: int, hidden: int, per_step: HeadsPerStep
+    ) -> None:
+        super().__init__()
+        self.shape = Shape(k, hidden, target.hidden_size, target.n_layers, target.vocab_size)
+        self.vocabulary, self.per_step = vocabulary, per_step
+        self.first = nn.Linear(target.hidden_size, hidden, device=target.device)
+        self.second = nn.Linear(hidden, self.n_heads * target.hidden_size, device=target.device)
+        nn.init.zeros_(self.second.weight)
+        nn.init.zeros_(self.second.bias)
+        weight, bias = target.output_rows(vocabulary.ids)
+        self.register_buffer("output", weight.float(), persistent=False)
+        self.register_buffer("output_bias", None if bias is None else bias.float(), persistent=False)
+
+    @property
+    def n_heads(self) -> int:
+        """Those that are trained: all but the first, the target's."""
+        return self.shape.k - 1
+
+    def heads(self) -> Heads:
+        """As they are now."""
+        first, second = ((layer.weight.detach(), layer.bias.detach()) for layer in (self.first, self.second))
+        return Heads(self.shape, first, second, self.vocabulary)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
+        """Mean cross-entropy of the heads that are taught (sec. 6 of the paper).
+
+        A token outside the draft vocabulary cannot be proposed, so it does not count.
+        """
+        rows, labels, judged = self._places(batch)
+        proposed = states(rows, self.first, self.second)
+        taught = range(self.n_heads) if self.per_step == "all" else [int(torch.randint(self.n_heads, ()))]
+        losses = {}
+        for head in taught:
+            wanted = self.vocabulary.of(labels[:, head]).masked_fill(~judged[:, head], -1)
+            losses[head] = _cross_entropy(self.logits(proposed[:, head]), wanted)
+        curves: dict[str, Tensor | float] = {f"loss_{head + 2}": loss.detach() for head, loss in losses.items()}
+        return torch.stack(list(losses.values())).mean(), curves
+
+    def hits(self, batch: Batch) -> tuple[Int[Tensor, "P 1"], Int[Tensor, "P"]]:
+        """See ``Learner.hits``; only the first rank is ever proposed."""
+        rows, labels, judged = self._places(batch)
+        proposed = states(rows, self.first, self.second)
+        alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        right, count = [], []
+        for head in range(self.n_heads):
+            best = self.vocabulary.tokens(self.logits(proposed[:, head]).argmax(-1))
+            alive = alive & judged[:, head]
+            count.append(alive.sum())
+            alive = alive & (best == labels[:, head])
+            right.append(alive.sum())
+        return torch.stack(right)[:, None], torch.stack(count)
+
+    def logits(self, rows: Float[Tensor, "R D"]) -> Float[Tensor, "R v"]:
+        """Over what the heads propose from."""
+        return F.linear(rows, self.output, self.output_bias)
+
+    def _places(self, batch: Batch) -> tuple[Float[Tensor, "R D"], Int[Tensor, "R n"], Bool[Tensor, "R n"]]:
+        """States to propose from, what each head should propose there, and where the answer goes on that far.
+
+        The states are those from which the target writes the answer: behind the prompt, and behind each of its tokens.
+        """
+        _, written = batch.shifted(1)
+        ahead = [batch.shifted(2 + head) for head in range(self.n_heads)]
+        labels = torch.stack([tokens[written] for tokens, _ in ahead], dim=1)
+        judged = torch.stack([valid[written] for _, valid in ahead], dim=1)
+        return batch.hidden[written], labels, judged
+
+
+class BlockwiseTraining:
+    """Trains heads 2 to k.
+
+    Args:
+        k: tokens of a block, the target's own included.
+        hidden: units of the layer that the heads share; None: the target's hidden size for each of them.
+        heads_per_step: teach all heads with each batch, or one drawn at random, as the paper does.
+        vocabulary: most tokens that the heads choose among.
+        answers: of the target, to learn from; None: the defaults.
+        features: read the target's states from files, or compute them for each batch.
+        recipe: of the training; None: the defaults.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    prepares: ClassVar[str] = "heads that propose the next tokens from the target's last state"
+    takes: ClassVar[str] = "under an hour on two CPU cores for smollm2, half of it the target's answers"
+    corpus: ClassVar[str] = HEADS_CORPUS
+
+    def __init__(
+        self,
+        k: int = 4,
+        hidden: int | None = None,
+        heads_per_step: HeadsPerStep = "all",
+        vocabulary: int = 8192,
+        answers: AnswerRecipe | None = None,
+        features: FeatureForm = "cached",
+        recipe: Recipe | None = None,
+    ) -> None:
+        if k < 2 or vocabulary < 1 or (hidden is not None and hidden < 1):
+            raise ValueError(
+                f"k={k}, hidden={hidden}, vocabulary={vocabulary} came; k >= 2, hidden >= 1 (or null) and vocabulary "
+                ">= 1 are allowed. k=1 is the target alone: method=autoregressive."
+            )
+        self.k, self.hidden, self.heads_per_step, self.vocabulary = k, hidden, heads_per_step, vocabulary
+        self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
+
+    def fit(self, workshop: Workshop) -> dict[str, Any]:
+        """See ``methods.decoder.Trainable``."""
+        target = workshop.target
+        found = features(workshop, (), self.answers, self.features)
+        vocabulary = found.vocabulary(self.vocabulary, target)
+        torch.manual_seed(workshop.seed)
+        hidden = self.hidden or (self.k - 1) * target.hidden_size
+        learner = BlockwiseLearner(target, vocabulary, self.k, hidden, self.heads_per_step)
+        facts = teach(learner, found, self.recipe, workshop)
+        learner.heads().save(workshop.folder)
+        discard(workshop.folder)
+        return facts | {
+            "draft_vocabulary": len(vocabulary),
+            "held_out_coverage": found.coverage(vocabulary),
+        }
+
+
+def _cross_entropy(logits: Float[Tensor, "R v"], wanted: Int[Tensor, "R"]) -> Float[Tensor, ""]:
+    """Mean over the rows whose place in the vocabulary is known (not -1); 0 where there is none."""
+    total = F.cross_entropy(logits.float(), wanted, ignore_index=-1, reduction="sum")
+    return total / (wanted >= 0).sum().clamp(min=1)

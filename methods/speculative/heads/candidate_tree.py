@@ -1,0 +1,176 @@
+"""The static tree of heads that each propose a list: which candidate of which head is worth a node.
+
+Cai et al. 2024 (Medusa), arXiv 2401.10774, sec. 2.3.3: measure on held-out text how often a head's candidate of each
+rank is right, and add node after node, always the one most likely to be kept. The paper takes a node's value for the
+product of the accuracies along its path, as if heads were right independently of each other. They are not: where text
+is easy, all of them are right. So what is kept here is the rank of the right token for every head at every held-out
+position, and a node's value is the share of positions at which its whole path was right. That is the number of tokens
+the node adds to a step of the measured text, and where heads are independent it is the paper's product.
+
+Paths are written as Medusa writes them: ``(0, 2)`` is the third candidate of the second head below the first candidate
+of the first.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from methods.engine.token_tree import Shape
+
+RANKS = 10
+"""Candidates of a head that are looked at; the rank of a token that is none of them is this number."""
+
+Path = tuple[int, ...]
+Costs = Sequence[Sequence[int | float]]
+
+
+TREES: dict[str, tuple[Path, ...]] = {
+    # 63 nodes, 10 + 28 + 23 + 2, the best first: medusa_choices.py of the reference code, found for Vicuna 7B, and what
+    # Hydra and Spec-Bench use. A node is written as its ranks in one word.
+    "mc_sim_7b_63": tuple(
+        tuple(map(int, node))
+        for node in re.split(
+            " ",
+            "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 "
+            "005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070",
+        )
+    )
+}
+"""Name -> published paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Nodes in the order in which they are worth adding, no node before its parent.
+
+    Attributes:
+        paths: of the nodes.
+        values: how often each node is kept, per step; None where that was never measured.
+    """
+
+    paths: tuple[Path, ...]
+    values: tuple[float, ...] | None = None
+
+    def first(self, nodes: int) -> Tree:
+        """The best ``nodes`` of them, fewer where there are fewer."""
+        return Tree(self.paths[:nodes], None if self.values is None else self.values[:nodes])
+
+    def within(self, levels: int) -> Tree:
+        """Without the nodes that need more than ``levels`` heads."""
+        kept = [place for place, path in enumerate(self.paths) if len(path) <= levels]
+        values = None if self.values is None else tuple(self.values[place] for place in kept)
+        return Tree(tuple(self.paths[place] for place in kept), values)
+
+    @property
+    def levels(self) -> int:
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def width(self) -> int:
+        """Candidates needed of a head."""
+        return 1 + max(max(path) for path in self.paths)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Committed per pass of the target on the text it was measured on: the bonus, and the nodes that are kept."""
+        return None if self.values is None else 1.0 + sum(self.values)
+
+    def shape(self) -> Shape:
+        """Breadth first, siblings by rank."""
+        ordered = sorted(self.paths, key=lambda path: (len(path), path))
+        column = {path: place for place, path in enumerate(ordered)}
+        parents = tuple(column[path[:-1]] if len(path) > 1 else -1 for path in ordered)
+        ends = tuple(sum(len(path) <= level for path in ordered) for level in range(1, self.levels + 1))
+        return Shape(parents, tuple(path[-1] for path in ordered), ends)
+
+
+def search(ranks: Int[Tensor, "n P"], most: int = 256) -> Tree:
+    """The greedy search: add the node that is kept most often, until there are ``most`` or none was ever right.
+
+    No node is kept more often than its parent, so the order of adding them is their order by value. Among equals the
+    shorter path goes first, then the smaller ranks. A head that was never right still proposes its first candidate.
+
+    Args:
+        ranks: for every position, the rank of the right token among each head's candidates; ``RANKS``: none of them.
+    """
+    reached = torch.ones(len(ranks), dtype=torch.bool)
+    found: list[tuple[int, int, Path]] = []
+    for level in range(1, ranks.shape[1] + 1):
+        reached = reached & (ranks[:, level - 1].cpu() < RANKS)
+        paths, counts = torch.unique(ranks[:, :level].cpu()[reached], dim=0, return_counts=True)
+        found += [(-count, level, tuple(path)) for path, count in zip(paths.tolist(), counts.tolist(), strict=True)]
+    best = sorted(found)[:most] or [(0, 1, (0,))]
+    return Tree(tuple(path for _, _, path in best), tuple(-count / max(1, len(ranks)) for count, _, _ in best))
+
+
+def accuracies(ranks: Int[Tensor, "n P"], judged: Bool[Tensor, "n P"]) -> list[list[float]]:
+    """Medusa's table: how often each head's candidate of each rank is right, whatever the other heads said."""
+    hits = (ranks[:, :, None] == torch.arange(RANKS, device=ranks.device)) & judged[:, :, None]
+    shares = hits.sum(0) / judged.sum(0).clamp(min=1)[:, None]
+    return [[round(float(share), 4) for share in head] for head in shares]
+
+
+def named(paths: Iterable[Sequence[int]]) -> Tree:
+    """A tree that somebody wrote down.
+
+    Raises:
+        ValueError: no paths, a rank below 0, or a node whose parent is missing.
+    """
+    given = [tuple(path) for path in paths]
+    wrong = [
+        path
+        for place, path in enumerate(given)
+        if not path or min(path) < 0 or path in given[:place] or (len(path) > 1 and path[:-1] not in given[:place])
+    ]
+    if wrong or not given:
+        raise ValueError(
+            f"tree={[list(path) for path in given]} came; different paths of ranks from 0 on, each behind its parent, "
+            f"are allowed ({[list(path) for path in wrong]} are not). An example: tree=[[0],[1],[0,0]]."
+        )
+    return Tree(tuple(given))
+
+
+def best_size(tree: Tree, costs: Costs, draft_cost: float = 0.0, level_cost: float = 0.0) -> int:
+    """How many of the nodes make the fastest step: most predicted tokens over predicted time.
+
+    Args:
+        tree: with values.
+        costs: pairs (nodes of a pass, root included; its time over that of a pass over the root alone), linear between
+            them and behind the last.
+        draft_cost: time of drafting, as a share of a pass over the root alone.
+        level_cost: what every level of the tree adds to it.
+
+    Raises:
+        ValueError: costs that are no such pairs.
+    """
+    _check_costs(costs)
+    assert tree.values is not None, "only a measured tree has a best size"
+    best, best_speed, tokens, levels = 1, 0.0, 1.0, 0
+    for place, (path, value) in enumerate(zip(tree.paths, tree.values, strict=True)):
+        tokens, levels = tokens + value, max(levels, len(path))
+        speed = tokens / (_cost(costs, place + 2) + draft_cost + level_cost * levels)
+        if speed > best_speed:
+            best, best_speed = place + 1, speed
+    return best
+
+
+def _cost(costs: Costs, nodes: int) -> float:
+    place = min(max(bisect_left([count for count, _ in costs], nodes), 1), len(costs) - 1)
+    (low, before), (high, after) = costs[place - 1], costs[place]
+    return before + (after - before) * (nodes - low) / (high - low)
+
+
+def _check_costs(costs: Costs) -> None:
+    pairs = all(len(pair) == 2 and min(pair) > 0 for pair in costs)
+    if len(costs) < 2 or not pairs or any(low[0] >= high[0] for low, high in zip(costs, costs[1:], strict=False)):
+        raise ValueError(
+            f"costs={[list(pair) for pair in costs]} came; two or more pairs (nodes, cost) above 0, nodes ascending, "
+            "are allowed. An example: costs=[[1,1.0],[16,1.4],[64,3.0]]."
+        )

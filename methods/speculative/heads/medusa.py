@@ -1,0 +1,376 @@
+"""Medusa: heads that guess the tokens behind the next one, all from the same hidden state, and a tree of their guesses.
+
+Cai et al. 2024, arXiv 2401.10774. Head i reads the state h behind the target's final norm, z = h + SiLU(W h + b), once
+per layer, and an output matrix turns z into a distribution of the token i + 2 places behind the last one read
+(sec. 2.1.1). The next token is the target's own; the lists of the heads behind it span a tree of fixed shape that one
+pass verifies (sec. 2.1.2 and 2.3.3; ``head_tree.py``). The heads must be trained; the target stays as it is (Medusa-1):
+
+    python -m bench.train method=medusa model=smollm2
+
+Published: Medusa-1 2.18x with Vicuna-7B, Medusa-2, which trains the target along, 2.83x and 3.47 tokens per step;
+Spec-Bench with Medusa-1 for Vicuna-7B: 1.71x on an A100, 1.44x on a 3090, 2.31 tokens per step, by 63 nodes.
+Published heads are read as they are (``checkpoint=FasterDecoding/medusa-vicuna-7b-v1.3``, or a folder). They have an
+output matrix each, and the tree of the paper, since nobody measured another. Where a pass over 64 nodes costs three
+steps, as on a CPU, that tree cannot pay; ``nodes`` cuts it, and ``auto`` weighs a measured tree against ``costs``.
+
+Differences: heads trained here share the target's output matrix, over a reduced vocabulary. The tree's values are
+measured together, see ``head_tree.py``. Exact acceptance is the default, at any temperature: the rule for drafts that
+were not drawn. ``acceptance=typical`` is the paper's (sec. 2.3.1), by the entropy of the target's distribution; it
+changes the text, and the first token of a round is the argmax.
+
+Command: ``python -m bench method=medusa dataset=mtbench``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from methods.decoder import Context, Draft, Rule
+from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import (
+    own_folder,
+    read_part,
+    require_shapes,
+    require_target,
+    target_sizes,
+    write_part,
+)
+from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.linear import Linear, make_linear
+from methods.engine.sampling import Sampling, top_candidates
+from methods.engine.token_tree import Shape
+from methods.speculative.heads import candidate_tree
+from methods.speculative.heads.base import HeadsDecoder
+from methods.speculative.heads.candidate_tree import TREES, Costs, Tree
+from methods.speculative.published.formats import MedusaWeights, read
+from methods.speculative.verification import Typical, default_rule
+
+MEASURED = "measured"
+
+Acceptance = Literal["exact", "typical"]
+Layer = tuple[Float[Tensor, "D D"], Float[Tensor, "D"]]
+
+# Passes of SmolLM2-135M over so many nodes, in bfloat16 on two CPU cores, over a pass of one.
+CPU_COSTS: Costs = ((1, 1.0), (8, 1.21), (16, 1.38), (32, 1.92), (64, 3.02))
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """P heads.
+
+    Attributes:
+        blocks: weight and bias of every layer of every head.
+        vocabulary: what they propose from.
+        outputs: [n, D] of every head; None: the target's own rows for the vocabulary.
+        ranks: [positions, P] measured on held-out text, see ``head_tree.search``; None: nobody did.
+    """
+
+    blocks: list[list[Layer]]
+    vocabulary: DraftVocabulary
+    outputs: list[Float[Tensor, "n D"]] | None = None
+    ranks: Int[Tensor, "N P"] | None = None
+
+    def save(self, folder: Path, target: CausalLM, facts: dict[str, Any]) -> None:
+        """Write heads that use the target's output matrix into a folder, as ``load`` reads it."""
+        assert self.outputs is None and self.ranks is not None
+        tensors = {
+            "blocks.weight": torch.stack([torch.stack([weight for weight, _ in head]) for head in self.blocks]),
+            "blocks.bias": torch.stack([torch.stack([bias for _, bias in head]) for head in self.blocks]),
+        }
+        sizes = {"heads": len(self.blocks), "blocks": len(self.blocks[0])}
+        save_heads(folder, target, tensors, self.vocabulary, self.ranks, sizes | facts)
+
+    @classmethod
+    def load(cls, folder: Path, target: CausalLM) -> Heads:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ValueError: files are missing or damaged, or belong to another target.
+        """
+        count, layers, tensors = read_heads(folder, "medusa", target)
+        width = target.hidden_size
+        shapes = {"blocks.weight": (count, layers, width, width), "blocks.bias": (count, layers, width)}
+        require_heads(folder, tensors, shapes, count)
+        weight, bias = (tensors[key].to(target.device, target.dtype) for key in ("blocks.weight", "blocks.bias"))
+        blocks = [list(zip(*head, strict=True)) for head in zip(weight, bias, strict=True)]
+        return cls(blocks, vocabulary_of(tensors, target), None, tensors["ranks"].long())
+
+    @classmethod
+    def published(cls, checkpoint: str | Path, target: CausalLM) -> Heads:
+        """Read a checkpoint in a published format, from a path or a hub id.
+
+        Raises:
+            ValueError: it cannot be read, or belongs to another target.
+        """
+        found = read(checkpoint, target)
+        if not isinstance(found, MedusaWeights):
+            raise ValueError(
+                f"{checkpoint} holds {type(found).__name__}; method=medusa takes heads of Medusa. Use the method that "
+                "they were made for."
+            )
+
+        def here(tensor: Tensor) -> Tensor:
+            return tensor.to(target.device, target.dtype)
+
+        blocks = [[(here(weight), here(bias)) for weight, bias in head] for head in found.blocks]
+        vocabulary = DraftVocabulary.all(target.vocab_size, target.device)
+        return cls(blocks, vocabulary, [here(weight) for weight in found.outputs])
+
+
+class MedusaModel:
+    """Heads ready for decoding: matrices packed, and what all heads multiply joined into one product.
+
+    Attributes:
+        nbytes: of its matrices, by name.
+    """
+
+    def __init__(self, target: CausalLM, heads: Heads, used: int) -> None:
+        blocks = heads.blocks[:used]
+        self._count = used
+        self._first = make_linear([head[0][0] for head in blocks], [head[0][1] for head in blocks])
+        self._rest = [
+            [make_linear([head[layer][0]], [head[layer][1]]) for head in blocks] for layer in range(1, len(blocks[0]))
+        ]
+        self._outputs = output_products(target, heads.vocabulary, heads.outputs, used)
+        layers = [self._first, *(product for layer in self._rest for product in layer)]
+        self.nbytes = {"heads": _bytes(layers), "draft_output_matrix": _bytes(self._outputs)}
+
+    def __call__(self, rows: Float[Tensor, "B D"]) -> Float[Tensor, "B P n"]:
+        """Every head's logits over the draft vocabulary."""
+        state = rows[:, None] + F.silu(self._first(rows)).view(len(rows), self._count, -1)
+        for layer in self._rest:
+            updates = [product(state[:, head].contiguous()) for head, product in enumerate(layer)]
+            state = state + F.silu(torch.stack(updates, 1))
+        if len(self._outputs) == 1:
+            return self._outputs[0](state.flatten(0, 1)).view(len(rows), self._count, -1)
+        logits = [product(state[:, head].contiguous()) for head, product in enumerate(self._outputs)]
+        return torch.stack(logits, 1)
+
+
+class MedusaDrafter:
+    """Fills a tree of fixed shape with the heads' candidates; a node's token does not depend on its parent."""
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
+        shape = tree.shape()
+        self.model = MedusaModel(target, heads, tree.levels)
+        self.nodes, self._width = len(shape.parents), tree.width
+        self.nbytes = self.model.nbytes
+        self._layout = Layout(shape, target.device)
+        self._vocabulary = heads.vocabulary
+        depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
+        place = torch.tensor(depth) * self._width + torch.tensor(shape.ranks)
+        self._place = place.to(target.device)  # of each node among the candidates of all heads
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        """Nothing is kept between rounds."""
+
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Nothing is kept between rounds."""
+
+    def propose(self, context: Context) -> Draft:
+        candidates = top_candidates(self.model(context.last_hidden), self._width)
+        tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
+        return self._layout.draft(tokens, passes=1)
+
+
+class Layout:
+    """The shape of every draft, and what the loop and the rules want to know of it."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self._parents = torch.tensor([shape.parents], device=device)
+        self._levels = len(shape.level_ends)
+        self._chain = shape.parents == tuple(range(-1, len(shape.parents) - 1))
+        self._width = max(shape.parents.count(parent) for parent in shape.parents)
+
+    def draft(self, tokens: Int[Tensor, "B N"], passes: int) -> Draft:
+        """A draft of this shape; a chain, which costs the target no mask, where no node has two children."""
+        if self._chain:
+            return Draft.chain(tokens, passes=passes)
+        parents = self._parents.expand(len(tokens), -1)
+        return Draft(tokens, parents, levels=self._levels, width=self._width, passes=passes)
+
+
+class Medusa(HeadsDecoder):
+    """Medusa with a static tree.
+
+    Args:
+        target: model that verifies, and whose states the heads read.
+        sampling: how its distribution is processed.
+        tree: ``measured``, by the heads' own candidates on held-out text (of published heads, which nobody measured,
+            the paper's tree); a name in ``head_tree.TREES``; or paths of ranks, each behind its parent, for example
+            ``[[0],[1],[0,0]]``.
+        nodes: most of its nodes that are drafted, the best ones; ``auto``: as many as pay best by ``costs``, all of a
+            tree whose nodes were not measured.
+        costs: pairs (nodes of a pass, root included; its time over that of a pass over one). The default was measured
+            on two CPU cores with SmolLM2-135M; an accelerator has flatter ones.
+        draft_cost: time of the heads over that of a pass over one node, for ``auto``.
+        acceptance: ``exact``, or ``typical``: keep what the target finds likely enough; that changes the text.
+        epsilon, delta: of the typical acceptance: p > min(epsilon, delta * exp(-entropy)).
+        checkpoint: folder of trained heads, or published ones by path or hub id; None: those prepared for this model.
+        part: their folder, from the runner.
+
+    Raises:
+        ValueError: no heads, heads of another target, or an option out of range.
+    """
+
+    refills = True
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        tree: str | Sequence[Sequence[int]] = MEASURED,
+        nodes: int | Literal["auto"] = "auto",
+        costs: Costs = CPU_COSTS,
+        draft_cost: float = 0.06,
+        acceptance: Acceptance = "exact",
+        epsilon: float = 0.09,
+        delta: float = 0.3,
+        checkpoint: str | Path | None = None,
+        part: Path | None = None,
+    ) -> None:
+        folder = own_folder("medusa", "heads", checkpoint, part)
+        heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
+        limits = len(heads.blocks), len(heads.vocabulary)
+        self.tree = choose_tree(tree, nodes, heads.ranks, limits, costs, draft_cost)
+        drafter = MedusaDrafter(target, heads, self.tree)
+        rule = rule_of(acceptance, sampling, epsilon, delta)
+        super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
+
+
+def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: float) -> Rule:
+    """The rule of an acceptance.
+
+    Raises:
+        ValueError: an unknown one, or constants out of range.
+    """
+    if acceptance not in ("exact", "typical"):
+        raise ValueError(f"acceptance={acceptance} came; exact and typical are allowed. Set method.acceptance.")
+    typical = Typical(epsilon, delta)
+    return typical if acceptance == "typical" else default_rule(sampling, "tree", drawn=False)
+
+
+# -- choosing the tree ------------------------------------------------------------------------------------------------
+
+
+def choose_tree(
+    wanted: str | Sequence[Sequence[int]],
+    nodes: int | Literal["auto"],
+    ranks: Int[Tensor, "N P"] | None,
+    limits: tuple[int, int],
+    costs: Costs,
+    draft_cost: float,
+    level_cost: float = 0.0,
+) -> Tree:
+    """The tree that is drafted.
+
+    Args:
+        limits: heads, and tokens that each proposes from.
+
+    Raises:
+        ValueError: an unknown or impossible tree, one the heads cannot fill, or a number of nodes below 1.
+    """
+    if not (nodes == "auto" or (isinstance(nodes, int) and nodes >= 1)):
+        raise ValueError(
+            f"nodes={nodes} came; at least 1, or auto, is allowed. For no draft use method=autoregressive."
+        )
+    if wanted == MEASURED and ranks is not None:
+        tree = candidate_tree.search(ranks)
+        best = candidate_tree.best_size(tree, costs, draft_cost, level_cost)
+        return tree.first(best if nodes == "auto" else nodes)
+    tree = _written(wanted, limits[0])
+    if tree.levels > limits[0] or tree.width > limits[1]:
+        raise ValueError(
+            f"tree={wanted} needs {tree.levels} heads and {tree.width} candidates of each; there are {limits[0]} heads "
+            f"that propose from {limits[1]} tokens. Name a smaller tree."
+        )
+    return tree if nodes == "auto" else tree.first(nodes)
+
+
+def _written(wanted: str | Sequence[Sequence[int]], heads: int) -> Tree:
+    """A tree that was not measured; of a published one the levels there are heads for."""
+    if not isinstance(wanted, str):
+        return candidate_tree.named(wanted)
+    name = next(iter(TREES)) if wanted == MEASURED else wanted
+    if name not in TREES:
+        raise ValueError(
+            f"tree={wanted} came; {MEASURED}, {', '.join(TREES)} or paths of ranks are allowed, e.g. [[0],[1],[0,0]]. "
+            "Set method.tree."
+        )
+    return Tree(TREES[name]).within(heads)
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def output_products(
+    target: CausalLM,
+    vocabulary: DraftVocabulary,
+    outputs: Sequence[Float[Tensor, "n D"]] | None,
+    used: int,
+    biases: Sequence[Float[Tensor, "n"] | None] | None = None,
+) -> list[Linear]:
+    """One product for all heads that share the target's output matrix; else one per head."""
+    if outputs is None:
+        weight, bias = target.output_rows(vocabulary.ids)
+        return [make_linear([weight], [bias])]
+    return [make_linear([outputs[head]], [biases[head] if biases else None]) for head in range(used)]
+
+
+def _bytes(products: Sequence[Linear]) -> int:
+    return sum(product.nbytes for product in products)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def save_heads(
+    folder: Path,
+    target: CausalLM,
+    tensors: dict[str, Tensor],
+    vocabulary: DraftVocabulary,
+    ranks: Int[Tensor, "N P"],
+    facts: dict[str, Any],
+) -> None:
+    """Write trained heads: weights in 16 bit, the draft vocabulary, the measured ranks, and what they were made for."""
+    whole = {"vocabulary": vocabulary.ids.to(torch.int32), "ranks": ranks.to(torch.uint8)}
+    write_part(folder, tensors | whole, facts | target_sizes(target))
+
+
+def read_heads(folder: Path, method: str, target: CausalLM) -> tuple[int, int, dict[str, Tensor]]:
+    """What ``save_heads`` wrote: numbers of heads and blocks, and the tensors.
+
+    Raises:
+        ValueError: files are missing or damaged, or belong to another target.
+    """
+    wanted = ("heads", "blocks", *target_sizes(target))
+    config, tensors = read_part(folder, method, lambda found: {key: int(found[key]) for key in wanted})
+    heads, blocks = config.pop("heads"), config.pop("blocks")
+    require_target(folder, method, config, target)
+    return heads, blocks, tensors
+
+
+def require_heads(folder: Path, tensors: dict[str, Tensor], weights: dict[str, tuple[int, ...]], heads: int) -> None:
+    """Refuse a file that holds other tensors than its configuration announces.
+
+    Raises:
+        ValueError: naming those that differ.
+    """
+    found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    free = {"vocabulary": found.get("vocabulary", (0,))[:1], "ranks": (*found.get("ranks", ())[:1], heads)}
+    require_shapes(folder, tensors, weights | free)
+
+
+def vocabulary_of(tensors: dict[str, Tensor], target: CausalLM) -> DraftVocabulary:
+    """The draft vocabulary of a part, on the target's device."""
+    return DraftVocabulary(tensors["vocabulary"].long().to(target.device), target.vocab_size)

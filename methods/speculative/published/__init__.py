@@ -1,0 +1,1 @@
+"""Reads checkpoints in the formats their authors published."""

@@ -1,0 +1,338 @@
+"""Published heads of EAGLE: versions 1 and 2, which share a format, and version 3 in three dialects.
+
+All are brought to the names of the authors' files. Layers whose states EAGLE-3 reads are counted in three ways, and an
+error of one costs acceptance without any other sign:
+
+- the authors take ``hidden_states[2], [L // 2], [L - 3]`` of transformers, where entry j is what enters layer j;
+- SpecForge writes numbers of layers whose output it takes, by default 1, L // 2 - 1 and L - 4: the same states;
+- speculators writes numbers as vLLM counts them, j for what enters layer j: by default 2, L // 2, L - 3 (the same).
+
+Here a tap is the 0-based number of the layer whose output is read. Configurations converted to the form of speculators
+may have kept SpecForge's default numbers; those are recognised, read as outputs, and noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from methods.engine.causal_lm import CausalLM
+from methods.speculative.published.files import Checkpoint
+from methods.speculative.published.report import Report, other_name
+
+_LAYER1, _LAYER3 = "layers.0.", "midlayer."
+_SAMPLED = 64  # rows of the embedding that are compared with the target's
+_UNRELATED, _EQUAL = 0.5, 0.999  # cosines of embeddings
+
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_NOT_READ = {  # of the configurations that NVIDIA's and SpecForge's tools write, what would change the computation
+    "use_aux_hidden_state": False,
+    "use_input_layernorm_in_first_layer": False,
+    "use_last_layernorm": False,
+    "use_mtp_layernorm": True,
+}
+
+
+@dataclass
+class EagleWeights:
+    """A head of EAGLE (Li et al., arXiv 2401.15077, 2406.16858 and 2503.01840).
+
+    Attributes:
+        version: 1 (whose heads EAGLE-2 uses with another tree) or 3.
+        config: of the head's layer: heads, rotary base, epsilon and so on, as transformers names them.
+        tensors: by the names of the authors. 1: ``fc.weight``, perhaps ``fc.bias``, ``layers.0.*``. 3: ``fc.weight``,
+            ``midlayer.*``, ``norm.weight``, ``lm_head.weight`` and ``d2t``, int64 offsets from draft ids to ids of the
+            target, or None where all ids are drafted; with the flags of these names ``input_norm.weight`` and
+            ``fc_norm.{i}.weight``. ``embed_tokens.weight`` only where it is not the target's embedding.
+        taps: 0-based layers whose outputs are concatenated for ``fc``, in this order; empty for version 1, which reads
+            the state behind the final norm.
+        norm_before_residual: the layer's residual is the state behind ``hidden_norm``, not the one before it.
+        norm_before_fc: ``input_norm`` over the concatenated states comes before ``fc``.
+        fc_norm: each of the concatenated states has a norm of its own before ``fc``.
+        norm_output: the state that the next draft step reads is the one behind ``norm``.
+        notes: what a user should know.
+    """
+
+    version: int
+    config: dict[str, Any]
+    tensors: dict[str, Tensor | None]
+    taps: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def read_eagle1(found: Checkpoint, target: CausalLM) -> EagleWeights:
+    """A head of EAGLE 1 or 2.
+
+    Raises:
+        ValueError: it does not belong to the target, or is not complete.
+    """
+    report = Report(found, target, "a head of EAGLE 1 or 2")
+    tensors, config = dict(found.tensors), found.config
+    _require_config(report, config)
+    hidden = _rows(tensors, "fc.weight")
+    report.require_target(hidden, int(config.get("vocab_size", 0)))
+    wanted = {"fc.weight": (hidden, 2 * hidden), **_layer_shapes(_LAYER1, config, tensors, hidden, hidden)}
+    optional = {"fc.bias": (hidden,), **_biases(_LAYER1, config, hidden), **_embedding_shape(config, hidden)}
+    report.require_tensors(tensors, wanted, optional)
+    embedding = _own_embedding(report, tensors, target)
+    report.raise_problems()
+    _compare_bias(found, config, tensors)
+    return EagleWeights(1, dict(config), _kept(tensors, {**wanted, **optional}, embedding), notes=found.notes)
+
+
+def read_eagle3(found: Checkpoint, target: CausalLM) -> EagleWeights:
+    """A head of EAGLE-3, in any of the dialects.
+
+    Raises:
+        ValueError: it does not belong to the target, or is not complete.
+    """
+    converted = "speculators_config" in found.config
+    kind = "speculators" if converted else "SpecForge" if "eagle_config" in found.config else "the authors"
+    report = Report(found, target, f"a head of EAGLE-3 in the form of {kind}")
+    config = _flat_config(report) if converted else dict(found.config)
+    tensors = _authors_names(found.tensors) if converted else dict(found.tensors)
+    _require_config(report, config)
+    flags = _flags(config)
+    taps = _speculators_taps(report, config) if converted else _plain_taps(report, config)
+    hidden, draft = _rows(tensors, "midlayer.post_attention_layernorm.weight"), _rows(tensors, "lm_head.weight")
+    vocab = int(config.get("vocab_size", 0))
+    _require_width(report, config, hidden)
+    report.require_target(int(config.get("target_hidden_size") or hidden), vocab)
+    wanted = _shapes3(config, tensors, flags, len(taps), hidden, draft)
+    extra = {"d2t": (draft,), "t2d": (vocab,), **_biases(_LAYER3, config, hidden), **_embedding_shape(config, hidden)}
+    report.require_tensors(tensors, wanted, extra)
+    offsets = _draft_ids(report, tensors, vocab, draft)
+    embedding = _own_embedding(report, tensors, target)
+    report.raise_problems()
+    if config.get("draft_vocab_size") not in (None, draft):
+        found.note(f"its configuration says draft_vocab_size {config['draft_vocab_size']}, its file has {draft}")
+    kept = _kept(tensors, {**wanted, **extra}, embedding) | {"d2t": offsets}
+    kept.pop("t2d", None)
+    return EagleWeights(3, config, kept, taps, **flags, notes=found.notes)
+
+
+# -- configurations --------------------------------------------------------------------------------------------------
+
+
+def _require_config(report: Report, config: Mapping[str, Any]) -> None:
+    needed = [key for key in ("hidden_size", "num_attention_heads", "vocab_size") if key not in config]
+    if needed:
+        report.add(f"its config.json lacks {', '.join(needed)}")
+    nested = config.get("eagle_config") or {}
+    for key, odd in _NOT_READ.items():
+        if nested.get(key, config.get(key)) is odd:
+            report.add(f"its configuration has {key}={odd}, a variant that is not read")
+
+
+def _flat_config(report: Report) -> dict[str, Any]:
+    """Of speculators: the layer's settings beside those of the head."""
+    given = report.found.config
+    algorithm = (given.get("speculators_config") or {}).get("algorithm", given.get("speculators_model_type"))
+    if algorithm != "eagle3":
+        report.add(f"its speculators_config names the algorithm {algorithm}; eagle3 is read")
+    verifier = ((given.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    theirs, ours = (str(name).rstrip("/").rpartition("/")[2].lower() for name in (verifier, report.target.name))
+    if verifier and theirs != ours:
+        report.found.note(other_name(verifier, report.target))
+    head = {key: value for key, value in given.items() if key not in ("transformer_layer_config", "speculators_config")}
+    return {**head, **(given.get("transformer_layer_config") or {})}
+
+
+def _require_width(report: Report, config: Mapping[str, Any], hidden: int) -> None:
+    if (config.get("target_hidden_size") or hidden) != hidden:
+        report.add(f"its own hidden size is {hidden}, not its target's: a variant that is not read")
+
+
+def _flags(config: Mapping[str, Any]) -> dict[str, bool]:
+    nested = config.get("eagle_config") or {}
+    return {flag: bool(nested.get(flag, config.get(flag, False))) for flag in _FLAGS}
+
+
+def _plain_taps(report: Report, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of the authors and of SpecForge: outputs of the layers named, by default the authors'."""
+    layers = report.target.n_layers
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        if "eagle_aux_hidden_state_layer_ids" in config:
+            report.add(
+                "eagle_aux_hidden_state_layer_ids stands outside eagle_config and there is no speculators_config, so "
+                "whether it counts outputs or inputs of layers is not known"
+            )
+        return _require_taps(report, _default_taps(layers), "the authors' default: 1, L // 2 - 1, L - 4")
+    if list(ids) == [tap + 1 for tap in _default_taps(layers)]:
+        report.found.note(
+            f"its layers {list(ids)} are read as outputs, as SpecForge counts; they look like the inputs that vLLM "
+            f"counts ({list(_default_taps(layers))} as outputs)"
+        )
+    return _require_taps(report, ids, "outputs of layers, as SpecForge counts")
+
+
+def _speculators_taps(report: Report, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of speculators: number j is what enters layer j."""
+    layers = report.target.n_layers
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        return _require_taps(report, _default_taps(layers), "the default: inputs of 2, L // 2, L - 3")
+    if tuple(ids) == _default_taps(layers):
+        report.found.note(
+            f"its layers {list(ids)} are SpecForge's default, which counts outputs, and are read so; as vLLM counts, "
+            f"they would be the outputs of {[number - 1 for number in ids]}"
+        )
+        return tuple(ids)
+    taps = [number - 1 for number in ids]
+    return _require_taps(report, taps, f"{list(ids)} as inputs of layers, as speculators and vLLM count, less 1")
+
+
+def _default_taps(layers: int) -> tuple[int, ...]:
+    return (1, layers // 2 - 1, layers - 4)
+
+
+def _require_taps(report: Report, taps: Sequence[int], convention: str) -> tuple[int, ...]:
+    layers = report.target.n_layers
+    wrong = len(set(taps)) != len(taps) or any(not 0 <= tap < layers for tap in taps)
+    if wrong or list(taps) != sorted(taps):
+        report.add(
+            f"it reads the outputs of layers {list(taps)} ({convention}), and the target has layers 0 to {layers - 1}; "
+            "different ones of these in ascending order are possible"
+        )
+    return tuple(taps)
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _authors_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """speculators writes layers.0 for the one layer, and may keep what belongs to its verifier."""
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("verifier_")}
+    return {key.replace(_LAYER1, _LAYER3, 1) if key.startswith(_LAYER1) else key: t for key, t in kept.items()}
+
+
+def _rows(tensors: Mapping[str, Tensor], key: str) -> int:
+    return tensors[key].shape[0] if key in tensors and tensors[key].dim() else 0
+
+
+def _layer_shapes(
+    prefix: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], hidden: int, read: int
+) -> dict[str, tuple[int, ...]]:
+    """Of one layer of Llama whose attention reads ``read`` values."""
+    heads, groups = _attention_widths(config, hidden)
+    inner = _rows(tensors, f"{prefix}mlp.gate_proj.weight")
+    return {
+        f"{prefix}self_attn.q_proj.weight": (heads, read),
+        f"{prefix}self_attn.k_proj.weight": (groups, read),
+        f"{prefix}self_attn.v_proj.weight": (groups, read),
+        f"{prefix}self_attn.o_proj.weight": (hidden, heads),
+        f"{prefix}mlp.gate_proj.weight": (inner, hidden),
+        f"{prefix}mlp.up_proj.weight": (inner, hidden),
+        f"{prefix}mlp.down_proj.weight": (hidden, inner),
+        f"{prefix}post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def _attention_widths(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
+    """Values of all query heads, and of all key heads."""
+    heads = int(config.get("num_attention_heads") or 0)
+    size = int(config.get("head_dim") or (hidden // heads if heads else 0))
+    return heads * size, int(config.get("num_key_value_heads") or heads) * size
+
+
+def _biases(prefix: str, config: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    """Heads for Qwen2 have them."""
+    heads, groups = _attention_widths(config, hidden)
+    widths = {"q": heads, "k": groups, "v": groups, "o": hidden}
+    return {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
+
+
+def _embedding_shape(config: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    return {"embed_tokens.weight": (int(config.get("vocab_size", 0)), hidden)}
+
+
+def _shapes3(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    flags: Mapping[str, bool],
+    taps: int,
+    hidden: int,
+    draft: int,
+) -> dict[str, tuple[int, ...]]:
+    wanted: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, taps * hidden),
+        **_layer_shapes(_LAYER3, config, tensors, hidden, 2 * hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft, hidden),
+    }
+    if flags["norm_before_fc"]:
+        wanted["input_norm.weight"] = (taps * hidden,)
+    if flags["fc_norm"]:
+        wanted |= {f"fc_norm.{number}.weight": (hidden,) for number in range(taps)}
+    return wanted
+
+
+def _draft_ids(report: Report, tensors: Mapping[str, Tensor], vocab: int, draft: int) -> Tensor | None:
+    """Offsets from draft ids to the target's, checked; None where both are the same."""
+    offsets = tensors.get("d2t")
+    if offsets is None:
+        if draft != vocab and draft and vocab:
+            report.add(f"d2t is missing, and lm_head.weight has {draft} rows for a vocabulary of {vocab}")
+        return None
+    if offsets.dim() != 1 or len(offsets) != draft:
+        return None  # its shape is reported already
+    ids = torch.arange(draft) + offsets.long()
+    if draft and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
+        report.add(f"d2t leads to ids from {int(ids.min())} to {int(ids.max())} of a vocabulary of {vocab}")
+    elif bool((ids.diff() <= 0).any()):
+        report.add("d2t leads to repeated or unordered ids; each draft id stands for one id, in ascending order")
+    elif draft < vocab and not bool(offsets.any()) and "t2d" not in tensors:
+        report.add(f"d2t is zero throughout, so it was never filled: {draft} draft ids are not the first of {vocab}")
+    else:
+        _compare_t2d(report, tensors, ids, vocab)
+    return offsets.long() if bool(offsets.any()) or draft < vocab else None
+
+
+def _compare_t2d(report: Report, tensors: Mapping[str, Tensor], ids: Tensor, vocab: int) -> None:
+    marked = tensors.get("t2d")
+    if marked is not None and tuple(marked.shape) == (vocab,) and not torch.equal(marked.bool().nonzero()[:, 0], ids):
+        report.add(f"t2d marks {int(marked.bool().sum())} ids that are not the {len(ids)} which d2t leads to")
+
+
+def _own_embedding(report: Report, tensors: Mapping[str, Tensor], target: CausalLM) -> Tensor | None:
+    """The stored embedding where it is not the target's; a file may hold a copy of the target's."""
+    stored = tensors.get("embed_tokens.weight")
+    if stored is None or tuple(stored.shape) != (target.vocab_size, target.hidden_size):
+        return None
+    ids = torch.linspace(0, target.vocab_size - 1, min(_SAMPLED, target.vocab_size)).long()
+    ours = target.embed(ids.to(target.device)).float().cpu()
+    cosine = float(torch.cosine_similarity(stored[ids].float(), ours, dim=-1).mean())
+    if cosine >= _EQUAL:
+        return None
+    if cosine < _UNRELATED:
+        report.add(f"its token embedding is that of another model (mean cosine with the target's {cosine:.2f})")
+    else:
+        report.found.note(f"its token embedding is its own (mean cosine with the target's {cosine:.3f})")
+    return stored
+
+
+def _kept(
+    tensors: Mapping[str, Tensor], allowed: Mapping[str, tuple[int, ...]], embedding: Tensor | None
+) -> dict[str, Tensor | None]:
+    kept: dict[str, Tensor | None] = {key: tensor for key, tensor in tensors.items() if key in allowed}
+    kept.pop("embed_tokens.weight", None)
+    return kept if embedding is None else kept | {"embed_tokens.weight": embedding}
+
+
+def _compare_bias(found: Checkpoint, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    said = bool(config.get("bias", True))  # the authors' code takes a missing entry for true
+    if said != ("fc.bias" in tensors):
+        found.note(
+            f"its configuration says bias={said}, its file has {'a' if not said else 'no'} fc.bias; the file is right"
+        )

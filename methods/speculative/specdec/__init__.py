@@ -1,0 +1,1 @@
+"""SpecDec: a non-autoregressive drafter trained for its target (Spec-Drafter). Start with decoder.py."""

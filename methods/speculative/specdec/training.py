@@ -1,0 +1,354 @@
+"""Training of the drafter of method=specdec on what the target itself translates; ``specdec.py`` is the method.
+
+Of each translation a random beginning is given, and the network fills a block behind it (Xia et al. 2023, arXiv
+2203.16487). Glancing training (Qian et al. 2021, arXiv 2008.07905): the block is filled once without a gradient; of the
+places that were wrong a share ``glancing`` says how many are revealed, drawn among all of them; the network then learns
+the others, with the revealed tokens before it. The share falls along a straight line.
+
+The target's greedy translations are the text that an exact method has to draft. Its weights stay as they are: encoder,
+embedding and output matrix are shared, not stored. Differences from the paper: the block of each batch has a random
+length, independent of its texts, so that shorter blocks may be drafted too, and the length of a block never tells where
+a text ends.
+
+Command: ``python -m bench.train method=specdec model=multi30k_4_4``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from methods.decoder import Workshop
+from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.speculative.specdec.decoder import translates
+from methods.speculative.specdec.network import BlockDecoder, Layout, Shape, Sources, save
+from methods.training.distillation import digest, translations
+from methods.training.head_trainer import Recipe, shuffled_batches
+from methods.training.losses import cross_entropy
+from methods.training.trainer import SAVE_EVERY_S, Epochs, Loop, attention_over_short_rows, autocast, discard
+from methods.training.translation import NONE, Pair, padded
+
+_SAVE_EVERY_S = SAVE_EVERY_S
+_HELD_OUT, _MOST_HELD_OUT = 30, 256  # every thirtieth pair, and no more
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Beginnings of some texts, and the block that goes on with each.
+
+    Attributes:
+        tokens: [B, M] the decoder's start and the beginning; behind it, in the block, what should stand there.
+        wanted: [B, k] what should stand in the block; ``NONE`` behind the end of a text.
+        layout: of the nodes.
+    """
+
+    tokens: Int[Tensor, "B M"]
+    wanted: Int[Tensor, "B k"]
+    layout: Layout
+
+    @classmethod
+    def of(
+        cls,
+        start: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        given: Sequence[int],
+        block: int,
+        device: torch.device,
+    ) -> Blocks:
+        """Blocks of ``block`` places behind the first ``given`` tokens of each text."""
+        rows = [[*start, *text[: count + block]] for text, count in zip(texts, given, strict=True)]
+        new = [len(start) + count for count in given]
+        nodes = max(new) + block
+        wanted = padded([row[n:] for row, n in zip(rows, new, strict=True)], device, width=block)
+        length = torch.tensor(new, device=device)
+        layout = Layout.of(torch.zeros_like(length), length, block, nodes, nodes)
+        return cls(padded(rows, device, 0, nodes), wanted, layout)
+
+    @property
+    def present(self) -> Bool[Tensor, "B k"]:
+        """Where a token should stand."""
+        return self.wanted != NONE
+
+    def masked(self, revealed: Bool[Tensor, "B k"] | None = None) -> Bool[Tensor, "B M"]:
+        """Nodes that the network has to fill: the block without what is revealed."""
+        place = self.layout.places
+        if revealed is None:
+            return place >= 0
+        return (place >= 0) & ~revealed.gather(1, place.clamp(0, revealed.shape[1] - 1))
+
+
+def reveal(wrong: Int[Tensor, "B"], present: Bool[Tensor, "B k"], share: float) -> Bool[Tensor, "B k"]:
+    """floor(share * wrong) places of each row, drawn among all that are present (Qian et al. 2021, sec. 3.2)."""
+    luck = torch.rand(present.shape).to(present.device).masked_fill(~present, 2.0)
+    return (luck.argsort(1).argsort(1) < (share * wrong).floor()[:, None]) & present
+
+
+class BlockLearner:
+    """The network in training, between the frozen parts of its target.
+
+    Args:
+        target: the model it drafts for.
+        vocabulary: what it proposes from, on the target's device.
+        network: what is learnt.
+        label_smoothing: probability that is spread over all tokens.
+    """
+
+    def __init__(
+        self, target: Seq2SeqLM, vocabulary: DraftVocabulary, network: BlockDecoder, label_smoothing: float
+    ) -> None:
+        self.target, self.vocabulary, self.network, self.label_smoothing = target, vocabulary, network, label_smoothing
+        weight, bias = target.output_rows(vocabulary.ids)
+        self._weight, self._bias = weight.float(), None if bias is None else bias.float()
+
+    def read(self, sources: Sequence[Sequence[int]]) -> Sources:
+        """What the target's encoder makes of some sources, as the network reads it."""
+        rows = [torch.tensor(source, device=self.target.device) for source in sources]
+        with torch.autocast(self.target.device.type, enabled=False):  # its products are packed for its own type
+            memory = (
+                self.target.encode(rows).states.float().clone()
+            )  # a clone: what inference mode made has no gradient
+        lengths = [len(source) for source in sources]
+        tokens = padded(sources, self.target.device, 0)
+        return self.network.read(self.target.embed(tokens).float(), memory, lengths)
+
+    def loss(self, blocks: Blocks, sources: Sources, share: float) -> tuple[Tensor, dict[str, Tensor | float]]:
+        """Smoothed cross-entropy of the places that are not revealed; tokens that cannot be proposed do not count."""
+        revealed = self._glance(blocks, sources, share) if share else None
+        learnt = blocks.present if revealed is None else blocks.present & ~revealed
+        logits = self._logits(self._states(blocks, sources, revealed)[learnt])
+        labels = self.vocabulary.of(blocks.wanted.clamp(min=0))[learnt]
+        known = labels >= 0
+        loss = cross_entropy(logits[known], labels[known], self.label_smoothing)
+        right = (logits.argmax(-1) == labels).sum() / known.sum().clamp(min=1)
+        return loss, {"right": right, "revealed": 1 - learnt.sum() / blocks.present.sum()}
+
+    def fill(self, blocks: Blocks, sources: Sources) -> Int[Tensor, "B k"]:
+        """The most likely token of every place."""
+        states = self._states(blocks, sources, None)
+        return self.vocabulary.tokens(self._logits(states).argmax(-1))
+
+    @torch.no_grad()
+    def _glance(self, blocks: Blocks, sources: Sources, share: float) -> Bool[Tensor, "B k"]:
+        with torch.random.fork_rng():  # the pass that learns has the same dropout
+            filled = self.fill(blocks, sources)
+        wrong = ((filled != blocks.wanted) & blocks.present).sum(1)
+        return reveal(wrong, blocks.present, share)
+
+    def _states(self, blocks: Blocks, sources: Sources, revealed: Bool[Tensor, "B k"] | None) -> Float[Tensor, "B k D"]:
+        embeddings = self.target.embed(blocks.tokens).float()
+        states = self.network(embeddings, blocks.masked(revealed), blocks.layout, sources)
+        return blocks.layout.block(states, blocks.wanted.shape[1])
+
+    def _logits(self, states: Float[Tensor, "*b D"]) -> Float[Tensor, "*b v"]:
+        return F.linear(states, self._weight, self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How texts would be decoded with some drafter, greedily and exactly.
+
+    Attributes:
+        shares: how often place i of a draft was right, given those before it.
+        judged: how often that was looked at.
+        accepted: drafted tokens kept per round.
+        per_step: tokens written per round, the target's own included.
+    """
+
+    shares: list[float]
+    judged: list[int]
+    accepted: float
+    per_step: float
+
+
+@torch.no_grad()
+def acceptance(learner: BlockLearner, pairs: Sequence[Pair], block: int, batch_size: int) -> Acceptance:
+    """Draft and verify some texts round by round; the first token of each is the target's."""
+    right, judged = torch.zeros(block), torch.zeros(block)
+    rounds, kept, written = 0, 0, 0
+    for first in range(0, len(pairs), batch_size):
+        rows = pairs[first : first + batch_size]
+        done = [1] * len(rows)
+        while going := [place for place, row in enumerate(rows) if done[place] < len(row[1])]:
+            sources = learner.read([rows[place][0] for place in going])
+            texts, given = [rows[place][1] for place in going], [done[place] for place in going]
+            blocks = Blocks.of(learner.target.start, texts, given, block, learner.target.device)
+            hits = (learner.fill(blocks, sources) == blocks.wanted).long().cumprod(1).cpu()
+            before = torch.cat([torch.ones(len(hits), 1), hits[:, :-1]], dim=1) * blocks.present.cpu()
+            right, judged = right + hits.sum(0), judged + before.sum(0)
+            for place, count in zip(going, hits.sum(1).tolist(), strict=True):
+                step = min(count + 1, len(rows[place][1]) - done[place])
+                done[place], rounds, kept, written = done[place] + step, rounds + 1, kept + count, written + step
+    shares = (right / judged.clamp(min=1)).tolist()
+    return Acceptance(shares, [int(n) for n in judged.tolist()], kept / max(1, rounds), written / max(1, rounds))
+
+
+class SpecDecTraining:
+    """Trains the drafter.
+
+    Args:
+        block: most places that are filled at once.
+        depth: layers of the network.
+        heads: of each attention.
+        inner: units of its feed-forward layers; None: twice the target's hidden size.
+        vocabulary: most tokens that it proposes from.
+        glancing: share of wrong places that is revealed, in the first step and in the last; 0 and 0: none are.
+        label_smoothing: probability that is spread over all tokens.
+        dropout: of its input and its sub-layers.
+        recipe: of the training; None: the defaults.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    prepares: ClassVar[str] = "a decoder that drafts a block of tokens in one pass"
+    takes: ClassVar[str] = "half an hour on one CPU core for a 4-4 translation model, with its translations"
+    corpus: ClassVar[str] = "multi30k"
+
+    def __init__(
+        self,
+        block: int = 25,
+        depth: int = 2,
+        heads: int = 4,
+        inner: int | None = None,
+        vocabulary: int = 8192,
+        glancing: Sequence[float] = (0.5, 0.3),
+        label_smoothing: float = 0.1,
+        dropout: float = 0.1,
+        recipe: Recipe | None = None,
+    ) -> None:
+        counts, shares = (block, depth, heads, vocabulary, inner or 1), (*glancing, label_smoothing, dropout)
+        if min(counts) < 1 or len(glancing) != 2 or not all(0 <= share < 1 for share in shares):
+            raise ValueError(
+                f"block={block}, depth={depth}, heads={heads}, inner={inner}, vocabulary={vocabulary}, "
+                f"glancing={list(glancing)}, label_smoothing={label_smoothing}, dropout={dropout} came; counts of at "
+                "least 1, and two shares of glancing, smoothing and dropout from 0 to below 1 are allowed."
+            )
+        self.block, self.depth, self.heads, self.inner, self.vocabulary = block, depth, heads, inner, vocabulary
+        self.glancing, self.label_smoothing, self.dropout = (glancing[0], glancing[1]), label_smoothing, dropout
+        self.recipe = recipe or Recipe()
+
+    def fit(self, workshop: Workshop) -> dict[str, Any]:
+        """See ``methods.decoder.Trainable``."""
+        target = translates(workshop.target)
+        shape = self._shape(target)
+        pairs = _pairs(workshop, target)
+        texts = torch.tensor([token for _, text in pairs for token in text])
+        frequent = DraftVocabulary.frequent(texts, self.vocabulary, target.vocab_size, target.eos_ids)
+        vocabulary = frequent.to(target.device)
+        torch.manual_seed(workshop.seed)
+        network = BlockDecoder(shape, self.dropout).to(target.device)
+        course = _Course(BlockLearner(target, vocabulary, network, self.label_smoothing), pairs, self, workshop)
+        course.run()
+        save(workshop.folder, network, vocabulary)
+        discard(workshop.folder)
+        return course.facts() | {"left_out": len(workshop.corpus) - len(pairs), "draft_vocabulary": len(vocabulary)}
+
+    def _shape(self, target: Seq2SeqLM) -> Shape:
+        width = target.hidden_size
+        if width % self.heads:
+            raise ValueError(
+                f"heads={self.heads} came; they must divide the hidden size of {target.name}, {width}. Set train.heads."
+            )
+        return Shape(
+            block=self.block,
+            depth=self.depth,
+            heads=self.heads,
+            inner=self.inner or 2 * width,
+            positions=target.max_positions + self.block,
+            hidden_size=width,
+            layers=target.n_layers,
+            vocab_size=target.vocab_size,
+        )
+
+
+def _pairs(workshop: Workshop, target: Seq2SeqLM) -> list[Pair]:
+    """Sources of the corpus with the target's greedy translations; what it could not end is left out.
+
+    Raises:
+        ValueError: too few of them, or a model that ends no text.
+    """
+    sources = [example.prompt for example in workshop.corpus]
+    written = translations(target, sources, 1, workshop.common, workshop.progress)
+    pairs = [(source, [*text, *target.eos_ids[:1]]) for source, text in zip(sources, written, strict=True) if text]
+    if len(pairs) < 2:
+        raise ValueError(
+            f"{target.name} ended {len(pairs)} of {len(sources)} translations; at least 2 are needed. Name a larger "
+            "corpus, or a model that was trained to translate."
+        )
+    return pairs
+
+
+class _Course(Loop):
+    """The training of one drafter."""
+
+    def __init__(
+        self, learner: BlockLearner, pairs: Sequence[Pair], training: SpecDecTraining, workshop: Workshop
+    ) -> None:
+        self.learner, self.pairs, self.training, self.recipe = learner, pairs, training, training.recipe
+        held_out = list(range(_HELD_OUT - 1, len(pairs), _HELD_OUT))[:_MOST_HELD_OUT] or [len(pairs) - 1]
+        self.held_out = [pairs[place] for place in held_out]
+        self._lengths = {n: len(pairs[n][0]) + len(pairs[n][1]) for n in sorted({*range(len(pairs))} - {*held_out})}
+        self._seed = workshop.seed
+        self._epochs = Epochs(-(-len(self._lengths) // self.recipe.batch_size), self._shuffled)
+        learnt = dict(learner.network.named_parameters())
+        recipe = self.recipe
+        optimizer = torch.optim.AdamW(
+            learnt.values(), recipe.learning_rate, recipe.betas, weight_decay=recipe.weight_decay
+        )
+        about = {"translations": digest([[*source, NONE, *text] for source, text in pairs])}
+        super().__init__(learnt, optimizer, recipe, workshop, about, save_every_s=_SAVE_EVERY_S)
+
+    def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
+        self.learner.network.train()
+        rows = [self.pairs[place] for place in self._epochs.batch(self.step)]
+        block = int(torch.randint(1, self.training.block + 1, ()))
+        given = [int(torch.randint(1, len(text), ())) for _, text in rows]
+        device = self.learner.target.device
+        with autocast(self.recipe.precision, device), attention_over_short_rows(device):
+            blocks = Blocks.of(self.learner.target.start, [text for _, text in rows], given, block, device)
+            sources = self.learner.read([source for source, _ in rows])
+            return self.learner.loss(blocks, sources, self._share())
+
+    def evaluate(self) -> None:
+        """Acceptance on the held-out translations, place by place, and tokens per step."""
+        self.learner.network.eval()
+        with autocast(self.recipe.precision, self.learner.target.device):
+            found = acceptance(self.learner, self.held_out, self.training.block, self.recipe.batch_size)
+        point = {
+            "step": self.step,
+            "acceptance": [round(share, 4) for share in found.shares],
+            "judged": found.judged,
+            "accepted": round(found.accepted, 4),
+            "tokens_per_step": round(found.per_step, 4),
+        }
+        self.curve.append(point)
+        flat = {f"held_out/acceptance_{place}": share for place, share in enumerate(found.shares, 1)}
+        self.place.log({"step": self.step, "held_out/tokens_per_step": found.per_step, **flat})
+
+    def facts(self) -> dict[str, Any]:
+        last = self.curve[-1] if self.curve else {}
+        return {
+            "translations": len(self.pairs),
+            "translations_sha256": self.about["translations"],
+            "held_out": len(self.held_out),
+            "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
+            "steps": self.step,
+            "epochs": self._epochs.count(self.step),
+            **{name: last.get(name) for name in ("acceptance", "accepted", "tokens_per_step")},
+            "curve": self.curve,
+        }
+
+    def _share(self) -> float:
+        """Of wrong places that is revealed in this step."""
+        first, last = self.training.glancing
+        return first + (last - first) * self.step / max(1, self.recipe.steps - 1)
+
+    def _shuffled(self, epoch: int) -> list[list[int]]:
+        return shuffled_batches(self._lengths, self.recipe.batch_size, f"{self._seed}-{epoch}")

@@ -1,0 +1,1 @@
+"""Trainers, losses and training data shared by all families."""

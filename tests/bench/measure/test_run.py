@@ -1,0 +1,123 @@
+"""A run from its configuration to its folder, on a small random model: stages, resume, report, failures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.analysis import metrics
+from bench.config import compose
+from bench.config.schema import PathsConfig, RunConfig
+from bench.errors import UserError
+from bench.measure import run as program
+from bench.measure.run import run
+from bench.records import run_folder
+from bench.records.run_folder import read_manifest, read_samples, validate
+from methods.speculative.prompt_lookup import PromptLookup
+
+PROMPTS = [
+    {"question_id": i, "category": ("even", "odd")[i % 2], "turns": [f"Say {i} {i} {i} again.", "And once more?"]}
+    for i in range(6)
+]
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> RunConfig:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    words = ["model=random", "dataset=jsonl", f"dataset.path={file}", "dataset.limit=4", "hardware=cpu_fp32"]
+    more = ["hardware.threads=1", "max_new_tokens=12", "measure.bootstrap_samples=100", "measure.warmup=1"]
+    composed = compose.compose(["method=prompt_lookup", *words, *more])
+    return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
+
+
+def test_a_run_leaves_a_sound_folder_and_a_true_summary(cfg: RunConfig, tmp_path: Path) -> None:
+    outcome = run(cfg)
+    manifest, samples = read_manifest(outcome.path) or {}, read_samples(outcome.path)
+    assert validate(outcome.path) == []
+    assert outcome.path.parent == tmp_path / "results" and outcome.path.name.startswith("prompt_lookup-jsonl-random-")
+    assert {s.phase for s in samples} == {"warmup", "measure"}
+    assert manifest["n_pairs"] == manifest["n_done"] == 8
+    assert manifest["cost_curve"]["nodes"][0] == 1 and manifest["seconds"]["timed"] > 0
+    assert outcome.summary["agreement"]["exact"] == outcome.summary["agreement"]["identical_to_baseline"] == 1.0
+    assert outcome.summary["speedup"]["total"]["value"] > 0 and outcome.summary["predicted_speedup"] > 0
+    assert json.loads((outcome.path / "summary.json").read_text())["run_id"] == outcome.path.name
+    warmed = {s.prompt_id for s in samples if s.phase == "warmup"}
+    assert warmed.isdisjoint({s.prompt_id for s in samples if s.phase == "measure"})
+
+
+def test_no_file_of_a_run_names_a_path_of_this_machine(cfg: RunConfig, tmp_path: Path) -> None:
+    outcome = run(cfg)
+    for file in outcome.path.iterdir():
+        assert str(tmp_path) not in file.read_text() and str(Path.home()) + "/" not in file.read_text(), file.name
+
+
+def test_a_finished_run_is_reported_and_not_measured_again(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(cfg)
+    monkeypatch.setattr(program, "_measure", lambda *_: pytest.fail("measured again"))
+    again = run(cfg)
+    assert again.summary == first.summary and again.verdict == first.verdict
+    assert f"delete {first.path}" in capsys.readouterr().err
+
+
+def test_a_method_that_doubts_its_part_warns_early_and_in_the_verdict(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[list[list[float]]] = []
+
+    def doubt(self: PromptLookup, acceptance: list[list[float]]) -> str:
+        told.append(acceptance)
+        return "This head is of another model."
+
+    monkeypatch.setattr(PromptLookup, "doubt", doubt, raising=False)
+    outcome = run(cfg)
+    warmed = [s for s in read_samples(outcome.path) if s.phase == "warmup" and s.arm == "method"]
+    assert len(warmed) >= 3 and told == [[metrics.kept_at(sample) for sample in warmed]]
+    assert "This head is of another model." in outcome.verdict.warnings
+    assert "warning: This head is of another model." in capsys.readouterr().err
+
+
+def test_facts_that_a_method_tells_are_recorded(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptLookup, "facts", lambda self: {"exits": {"3": 7}}, raising=False)
+    assert (read_manifest(run(cfg).path) or {})["method_facts"] == {"exits": {"3": 7}}
+
+
+def test_fresh_measures_anew(cfg: RunConfig) -> None:
+    before = [s.batch_ns for s in read_samples(run(cfg).path)]
+    assert [s.batch_ns for s in read_samples(run(cfg, fresh=True).path)] != before
+
+
+def test_a_failure_is_noted_and_the_same_command_goes_on(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program.agreement, "check_run", broken)
+        with pytest.raises(ZeroDivisionError):
+            run(cfg)
+    (path,) = Path(cfg.paths.results).iterdir()
+    manifest = read_manifest(path) or {}
+    assert manifest["status"] == "failed" and "ZeroDivisionError: in the middle" in manifest["error"]
+    kept = read_samples(path)
+    outcome = run(cfg)
+    assert outcome.path == path and read_samples(path) == kept, "what was measured is not measured again"
+    assert (read_manifest(path) or {})["status"] == "finished"
+
+
+def test_a_prompt_that_does_not_fit_leaves_no_folder(cfg: RunConfig) -> None:
+    with pytest.raises(UserError, match=r"Prompt \S+/2 has up to"):
+        run(replace(cfg, max_context=64))
+    assert not Path(cfg.paths.results).exists()
+
+
+def test_sampling_runs_are_judged_by_log_probability(cfg: RunConfig) -> None:
+    outcome = run(replace(cfg, sampling=replace(cfg.sampling, temperature=1.0), batch_size=3))
+    found = outcome.summary["agreement"]
+    assert found["exact"] is None and found["mean_logprob"] < 0
+    assert run_folder.validate(outcome.path) == []

@@ -1,0 +1,461 @@
+"""Sweeps: the plan before the first job, what is skipped and why, resuming, and the named ones of conf/sweep."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import re
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bench import cli
+from bench.config import compose
+from bench.config.schema import RunConfig, conf_dir, run_id
+from bench.errors import RunFailed, UserError
+from bench.measure import preconditions
+from bench.records.run_folder import RunFolder
+from bench.sweep import history
+from bench.sweep import plan as sweep
+from bench.sweep.history import Archive
+from bench.utils import redact
+
+NAMED = compose.every_group()["sweep"]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def words(results: Path) -> list[str]:
+    """What every sweep below has in common: quick to compose, and records in a folder of its own."""
+    return ["model=random", f"paths.results={results}", "hardware=cpu_fp32", "hardware.threads=1"]
+
+
+def record(cfg: RunConfig, status: str = "finished", **manifest: Any) -> Path:
+    """A run folder as a run of this configuration on this machine leaves it, without samples."""
+    facts: dict[str, Any] = {
+        "method": cfg.method, "hardware": {"cpu": history._machine("cpu")[0], "threads": 1, "gpu": None},
+        "dtype": "float32", "n_pairs": 10, "n_done": 10, "seconds": {"loop": 50.0, "warmup": 10.0, "timed": 49.0},
+        "model": {"revision": "r"}, "dataset": {"revision": {"content": "c"}},
+    }  # fmt: skip
+    error = manifest.pop("error", None)
+    facts |= manifest
+    config = yaml.safe_dump(redact.tree({key: value for key, value in cfg.to_dict().items() if key != "paths"}))
+    root, name = Path(cfg.paths.results), run_id(cfg, **history._resolved(facts))
+    with RunFolder.create(root, name, facts, config) as folder:
+        folder.update(status=status, error=error)
+    return root / name
+
+
+def planned(words: list[str], **options: Any) -> sweep.Plan:
+    return sweep.make(words, sweep.Options(**options))
+
+
+def states(plan: sweep.Plan) -> dict[str, str]:
+    return {job.label: job.state for job in plan.jobs}
+
+
+# ------------------------------------------------------------------------------------------------------ the plan
+
+
+def test_jobs_are_known_by_what_they_differ_in(words: list[str]) -> None:
+    plan = planned([*words, "method=autoregressive,prompt_lookup", "seed=1,2"])
+    assert states(plan) == dict.fromkeys(
+        [f"method={m} seed={s}" for m in ("autoregressive", "prompt_lookup") for s in (1, 2)], "new"
+    )
+    assert [job.words for job in plan.to_run] == [job.words for job in plan.jobs]
+    assert plan.text().splitlines()[0] == "Plan: 4 jobs: 4 new. To run: 4, no earlier record tells how long."
+
+
+def test_every_state_is_found_in_the_records_and_told(words: list[str], results: Path) -> None:
+    words = [*words, "seed=1,2,3,4", "method=prompt_lookup,hf_prompt_lookup", "batch_size=2"]
+    jobs = {job.label: job.cfg for job in planned(words).jobs}
+    record(jobs["seed=1 method=prompt_lookup"])
+    record(jobs["seed=2 method=prompt_lookup"], "failed", error="Traceback\n  x\nValueError: odd\n", n_done=0)
+    record(jobs["seed=3 method=prompt_lookup"], "interrupted", n_done=5)
+    plan = planned(words)
+    assert states(plan) == {
+        "seed=1 method=prompt_lookup": "done",
+        "seed=2 method=prompt_lookup": "failed",
+        "seed=3 method=prompt_lookup": "cut",
+        "seed=4 method=prompt_lookup": "new",
+        **{f"seed={seed} method=hf_prompt_lookup": "incompatible" for seed in (1, 2, 3, 4)},
+    }
+    lines = plan.text().splitlines()
+    assert lines[0] == (
+        "Plan: 8 jobs: 1 new, 1 cut, 1 failed, 1 done, 4 incompatible. To run: 3, about 2 min by earlier records."
+    )
+    assert "  failed       seed=2 method=prompt_lookup  about 60 s  (ValueError: odd)" in lines
+    assert "  cut          seed=3 method=prompt_lookup  about 30 s" in lines
+    why = "batch_size=2, and hf_prompt_lookup takes 1 row at a time"  # too long for the line, so below it
+    assert lines[lines.index("  incompatible seed=1 method=hf_prompt_lookup") + 1].strip() == why
+    assert not any(line.startswith("  done") for line in lines)
+    assert any(line.startswith("  done") for line in plan.text(every=True).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("resume", "runs", "fresh"),
+    [
+        ("auto", {"new", "cut", "failed"}, False),
+        ("never", {"new", "cut", "failed"}, True),
+        ("force", {"new", "cut", "failed", "done"}, True),
+        ("only_failed", {"cut", "failed"}, False),
+    ],
+)
+def test_the_four_words_of_resume(resume: Any, runs: set[str], fresh: bool, words: list[str]) -> None:
+    words = [*words, "seed=1,2,3,4"]
+    for job, status in zip(planned(words).jobs, ("finished", "failed", "interrupted"), strict=False):
+        record(job.cfg, status)
+    assert {job.state for job in planned(words, resume=resume).to_run} == runs
+    assert sweep.Options(resume=resume).fresh is fresh
+
+
+def test_a_killed_run_is_cut_and_one_being_written_is_left_alone(words: list[str]) -> None:
+    words = [*words, "seed=1,2"]
+    killed, alive = (record(job.cfg, "running", n_done=0) for job in planned(words).jobs)
+    (killed / ".lock").touch()
+    handle = os.open(alive / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        plan = planned(words, resume="force")
+    finally:
+        os.close(handle)
+    assert states(plan) == {"seed=1": "cut", "seed=2": "running"}
+    assert [job.label for job in plan.to_run] == ["seed=1"]
+    assert "another process writes it" in plan.text()
+
+
+def test_the_order_is_random_and_the_same_for_the_same_seed(words: list[str]) -> None:
+    words = [*words, "seed=range(0,20)"]
+    orders = [[job.label for job in planned(words, shuffle_seed=s).to_run] for s in (3, 3, 4, None)]
+    assert orders[0] == orders[1] and sorted(orders[0]) == sorted(orders[3])
+    assert len({tuple(order) for order in orders}) == 3
+    wanted = orders[3].copy()
+    random.Random(3).shuffle(wanted)
+    assert orders[0] == wanted
+
+
+def test_time_is_estimated_by_the_closest_records(words: list[str]) -> None:
+    jobs = [job.cfg for job in planned([*words, "method=prompt_lookup,suffix", "seed=1,2"]).jobs]
+    record(jobs[0], seconds={"loop": 100.0, "timed": 90.0, "scoring": 5.0, "agreement": 20.0})
+    found = {job.label: job.seconds for job in planned([*words, "method=prompt_lookup,suffix", "seed=3"]).jobs}
+    assert found == {"method=prompt_lookup": 120.0, "method=suffix": 120.0}
+    record(jobs[2], seconds={"loop": 40.0})
+    found = {job.label: job.seconds for job in planned([*words, "method=suffix,lookahead", "seed=3"]).jobs}
+    assert found == {"method=suffix": 40.0, "method=lookahead": 80.0}
+    assert planned([*words, "max_new_tokens=5"]).jobs[0].seconds is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "bfloat16"}, {"hardware": {"cpu": "another", "threads": 1, "gpu": None}}, {"part": {"sha256": "0"}}],
+)
+def test_records_of_another_machine_or_part_are_no_records_of_the_job(words: list[str], change: dict[str, Any]) -> None:
+    (job,) = planned(words).jobs
+    record(job.cfg, **change)
+    assert planned(words).jobs[0].state == "new"
+    record(job.cfg)
+    assert planned(words).jobs[0].state == "done"
+
+
+def test_the_machine_is_not_asked_where_the_jobs_run_elsewhere(words: list[str], tmp_path: Path) -> None:
+    (job,) = planned(words).jobs
+    record(job.cfg, hardware={"cpu": "another", "threads": 64, "gpu": None})
+    assert Archive.read(Path(job.cfg.paths.results), here=False).state(job.cfg)[0] == "done"
+
+
+def test_files_of_one_name_are_told_apart(words: list[str], tmp_path: Path) -> None:
+    files = [tmp_path / folder / "prompts.jsonl" for folder in "ab"]
+    first, second = planned([*words, "dataset=jsonl", f"dataset.path={files[0]},{files[1]}"]).jobs
+    record(first.cfg)
+    again = planned([*words, "dataset=jsonl", f"dataset.path={files[0]},{files[1]}"])
+    assert [job.state for job in again.jobs] == ["done", "new"]
+
+
+def test_a_record_that_cannot_be_read_is_passed_over(words: list[str], results: Path) -> None:
+    (job,) = planned(words).jobs
+    broken = record(job.cfg)
+    (broken / "config.yaml").write_text("a: [")
+    assert planned(words).jobs[0].state == "new"
+
+
+def test_a_long_plan_is_shortened(words: list[str]) -> None:
+    plan = planned([*words, "seed=range(0,60)"])
+    lines = plan.text().splitlines()
+    assert len(lines) == 42 and lines[-1] == "  ... and 20 more (dry_run=true names all)"
+    assert len(plan.text(every=True).splitlines()) == 61
+
+
+def test_500_jobs_are_planned_quickly(words: list[str]) -> None:
+    planned(words)  # imports
+    sizes = ["seed=range(0,50)", "method.gamma=range(1,6)"]
+    seconds = []
+    while len(seconds) < 3 and min(seconds, default=5.0) >= 5:  # beside other programs the same work takes longer
+        begin = time.process_time()
+        assert len(planned([*words, *sizes, "method=prompt_lookup,suffix"]).jobs) == 500
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 5
+
+
+@pytest.mark.parametrize("seconds, text", [(7.4, "7 s"), (89.0, "89 s"), (720.0, "12 min"), (12600.0, "3.5 h")])
+def test_durations_are_readable(seconds: float, text: str) -> None:
+    assert sweep.duration(seconds) == text
+
+
+# ------------------------------------------------------------------------------------- composing as Hydra would
+
+
+@pytest.mark.parametrize(
+    "swept",
+    [
+        ["method.gamma=1,2"],
+        ["dataset.limit=null,3", "measure=quick"],
+        ["measure=quick,full", "dataset.limit=5"],
+        ["hardware.device=cpu,auto", "sampling.temperature=0,1,0.5"],
+        ["method=speculative_sampling", "method.skip_mlp=[1],[2,3],[]"],
+        ["model=hf", "model.name=some/model,'other/model'"],
+        ["dataset=jsonl", "dataset.path=a.jsonl,b.jsonl"],
+        ["++method.gamma=1,2"],
+        ["seed=1,${max_new_tokens}", "max_new_tokens=7"],
+        ["tracker=none,wandb", "max_context=null,99"],
+    ],
+    ids=" ".join,
+)
+def test_jobs_are_composed_as_hydra_composes_them_one_by_one(swept: list[str]) -> None:
+    jobs = compose.compose_jobs(swept)
+    assert len(jobs) > 1
+    for words, cfg in jobs:
+        assert cfg == compose.compose(words), words
+
+
+@pytest.mark.parametrize(
+    ("swept", "message"),
+    [
+        (["seed=1,x"], "seed came as 'x'"),
+        (["method.gama=1,2"], "Unknown setting 'method.gama'. Did you mean 'method.gamma'?"),
+        (["method=autoregressive,prompt_lookup", "method.gamma=1,2"], "Unknown setting 'method.gamma'"),
+        (["dataset=jsonl", "seed=1,2"], "dataset.path is needed"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_any_job_stops_the_sweep(swept: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose.compose_jobs(swept)
+    assert message in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- incompatible
+
+
+def obstacle(*words: str) -> str | None:
+    return preconditions.Obstacles().of(compose.compose(list(words)))
+
+
+def test_what_runs_has_no_obstacle() -> None:
+    assert obstacle() is None
+    assert obstacle("method=hf_prompt_lookup") is None
+    assert obstacle("sampling=sample", "model=random", "dataset=mtbench") is None
+
+
+@pytest.mark.parametrize("layers", ["4_4", "6_1", "6_1_distilled", "12_1", "4_4_distilled_calm"])
+def test_the_translation_models_of_the_project_are_found(layers: str, tmp_path: Path) -> None:
+    words = ["method=calm", "method.head=lens", "method.exits=[1]"] if layers.endswith("calm") else []
+    assert obstacle(f"model=multi30k_{layers}", "dataset=multi30k", f"paths.cache={tmp_path}", *words) is None
+
+
+def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    found = obstacle("method=medusa", "model=random", f"paths.cache={tmp_path}")
+    assert (
+        found
+        and found.startswith("medusa has no heads for this model")
+        and "bench.train method=medusa" in found
+    )
+
+
+@pytest.mark.parametrize("method", ["blockwise", "calm", "eagle", "hydra_heads", "rest", "self_speculative"])
+def test_methods_with_parts_are_asked(method: str, tmp_path: Path) -> None:
+    found = obstacle(f"method={method}", "model=random", f"paths.cache={tmp_path}")
+    assert found and "bench.train" in found
+
+
+def test_a_method_that_does_without_its_part_by_its_settings_may_run(tmp_path: Path) -> None:
+    place = ("model=random", f"paths.cache={tmp_path}")
+    assert obstacle("method=self_speculative", "method.layer_exit=2", *place) is None
+    assert obstacle("method=medusa", "method.checkpoint=some/heads", *place) is None
+
+
+def test_kinds_must_fit() -> None:
+    assert obstacle("dataset=multi30k") == (
+        "multi30k is written for an encoder-decoder model, and smollm2 is a causal model"
+    )
+    assert obstacle("dataset=multi30k", "model=hf", "model.name=nobody/unknown") is None  # its files will tell
+
+
+def test_sampling_that_is_refused_is_found_without_the_model() -> None:
+    found = obstacle("method=hf_beam", "sampling=sample", "model=random")
+    assert found and "beam search draws nothing" in found
+
+
+def test_hardware_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    from methods.speculative.prompt_lookup import PromptLookup
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "finds no GPU" in str(obstacle("hardware=cuda_bf16"))
+    monkeypatch.setattr(PromptLookup, "needs_gpu", True, raising=False)
+    assert obstacle("hardware=cpu_fp32") == "prompt_lookup needs a GPU, and this would run on cpu"
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "rest"),
+    [
+        (["seed=1"], sweep.Options(), ["seed=1"]),
+        (["resume=force", "shuffle_seed=3", "dry_run=true"], sweep.Options("force", 3, True), []),
+        (["shuffle_seed=null", "dry_run=false"], sweep.Options(), []),
+    ],
+)
+def test_words_of_the_sweep_are_taken_out(given: list[str], options: sweep.Options, rest: list[str]) -> None:
+    assert sweep.read_words(given) == (options, rest)
+
+
+def test_fresh_forces() -> None:
+    assert sweep.read_words([], fresh=True)[0].resume == "force"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("resume=atuo", "must be one of auto, never, force, only_failed. Did you mean 'auto'?"),
+        ("shuffle_seed=x", "shuffle_seed came as 'x'"),
+        ("dry_run=yes", "dry_run came as 'yes'"),
+        ("sweep=smok", "Unknown sweep 'smok'. Did you mean 'smoke'? (python -m bench list sweeps)"),
+        ("+sweep=x", "Unknown sweep 'x'."),
+        ("hydra/sweeper=optuna", "sweeps are planned here"),
+    ],
+)
+def test_wrong_words_are_one_message(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-m", word]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and (out, len(err.splitlines())) == ("", 1)
+
+
+def outcome(cfg: RunConfig, valid: bool = True) -> Any:
+    record(cfg)
+    return types.SimpleNamespace(verdict=types.SimpleNamespace(valid=valid))
+
+
+def test_a_dry_run_runs_nothing(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    use_run(lambda cfg, *, fresh: pytest.fail("was run"))
+    assert cli.main(["-m", *words, "seed=1,2", "dry_run=true"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["  new          seed=1", "  new          seed=2"]
+
+
+def test_a_second_call_runs_what_is_left(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[int] = []
+
+    def run(cfg: RunConfig, *, fresh: bool) -> Any:
+        ran.append(cfg.seed)
+        if ran == [1, 2]:
+            record(cfg, "failed", error="RunFailed: The disk is full.", n_done=0)
+            raise RunFailed("The disk is full.")
+        return outcome(cfg)
+
+    use_run(run)
+    command = ["-m", *words, "seed=1,2,3"]
+    assert cli.main(command) == 1
+    out, err = capsys.readouterr()
+    assert "[3/3]" in out and "1 of 3 runs failed:" in err
+    assert err.splitlines()[-1].endswith("seed=2: The disk is full.")
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert ran == [1, 2, 3, 2] and "Plan: 3 jobs: 1 failed, 2 done. To run: 1" in out
+    assert cli.main(command) == 0 and ran == [1, 2, 3, 2]
+    assert capsys.readouterr().out == "Plan: 3 jobs: 3 done. Nothing to run.\n"
+
+
+def test_incompatible_jobs_are_never_run(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    ran = []
+    use_run(lambda cfg, *, fresh: ran.append(cfg.method["name"]) or outcome(cfg))
+    assert cli.main(["-m", *words, "method=prompt_lookup,hf_prompt_lookup", "batch_size=3"]) == 0
+    assert ran == ["prompt_lookup"] and "takes 1 row at a time" in capsys.readouterr().out
+    assert cli.main(["-m", *words, "method=hf_prompt_lookup,hf_assisted", "batch_size=3"]) == 2
+    assert ran == ["prompt_lookup"]
+
+
+@pytest.mark.parametrize(("word", "fresh"), [("resume=auto", False), ("resume=never", True), ("--fresh", True)])
+def test_earlier_records_are_kept_or_forgotten(use_run: Any, words: list[str], word: str, fresh: bool) -> None:
+    seen = []
+    use_run(lambda cfg, *, fresh: seen.append(fresh) or outcome(cfg))
+    assert cli.main(["-m", word, *words]) == 0
+    assert seen == [fresh]
+
+
+# ------------------------------------------------------------------------------------------------- named sweeps
+
+
+def test_the_named_sweeps() -> None:
+    early_exit = {"threshold", "frontier", "frontier_static", "frontier_exact"}
+    assert (
+        set(NAMED)
+        == {"smoke", "all_methods", "draft_length", "batch", "batch_refilled", "pareto", "translation", "peers"}
+        | early_exit
+    )
+    assert "sweep" not in compose.groups(), "a sweep is no part of a run"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_sweep_composes_and_names_methods_that_exist(name: str, results: Path) -> None:
+    _, words = sweep.read_words([f"sweep={name}", f"paths.results={results}"])
+    plan = planned(words)
+    assert len(plan.jobs) > 3
+    assert {job.cfg.method["name"] for job in plan.jobs} <= set(compose.groups()["method"])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_sweep_is_a_file_that_hydra_reads_too(name: str) -> None:
+    text = (conf_dir() / "sweep" / f"{name}.yaml").read_text()
+    assert text.startswith("# @package _global_\n# ")
+    assert list(yaml.safe_load(text)["hydra"]["sweeper"]) == ["params"]
+
+
+def test_list_and_show_know_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "sweeps"]) == cli.main(["show", "sweep/smoke"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^smoke +Whether everything runs", out, re.MULTILINE) and "method: autoregressive," in out
+
+
+@pytest.mark.parametrize("word", ["sweep=smoke", "+sweep=smoke"])
+def test_a_named_sweep_needs_no_m_and_takes_further_settings(
+    word: str, use_run: Any, results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+    use_run(lambda cfg, *, fresh: ran.append(cfg) or outcome(cfg))
+    assert cli.main([word, f"paths.results={results}", "method=suffix,prompt_lookup", "max_new_tokens=5"]) == 0
+    assert [(cfg.method["name"], cfg.max_new_tokens, cfg.dataset["limit"]) for cfg in ran] == [
+        ("suffix", 5, 3),
+        ("prompt_lookup", 5, 3),
+    ]
+
+
+def test_a_real_sweep_runs_skips_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the real program: what the plan takes for done is what the run takes for done."""
+    command = ["sweep=smoke", "method=autoregressive,prompt_lookup", "hardware=cpu_fp32", "hardware.threads=1"]
+    command += [f"paths.results={tmp_path}", "measure.cost_curve=false", "measure.bootstrap_samples=100"]
+    assert cli.main(command) in (0, 3)
+    folders = {path.name: json.loads((path / "manifest.json").read_text()) for path in tmp_path.glob("*-*")}
+    assert sorted(name.split("-")[0] for name in folders) == ["autoregressive", "prompt_lookup"]
+    assert {manifest["status"] for manifest in folders.values()} == {"finished"}
+    capsys.readouterr()
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == "Plan: 2 jobs: 2 done. Nothing to run.\n"

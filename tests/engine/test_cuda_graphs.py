@@ -1,0 +1,138 @@
+"""Passes of fixed shape: the same texts and states as kernel by kernel, at addresses that do not move."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from bench.contract import checks
+from methods.autoregressive import Autoregressive
+from methods.engine.cuda_graphs import Graphs, bucket
+from methods.engine.sampling import Sampling
+from methods.engine.token_tree import closure_steps
+from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.speculative_sampling import SpeculativeSampling
+from methods.speculative.token_recycling import TokenRecycling
+from tests.helpers.tiny_eagle import eagle
+
+DECODERS = {
+    "autoregressive": Autoregressive,
+    "prompt_lookup": PromptLookup,
+    "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
+    "layer_skip": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
+    "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
+}
+PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]
+
+
+def with_graphs(layers=4):
+    target = checks.tiny_target(layers=layers)
+    target.graphs = Graphs(target, capture=False)
+    return target
+
+
+def decode(decoder, prompts, limit=40):
+    rows = [[] for _ in prompts]
+    for step in decoder.decode([torch.tensor(row) for row in prompts], limit, torch.Generator().manual_seed(0)):
+        for row, new in zip(rows, step.tokens, strict=True):
+            row.extend(new)
+    return [row[:limit] for row in rows]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_texts_are_those_of_the_ordinary_passes(name, prompts):
+    fixed = with_graphs()
+    wanted = decode(Autoregressive(checks.tiny_target(), Sampling()), prompts)
+    assert decode(DECODERS[name](fixed, Sampling()), prompts) == wanted
+    assert fixed.graphs.captured > 0
+
+
+@pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1, 0, 2]]).expand(3, -1)], ids=["chain", "tree"])
+def test_states_and_taps_are_those_of_the_ordinary_pass(parents):
+    plain, fixed = checks.tiny_target(), with_graphs()
+    tokens = torch.arange(15).view(3, 5) + 1
+    outputs = []
+    for target in (plain, fixed, fixed, fixed):
+        cache = target.new_cache(3, 60)
+        target.prefill([torch.tensor(prompt) for prompt in PROMPTS], cache)
+        output = target.forward(tokens, parents, cache, levels=3, taps=(0, 2))
+        kept = [cache.view(layer, n)[part].clone() for layer in range(4) for part in (0, 1) for n in [20]]
+        outputs.append((output, kept))
+        del cache
+    assert fixed.graphs.captured == 1  # of three passes: the first ran kernel by kernel, the third replayed
+    wanted, written = outputs[0]
+    for output, kept in outputs[1:]:
+        torch.testing.assert_close(output.logits, wanted.logits)
+        torch.testing.assert_close(output.hidden, wanted.hidden)
+        for tap in (0, 2):
+            torch.testing.assert_close(output.taps[tap], wanted.taps[tap])
+        for ours, theirs in zip(kept, written, strict=True):
+            for row, prompt in enumerate(PROMPTS):
+                end = len(prompt) + 5
+                torch.testing.assert_close(ours[row, :, :end], theirs[row, :, :end])
+
+
+def test_what_a_pass_returned_survives_the_next_one():
+    target = with_graphs()
+    cache = target.new_cache(1, 60)
+    target.prefill([torch.tensor(PROMPTS[0])], cache)
+    outputs = [target.forward(torch.tensor([[token]]), None, cache, taps=(1,)) for token in (3, 3, 3, 9, 3)]
+    assert target.graphs.captured == 1
+    assert torch.equal(outputs[2].hidden, outputs[4].hidden) and torch.equal(outputs[2].taps[1], outputs[4].taps[1])
+    assert not torch.equal(outputs[2].hidden, outputs[3].hidden)
+
+
+def test_a_cache_in_use_is_not_handed_out_again():
+    target = with_graphs()
+    first, second = target.new_cache(2, 50), target.new_cache(2, 50)
+    assert first.store.data_ptr() != second.store.data_ptr()
+    address = first.store.data_ptr()
+    first.set_lengths([7, 8])
+    del first
+    gc.collect()
+    third = target.new_cache(2, 100)
+    assert third.store.data_ptr() == address and third.lengths == [0, 0] and third.length.tolist() == [0, 0]
+    assert target.new_cache(2, 129).capacity >= 129 and target.new_cache(1, 50).batch == 1
+
+
+def test_rows_that_leave_a_batch_leave_the_graphs():
+    target = with_graphs()
+    cache = target.new_cache(3, 60)
+    target.prefill([torch.tensor(prompt) for prompt in PROMPTS], cache)
+    cache.select([0, 2])
+    tokens = torch.tensor([[1], [2]])
+    for _ in range(3):
+        output = target.forward(tokens, None, cache)
+    assert target.graphs.captured == 0
+    plain = checks.tiny_target()
+    other = plain.new_cache(2, 60)
+    plain.prefill([torch.tensor(PROMPTS[0]), torch.tensor(PROMPTS[2])], other)
+    torch.testing.assert_close(output.logits, plain.forward(tokens, None, other).logits)
+
+
+def test_a_view_has_graphs_of_its_own():
+    target = with_graphs()
+    view = target.skip(attention=[1])
+    assert view.graphs is not target.graphs
+    wanted = decode(Autoregressive(checks.tiny_target().skip(attention=[1]), Sampling()), PROMPTS)
+    assert decode(Autoregressive(view, Sampling()), PROMPTS) == wanted
+    assert view.graphs.captured > 0 and target.graphs.captured == 0
+
+
+@pytest.mark.parametrize("slots, wanted", [(1, 128), (128, 128), (129, 192), (193, 256), (257, 384), (1025, 1536)])
+def test_buckets(slots, wanted):
+    assert bucket(slots) == wanted
+
+
+def test_levels_of_a_form_take_the_same_products():
+    for levels in range(1, 70):
+        assert closure_steps(1 << closure_steps(levels)) == closure_steps(levels)
+        assert 1 << closure_steps(levels) >= levels
+
+
+def test_only_cuda_captures():
+    with pytest.raises(AssertionError, match="only CUDA"):
+        Graphs(checks.tiny_target())

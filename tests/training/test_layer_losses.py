@@ -1,0 +1,357 @@
+"""Whole models that are trained to be left early: the losses, the character model, the teacher."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from bench.config.schema import PathsConfig
+from bench.contract import checks
+from bench.errors import UserError
+from bench.models import loading
+from bench.tasks import corpus
+from bench.train import command
+from methods.autoregressive import Autoregressive
+from methods.base_models import characters, translation
+from methods.base_models.characters import CharacterModel, overlap
+from methods.base_models.translation import ExitTeacherTraining
+from methods.early_exit.calm import Calm
+from methods.early_exit.hash_ee import HashEE
+from methods.early_exit.training_states import Recipe
+from methods.engine.causal_lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.training.exit_quality import quality
+from methods.training.layer_losses import CalmLoss, FreeLoss, collected, frozen_from, make_loss
+from tests.base_models.test_translation import BRIEF, PAIRS, SMALL, foundry
+
+GREEDY = Sampling()
+
+
+def layers(count: int = 6, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(5, 3, generator=generator).requires_grad_() for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+
+def test_calm_weighs_layers_by_their_depth() -> None:
+    states = layers(3)
+    loss, parts = CalmLoss()(states, lambda state: state.square().mean())
+    each = [float(state.detach().square().mean()) for state in states]
+    assert float(loss.detach()) == pytest.approx((1 * each[0] + 2 * each[1] + 3 * each[2]) / 6)
+    assert [float(part) for part in parts.values()] == pytest.approx(each)
+
+
+def test_free_trains_two_exits_and_draws_shallow_layers_towards_deep_ones() -> None:
+    states = layers(6)
+    loss, parts = FreeLoss(2, 0.5, "uniform")(states, lambda state: state.square().mean())
+    with torch.no_grad():
+        two = (2 * states[1].square().mean() + 6 * states[5].square().mean()) / 8
+        distance = (F.mse_loss(states[0], states[2]) + F.mse_loss(states[1], states[5])) / 2
+    torch.testing.assert_close(loss.detach(), two + 0.5 * distance)
+    loss.backward()
+    assert states[2].grad is None and states[4].grad is None, "who teaches learns nothing"
+    assert states[0].grad is not None and set(parts) == {"loss_shallow", "loss_deep", "distillation"}
+
+
+def test_dynamic_pairs_go_down_and_none_is_used_twice() -> None:
+    """Teachers of 8 layers and k = 4 are layers 2, 4, 6, 8; from the last down, each the nearest one below."""
+    states = [torch.full((2, 2), value) for value in (5.0, 3.0, 0.9, 9.0, 0.0, 3.1, 0.0, 1.0)]
+    # layer 8 (1.0) takes 3 (0.9); 6 (3.1) takes 2 (3.0); 4 (9.0) takes 1 (5.0), the only one left; 2 goes without
+    wanted = (0.1**2 + 0.1**2 + 4.0**2) / 3
+    assert float(FreeLoss(4).distance(states)) == pytest.approx(wanted, rel=1e-4)
+    assert float(FreeLoss(4, pairing="uniform").distance(states)) == pytest.approx((4 + 36 + 2.2**2 + 64) / 4, rel=1e-4)
+
+
+def test_a_loss_that_cannot_be_is_refused() -> None:
+    assert make_loss("free", 8) == FreeLoss(2) and isinstance(make_loss("calm", 8), CalmLoss)
+    for wrong in ({"shallow": 8}, {"shallow": 0}, {"distillation": -1.0}):
+        with pytest.raises(ValueError, match="1 to 7 are allowed for the shallow exit"):
+            make_loss("free", 8, **wrong)  # type: ignore[arg-type]
+
+
+def test_states_are_collected_raw_and_hooks_are_taken_away() -> None:
+    model: Any = checks.tiny_target(layers=3).hf
+    ids = torch.tensor([[4, 5, 6]])
+    with torch.no_grad(), collected(model.model.layers) as states:
+        wanted = model(ids, output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    torch.testing.assert_close(states[:2], list(wanted[1:3]))
+    torch.testing.assert_close(model.model.norm(states[2]), wanted[3])
+    model(ids)
+    assert len(states) == 3
+    with (
+        torch.no_grad(),
+        frozen_from(model.model.layers, torch.tensor([[1, 3, 2]])),
+        collected(model.model.layers) as kept,
+    ):
+        model(ids)
+    assert kept[0][0, 0].equal(kept[2][0, 0]) and kept[1][0, 2].equal(kept[2][0, 2])
+    assert not kept[0][0, 2].equal(kept[1][0, 2]) and not kept[1][0, 1].equal(kept[2][0, 1])
+
+
+# ---------------------------------------------------------------------------------------------------- character model
+
+
+TEXT = [("", f"{who} {does} the {what}.") for who in ("A dog", "The man", "She") for does in ("sees", "likes", "has")
+        for what in ("ball", "tree", "red house", "old book")] * 12  # fmt: skip
+TINY: dict[str, Any] = {"layers": 4, "width": 32, "heads": 2, "positions": 24}
+SHORT = Recipe(steps=150, batch_size=16, learning_rate=1e-2, evaluations=2, precision="float32")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """A tiny model of each kind, which differ in their loss alone, and its facts."""
+    found = {}
+    for exits in ("calm", "last", "hash"):
+        folder = tmp_path_factory.mktemp(exits)
+        maker = CharacterModel(exits, **TINY, mixed=0.0, recipe=SHORT)  # type: ignore[arg-type]
+        found[exits] = (folder, maker.fit(foundry(folder, pairs=TEXT)))
+    return found
+
+
+def load(folder: Path) -> CausalLM:
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).requires_grad_(False)
+    return CausalLM.from_hf(network, keep_hf=True)
+
+
+def test_the_loss_makes_the_exits(made: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    calm, last = (made[exits][1] for exits in ("calm", "last"))
+    assert calm["exits"]["1"]["agreement"] > last["exits"]["1"]["agreement"] + 0.1
+    assert calm["exits"]["2"]["coverage_at_98"] > last["exits"]["2"]["coverage_at_98"]
+    assert calm["curve"][-1]["loss_4"] < 0.7 * calm["curve"][0]["loss_1"]
+    cheapest, dearest = calm["left_by_confidence"][-1], calm["left_by_confidence"][0]
+    assert cheapest["layers"] < dearest["layers"] <= 4 and cheapest["loss"] >= dearest["loss"]
+
+
+def test_facts_of_the_exits_are_those_of_transformers(made: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    """Agreement by layer over the held-out windows, from transformers' own hidden states."""
+    folder, facts = made["calm"]
+    lm = load(folder)
+    model: Any = lm.hf
+    text = "\n".join(answer for _, answer in TEXT).encode()
+    from transformers import AutoTokenizer
+
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text.decode())["input_ids"])
+    assert len(ids) == len(text) == facts["bytes"]
+    held_out = ids[len(ids) - len(ids) // 10 :]
+    starts = torch.linspace(0, len(held_out) - 25, 64).long()
+    windows = torch.stack([held_out[start : start + 24] for start in starts.tolist()])
+    with torch.no_grad(), collected(model.model.layers) as states:
+        final = model(windows).logits.argmax(-1)
+    agreement = float((model.lm_head(model.model.norm(states[0])).argmax(-1) == final).double().mean())
+    assert facts["exits"]["1"]["agreement"] == pytest.approx(agreement, abs=2e-3)  # there in 32 bit
+
+
+def test_a_model_of_bytes_is_left_early_and_never_at_threshold_one(
+    made: dict[str, tuple[Path, dict[str, Any]]],
+) -> None:
+    lm = load(made["calm"][0])
+    prompts = [torch.tensor(list(range(60, 60 + n))) for n in (5, 9)]
+    whole = Calm(lm, GREEDY, 1.0, exits=[1, 2, 3], head="lens")
+    assert checks.outputs(whole, prompts, 10) == checks.outputs(Autoregressive(lm, GREEDY), prompts, 10)
+    checks.check_batch(lambda m, s: Calm(m, s, 0.3, exits=[1, 2, 3], head="lens"), lm, limit=9)
+
+
+def test_prompts_beside_the_model_are_held_out_and_fit(made: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    folder, facts = made["calm"]
+    text = "\n".join(answer for _, answer in TEXT)
+    held_out = text[facts["bytes"] - facts["held_out_bytes"] :]
+    dialogues = corpus.read(str(folder / "prompts.jsonl")).dialogues
+    assert len(dialogues) > 50
+    for dialogue in dialogues:
+        assert len(dialogue.said[0]) == TINY["positions"] // 2 >= len(dialogue.answer)
+        assert dialogue.said[0] in held_out and dialogue.answer in held_out
+    assert characters.prompts_of("é" * 100 + "plain text", 5)[0]["turns"] == ["plain"]
+
+
+def test_hashed_training_and_decoding_compute_the_same(made: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    """The states of training, by hooks on transformers, and those of decoding, by our loop."""
+    folder, facts = made["hash"]
+    lm, model = load(folder), load(folder).hf
+    decoder = HashEE(lm, GREEDY, "hash", "lens", checkpoint=str(folder))
+    assert decoder.checksum == facts["table_sha256"] and len(set(decoder.table.depths.tolist())) > 2
+    prompt = torch.tensor([ord(c) - 33 for c in "TheSman"])
+    text = checks.outputs(decoder, [prompt], 12)[0]
+    read = torch.cat([prompt, torch.tensor(text[:-1])])[None]
+    assert model is not None
+    with torch.no_grad(), frozen_from(model.model.layers, torch.from_numpy(decoder.table.depths).long()[read]):
+        logits = model(read).logits[0, len(prompt) - 1 :]
+    assert logits.argmax(-1).tolist() == text
+    assert facts["curve"][-1]["loss"] < facts["curve"][0]["loss"]
+
+
+def test_an_interrupted_character_model_ends_like_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from methods.training import trainer
+
+    maker = CharacterModel(**TINY, recipe=replace(SHORT, steps=12))
+    maker.fit(foundry(tmp_path / "whole", pairs=TEXT))
+    loss, seen = characters._Course.loss, []
+
+    def broken(self: Any) -> Any:
+        seen.append(self.step)
+        self._save()
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        return loss(self)
+
+    monkeypatch.setattr(characters._Course, "loss", broken)
+    shop = foundry(tmp_path / "broken", pairs=TEXT)
+    with pytest.raises(KeyboardInterrupt):
+        maker.fit(shop)
+    maker.fit(shop)
+    assert seen == [*range(5), *range(4, 12)] and not (tmp_path / "broken" / trainer.STATE).exists()
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken")]
+    assert files[0] == files[1]
+
+
+def test_some_texts_leave_at_drawn_depths_while_a_character_model_learns(tmp_path: Path) -> None:
+    maker = CharacterModel(**TINY, mixed=0.25, recipe=replace(SHORT, batch_size=8))
+    torch.manual_seed(0)
+    network, ids = maker.network(256).eval(), torch.randint(0, 256, (200,))
+    course = characters._Course(network, ids, ids, maker, None, foundry(tmp_path, pairs=TEXT))
+    texts = course.windows(ids, range(8))
+    depths, layers = course._leaving(texts), TINY["layers"]
+    assert depths is not None and depths.shape == (8, TINY["positions"])
+    assert set(depths[:2].unique().tolist()) == set(range(1, layers + 1)) and (depths[2:] == layers).all()
+    whole, parts = course._loss(texts)
+    torch.testing.assert_close(course._loss(texts, torch.full_like(depths, layers))[0], whole)
+    least = course._loss(texts, torch.ones_like(depths))[1]
+    assert all(torch.equal(loss, parts["loss_1"]) for loss in least.values()) and len(least) == layers
+    assert CharacterModel("free", **TINY).mixed == 0
+
+
+def test_overlap_is_rouge_l() -> None:
+    assert overlap([1, 2, 3, 4], [1, 3, 4, 9]) == pytest.approx(0.75)
+    assert overlap([1, 2], [1, 2]) == 1.0 and overlap([1], [2]) == 0.0 and overlap([], [1]) == 0.0
+    assert overlap([1, 1, 2, 1], [1, 2, 1, 1, 5, 5]) == pytest.approx(2 * 3 / 10)
+
+
+def test_character_models_refuse(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a width that twice the heads divide"):
+        CharacterModel(width=30, heads=4)
+    with pytest.raises(ValueError, match=r"mixed=1\.5 came; .* a share from 0 to 1"):
+        CharacterModel(mixed=1.5)
+    with pytest.raises(ValueError, match="1 to 7 are allowed for the shallow exit"):
+        CharacterModel("free", shallow=8)
+    with pytest.raises(ValueError, match=r"The corpus has 4 bytes; at least 250"):
+        CharacterModel(**TINY).fit(foundry(tmp_path, pairs=[("", "text")]))
+
+
+def test_any_text_file_is_a_corpus_and_the_model_loads_by_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("\n\n".join(text for _, text in TEXT[:100]) + "\n", encoding="utf-8")
+    texts = corpus.read(str(file))
+    assert len(texts.dialogues) == 100 and texts.dialogues[0].said == ("",) and texts.names == ("own.txt",)
+    words = [f"corpus={file}", f"paths.cache={tmp_path}", "train.layers=2", "train.width=16", "train.heads=2"]
+    words += ["train.positions=16", "train.recipe.steps=3", "train.recipe.evaluations=1", "hardware.device=cpu"]
+    assert command.main(["method=character_model", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "coverage at 98 %" in printed and "model.name=" in printed
+    folder = tmp_path / "trained" / "character_model-own_characters"
+    card = json.loads((folder / "card.json").read_text())
+    assert set(card["facts"]["exits"]) == {"1"} and "summary" not in card["facts"]
+    loaded = loading.load(
+        {"name": str(folder)}, {"device": "cpu", "dtype": "float32"}, PathsConfig(cache=str(tmp_path))
+    )
+    assert loaded.lm.n_layers == 2 and loaded.tokenizer.decode(loaded.tokenizer("é!")["input_ids"]) == "é!"
+
+
+def test_plain_text_cannot_be_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("some text\n")
+    words = [f"corpus={file}", "model=random", f"paths.cache={tmp_path}", "hardware.device=cpu"]
+    assert command.main(["method=calm", *words]) == 2
+    assert "has plain text" in capsys.readouterr().err
+    with pytest.raises(UserError, match="or of text"):
+        corpus.read("nothing_there")
+
+
+# ------------------------------------------------------------------------------------------------------------ teacher
+
+
+@pytest.mark.parametrize("exits", ["calm", "free"])
+def test_the_teachers_loss_is_that_of_every_layer_of_transformers(exits: Any, tmp_path: Path) -> None:
+    recipe = replace(BRIEF, dropout=0.0)
+    maker = ExitTeacherTraining(**SMALL | {"layers": (1, 3)}, exits=exits, recipe=recipe)
+    tokenizer = translation.vocabulary.learn([text for pair in PAIRS for text in pair], 300, 40)
+    pairs = maker._encode(tokenizer, PAIRS)
+    torch.manual_seed(0)
+    network = maker.network(len(tokenizer))
+    course = translation._Course(
+        network, pairs, translation.Judge(tokenizer, PAIRS[:5]), recipe, foundry(tmp_path), maker.layer_loss
+    )
+    found, seen = course.loss()
+    network.eval()
+    behind: list[list[torch.Tensor]] = [[], [], []]
+    wanted = []
+    norm = network.model.decoder.layer_norm
+    norm.register_forward_pre_hook(lambda _, given: behind[2].append(given[0][0]))  # transformers' own last is normed
+    for place in course.rows():
+        source, target = (torch.tensor([side]) for side in pairs[place])
+        hidden = network(input_ids=source, labels=target, output_hidden_states=True).decoder_hidden_states
+        for states, state in zip(behind[:2], hidden[1:3], strict=True):
+            states.append(state[0])
+        wanted.append(target[0])
+    read = [F.layer_norm(torch.cat(states), norm.normalized_shape, norm.weight, norm.bias) for states in behind]
+    losses = [F.cross_entropy(network.lm_head(rows), torch.cat(wanted), label_smoothing=0.1) for rows in read]
+    if exits == "calm":
+        total = sum((i + 1) * loss for i, loss in enumerate(losses)) / 6
+    else:
+        total = (losses[0] + 3 * losses[2]) / 4 + 0.5 * F.mse_loss(torch.cat(behind[0]), torch.cat(behind[2]))
+    torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-4)
+    assert seen["tokens"] == sum(map(len, wanted))
+
+
+def test_an_exit_native_teacher_is_left_early(tmp_path: Path) -> None:
+    recipe = replace(BRIEF, steps=120, evaluations=2)
+    maker = ExitTeacherTraining(**SMALL | {"layers": (1, 3)}, exits="calm", recipe=recipe)
+    assert maker.model_name("multi30k") == "multi30k_1_3_calm"
+    facts = maker.fit(foundry(tmp_path))
+    assert set(facts["exits"]) == {"1", "2"} and facts["exits"]["2"]["agreement"] > 0.8
+    network: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).requires_grad_(False)
+    lm = Seq2SeqLM.from_hf(network, keep_hf=True)
+    checks.check_batch(lambda m, s: Calm(m, s, 0.5, exits=[1, 2], head="lens"), lm, limit=12)
+    with pytest.raises(UserError, match=r"method=exit_teacher .*train\.layers=\[1,3\]' train\.exits=calm"):
+        loading.load(
+            {"name": "multi30k_1_3_calm", "_target_": "bench.models.hub.TrainedModel", "method": "exit_teacher"},
+            {"device": "cpu", "dtype": "float32"},
+            PathsConfig(cache=str(tmp_path)),
+        )
+
+
+def test_an_exit_native_teacher_begins_with_the_weights_of_a_model(tmp_path: Path) -> None:
+    options: dict[str, Any] = SMALL | {"layers": (1, 3)}
+    recipe = replace(BRIEF, steps=1, evaluations=1, average=1, learning_rate=1e-9)
+    translation.TeacherTraining(**options, recipe=recipe).fit(foundry(tmp_path / "model"))
+    network: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    given = Seq2SeqLM.from_hf(network, keep_hf=True), AutoTokenizer.from_pretrained(tmp_path / "model")
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+
+    maker = ExitTeacherTraining(**options, begin="model", recipe=recipe)
+    assert maker.learns_from_teacher and maker.model_name("multi30k") == "multi30k_1_3_calm"
+    maker.fit(foundry(tmp_path / "made", teacher=given, seed=1))
+    made: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    for name, value in made.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=1e-3, atol=1e-5)
+
+    other = ExitTeacherTraining(**options | {"layers": (1, 2)}, begin="model", recipe=recipe)
+    with pytest.raises(ValueError, match=r"has other weights than what is trained.*train\.begin=random"):
+        other.fit(foundry(tmp_path / "other", teacher=given))
+
+
+def test_the_confidence_of_all_or_nothing_is_judged() -> None:
+    assert quality(torch.tensor([True, True]), torch.tensor([1.0, 1.0]))["calibration_error"] == 0.0
