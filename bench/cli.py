@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,16 +17,22 @@ from bench import __version__
 from bench.config import compose
 from bench.config.schema import RunConfig
 from bench.config.typecheck import did_you_mean
-from bench.errors import UserError
+from bench.errors import (
+    BAD_INPUT,
+    FAILED,
+    INVALID,
+    OK,
+    TRACEBACK,
+    UserError,
+    _classify,
+    report_failure,
+)
 from bench.sweep.job import Result
-from bench.utils.failures import explain, kept_prompts
 
 if TYPE_CHECKING:
     from bench.sweep.executors import Answers
     from bench.sweep.job import Task
 
-OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
-TRACEBACK = "DECODEBENCH_TRACEBACK"
 
 _HELP = """\
 Try:
@@ -79,27 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error)
-
-
-def report_failure(error: BaseException) -> int:
-    """Print what went wrong as one message on stderr; returns the exit code."""
-    code, message, expected = _classify(error)
-    if not expected or os.environ.get(TRACEBACK, "0") not in ("", "0"):
-        traceback.print_exception(type(error), error, error.__traceback__)
-    print(message, file=sys.stderr)
-    return code
-
-
-def _classify(error: BaseException) -> tuple[int, str, bool]:
-    """Exit code, message, and whether this kind of failure is foreseen."""
-    if isinstance(error, UserError):
-        return BAD_INPUT, str(error), True
-    if isinstance(error, KeyboardInterrupt):
-        kept = getattr(error, "kept", None)
-        return INTERRUPTED, f"Interrupted. {kept_prompts(kept)}; run the same command to go on.", True
-    if failed := explain(error):
-        return FAILED, str(failed), True
-    return FAILED, f"The run failed: {type(error).__name__}: {error}", False
 
 
 def _dispatch(words: list[str]) -> int:

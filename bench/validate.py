@@ -12,8 +12,8 @@ from typing import Any
 from bench.analysis import metrics
 from bench.cost import records as cost_records
 from bench.errors import UserError
-from bench.models.artifacts import read_json
 from bench.records import run_folder
+from bench.utils.files import read_json
 
 RUN, LABORATORY, COSTS = "run", "laboratory record", "cost curve"
 _RESULT, _LOSSLESS, _COSTS = "result.json", "lossless", "costs"

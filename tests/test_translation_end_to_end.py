@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bench import cli
+from bench import cli, errors
 from bench.config.schema import PathsConfig
 from bench.errors import UserError
 from bench.lossless import command as lossless
@@ -85,7 +85,7 @@ def only(results: Path) -> Path:
 def test_exact_methods_write_the_teachers_text(words: list[str], batch: int, bench: Any, tmp_path: Path) -> None:
     """Those that ``tests/bench/tasks/test_seq2seq_tasks.py`` does not run; VALID or not depends on this machine's load."""
     code, out, _ = bench(*track(*words, f"batch_size={batch}"))
-    assert code in (cli.OK, cli.INVALID)
+    assert code in (errors.OK, errors.INVALID)
     summary = json.loads((only(tmp_path / "results") / run_folder.SUMMARY).read_text())
     assert (summary["guarantee"], summary["agreement"]["exact"]) == ("EXACT", 1.0)
     assert summary["agreement"]["identical_to_baseline"] == 1.0
@@ -137,11 +137,13 @@ def test_a_datastore_of_pairs_drafts_and_is_made_by_the_command(bench: Any, comm
     write(data, "dolly/dolly_3k.json", json.dumps([{"instruction": "Say a.", "input": "", "output": "a"}]))
     write(data, "gsm8k/train.jsonl", {"question": "1 + 1?", "answer": "It is 2\n#### 2"})
     code, _, err = bench("method=rest", "model=multi30k_4_4", main=_train)
-    assert code == cli.BAD_INPUT and "corpus=multi30k" in err and "does not answer" in err
+    assert code == errors.BAD_INPUT and "corpus=multi30k" in err and "does not answer" in err
     assert bench("method=rest", "model=multi30k_4_4", "corpus=multi30k", main=_train)[0] == 0
     code, _, _ = bench(*track("method=rest"))
     summary = json.loads((only(tmp_path / "results") / run_folder.SUMMARY).read_text())
-    assert code in (cli.OK, cli.INVALID) and summary["agreement"]["exact"] == 1.0 and summary["tokens_per_step"] > 1
+    assert (
+        code in (errors.OK, errors.INVALID) and summary["agreement"]["exact"] == 1.0 and summary["tokens_per_step"] > 1
+    )
 
 
 def _train(words: list[str]) -> int:
@@ -157,7 +159,7 @@ def test_blocks_of_a_fine_tuned_model_are_held_to_both_models(
     assert code == 0, err
     assert "method=blockwise_translation" in out
     code, out, err = bench(*track("method=blockwise_translation", "method.k=3", "batch_size=2"))
-    assert code in (cli.OK, cli.INVALID), err
+    assert code in (errors.OK, errors.INVALID), err
     summary = json.loads((only(tmp_path / "results") / run_folder.SUMMARY).read_text())
     assert summary["guarantee"] == "RELAXED" and summary["agreement"]["exact"] < 1.0
     assert summary["agreement"]["verifier"]["exact"] == 1.0 and "100.0 % identical to its own model" in out
@@ -165,7 +167,7 @@ def test_blocks_of_a_fine_tuned_model_are_held_to_both_models(
 
     monkeypatch.setattr(run.agreement, "check_own", lambda *a, **k: {"exact": 0.5, "violation": 0.5, "n_violations": 8})
     code, out, _ = bench(*track("method=blockwise_translation", "method.k=3", "dataset.limit=3"))
-    assert code == cli.INVALID and "that its own model would not write: 8" in " ".join(out.split())
+    assert code == errors.INVALID and "that its own model would not write: 8" in " ".join(out.split())
 
 
 # ---------------------------------------------------------------------------------------------------------- laboratory
@@ -264,7 +266,7 @@ def test_bad_input_gets_one_message(words: list[str], said: str, bench: Any, for
     for name, place in places.items():
         words = [word.replace(name, str(place())) if name in word else word for word in words]
     code, _, err = bench("max_new_tokens=8", *words)
-    assert code == cli.BAD_INPUT
+    assert code == errors.BAD_INPUT
     last = err.strip().splitlines()[-1]
     assert said in last and "Traceback" not in err and last.endswith(".")
 
@@ -273,7 +275,7 @@ def test_bad_input_gets_one_message(words: list[str], said: str, bench: Any, for
 def test_a_corpus_of_the_other_direction_is_refused(method: str, bench: Any) -> None:
     distilled = ["train.data=distilled"] if method == "teacher" else []
     code, _, err = bench(f"method={method}", "model=multi30k_4_4", "corpus=multi30k_de_en", *distilled, main=_train)
-    assert code == cli.BAD_INPUT and "corpus=multi30k_de_en goes from de to en" in err
+    assert code == errors.BAD_INPUT and "corpus=multi30k_de_en goes from de to en" in err
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from bench.config.typecheck import check_arguments, hint_of
 from bench.errors import UserError
 
 if TYPE_CHECKING:
-    from methods.decoder import Decoder, Trainable
+    from methods.decoder import Decoder
     from methods.engine.causal_lm import CausalLM
+    from methods.training.interface import Trainable
 
 ENTRY_POINTS = "decodebench.methods"  # where an installed package registers its decoders
 _OWN = ("methods.", "bench.")
@@ -116,7 +117,7 @@ def build_trainable(train: Mapping[str, Any]) -> Trainable:
     Raises:
         UserError: arguments it does not take, or values it refuses.
     """
-    from methods.decoder import Trainable
+    from methods.training.interface import Trainable
 
     trainable = _build(train, "train")
     if not isinstance(trainable, Trainable):
@@ -183,7 +184,7 @@ def _build(
 def _shipped(error: ValueError, method: str) -> str:
     """Where a part is missing, the models for which it comes with the project."""
     from bench.models import artifacts
-    from methods.decoder import MissingPart
+    from methods.engine.checkpoint_files import MissingPart
 
     models = artifacts.shipped(method) if isinstance(error, MissingPart) else []
     return f"Prepared ones come with the project for model={', model='.join(models)}." if models else ""

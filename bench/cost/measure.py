@@ -28,20 +28,19 @@ import yaml
 from bench.config import instantiate
 from bench.config.schema import RunConfig, sanitise
 from bench.cost import roofline
-from bench.cost.command import Grid
 from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, device_name, summarise
-from bench.errors import RunFailed, UserError
+from bench.cost.settings import Grid
+from bench.errors import RunFailed, UserError, explain
 from bench.measure import verify_cost
+from bench.measure.instruments import Instruments
 from bench.measure.interleave import derive_seed
 from bench.measure.timing import timed_decode
 from bench.models import artifacts, loading
 from bench.models.architectures import Architecture
-from bench.models.artifacts import write_json
-from bench.models.loading import Loaded
+from bench.models.source import Loaded
 from bench.tasks import prompts
 from bench.utils import machine, memory, redact
-from bench.utils.failures import explain
-from bench.utils.machine import Instruments
+from bench.utils.files import write_json
 from bench.utils.progress import Progress
 from methods.decoder import Decoder
 from methods.engine.causal_lm import CausalLM

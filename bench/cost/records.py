@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from bench.analysis.cost_curve import CostCurve
 from bench.cost import roofline
 from bench.errors import UserError
-from bench.measure.verify_cost import CostCurve
 from bench.models.architectures import Architecture
-from bench.models.artifacts import read_json, write_json
 from bench.records.run_folder import machine_failures
 from bench.utils import files
+from bench.utils.files import read_json, write_json
 
 MANIFEST, CONFIG, POINTS, SUMMARY, PLOT = "manifest.json", "config.yaml", "points.jsonl", "summary.json", "roofline.png"
 SCHEMA_VERSION = 1

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.analysis import metrics
+from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.errors import UserError
-from bench.measure.verify_cost import CostCurve, CostSurface
 from bench.records.run_folder import Sample, read_manifest, read_samples
 from bench.report.terminal import plural
 
 if TYPE_CHECKING:
-    from bench.cost.command import Question
+    from bench.cost.settings import Question
 
 Price = Callable[[int, int, int], float]
 _NS = 1e9
@@ -431,7 +431,7 @@ def _where(manifest: Mapping[str, Any]) -> str:
 
 def _known(run: Path) -> str:
     """What the run itself says of its speed-up."""
-    from bench.models.artifacts import read_json
+    from bench.utils.files import read_json
 
     summary = read_json(run / "summary.json") or {}
     total = ((summary.get("speedup") or {}).get("total") or {}).get("value")

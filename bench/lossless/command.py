@@ -9,11 +9,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.cli import INVALID, OK, report_failure
 from bench.config import compose
 from bench.config.schema import RunConfig
 from bench.config.typecheck import did_you_mean
-from bench.errors import UserError
+from bench.errors import INVALID, OK, UserError, report_failure
 
 if TYPE_CHECKING:
     from bench.lossless.experiments import Lab
@@ -152,7 +151,7 @@ def run(experiment: str, settings: dict[str, Any], cfg: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    from bench.utils.heap import keep_freed_memory
+    from bench.utils.memory import keep_freed_memory
 
     keep_freed_memory()
     sys.exit(main())

@@ -21,10 +21,10 @@ from bench.lossless.sampling import LIMIT, Arrangement, first_tokens, root_distr
 from bench.lossless.statistics import Comparison, compare
 from bench.measure import agreement
 from bench.models import artifacts
-from bench.models.loading import Loaded
+from bench.models.source import Loaded
 from bench.tasks import prompts
-from bench.utils.heap import keep_freed_memory
 from bench.utils.machine import usable_cores
+from bench.utils.memory import keep_freed_memory
 from bench.utils.progress import Progress
 from methods.decoder import Decoder, Guarantee
 from methods.engine.sampling import Sampling

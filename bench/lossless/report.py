@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.config.schema import RunConfig, identity, sanitise
+from bench.utils import files
 
 if TYPE_CHECKING:
     from bench.lossless.experiments import Lab
-    from bench.models.loading import Loaded
+    from bench.models.source import Loaded
 
 
 def defining(cfg: RunConfig) -> dict[str, Any]:
@@ -52,7 +53,6 @@ def write(
     seconds: float,
 ) -> None:
     """``manifest.json`` and ``result.json`` in ``folder``."""
-    from bench.models import artifacts
     from bench.utils import machine, redact
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,8 +70,8 @@ def write(
         "started_at": begin.isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
     }
-    artifacts.write_json(folder / "manifest.json", redact.tree(manifest))
-    artifacts.write_json(folder / "result.json", result)
+    files.write_json(folder / "manifest.json", redact.tree(manifest))
+    files.write_json(folder / "result.json", result)
 
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:

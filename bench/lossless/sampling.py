@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import ABSENT, Draft
+from methods.drafting import ABSENT, Draft
 from methods.engine.sampling import Sampling, argmax
 from methods.speculative.verification import ExactRule
 
@@ -151,7 +151,7 @@ def root_distributions(
     scores root and draft in one pass. An encoder-decoder reads the whole prompt; the token it most likely begins with
     is the root.
     """
-    from methods.decoder import Context
+    from methods.drafting import Context
     from methods.engine.seq2seq_lm import Seq2SeqLM
 
     target, drafter = decoder.target, decoder.drafter  # type: ignore[attr-defined]

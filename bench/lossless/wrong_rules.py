@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from methods.decoder import Draft, Verdict
+from methods.drafting import Draft, Verdict
 from methods.engine.sampling import draw
 from methods.speculative.verification import ChainRejection, ExactRule, TreeWithReplacement, Walk, values_at
 

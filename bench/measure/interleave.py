@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bench.errors import explain
+from bench.measure.instruments import Instruments
 from bench.measure.timing import Timed, timed_decode
 from bench.records.run_folder import Arm, RunFolder, Sample
 from bench.tasks import prompts
 from bench.tasks.prompts import Batch
-from bench.utils.failures import explain
-from bench.utils.machine import Instruments
 from bench.utils.progress import Progress
 from methods.decoder import Decoder, Step
 

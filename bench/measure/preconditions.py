@@ -17,8 +17,8 @@ from bench.config import compose, instantiate
 from bench.config.schema import RunConfig, SamplingConfig
 from bench.errors import UserError
 from bench.models import artifacts, loading
-from methods.decoder import MissingPart
 from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.seq2seq_lm import Seq2SeqLM
 
 _KINDS = {"causal": "a causal model", "seq2seq": "an encoder-decoder model"}
@@ -89,7 +89,7 @@ def _kind(cfg: RunConfig) -> str | None:
 
 def _made(cfg: RunConfig) -> str | None:
     """A model of our own that is not trained yet, or one that would draft for itself."""
-    from bench.models.hub import TrainedModel
+    from bench.models.trained import TrainedModel
 
     draft = cfg.method.get("draft_model")
     if draft is not None and draft == cfg.model["name"]:

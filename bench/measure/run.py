@@ -17,23 +17,23 @@ import torch
 import yaml
 
 from bench.analysis import audit, metrics
+from bench.analysis.cost_curve import CostCurve
 from bench.config import instantiate
 from bench.config.schema import RunConfig, run_id
 from bench.errors import RunFailed, UserError
 from bench.measure import agreement, threshold_calibration, verify_cost
+from bench.measure.instruments import Instruments
 from bench.measure.interleave import Runner, Seconds, Settings
 from bench.measure.preconditions import refilling
 from bench.measure.threshold_calibration import Choice, Trial, Writer
-from bench.measure.verify_cost import CostCurve
 from bench.models import artifacts, loading
 from bench.models.artifacts import Prepared
-from bench.models.loading import Loaded
+from bench.models.source import Loaded
 from bench.records import run_folder
 from bench.records.run_folder import RunFolder, Sample
 from bench.report import terminal
 from bench.tasks import prompts
-from bench.utils import machine, redact
-from bench.utils.machine import Instruments
+from bench.utils import files, machine, redact
 from methods.decoder import Decoder
 
 CALIBRATION = "calibration.json"  # beside the manifest: the losses that a threshold was chosen by
@@ -119,7 +119,7 @@ def run(cfg: RunConfig, *, fresh: bool | datetime = False) -> Outcome:
     with RunFolder.create(path.parent, path.name, manifest, _config_yaml(cfg), fresh=fresh) as folder:
         with _status(folder):
             if choice:
-                artifacts.write_json(path / CALIBRATION, choice.to_json())
+                files.write_json(path / CALIBRATION, choice.to_json())
             _measure(cfg, parts, folder)
         return report(cfg, path)
 

@@ -27,14 +27,13 @@ from jaxtyping import Float
 from bench.config.schema import RunConfig, sanitise
 from bench.errors import UserError
 from bench.measure.timing import Row
-from bench.models import artifacts
 from bench.models.artifacts import Prepared
 from bench.scoring import SCORERS
 from bench.scoring.rouge import rouge_l
 from bench.tasks import corpus, prompts
 from bench.tasks.corpus import Dialogue
 from bench.tasks.sources import Sources
-from bench.utils import machine
+from bench.utils import files, machine
 from bench.utils.progress import Progress
 from methods.decoder import Calibrated, Calibrator, Decoder
 
@@ -322,7 +321,7 @@ class _Kept:
 
     def __init__(self, file: Path, definition: Mapping[str, Any]) -> None:
         self._file = file
-        found = artifacts.read_json(file) or {}
+        found = files.read_json(file) or {}
         same = found.get("definition") == definition
         self._content: dict[str, Any] = found if same else {"definition": definition, "full": None, "measured": {}}
 
@@ -365,7 +364,7 @@ class _Kept:
 
     def _write(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        artifacts.write_json(self._file, self._content)
+        files.write_json(self._file, self._content)
 
 
 def _settings(method: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

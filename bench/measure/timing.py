@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Generator, Tensor
 
 from bench.errors import RunFailed
-from bench.utils.machine import Instruments, Reading
+from bench.measure.instruments import Instruments, Reading
 from methods.decoder import Decoder, Prompts, Refillable, Step
 
 

@@ -6,9 +6,7 @@ is not finished, and no run uses it.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +16,11 @@ from typing import Any, Literal
 from bench.config import instantiate
 from bench.config.schema import PathsConfig, sanitise
 from bench.tasks.sources import project_data
-from bench.utils import files as atomic
+from bench.utils.files import digest, read_json
 
 CARD, PLAN, CURVES, LOCK = "card.json", "making.json", "curves.jsonl", ".lock"
 _NOT_THE_PART = frozenset({CARD, PLAN, CURVES, LOCK})
 _MAKING = "making/"  # what a preparation notes on its way: trials, costs, pictures
-_BLOCK = 1 << 20
 
 Origin = Literal["checkpoint", "shipped", "trained"]
 
@@ -97,20 +94,6 @@ def read_card(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / CARD)
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
-    """An object that ``write_json`` wrote; None without one."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write so that a reader sees the old file or the new one."""
-    atomic.replace(file, json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n")
-
-
 def files(folder: Path) -> dict[str, Path]:
     """The files of a part by their path below the folder, in order."""
     if folder.is_file():
@@ -119,30 +102,8 @@ def files(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in found.items() if name not in _NOT_THE_PART and not name.startswith(_MAKING)}
 
 
-def digest(parts: Mapping[str, Path]) -> str:
-    """One sha256 over names and contents."""
-    whole = hashlib.sha256()
-    for name, path in sorted(parts.items()):
-        whole.update(f"{name}\0{file_sha256(path)}\n".encode())
-    return whole.hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Of a file's bytes, whatever its size."""
-    found = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
-
-
 def _misfit(folder: Path, card: Mapping[str, Any], revision: str | None) -> str | None:
     made_for = (card.get("model") or {}).get("revision")
     if made_for == revision:
         return None
     return f"{folder.name} was prepared for revision {made_for} of the model, and this is {revision}"
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's; anything else as text: a card must not fail after hours of work."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.config.schema import set_path_defaults
 from bench.errors import UserError
-from bench.models.loading import Read
+from bench.models.source import Read
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class EmbeddedModel:
     """SmolLM2-135M-Instruct as ``python -m bench fetch models smollm2`` left it."""
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:
-        """See ``bench.models.loading.Source``. Takes about a second; other types than bfloat16 hold the same values."""
+        """See ``bench.models.source.Source``. Takes about a second; other types than bfloat16 hold the same values."""
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

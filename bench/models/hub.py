@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.config.schema import PathsConfig
-from bench.errors import UserError
+from bench.errors import UserError, explain
 from bench.models import artifacts
-from bench.models.loading import Read
+from bench.models.source import Read
 from bench.tasks import corpus
-from bench.utils.failures import explain
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +37,7 @@ class HubModel:
         self.folder = path if path.is_dir() else None
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:
-        """See ``bench.models.loading.Source``. The family is checked before the weights are fetched."""
+        """See ``bench.models.source.Source``. The family is checked before the weights are fetched."""
         if self.folder is None and (self.name.startswith((".", "/", "~")) or self.name.count("/") > 1):
             raise UserError(f"There is no folder {self.name}; model.name is a folder or a hub id. Correct the path.")
         commit, refusal = (None, "") if self.folder else self._ask_hub()
@@ -164,49 +161,6 @@ class HubModel:
             f"Model '{self.name}' cannot be loaded from the hub: {reason} {needed}. For a gated or private model get "
             "access on its page, then log in: hf auth login"
         )
-
-
-class TrainedModel:
-    """A model that ``bench.train`` made: one that comes with the project, or of this machine.
-
-    Args:
-        name: as it is called in its card.
-        method: what made it.
-    """
-
-    def __init__(self, name: str, method: str = "teacher") -> None:
-        self.name, self.method = name, method
-
-    def read(self, dtype: torch.dtype, cache: Path) -> Read:
-        """See ``bench.models.loading.Source``. It is identified by its files without the card, which knows the time."""
-        folder = self.find(cache)
-        digest = artifacts.digest(artifacts.files(folder))
-        read = HubModel(str(folder)).read(dtype, cache)
-        return Read(read.model, read.tokenizer, digest[:12], digest, read.languages)
-
-    def find(self, cache: Path) -> Path:
-        """Where it lies.
-
-        Raises:
-            UserError: it is not made yet.
-        """
-        places = artifacts.places(self.method, self.name, PathsConfig(cache=str(cache)))
-        folder = next((folder for folder in places.values() if artifacts.read_card(folder)), None)
-        if folder is None:
-            raise UserError(
-                f"Model '{self.name}' is not made yet: {' and '.join(map(str, places.values()))} do not have it. "
-                f"{self._command()} makes it; or choose another (python -m bench list models)."
-            )
-        return folder
-
-    def _command(self) -> str:
-        layers, more = "", ""
-        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?(?:_(calm|free))?", self.name):
-            corpus, encoder, decoder, distilled, exits = found.groups()
-            layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
-            more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
-            more += f" train.exits={exits}" if exits else ""
-        return f"python -m bench.train method={self.method}{layers}{more}"
 
 
 def is_seq2seq(config: PretrainedConfig) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.models.architectures import Architecture, architecture
-from bench.models.loading import Read
+from bench.models.source import Read
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class RandomModel:
         return f"seed {self.seed}" if self.like is None else f"seed {self.seed}, shape of {self.like}"
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:
-        """See ``bench.models.loading.Source``. Whether it fits into memory is checked by ``bench.models.loading.load``."""
+        """See ``bench.models.source.Source``. Whether it fits into memory is checked by ``bench.models.loading.load``."""
         tokenizer = byte_tokenizer()
         model = self._draw_small(tokenizer, dtype) if self.like is None else self._draw_large(dtype)
         return Read(model, tokenizer, self.revision, None)

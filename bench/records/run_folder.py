@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.errors import UserError
+from bench.errors import UserError, explain
 from bench.utils import files
-from bench.utils.failures import explain
 
 SCHEMA_VERSION = 1
 

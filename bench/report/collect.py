@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
-from bench.models.artifacts import read_json
 from bench.records import run_folder
 from bench.report import terminal
+from bench.utils.files import read_json
 
 if TYPE_CHECKING:
     import pandas as pd

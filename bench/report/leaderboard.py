@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.measure.verify_cost import CostCurve
+from bench.analysis.cost_curve import CostCurve
 from bench.report import collect, frontier, terminal
 from bench.report.collect import Record
 

@@ -29,7 +29,7 @@ from bench.tasks.base import Message
 from bench.tasks.exercises import solved
 from bench.tasks.seq2seq import read_multi30k
 from bench.tasks.sources import Revision, Row, Sources, numbered_rows, read_bytes, sha256
-from methods.decoder import Example
+from methods.training.interface import Example
 
 _FORMATS = (
     'each line must be like {"prompt": "What is asked", "answer": "What is right"} or {"turns": ["What is asked"], '

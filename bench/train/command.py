@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from bench.cli import INTERRUPTED, OK, report_failure
+from bench import errors
 from bench.config import compose
 from bench.config.schema import DEFAULT_CORPUS, TrainConfig
 from bench.config.typecheck import check_arguments, did_you_mean
-from bench.errors import RunFailed, UserError
-from bench.utils import failures
+from bench.errors import INTERRUPTED, OK, RunFailed, UserError, report_failure
 
 _HELP = """\
 Prepare what a method needs before it can decode: a datastore, a search, trained heads; or a translation model.
@@ -72,9 +71,9 @@ def _show(text: str) -> int:
 
 def _in_words(error: Exception) -> Exception:
     """What the machine refused, with what that means for a preparation."""
-    if isinstance(error, RunFailed) or (found := failures.explain(error)) is None:
+    if isinstance(error, RunFailed) or (found := errors.explain(error)) is None:
         return error
-    what = str(found).partition(failures.kept_prompts(None))[0].strip()
+    what = str(found).partition(errors.kept_prompts(None))[0].strip()
     failed = RunFailed(f"{what} {_KEPT}.")
     failed.__cause__ = error
     return failed
@@ -174,7 +173,7 @@ def _names() -> str:
 
 
 if __name__ == "__main__":
-    from bench.utils.heap import keep_freed_memory
+    from bench.utils.memory import keep_freed_memory
 
     keep_freed_memory()
     sys.exit(main())

@@ -16,12 +16,12 @@ from bench.config import compose
 from bench.config.schema import RunConfig, TrainConfig, sanitise
 from bench.errors import UserError
 from bench.models import loading
-from bench.models.loading import Loaded
+from bench.models.source import Loaded
 from bench.tasks import corpus
 from bench.tasks.corpus import Texts
 from bench.tasks.sources import Sources
 from bench.train.job import Curves, Job, PartJob, Stages, Subject
-from methods.decoder import Foundry, ModelMaker, PairLearner
+from methods.training.interface import Foundry, ModelMaker, PairLearner
 
 
 class ModelJob(Job):

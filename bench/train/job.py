@@ -23,14 +23,14 @@ from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, sanitise
 from bench.errors import UserError
 from bench.models import artifacts, loading
 from bench.models.artifacts import CARD, CURVES, LOCK, PLAN
-from bench.models.loading import Loaded
+from bench.models.source import Loaded
 from bench.records.tracking import Tracker
 from bench.tasks import corpus
 from bench.tasks.corpus import Corpus, Texts
 from bench.tasks.sources import Sources
-from bench.utils import machine, redact
+from bench.utils import files, machine, redact
 from bench.utils.progress import Progress
-from methods.decoder import ModelMaker, PairLearner, Trainable, Workshop
+from methods.training.interface import ModelMaker, PairLearner, Trainable, Workshop
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ class Job:
         Raises:
             UserError: the folder holds something else, which only ``force`` may replace.
         """
-        card, plan = artifacts.read_card(self.folder), artifacts.read_json(self.folder / PLAN)
+        card, plan = artifacts.read_card(self.folder), files.read_json(self.folder / PLAN)
         left = card or plan or {}
         if "definition_sha256" not in left:
             self._require_empty()
@@ -200,7 +200,7 @@ class Job:
             finally:
                 stages.close()
         self._summary = found.pop("summary", [])
-        artifacts.write_json(self.folder / CARD, redact.tree(self._card(trainable, found)))
+        files.write_json(self.folder / CARD, redact.tree(self._card(trainable, found)))
         (self.folder / PLAN).unlink(missing_ok=True)
 
     def report(self) -> str:
@@ -223,7 +223,7 @@ class Job:
 
     def _note_plan(self) -> None:
         plan = {"definition_sha256": self.definition_sha256, "definition": redact.tree(self.definition)}
-        artifacts.write_json(self.folder / PLAN, plan | {"seconds": round(self._spent, 1)})
+        files.write_json(self.folder / PLAN, plan | {"seconds": round(self._spent, 1)})
 
     @contextmanager
     def _followed(self, tracker: Tracker) -> Iterator[None]:
@@ -243,7 +243,7 @@ class Job:
             "definition_sha256": self.definition_sha256,
             "definition": self.definition,
             "facts": dict(found),
-            "sha256": artifacts.digest(parts),
+            "sha256": files.digest(parts),
             "bytes": {name: path.stat().st_size for name, path in parts.items()},
             "command": shlex.join(["python", "-m", "bench.train", *redact.argv(self.words)]),
             "seed": self.cfg.seed,

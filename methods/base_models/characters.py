@@ -36,7 +36,6 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from methods.decoder import Foundry
 from methods.early_exit.calm import Calm
 from methods.early_exit.hash_tables import Corpus, HashTable, even_depths, make_table
 from methods.early_exit.training_states import Recipe
@@ -45,6 +44,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.generation import answer
 from methods.engine.sampling import Sampling
 from methods.training.exit_quality import judge, quality, summary
+from methods.training.interface import Foundry
 from methods.training.layer_losses import LayerLoss, collected, frozen_from, make_loss
 from methods.training.trainer import Loop, autocast, discard
 
@@ -108,7 +108,7 @@ class CharacterModel:
         return f"{corpus}_characters" + ("" if self.exits == "calm" else f"_{self.exits}")
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
-        """See ``methods.decoder.ModelMaker``."""
+        """See ``methods.training.interface.ModelMaker``."""
         tokenizer = byte_tokenizer()
         text = "\n".join("\n".join(filter(None, pair)) for pair in foundry.pairs)
         ids = torch.tensor(tokenizer(text)["input_ids"], device=foundry.device)

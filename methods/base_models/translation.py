@@ -38,12 +38,12 @@ from torch import Generator, Tensor
 from transformers import GenerationConfig, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
 
 from methods.base_models import bpe
-from methods.decoder import Foundry
 from methods.engine.generation import answer, search
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training.distillation import translations
 from methods.training.exit_quality import judge, quality, summary
+from methods.training.interface import Foundry
 from methods.training.layer_losses import Exits, LayerLoss, collected, make_loss
 from methods.training.losses import cross_entropy
 from methods.training.trainer import SAVE_EVERY_S, attention_over_short_rows, autocast, discard
@@ -115,7 +115,7 @@ class TeacherTraining:
         return "_".join([corpus, *map(str, self.layers), *kinds])
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
-        """See ``methods.decoder.ModelMaker``."""
+        """See ``methods.training.interface.ModelMaker``."""
         train, validation = split(foundry)
         tokenizer = bpe.learn(chain.from_iterable(train), self.vocabulary, self.positions)
         learnt = self._distilled(foundry, train) if self.data == "distilled" else train

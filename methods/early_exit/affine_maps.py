@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Workshop
 from methods.early_exit.exits import Lens, Reader, default_depths, require_depths
 from methods.early_exit.training_states import AnswerRecipe, states_over_answers
 from methods.engine.causal_lm import CausalLM
 from methods.training import exit_quality
 from methods.training.exit_quality import Seen
+from methods.training.interface import Workshop
 
 HELD_OUT = 4096  # places that exits are judged at, at most
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from methods.decoder import Workshop
 from methods.early_exit.affine_maps import Maps, Places
 from methods.early_exit.training_states import DraftVocabulary, Recipe
+from methods.training.interface import Workshop
 from methods.training.trainer import Loop, autocast
 
 _WATCHED = 1024  # places at which the loss is followed

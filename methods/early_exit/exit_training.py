@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from methods.decoder import Workshop
 from methods.early_exit.affine_maps import Maps, Places, chosen_depths, compare, fit_maps, gather
 from methods.early_exit.classifier_training import Loss, Weights, confidences, fit_classifier, labelled
 from methods.early_exit.exit_distillation import distil
@@ -24,6 +23,7 @@ from methods.early_exit.exits import Exits, Lens, Reader, Translated
 from methods.early_exit.training_states import HEADS_CORPUS, AnswerRecipe, Recipe
 from methods.engine.causal_lm import CausalLM
 from methods.training.exit_quality import quality, summary
+from methods.training.interface import Workshop
 from methods.training.trainer import discard
 
 _CLASSIFIED = 8192  # places the classifier learns from, at most
@@ -73,7 +73,7 @@ class ExitTraining:
         self.answers, self.recipe = answers or AnswerRecipe(), recipe
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
+        """See ``methods.training.interface.Trainable``."""
         target = workshop.target
         depths = chosen_depths(self.exits, target)
         train, held_out = gather(workshop, depths, self.answers, self.tokens)

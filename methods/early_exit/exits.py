@@ -26,9 +26,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from methods.decoder import MissingPart
 from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import SIZES, read_part, require_shapes, require_target, target_sizes, write_part
+from methods.engine.checkpoint_files import (
+    SIZES,
+    MissingPart,
+    read_part,
+    require_shapes,
+    require_target,
+    target_sizes,
+    write_part,
+)
 from methods.engine.linear import Linear, make_linear
 
 Head = Literal["trained", "lens"]

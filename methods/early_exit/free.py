@@ -33,7 +33,7 @@ from pathlib import Path
 from jaxtyping import Int
 from torch import Generator, Tensor
 
-from methods.decoder import Rule
+from methods.drafting import Rule
 from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.confidence import Vocabulary
 from methods.early_exit.confidence_timing import confidence_share

@@ -33,7 +33,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import ABSENT, Draft, Guarantee, Rule, Step, Verdict
+from methods.decoder import Guarantee, Step
+from methods.drafting import ABSENT, Draft, Rule, Verdict
 from methods.early_exit.confidence import Softmax, Vocabulary
 from methods.early_exit.exits import Reader
 from methods.early_exit.loop import Tally
@@ -78,7 +79,7 @@ class Agreement:
     guarantee: ClassVar[Guarantee] = Guarantee.EXACT
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
-        """See ``methods.decoder.Rule``."""
+        """See ``methods.drafting.Rule``."""
         wanted = sampling.pick(logits, rng)
         return _leading(draft.tokens == wanted[:, :-1], wanted)
 

@@ -36,12 +36,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Guarantee, MissingPart
+from methods.decoder import Guarantee
 from methods.early_exit.calibrator import Promise
 from methods.early_exit.exits import NAMES, Head, Reader, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, Look
 from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM

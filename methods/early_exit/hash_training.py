@@ -22,13 +22,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from methods.decoder import Example, Workshop
 from methods.early_exit.affine_maps import HELD_OUT, Maps, Places, fit_maps, judge
 from methods.early_exit.exits import Exits, Lens, Reader, Translated, require_depths
 from methods.early_exit.hash_tables import Balance, Corpus, HashTable, Kind, even_depths, make_table
 from methods.early_exit.training_states import HEADS_CORPUS, AnswerRecipe, own_answers
 from methods.engine.causal_lm import CausalLM
 from methods.training.exit_quality import quality, summary
+from methods.training.interface import Example, Workshop
 
 _BATCH = 16  # dialogues read at once
 _FEWEST = 16  # held-out dialogues are every so manieth
@@ -79,7 +79,7 @@ class HashTraining:
         self.answers = answers or AnswerRecipe()
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
+        """See ``methods.training.interface.Trainable``."""
         target = workshop.target
         depths = even_depths(self.buckets, target.n_layers) if self.depths is None else tuple(self.depths)
         require_depths(depths, target, Lens(target), "train.depths", last=True)

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Workshop
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.training.answers import HEADS_CORPUS, AnswerRecipe, Answers, own_answers
 from methods.training.features import CachedFeatures, Features
 from methods.training.head_trainer import Recipe
+from methods.training.interface import Workshop
 
 __all__ = ["HEADS_CORPUS", "AnswerRecipe", "DraftVocabulary", "Recipe", "States", "own_answers", "states_over_answers"]
 

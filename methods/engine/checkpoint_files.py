@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from methods.decoder import MissingPart
+if TYPE_CHECKING:
+    from methods.engine.causal_lm import CausalLM
+
+import json
+from typing import TypeVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
 from methods.engine.causal_lm import CausalLM
 
 WEIGHTS, CONFIG = "head.safetensors", "config.json"
 SIZES = ("hidden_size", "layers", "vocab_size")  # of the model that a part was made for
 Names = tuple[str, str]
 T = TypeVar("T")
+
+
+class MissingPart(ValueError):
+    """What a decoder cannot do without is not there; the message names the command that makes it."""
 
 
 def training_command(method: str) -> str:

@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from methods.decoder import MissingPart
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
+    MissingPart,
     read_part,
     require_shapes,
     require_target,

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Generator, Tensor
 
-from methods.decoder import Foundry
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.network import Embedding, Network, Shape
 from methods.non_autoregressive.student import Batch, Objective, Student, Writer, save_student
 from methods.training.distillation import translations
+from methods.training.interface import Foundry
 from methods.training.trainer import SAVE_EVERY_S, attention_over_short_rows, autocast, discard
 from methods.training.translation import BleuJudge, Pair, PairCourse, Recipe, padded, split
 
@@ -77,7 +77,7 @@ class StudentTraining:
         return None
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
-        """See ``methods.decoder.PairLearner``."""
+        """See ``methods.training.interface.PairLearner``."""
         target, tokenizer = _teacher(foundry)
         train, validation = split(foundry)
         found = self._read(target, tokenizer, train, foundry)

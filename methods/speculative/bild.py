@@ -20,7 +20,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, stack, tensor, where
 
-from methods.decoder import ABSENT, Context, Draft
+from methods.drafting import ABSENT, Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling, argmax
 from methods.speculative.loop import SpeculativeDecoder

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from methods.decoder import ABSENT, Context, Draft, Scouts
+from methods.drafting import ABSENT, Context, Draft, Scouts
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import trie

@@ -21,7 +21,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Context, Draft, Drafter, Prompts, Renewable, Rounds, Rule, Step, Verdict
+from methods.decoder import Prompts, Rounds, Step
+from methods.drafting import Context, Draft, Drafter, Renewable, Rule, Verdict
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax

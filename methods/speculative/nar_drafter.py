@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Int
 from torch import Generator, Tensor
 
-from methods.decoder import Context, Draft
+from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.non_autoregressive.cmlm import CmlmStudent, MaskPredict

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from methods.decoder import Context, Draft
+from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder

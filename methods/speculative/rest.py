@@ -34,8 +34,9 @@ import numpy as np
 import torch
 from jaxtyping import UInt32
 
-from methods.decoder import ABSENT, Context, Draft, MissingPart
+from methods.drafting import ABSENT, Context, Draft
 from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.rest_datastore import LONGEST, SEPARATOR, Datastore

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from jaxtyping import Int64, UInt32
 
-from methods.decoder import Workshop
+from methods.training.interface import Workshop
 
 VERSION = 1
 HEADER, TOKENS, PLACES = "datastore.json", "tokens.npy", "places.npy"
@@ -300,7 +300,7 @@ class RestDatastore:
         self.prompts = prompts
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``. A datastore of the same tokens that lies there already is kept."""
+        """See ``methods.training.interface.Trainable``. A datastore of the same tokens that lies there already is kept."""
         vocab_size = workshop.target.vocab_size
         tokens = joined(self._documents(workshop), vocab_size)
         store = _kept(workshop.folder, tokens, vocab_size)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft
+from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft
+from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import Shape

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import ABSENT, Draft, Guarantee, Rule, Verdict
+from methods.decoder import Guarantee
+from methods.drafting import ABSENT, Draft, Rule, Verdict
 from methods.engine.sampling import Sampling, argmax, draw, in_blocks
 from methods.engine.token_tree import with_root
 
@@ -28,7 +29,7 @@ class ExactRule:
     guarantee: ClassVar[Guarantee] = Guarantee.EXACT
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
-        """See ``methods.decoder.Rule``."""
+        """See ``methods.drafting.Rule``."""
         return self.judge(draft, sampling.probs(logits), rng)
 
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
@@ -197,7 +198,7 @@ class RelaxedRule:
     guarantee: ClassVar[Guarantee] = Guarantee.RELAXED
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
-        """See ``methods.decoder.Rule``."""
+        """See ``methods.drafting.Rule``."""
         exact = logits if logits.dtype == torch.float64 else logits.float()
         scores = exact / (sampling.temperature or 1.0)
         behind = scores[:, :-1] if draft.is_chain else _behind_parents(scores, draft.parents)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from methods.decoder import Example, Workshop
 from methods.engine.generation import answer
 from methods.engine.sampling import Sampling
+from methods.training.interface import Example, Workshop
 
 __all__ = ["HEADS_CORPUS", "AnswerRecipe", "Answers", "alone", "answer", "own_answers"]
 

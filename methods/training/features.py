@@ -20,11 +20,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from methods.decoder import Example, Workshop
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training.answers import AnswerRecipe, Answers, alone, own_answers
+from methods.training.interface import Example, Workshop
 
 FeatureForm = Literal["cached", "live"]
 _HELD_OUT = 20  # every twentieth dialogue is held out

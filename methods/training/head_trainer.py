@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from methods.decoder import Workshop
 from methods.training.features import Batch, Features
+from methods.training.interface import Workshop
 from methods.training.trainer import SAVE_EVERY_S, Epochs, Loop, Precision, autocast, discard
 
 __all__ = ["Learner", "Recipe", "discard", "shuffled_batches", "teach", "tokens_per_step"]

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from methods.decoder import Foundry
 from methods.training.distillation import digest
+from methods.training.interface import Foundry
 from methods.training.trainer import SAVE_EVERY_S, Epochs, Loop, Precision
 
 NONE = -1  # in padded rows: no token

@@ -23,12 +23,12 @@ from bench.train import command as train
 from methods.autoregressive import Autoregressive
 from methods.base_models import bpe, translation
 from methods.base_models.translation import ExitTeacherTraining, Judge, Recipe, TeacherTraining, batches
-from methods.decoder import Foundry, ModelMaker, Trainable
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.external.transformers_beam import HFBeam
 from methods.training import distillation, trainer
 from methods.training.distillation import translations
+from methods.training.interface import Foundry, ModelMaker, Trainable
 
 WORDS = {
     "a": "ein",
@@ -324,7 +324,7 @@ def test_a_model_is_made_loaded_by_name_and_distilled(
     assert f"model=hf model.name={folder}" in said
     assert train.main(words) == 0 and "is already there" in capsys.readouterr().out
 
-    group = {"name": "own_1_1", "_target_": "bench.models.hub.TrainedModel"}
+    group = {"name": "own_1_1", "_target_": "bench.models.trained.TrainedModel"}
     fp32 = {"device": "cpu", "dtype": "float32", "threads": 1, "linear": "plain"}
     loaded = loading.load(group, fp32, PathsConfig(cache=str(tmp_path / "cache")))
     assert loaded.kind == "seq2seq" and loaded.sha256 == card["sha256"] and loaded.revision == card["sha256"][:12]

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from bench import __version__, cli
+from bench import __version__, cli, errors
 from bench.config import compose
 from bench.config.schema import RunConfig, conf_dir
 from bench.errors import RunFailed, UserError
-from bench.utils import failures
 
 ROOT = Path(__file__).resolve().parents[2]
 POISONED = ("torch", "transformers", "pandas", "scipy", "wandb", "datasets", "seaborn")
@@ -163,7 +162,7 @@ def test_bad_input_is_one_message_and_exit_2(
 
 
 def test_the_variable_for_tracebacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cli.TRACEBACK, "1")
+    monkeypatch.setenv(errors.TRACEBACK, "1")
     assert cli.main(["method=egle"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -272,14 +271,14 @@ def test_an_unforeseen_failure_shows_its_traceback(
 
 
 def test_where_and_how_much_is_kept_is_told() -> None:
-    told = failures.explain(MemoryError(), where="prompt 17 (context 3,904)", kept=16)
+    told = errors.explain(MemoryError(), where="prompt 17 (context 3,904)", kept=16)
     assert str(told) == (
         "Out of memory at prompt 17 (context 3,904). 16 prompts are kept; run the same command to go on, "
         "or lower max_context or batch_size."
     )
-    assert failures.kept_prompts(1) == "1 prompt is kept"
-    assert failures.explain(RuntimeError("shape mismatch")) is None
-    assert failures.explain(FileNotFoundError(errno.ENOENT, "no", "x")) is None
+    assert errors.kept_prompts(1) == "1 prompt is kept"
+    assert errors.explain(RuntimeError("shape mismatch")) is None
+    assert errors.explain(FileNotFoundError(errno.ENOENT, "no", "x")) is None
 
 
 # ----------------------------------------------------------------------------------------------------- sweeps

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.decoder import Example, Guarantee, MissingPart
+from methods.decoder import Guarantee
 from methods.early_exit.calm import Calm
 from methods.early_exit.confidence import Saturation, Softmax, gap, usual_screen
 from methods.early_exit.exits import Exits, Lens
@@ -26,9 +26,11 @@ from methods.early_exit.static_depth import StaticDepth
 from methods.early_exit.threshold import Threshold
 from methods.engine.causal_layers import PROVEN
 from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.speculative.verification import ChainRejection
+from methods.training.interface import Example
 from tests.engine.test_causal_lm import tiny
 from tests.helpers.host_reads import no_host_reads
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.decoder import Example, Workshop
 from methods.early_exit import exit_distillation
 from methods.early_exit.affine_maps import gather
 from methods.early_exit.calm import Calm
@@ -28,6 +27,7 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training import trainer as training
 from methods.training.exit_quality import quality
+from methods.training.interface import Example, Workshop
 from methods.training.layer_losses import frozen_from
 from tests.early_exit.test_decoding_seq2seq import deep
 

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from bench import cli
+from bench import cli, errors
 from bench.config import compose
 from bench.config.schema import PathsConfig, identity
 from bench.contract import checks
@@ -103,7 +103,7 @@ def test_without_a_compiler_it_is_refused_in_one_message(
     torch._dynamo.reset()
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    assert cli.main(["method=prompt_lookup", "dataset=demo", *WORDS, "hardware.compile=true"]) == cli.BAD_INPUT
+    assert cli.main(["method=prompt_lookup", "dataset=demo", *WORDS, "hardware.compile=true"]) == errors.BAD_INPUT
     said = capsys.readouterr().err
     assert said.startswith("hardware.compile=true came, and torch.compile does not work here (")
     assert "needs a C++ compiler" in said and said.count("\n") == 1

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from bench.contract import checks
 from bench.lossless.continuations import likely_continuations
 from methods.autoregressive import Autoregressive
-from methods.decoder import ABSENT, Context
+from methods.drafting import ABSENT, Context
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling

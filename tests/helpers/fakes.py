@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from bench.utils.machine import Instruments
+from bench.measure.instruments import Instruments
 from methods.decoder import Guarantee, Prompts, Rounds, Step
 
 EOS = 0

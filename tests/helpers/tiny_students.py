@@ -16,10 +16,10 @@ from transformers import (
     PegasusForConditionalGeneration,
 )
 
-from methods.decoder import Foundry
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.network import Network, Shape
 from methods.non_autoregressive.student import Batch, Student, save_student
+from methods.training.interface import Foundry
 
 VOCABULARY = 37
 HONESTY = {  # what every record of the family says

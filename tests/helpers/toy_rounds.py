@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Generator, Tensor
 
-from methods.decoder import ABSENT, Draft, Verdict
+from methods.drafting import ABSENT, Draft, Verdict
 from tests.helpers.enumeration import Law, Model
 
 Offering = Literal["with_replacement", "without_replacement", "top", "top_as_drawn"]

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from methods.decoder import Guarantee, PairLearner
+from methods.decoder import Guarantee
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive import training
@@ -20,6 +20,7 @@ from methods.non_autoregressive.glat import GlatStudent
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.network import Network
 from methods.non_autoregressive.student import OnePass
+from methods.training.interface import PairLearner
 from methods.training.translation import Recipe
 from tests.helpers import tiny_students
 from tests.helpers.tiny_students import batch_of, save, sources, student

@@ -18,7 +18,7 @@ from bench.config import compose, instantiate
 from bench.config.schema import PathsConfig
 from bench.contract.checks import prompts
 from bench.errors import UserError
-from bench.models import loading
+from bench.models import loading, source
 from bench.models.masked_diffusion import LAYOUTS
 from bench.models.random_weights import byte_tokenizer
 from methods.decoder import Guarantee, Step
@@ -455,7 +455,7 @@ def llada(tmp_path: Path) -> tuple[Path, Any]:
     return write(tmp_path / "llada", model, LLADA, llada_name), model
 
 
-def load(folder: Path, tmp_path: Path, **group: Any) -> loading.Loaded:
+def load(folder: Path, tmp_path: Path, **group: Any) -> source.Loaded:
     source = {"name": str(folder), "_target_": "bench.models.masked_diffusion.MaskedModel", **group}
     return loading.load(source, FP32, PathsConfig(cache=str(tmp_path / "cache")), keep_hf=True)
 
@@ -593,4 +593,4 @@ def test_diffusion_models_and_their_decoder_go_together_only() -> None:
     assert "fills in masks" in str(look(compose.compose(["method=diffusion"])))
     assert look(compose.compose(["method=diffusion", "model=llada_8b"])) is None
     assert instantiate.locate("bench.models.masked_diffusion.MaskedModel") is not None
-    assert not loading.Loaded(CausalLM.__new__(CausalLM), byte_tokenizer(), "m", None, None).denoises
+    assert not source.Loaded(CausalLM.__new__(CausalLM), byte_tokenizer(), "m", None, None).denoises

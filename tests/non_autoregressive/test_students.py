@@ -22,7 +22,8 @@ from bench.contract import checks
 from bench.errors import UserError
 from bench.models import artifacts, loading
 from bench.train import command
-from methods.decoder import Foundry, Guarantee, MissingPart, PairLearner
+from methods.decoder import Guarantee
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.positions import sinusoids
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -39,6 +40,7 @@ from methods.non_autoregressive.network import Memory, Network, Shape, attended
 from methods.non_autoregressive.rescoring import score
 from methods.non_autoregressive.student import LengthStudent, OnePass, lowest
 from methods.non_autoregressive.word_alignment import NULL, align, fertilities
+from methods.training.interface import Foundry, PairLearner
 from methods.training.translation import Recipe
 from tests.helpers import tiny_students
 from tests.helpers.tiny_students import VOCABULARY, batch_of, save, sources, student

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import Context, Example, Guarantee, MissingPart, Trainable, Workshop
-from methods.engine.checkpoint_files import CONFIG, WEIGHTS
+from methods.decoder import Guarantee
+from methods.drafting import Context
+from methods.engine.checkpoint_files import CONFIG, WEIGHTS, MissingPart
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import make_linear
 from methods.engine.sampling import Sampling
@@ -37,6 +38,7 @@ from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Static
 from methods.speculative.verification import ChainRejection, DeterministicTree, Greedy, TreeWithoutReplacement
 from methods.training.answers import AnswerRecipe
 from methods.training.head_trainer import Recipe
+from methods.training.interface import Example, Trainable, Workshop
 from tests.helpers.host_reads import no_host_reads
 from tests.helpers.tiny_eagle import eagle_learner
 from tests.helpers.tiny_heads import batch_of, learn_by_heart

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.decoder import ABSENT, Context, Draft, Scouts
+from methods.drafting import ABSENT, Context, Draft, Scouts
 from methods.engine import token_tree
 from methods.engine.causal_lm import Output
 from methods.engine.sampling import Sampling

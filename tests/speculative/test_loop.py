@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.decoder import ABSENT, Draft
+from methods.drafting import ABSENT, Draft
 from methods.engine.sampling import Sampling, draw
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import (

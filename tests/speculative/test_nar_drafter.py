@@ -16,9 +16,12 @@ from bench.config import compose, instantiate
 from bench.config.schema import PathsConfig, SamplingConfig
 from bench.contract import checks
 from bench.models import artifacts
+from bench.utils import files
 from methods.autoregressive import Autoregressive
-from methods.decoder import Context, Guarantee, MissingPart
+from methods.decoder import Guarantee
+from methods.drafting import Context
 from methods.engine.causal_lm import CausalLM, Output
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.cmlm import CmlmStudent, MaskPredict
@@ -284,7 +287,7 @@ def test_part_is_that_of_the_method_that_drafts(tmp_path: Path) -> None:
     lm = teacher()[1]
     folder = tmp_path / "trained" / "cmlm-own"
     save(learnt("cmlm", lm), folder, lm, data="distilled")
-    artifacts.write_json(folder / artifacts.CARD, {"model": {"revision": None}})
+    files.write_json(folder / artifacts.CARD, {"model": {"revision": None}})
     paths = PathsConfig(cache=str(tmp_path))
     words = ["method=specdec_nat", "dataset=multi30k"]
     group = dict(compose.compose([*words, "method.drafter=cmlm"]).method)

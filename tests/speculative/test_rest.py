@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import ABSENT, Context, Example, Trainable, Workshop
+from methods.drafting import ABSENT, Context
 from methods.engine.causal_lm import Output
 from methods.engine.sampling import Sampling
 from methods.speculative import rest_datastore
 from methods.speculative.rest import Rest, RestDrafter, frequent_prefixes
 from methods.speculative.rest_datastore import HEADER, MARGIN, PLACES, SEPARATOR, TOKENS, Datastore, RestDatastore
+from methods.training.interface import Example, Trainable, Workshop
 from tests.helpers.host_reads import no_host_reads
 
 DOCUMENTS = [[5, 6, 7, 8], [1, 5, 6, 7, 9, 9], [5, 6, 7, 8, 2], [7], [9, 5]]

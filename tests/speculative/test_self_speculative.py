@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.decoder import Example, Workshop
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.self_speculative import skip_search
@@ -42,6 +41,7 @@ from methods.speculative.self_speculative.skip_search import (
     single_sets,
     uniform_sets,
 )
+from methods.training.interface import Example, Workshop
 
 COSTS = Costs((1, 3), (10.0, 14.0), (2.0, 4.0), draft=9.0, attention=1.0, mlp=0.5, layers=4)
 

@@ -22,9 +22,9 @@ from bench.contract import checks
 from bench.models import artifacts, loading
 from bench.train import command
 from methods.autoregressive import Autoregressive
-from methods.decoder import Example, Guarantee, MissingPart, Workshop
+from methods.decoder import Guarantee
 from methods.engine.causal_lm import CausalLM, Output
-from methods.engine.checkpoint_files import WEIGHTS
+from methods.engine.checkpoint_files import WEIGHTS, MissingPart
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -34,6 +34,7 @@ from methods.speculative.specdec.network import BlockDecoder, DraftPass, Shape, 
 from methods.speculative.specdec.training import BlockLearner, Blocks, SpecDecTraining, acceptance, reveal
 from methods.training import trainer
 from methods.training.head_trainer import Recipe
+from methods.training.interface import Example, Workshop
 from tests.base_models.test_translation import PAIRS, sentences
 from tests.engine.test_seq2seq_lm import EOS, VOCAB, AsText, greedy_reference, ids, tiny
 from tests.helpers.tiny_translation import MACHINE, make_model, write_data
@@ -394,7 +395,7 @@ def track(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     words = ["method=specdec", "model=multi30k_4_4", *own, *MACHINE, f"paths.cache={root / 'cache'}"]
     paths = PathsConfig(cache=str(root / "cache"), data=str(root / "data"))
     loaded = loading.load(
-        {"name": "multi30k_4_4", "_target_": "bench.models.hub.TrainedModel"},
+        {"name": "multi30k_4_4", "_target_": "bench.models.trained.TrainedModel"},
         {"device": "cpu", "dtype": "float32", "threads": 1, "linear": "plain"},
         paths,
     )

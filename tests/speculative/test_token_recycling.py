@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.decoder import ABSENT, Context
+from methods.drafting import ABSENT, Context
 from methods.engine import token_tree
 from methods.engine.causal_lm import Output
 from methods.engine.sampling import Sampling, top_candidates

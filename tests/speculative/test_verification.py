@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from methods.decoder import ABSENT, Draft, Guarantee, Verdict
+from methods.decoder import Guarantee
+from methods.drafting import ABSENT, Draft, Verdict
 from methods.engine.sampling import Sampling
 from methods.speculative.verification import (
     RULES,

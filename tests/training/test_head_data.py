@@ -13,7 +13,6 @@ from torch import Generator, nn
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import Example, Workshop
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.kv_cache import Cache
@@ -23,6 +22,7 @@ from methods.training import features, head_trainer
 from methods.training.answers import AnswerRecipe, answer, own_answers
 from methods.training.features import states
 from methods.training.head_trainer import Learner, Recipe, teach, tokens_per_step
+from methods.training.interface import Example, Workshop
 
 RECIPE = AnswerRecipe(tokens=150, limit=12, longest_prompt=9, batch=4)
 

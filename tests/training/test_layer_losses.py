@@ -327,7 +327,7 @@ def test_an_exit_native_teacher_is_left_early(tmp_path: Path) -> None:
     checks.check_batch(lambda m, s: Calm(m, s, 0.5, exits=[1, 2], head="lens"), lm, limit=12)
     with pytest.raises(UserError, match=r"method=exit_teacher .*train\.layers=\[1,3\]' train\.exits=calm"):
         loading.load(
-            {"name": "multi30k_1_3_calm", "_target_": "bench.models.hub.TrainedModel", "method": "exit_teacher"},
+            {"name": "multi30k_1_3_calm", "_target_": "bench.models.trained.TrainedModel", "method": "exit_teacher"},
             {"device": "cpu", "dtype": "float32"},
             PathsConfig(cache=str(tmp_path)),
         )

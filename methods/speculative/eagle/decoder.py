@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft
+from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.sampling import Sampling

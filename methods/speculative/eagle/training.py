@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from methods.decoder import Workshop
 from methods.engine.causal_layers import Rows
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
@@ -36,6 +35,7 @@ from methods.speculative.eagle.checkpoint import Part, Spec
 from methods.training.answers import HEADS_CORPUS, AnswerRecipe
 from methods.training.features import Batch, FeatureForm, features
 from methods.training.head_trainer import Learner, Recipe, discard, teach
+from methods.training.interface import Workshop
 
 Output = Literal["shared", "own"]
 
@@ -550,7 +550,7 @@ class EagleTraining:
         self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
+        """See ``methods.training.interface.Trainable``."""
         target = workshop.target
         spec = spec_of(target, self.version, self.taps)
         found = features(workshop, spec.taps, self.answers, self.features)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft
+from methods.drafting import Context, Draft
 from methods.engine.sampling import Sampling, argmax, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.eagle.network import Network, Reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from methods.decoder import Drafter, Rule
+from methods.drafting import Drafter, Rule
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder

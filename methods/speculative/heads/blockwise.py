@@ -36,8 +36,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM
 
-from methods.decoder import Context, Draft, Guarantee, Rule
+from methods.decoder import Guarantee
+from methods.drafting import Context, Draft, Rule
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
     own_folder,
@@ -46,13 +48,14 @@ from methods.engine.checkpoint_files import (
     require_target,
     sizes_of,
     target_sizes,
+    training_command,
     write_part,
 )
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import make_linear
 from methods.engine.sampling import Sampling, argmax
+from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.heads.base import HeadsDecoder
-from methods.speculative.heads.blockwise_trunk import load_trunk
 from methods.speculative.verification import Distance, MinimumBlock, RelaxedRule, TopK, default_rule
 
 _KEYS = ("first.weight", "first.bias", "second.weight", "second.bias", "vocabulary")
@@ -262,3 +265,31 @@ def _tensor_shapes(shape: Shape, tensors: dict[str, Tensor]) -> dict[str, tuple[
         "second.bias": (outputs,),
         "vocabulary": (tensors["vocabulary"].numel() if "vocabulary" in tensors else 0,),
     }
+
+
+_TRUNK = "trunk"
+
+
+def save_trunk(network: Any, folder: Path) -> None:
+    """Write an encoder-decoder of transformers beside the heads, in 16 bit."""
+    network.half().save_pretrained(folder / _TRUNK)
+
+
+def load_trunk(folder: Path, target: CausalLM) -> tuple[CausalLM, int] | None:
+    """Read it onto the target's device and in its type, with its bytes; None where the part has no weights of its own.
+
+    Raises:
+        ValueError: files are missing or damaged.
+    """
+    place = folder / _TRUNK
+    if not place.is_dir():
+        return None
+    try:
+        network: Any = AutoModelForSeq2SeqLM.from_pretrained(place, dtype=target.dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{place} cannot be read as a fine-tuned model ({error}). Name another folder, or train one: "
+            f"{training_command('blockwise_translation')}."
+        ) from error
+    size = sum(weight.numel() * weight.element_size() for weight in network.parameters())
+    return Seq2SeqLM.from_hf(network.requires_grad_(False).to(target.device)), size

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from methods.decoder import Workshop
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.blockwise import Heads, Shape, states
 from methods.training.answers import HEADS_CORPUS, AnswerRecipe
 from methods.training.features import Batch, FeatureForm, features
 from methods.training.head_trainer import Learner, Recipe, discard, teach
+from methods.training.interface import Workshop
 
 HeadsPerStep = Literal["all", "one"]
 
@@ -153,7 +153,7 @@ class BlockwiseTraining:
         self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
+        """See ``methods.training.interface.Trainable``."""
         target = workshop.target
         found = features(workshop, (), self.answers, self.features)
         vocabulary = found.vocabulary(self.vocabulary, target)

@@ -25,19 +25,18 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Foundry
 from methods.engine import seq2seq_layers
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.generation import answer
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
-from methods.speculative.heads.blockwise import BlockwiseDrafter
+from methods.speculative.heads.blockwise import BlockwiseDrafter, save_trunk
 from methods.speculative.heads.blockwise_training import BlockwiseLearner, HeadsPerStep
-from methods.speculative.heads.blockwise_trunk import save_trunk
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 from methods.training.distillation import translations
 from methods.training.features import Batch
+from methods.training.interface import Foundry
 from methods.training.losses import cross_entropy
 from methods.training.trainer import attention_over_short_rows, autocast, discard
 from methods.training.translation import NONE, BleuJudge, Pair, PairCourse, Recipe, padded, split
@@ -167,7 +166,7 @@ class BlockwiseTranslationTraining:
         self.vocabulary, self.beams, self.validation, self.recipe = vocabulary, beams, validation, recipe or Recipe()
 
     def fit(self, foundry: Foundry) -> dict[str, Any]:
-        """See ``methods.decoder.PairLearner``."""
+        """See ``methods.training.interface.PairLearner``."""
         target, tokenizer = _teacher(foundry)
         train, validation = split(foundry)
         pairs = self._distilled(foundry, target, tokenizer([source for source, _ in train])["input_ids"])

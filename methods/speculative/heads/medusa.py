@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft, Rule
+from methods.drafting import Context, Draft, Rule
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
     own_folder,

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from methods.decoder import Workshop
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.candidate_tree import RANKS, accuracies, search
@@ -37,6 +36,7 @@ from methods.speculative.heads.medusa import Heads
 from methods.training.answers import HEADS_CORPUS, AnswerRecipe
 from methods.training.features import Batch, FeatureForm, Features, features
 from methods.training.head_trainer import Learner, Recipe, discard, teach
+from methods.training.interface import Workshop
 
 Labels = Literal["hard", "soft"]
 
@@ -237,7 +237,7 @@ class HeadsTraining(ABC):
         """Heads to begin with."""
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
+        """See ``methods.training.interface.Trainable``."""
         target = workshop.target
         found = features(workshop, (), self.answers, self.features)
         vocabulary = found.vocabulary(self.vocabulary, target)

@@ -36,8 +36,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Context, Draft, MissingPart
+from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM, Output
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder

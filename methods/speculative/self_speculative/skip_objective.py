@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Context, Draft
+from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling

@@ -33,7 +33,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from methods.decoder import Example, Workshop
 from methods.engine.causal_lm import CausalLM
 from methods.speculative.self_speculative.decoder import SkipSet, exit_set
 from methods.speculative.self_speculative.skip_objective import (
@@ -44,6 +43,7 @@ from methods.speculative.self_speculative.skip_objective import (
     measured_speedup,
     predict,
 )
+from methods.training.interface import Example, Workshop
 
 _COSTS, _TRIALS, _PICTURE = "making/costs.json", "making/trials.jsonl", "making/search.png"
 _MEASURED_PROMPTS, _MEASURED_TOKENS = 4, 48
@@ -134,7 +134,7 @@ class SkipSearch:
             )
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable.fit``: writes the set, the costs, the trials and a picture of them."""
+        """See ``methods.training.interface.Trainable.fit``: writes the set, the costs, the trials and a picture of them."""
         target, folder = workshop.target, workshop.folder
         (folder / "making").mkdir(exist_ok=True)
         workshop.progress("calibration", 0, 1)

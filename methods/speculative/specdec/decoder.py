@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from methods.decoder import Context, Draft, Rule
+from methods.drafting import Context, Draft, Rule
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.sampling import Sampling

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from methods.decoder import Workshop
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.specdec.decoder import translates
 from methods.speculative.specdec.network import BlockDecoder, Layout, Shape, Sources, save
 from methods.training.distillation import digest, translations
 from methods.training.head_trainer import Recipe, shuffled_batches
+from methods.training.interface import Workshop
 from methods.training.losses import cross_entropy
 from methods.training.trainer import SAVE_EVERY_S, Epochs, Loop, attention_over_short_rows, autocast, discard
 from methods.training.translation import NONE, Pair, padded
@@ -235,7 +235,7 @@ class SpecDecTraining:
         self.recipe = recipe or Recipe()
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.decoder.Trainable``."""
+        """See ``methods.training.interface.Trainable``."""
         target = translates(workshop.target)
         shape = self._shape(target)
         pairs = _pairs(workshop, target)

@@ -233,7 +233,7 @@ def test_prediction_by_hand() -> None:
 
 
 def test_prediction_takes_the_curve_of_the_suite() -> None:
-    from bench.measure.verify_cost import CostCurve
+    from bench.analysis.cost_curve import CostCurve
 
     curve = CostCurve(nodes=(1, 5), batch=2, contexts=(100,), table=((0.010, 0.012),))
     # baseline 10 + 3 x 10, method 12 + 11 (3 nodes: half way from 10 to 12 ms)

@@ -15,7 +15,7 @@ from bench.config import compose, instantiate
 from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir, identity, run_id, sanitise
 from bench.config.typecheck import check_arguments, describe, fits
 from bench.errors import UserError
-from bench.models import loading
+from bench.models import source
 
 CHOICES = [(group, choice) for group, choices in compose.groups().items() for choice in choices]
 NAMES = [f"{group}/{choice}" for group, choice in CHOICES]
@@ -325,7 +325,7 @@ def test_a_draft_model_must_read_the_tokens_of_the_target(
 ) -> None:
     def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig, *, keep_hf: bool) -> Any:
         assert (model, hardware["device"], keep_hf) == ({"name": "org/small"}, "auto", True)
-        return loading.Loaded("the draft", Tokenizer(*words), "org/small", None, None)  # type: ignore[arg-type]
+        return source.Loaded("the draft", Tokenizer(*words), "org/small", None, None)  # type: ignore[arg-type]
 
     monkeypatch.setattr("bench.models.loading.load", load)
     monkeypatch.setattr(instantiate, "needs_hf", lambda method: True)

@@ -12,17 +12,18 @@ import pytest
 import torch
 
 from bench.analysis import metrics
+from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig
 from bench.cost import command, records, roofline, what_if
 from bench.cost import measure as cost_measure
-from bench.cost.command import Grid, Question, main, question, split
+from bench.cost.command import main, question, split
 from bench.cost.records import CostFolder, curves, read_lines, read_summary, spread
+from bench.cost.settings import Grid, Question
 from bench.cost.what_if import Chain, Drafting, chain_forecast, chain_of, lockstep, replay
 from bench.errors import UserError
 from bench.measure.run import run
-from bench.measure.verify_cost import CostCurve, CostSurface
-from bench.models import architectures, loading
+from bench.models import architectures, loading, source
 from bench.models.architectures import ARCHITECTURES, Architecture
 from bench.records.run_folder import Sample, read_manifest, read_samples
 from bench.utils import memory
@@ -351,7 +352,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, "tiny", TINY)
 
 
-def load_tiny(monkeypatch: pytest.MonkeyPatch, cache: Path, **model: Any) -> loading.Loaded:
+def load_tiny(monkeypatch: pytest.MonkeyPatch, cache: Path, **model: Any) -> source.Loaded:
     monkeypatch.setitem(ARCHITECTURES, "tiny", TINY)
     return loading.load({"name": "random", "like": "tiny"} | model, FP32, PathsConfig(cache=str(cache)))
 

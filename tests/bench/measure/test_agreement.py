@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.analysis import cost_curve
 from bench.contract import checks
 from bench.measure import agreement, verify_cost
 from bench.measure.agreement import check, check_run, near_tie_gap
@@ -92,7 +93,7 @@ def test_the_target_agrees_with_its_own_greedy_text_and_not_with_a_changed_one()
 
 # ---------------------------------------------------------------------------------------------------- cost curve
 
-CURVE = verify_cost.CostCurve((1, 4, 8), 2, (100, 300), ((1.0, 1.6, 2.0), (2.0, 2.6, 3.0)))
+CURVE = cost_curve.CostCurve((1, 4, 8), 2, (100, 300), ((1.0, 1.6, 2.0), (2.0, 2.6, 3.0)))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_cost_is_linear_between_the_points_and_goes_on_in_nodes(nodes: int, cont
 
 
 def test_a_curve_survives_the_manifest_and_does_not_price_larger_batches() -> None:
-    assert verify_cost.CostCurve.from_dict(CURVE.to_dict()) == CURVE
+    assert cost_curve.CostCurve.from_dict(CURVE.to_dict()) == CURVE
     assert CURVE.seconds(1, 1, 100) == 1.0
     with pytest.raises(ValueError, match="measured with 2 rows and cannot price 3"):
         CURVE.seconds(1, 3, 100)
@@ -123,7 +124,7 @@ def test_measuring_takes_the_median_of_what_the_clock_says(batch: int) -> None:
     curve = verify_cost.measure(
         checks.tiny_target(), batch, (2, 1), (20, 8), repeats=3, clock=lambda: next(ticks) * 1000
     )
-    assert curve == verify_cost.CostCurve((1, 2), batch, (8, 20), ((1e-6, 1e-6), (1e-6, 1e-6)))
+    assert curve == cost_curve.CostCurve((1, 2), batch, (8, 20), ((1e-6, 1e-6), (1e-6, 1e-6)))
 
 
 def test_a_wider_pass_takes_longer() -> None:

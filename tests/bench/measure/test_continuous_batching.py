@@ -15,15 +15,16 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from bench import cli
+from bench import cli, errors
 from bench.analysis import metrics
 from bench.analysis.audit import audit
 from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig, identity
 from bench.contract import checks
 from bench.cost import what_if
-from bench.cost.command import Question
+from bench.cost.settings import Question
 from bench.errors import UserError
+from bench.measure.instruments import Instruments
 from bench.measure.interleave import Runner
 from bench.measure.run import run
 from bench.measure.timing import timed_decode
@@ -31,7 +32,6 @@ from bench.records.run_folder import read_samples, validate
 from bench.report import terminal
 from bench.sweep import plan
 from bench.tasks.prompts import plan_queues
-from bench.utils.machine import Instruments
 from methods.decoder import Decoder, Refillable, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -360,7 +360,7 @@ def test_what_cannot_be_refilled_is_refused(words: list[str], said: str, cfg: Ru
 )
 def test_the_command_line_refuses_in_one_message(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before a part, a model or a data set is looked for."""
-    assert cli.main([f"method={method}", "batch_size=4", "measure.refill=true"]) == cli.BAD_INPUT
+    assert cli.main([f"method={method}", "batch_size=4", "measure.refill=true"]) == errors.BAD_INPUT
     said = capsys.readouterr().err
     assert f"method={method}, whose rows cannot begin a new text" in said and "Traceback" not in said
     assert "Choose a method that can: autoregressive," in said and "set measure.refill=false" in said

@@ -21,11 +21,11 @@ import torch
 from bench.contract import checks
 from bench.errors import RunFailed, UserError
 from bench.measure.agreement import check_run
+from bench.measure.instruments import Instruments
 from bench.measure.interleave import Runner, Settings, arm_order, derive_seed
 from bench.measure.timing import Row, timed_decode
 from bench.records.run_folder import RunFolder, Sample, read_samples, validate
 from bench.tasks import prompts
-from bench.utils.machine import Instruments
 from bench.utils.progress import Progress
 from methods.autoregressive import Autoregressive
 from methods.decoder import Step

@@ -28,7 +28,7 @@ from bench.scoring.rouge import common_subsequence, rouge_l
 from bench.sweep.history import Archive
 from bench.tasks import corpus
 from methods.autoregressive import Autoregressive
-from methods.decoder import Calibrated, Guarantee, MissingPart
+from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.calm import Calm
 from methods.early_exit.confidence_timing import confidence_share
@@ -40,6 +40,7 @@ from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.risk_control import calibrate, fewest_prompts, naive_threshold, prompts_needed, redraw
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import MissingPart
 from methods.engine.sampling import Sampling
 from tests.early_exit.test_risk_control import at_most, more_than
 

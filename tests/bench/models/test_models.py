@@ -21,7 +21,7 @@ import torch
 from bench.config import compose
 from bench.config.schema import PathsConfig
 from bench.errors import UserError
-from bench.models import embedded, loading
+from bench.models import embedded, loading, source
 from bench.models.embedded import SMOLLM2, fetch
 from bench.models.random_weights import RandomModel, byte_tokenizer
 from tests.helpers import tiny_gguf
@@ -236,7 +236,7 @@ def test_the_digest_of_weights_sees_a_bit_and_not_the_order(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------- the random model
 
 
-def logits(loaded: loading.Loaded, text: str = "hello") -> torch.Tensor:
+def logits(loaded: source.Loaded, text: str = "hello") -> torch.Tensor:
     tokens = torch.tensor(loaded.tokenizer(text)["input_ids"])
     return loaded.lm.score(tokens).float()
 
@@ -299,7 +299,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def load_folder(folder: Path, **group: Any) -> loading.Loaded:
+def load_folder(folder: Path, **group: Any) -> source.Loaded:
     return loading.load({"name": str(folder)} | group, FP32, PathsConfig())
 
 
@@ -553,7 +553,7 @@ def test_a_model_lands_on_the_gpu() -> None:
     assert loaded.lm.device.type == "cuda" and logits_on(loaded).isfinite().all()
 
 
-def logits_on(loaded: loading.Loaded) -> torch.Tensor:
+def logits_on(loaded: source.Loaded) -> torch.Tensor:
     return loaded.lm.score(torch.tensor([1, 2, 3], device=loaded.lm.device))
 
 
@@ -561,7 +561,7 @@ def logits_on(loaded: loading.Loaded) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_dir: Path, cache_root: Path) -> Callable[[dict[str, Any]], loading.Loaded]:
+def smollm2(smollm2_dir: Path, cache_root: Path) -> Callable[[dict[str, Any]], source.Loaded]:
     if smollm2_dir != SMOLLM2.folder(cache_root):
         pytest.skip("the embedded model here is of another conversion; python -m bench fetch models smollm2")
     return lambda hardware: loading.load({"name": "smollm2"}, hardware, PathsConfig(cache=str(cache_root)))
@@ -608,7 +608,7 @@ def test_32_and_16_bit_runs_share_their_weights_and_the_fixed_split_is_likelier(
     assert nll(rounded, right) == pytest.approx(nll(exact, right), rel=0.02)
 
 
-def nll(loaded: loading.Loaded, ids: list[int]) -> float:
+def nll(loaded: source.Loaded, ids: list[int]) -> float:
     """Negative log-likelihood of a text, in nats."""
     tokens = torch.tensor(ids)
     scores = loaded.lm.score(tokens).float().log_softmax(-1)

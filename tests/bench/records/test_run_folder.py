@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.errors import RunFailed, UserError
+from bench.measure import instruments
 from bench.records.run_folder import RunFolder, Sample, pack, read_manifest, read_samples, validate
 from bench.utils import machine, redact
 
@@ -296,7 +297,7 @@ def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
 def test_peak_memory_is_that_of_the_section_and_not_of_an_earlier_one() -> None:
     import torch
 
-    meter, mib = machine.MemoryMeter(torch.device("cpu"), 0), 1 << 20
+    meter, mib = instruments.MemoryMeter(torch.device("cpu"), 0), 1 << 20
     meter.reset()
     before = meter.peak_bytes()
     if before is None:

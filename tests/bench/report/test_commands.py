@@ -33,7 +33,8 @@ from bench.records.run_folder import RunFolder, Sample
 from bench.report import collect, compare
 from bench.utils import stats
 from methods.autoregressive import Autoregressive
-from methods.decoder import Context, Draft, Guarantee
+from methods.decoder import Guarantee
+from methods.drafting import Context, Draft
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule

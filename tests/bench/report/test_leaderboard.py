@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from bench.analysis import metrics
+from bench.analysis.cost_curve import CostCurve
 from bench.config import compose
-from bench.measure.verify_cost import CostCurve
 from bench.report import frontier, leaderboard, plots, terminal
 from bench.report.collect import Record
 from bench.report.style import look

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cli
+from bench import cli, errors
 from bench.records import run_folder
 from bench.records.run_folder import read_manifest, read_samples, validate
 from methods.speculative.prompt_lookup import PromptLookup
@@ -105,7 +105,7 @@ def test_the_others_go_on_and_nothing_finished_is_lost(
 ) -> None:
     with monkeypatch.context() as patch:
         break_it(patch, error)
-        assert cli.main(words) == cli.FAILED
+        assert cli.main(words) == errors.FAILED
     told = capsys.readouterr().err
     assert "1 of 3 runs failed:" in told and "Traceback" not in told
     (line,) = (line for line in told.splitlines() if line.startswith("  ") and "batch_size=2" in line)
@@ -120,7 +120,7 @@ def test_the_others_go_on_and_nothing_finished_is_lost(
     kept = (found[2] / "samples.jsonl").read_bytes()
     assert len(measured(found[2])) == 4 and kept.endswith(b"\n")
     before = {rows: (found[rows] / "samples.jsonl").read_bytes() for rows in (1, 4)}
-    assert cli.main(words) in (cli.OK, cli.INVALID)  # other programs make a run INVALID
+    assert cli.main(words) in (errors.OK, errors.INVALID)  # other programs make a run INVALID
     told = capsys.readouterr()
     assert "3 jobs: 1 failed, 2 done." in told.out and "runs failed" not in told.err
     assert {rows: (found[rows] / "samples.jsonl").read_bytes() for rows in (1, 4)} == before

@@ -274,11 +274,7 @@ def test_the_translation_models_of_the_project_are_found(layers: str, tmp_path: 
 
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     found = obstacle("method=medusa", "model=random", f"paths.cache={tmp_path}")
-    assert (
-        found
-        and found.startswith("medusa has no heads for this model")
-        and "bench.train method=medusa" in found
-    )
+    assert found and found.startswith("medusa has no heads for this model") and "bench.train method=medusa" in found
 
 
 @pytest.mark.parametrize("method", ["blockwise", "calm", "eagle", "hydra_heads", "rest", "self_speculative"])

@@ -32,10 +32,11 @@ from bench.tasks.exercises import Gsm8k
 from bench.tasks.sources import DataSet, Revision, Sources, sha256
 from bench.train import command as train
 from bench.train import job
-from methods.decoder import Example, ModelMaker, Trainable, Workshop
+from bench.utils import files
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
+from methods.training.interface import Example, ModelMaker, Trainable, Workshop
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.bench.train.test_train"
@@ -728,8 +729,8 @@ def test_a_missing_part_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
 def test_notes_on_the_making_are_no_piece_of_the_part(tmp_path: Path) -> None:
     (tmp_path / "making").mkdir()
     (tmp_path / "part.json").write_text("{}")
-    before = artifacts.digest(artifacts.files(tmp_path))
+    before = files.digest(artifacts.files(tmp_path))
     (tmp_path / "making" / "trials.jsonl").write_text("1\n")
-    assert artifacts.digest(artifacts.files(tmp_path)) == before
+    assert files.digest(artifacts.files(tmp_path)) == before
     (tmp_path / "making.bin").write_text("1")
-    assert artifacts.digest(artifacts.files(tmp_path)) != before
+    assert files.digest(artifacts.files(tmp_path)) != before

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import Context, Example, Guarantee, MissingPart, Trainable, Workshop
+from methods.decoder import Guarantee
+from methods.drafting import Context
 from methods.engine.causal_lm import Output
-from methods.engine.checkpoint_files import CONFIG, WEIGHTS
+from methods.engine.checkpoint_files import CONFIG, WEIGHTS, MissingPart
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
 from methods.speculative import verification
@@ -23,6 +24,7 @@ from methods.speculative.heads.blockwise_training import BlockwiseLearner, Block
 from methods.training.answers import AnswerRecipe
 from methods.training.features import Batch
 from methods.training.head_trainer import Recipe
+from methods.training.interface import Example, Trainable, Workshop
 from tests.helpers.host_reads import no_host_reads
 from tests.helpers.tiny_heads import batch_of, blockwise_heads, learn_by_heart
 

@@ -11,20 +11,20 @@ from safetensors.torch import load_file
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import Foundry, Guarantee, PairLearner
+from methods.decoder import Guarantee
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative import verification
-from methods.speculative.heads.blockwise import Blockwise, BlockwiseTranslation
+from methods.speculative.heads.blockwise import Blockwise, BlockwiseTranslation, load_trunk
 from methods.speculative.heads.blockwise_translation_training import (
     BlockwiseTranslationTraining,
     TranslationLearner,
     _copy,
     _in_blocks,
 )
-from methods.speculative.heads.blockwise_trunk import load_trunk
 from methods.speculative.prompt_lookup import PromptLookup
+from methods.training.interface import Foundry, PairLearner
 from methods.training.translation import Recipe
 from tests.engine.test_seq2seq_lm import EOS, VOCAB, ids, tiny
 

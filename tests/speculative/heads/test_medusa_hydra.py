@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import Example, Guarantee, Trainable, Workshop
+from methods.decoder import Guarantee
 from methods.engine.checkpoint_files import CONFIG, WEIGHTS
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
@@ -27,6 +27,7 @@ from methods.training import head_trainer
 from methods.training.answers import AnswerRecipe
 from methods.training.features import Batch
 from methods.training.head_trainer import Recipe
+from methods.training.interface import Example, Trainable, Workshop
 from tests.helpers import tiny_head_trees
 from tests.helpers.host_reads import no_host_reads
 from tests.helpers.tiny_head_trees import FACTS, counting_target, heads_of
@@ -514,9 +515,7 @@ def flat(heads):
 
 @both
 def test_without_heads_the_training_is_named(name, target):
-    with pytest.raises(
-        ValueError, match=f"{name} has no heads .* bench.train method={name} model=MODEL; .*checkpoint"
-    ):
+    with pytest.raises(ValueError, match=f"{name} has no heads .* bench.train method={name} model=MODEL; .*checkpoint"):
         DECODERS[name](target, Sampling())
 
 

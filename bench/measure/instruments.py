@@ -1,0 +1,126 @@
+"""Meters that run beside a measurement: memory, energy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from bench.utils.machine import _CLEAR, _RESET_PEAK, Clock, _give_back_freed, _status_bytes, _uuid
+
+
+class MemoryMeter:
+    """Peak memory between ``reset`` and ``peak_bytes``.
+
+    On a GPU the allocator's peak: weights, caches and activations. On Linux the process's peak resident set above
+    ``floor_bytes``, the resident set before the model was loaded, so that it too counts weights, caches and
+    activations but not the interpreter and its libraries. None elsewhere.
+
+    Args:
+        device: where the model is.
+        floor_bytes: resident set before the model was loaded, see ``settled_bytes``.
+    """
+
+    def __init__(self, device: torch.device, floor_bytes: int | None = None) -> None:
+        self.device, self.floor_bytes = device, floor_bytes
+        self._ready = False
+
+    def reset(self) -> None:
+        """Start anew. Freed memory goes back to the system first, or one arm would pay for the other's."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        _give_back_freed()
+        self._ready = False
+        with suppress(OSError):
+            _CLEAR.write_bytes(_RESET_PEAK)
+            self._ready = True
+
+    def peak_bytes(self) -> int | None:
+        """The peak since ``reset``; None where it cannot be measured."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = _status_bytes("VmHWM") if self._ready and self.floor_bytes is not None else None
+        return None if peak is None or self.floor_bytes is None else max(0, peak - self.floor_bytes)
+
+
+class EnergyMeter:
+    """Energy of the whole GPU in joules, by NVML's counter (Volta and later); None without it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._read: Callable[[], int] | None = None
+        if device.type == "cuda":
+            with suppress(Exception):  # no module, no driver, no permission, no counter: all mean "not measured"
+                self._read = _nvml_counter(device)
+
+    def joules(self) -> float | None:
+        """The counter now; only differences mean something."""
+        return None if self._read is None else self._read() / 1000
+
+
+def _nvml_counter(device: torch.device) -> Callable[[], int]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(_uuid(device).encode())
+    pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # raises where the GPU has no such counter
+
+    def millijoules() -> int:
+        return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+    return millijoules
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the instruments saw of one timed section."""
+
+    cpu_ns: int | None = None
+    peak_bytes: int | None = None
+    energy_j: float | None = None
+
+
+@dataclass(slots=True)
+class Instruments:
+    """Clock and meters of one device.
+
+    Attributes:
+        clock: monotonic nanoseconds.
+        cpu_clock: processor time of all threads of this process, nanoseconds.
+    """
+
+    device: torch.device
+    floor_bytes: int | None = None
+    clock: Clock = time.perf_counter_ns
+    cpu_clock: Clock = time.process_time_ns
+    memory: MemoryMeter = field(init=False)
+    energy: EnergyMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = MemoryMeter(self.device, self.floor_bytes)
+        self.energy = EnergyMeter(self.device)
+
+    def synchronise(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def watch(self) -> Iterator[Reading]:
+        """Fill a reading with what happens inside; the device is idle at both ends."""
+        reading = Reading()
+        self.memory.reset()
+        self.synchronise()
+        energy, cpu_ns = self.energy.joules(), self.cpu_clock()
+        yield reading
+        self.synchronise()
+        reading.cpu_ns = self.cpu_clock() - cpu_ns
+        reading.energy_j = None if energy is None else _since(energy, self.energy.joules())
+        reading.peak_bytes = self.memory.peak_bytes()
+
+
+def _since(before: float, after: float | None) -> float | None:
+    return None if after is None else after - before

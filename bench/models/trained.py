@@ -1,0 +1,60 @@
+"""Models trained with ``python -m bench train``, found by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.config.schema import PathsConfig
+from bench.errors import UserError
+from bench.models import artifacts
+from bench.models.source import Read
+from bench.utils import files
+
+if TYPE_CHECKING:
+    import torch
+from bench.models.hub import HubModel
+
+
+class TrainedModel:
+    """A model that ``bench.train`` made: one that comes with the project, or of this machine.
+
+    Args:
+        name: as it is called in its card.
+        method: what made it.
+    """
+
+    def __init__(self, name: str, method: str = "teacher") -> None:
+        self.name, self.method = name, method
+
+    def read(self, dtype: torch.dtype, cache: Path) -> Read:
+        """See ``bench.models.source.Source``. It is identified by its files without the card, which knows the time."""
+        folder = self.find(cache)
+        digest = files.digest(artifacts.files(folder))
+        read = HubModel(str(folder)).read(dtype, cache)
+        return Read(read.model, read.tokenizer, digest[:12], digest, read.languages)
+
+    def find(self, cache: Path) -> Path:
+        """Where it lies.
+
+        Raises:
+            UserError: it is not made yet.
+        """
+        places = artifacts.places(self.method, self.name, PathsConfig(cache=str(cache)))
+        folder = next((folder for folder in places.values() if artifacts.read_card(folder)), None)
+        if folder is None:
+            raise UserError(
+                f"Model '{self.name}' is not made yet: {' and '.join(map(str, places.values()))} do not have it. "
+                f"{self._command()} makes it; or choose another (python -m bench list models)."
+            )
+        return folder
+
+    def _command(self) -> str:
+        layers, more = "", ""
+        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?(?:_(calm|free))?", self.name):
+            corpus, encoder, decoder, distilled, exits = found.groups()
+            layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
+            more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
+            more += f" train.exits={exits}" if exits else ""
+        return f"python -m bench.train method={self.method}{layers}{more}"

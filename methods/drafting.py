@@ -1,0 +1,205 @@
+"""Draft, verification and drafter: what speculative methods exchange with their loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+if TYPE_CHECKING:
+    from methods.engine.causal_lm import Output
+    from methods.engine.sampling import Sampling
+from methods.decoder import Guarantee
+
+ABSENT = -1  # in Draft.tokens: no node here; in Verdict.path: no further node; in parents: the root
+
+
+@dataclass(frozen=True, slots=True)
+class Scouts:
+    """Nodes that are scored in the same pass as a draft and never judged: no rule sees them, no text holds them.
+
+    They are what a drafter wants the target's opinion on without proposing it, e.g. a window of Jacobi iterations.
+
+    Attributes:
+        tokens: [B, S] ids, all present.
+        parents: [B, S] column of the parent node, counted through the draft and on through the scouts; -1 is the root.
+        levels: nodes on the longest path from the root to a scout.
+        asked: the target's most likely token behind each of the last ``asked`` scouts comes back to the host, in the
+            one read the loop makes per round (``Context.scouted``).
+    """
+
+    tokens: Int[Tensor, "B S"]
+    parents: Int[Tensor, "B S"]
+    levels: int
+    asked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of draft tokens per row; a chain is the tree whose parents are -1, 0, 1, ...
+
+    Children stand behind their parents (``parents[b, i] < i``).
+
+    Attributes:
+        tokens: [B, N] ids; ``ABSENT`` marks a column that holds no node in this row. Absent nodes stand
+            behind the present ones, are never accepted and never drawn.
+        parents: [B, N] column of the parent node; -1 is the root, the row's last committed token.
+        probs: [B, N, V] float32, the distribution each node was really drawn from. None: the nodes were
+            chosen deterministically (n-grams, retrieval, argmax, top-k), which the rules treat as q = 1.
+        sizes: per row, how many nodes are present (host side); None: all N in every row.
+        depths: per row, nodes on the longest path (host side); None: the same as ``sizes`` (a chain).
+        levels: nodes on the longest path over all rows; None: N (a chain).
+        width: most children a node has; None: N. Rules that try siblings in turn take as many turns.
+        passes: forward passes the drafter spent.
+        scouts: nodes that go through the target behind the draft and are not part of it; N does not count them.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    probs: Float[Tensor, "B N V"] | None = None
+    sizes: list[int] | None = None
+    depths: list[int] | None = None
+    levels: int | None = None
+    width: int | None = None
+    passes: int = 0
+    scouts: Scouts | None = None
+
+    @classmethod
+    def chain(
+        cls,
+        tokens: Int[Tensor, "B N"],
+        probs: Float[Tensor, "B N V"] | None = None,
+        sizes: list[int] | None = None,
+        passes: int = 0,
+    ) -> Draft:
+        """One path per row."""
+        batch, nodes = tokens.shape
+        parents = torch.arange(-1, nodes - 1, device=tokens.device).expand(batch, nodes)
+        return cls(tokens, parents, probs, sizes=sizes, passes=passes)
+
+    @classmethod
+    def chains(cls, rows: Sequence[list[int]], device: torch.device) -> Draft:
+        """One path per row from ids on the host, ragged; a row may be empty."""
+        width = max(len(row) for row in rows)
+        padded = [row + [ABSENT] * (width - len(row)) for row in rows]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+        return cls.chain(tokens, sizes=[len(row) for row in rows])
+
+    @property
+    def is_chain(self) -> bool:
+        return self.levels is None
+
+    @property
+    def max_depth(self) -> int:
+        """Nodes on the longest path over all rows: how many levels a rule has to walk."""
+        return self.tokens.shape[1] if self.levels is None else self.levels
+
+    @property
+    def max_width(self) -> int:
+        """Most children a node has: how many turns a rule takes on one level."""
+        if self.width is not None:
+            return self.width
+        return min(1, self.tokens.shape[1]) if self.is_chain else self.tokens.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verification rule decided, still on the device.
+
+    Attributes:
+        path: [B, P] columns of ``Draft.tokens`` that are kept, in order; ``ABSENT`` behind the last one.
+            P = ``draft.max_depth``.
+        accepted: [B] how many are kept.
+        bonus: [B] the target's own token behind the kept path.
+    """
+
+    path: Int[Tensor, "B P"]
+    accepted: Int[Tensor, "B"]
+    bonus: Int[Tensor, "B"]
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A verification rule: which drafted tokens may stay. Pure, vectorised over rows, no host read."""
+
+    guarantee: ClassVar[Guarantee]
+
+    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
+        """Judge ``draft`` by the target's ``logits``.
+
+        ``logits[:, 0]`` are the target's for the children of the root, ``logits[:, 1 + i]`` for the children
+        of draft node i. ``sampling`` turns them into the distribution the user asked for.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Context:
+    """What a drafter may look at when it proposes.
+
+    Attributes:
+        tokens: per row, all committed ids, prompt included; the last one is the root.
+        root: [B] the last committed ids, on the device.
+        output: the target's last output (prefill or verification pass).
+        path: [B, P] nodes of that pass, as rows of ``output`` (0 = its root), that were kept, root included;
+            None after the prefill, where every position was kept.
+        sampling: how the target's distribution is processed; a drafter that samples uses the same.
+        rng: generator on the target's device.
+        scouted: per row, the target's most likely tokens behind the scouts it was asked about in the last pass
+            (host side); empty where that pass had none, as is that of a row which began anew behind it.
+    """
+
+    tokens: list[list[int]]
+    root: Int[Tensor, "B"]
+    output: Output
+    path: Int[Tensor, "B P"] | None
+    sampling: Sampling
+    rng: Generator
+    scouted: list[list[int]] = field(default_factory=list)
+
+    @property
+    def last_hidden(self) -> Float[Tensor, "B D"]:
+        """The target's hidden state that the root was chosen from: behind the last kept node of the last pass."""
+        hidden = self.output.hidden
+        if self.path is None:  # after the prefill: the end of the prompt, and nothing else without taps
+            return hidden[:, -1]
+        last = (self.path >= 0).sum(1, keepdim=True) - 1
+        node = self.path.gather(1, last)
+        return hidden.gather(1, node[:, :, None].expand(-1, -1, hidden.shape[2]))[:, 0]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What proposes: a model, heads, a table, a search in the text so far.
+
+    Attributes:
+        nodes: the most nodes one proposal may hold, scouts included; the loop sizes the caches by it.
+        taps: layers of the target whose hidden states the drafter reads from ``Context.output``.
+    """
+
+    nodes: int
+    taps: Sequence[int]
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        """Forget everything of earlier prompts and make room for ``limit`` tokens on top of these."""
+        ...
+
+    def propose(self, context: Context) -> Draft:
+        """Propose a draft for every row; an empty draft (N = 0) means a plain autoregressive round."""
+        ...
+
+
+@runtime_checkable
+class Renewable(Drafter, Protocol):
+    """A drafter for ``Refillable`` decoders."""
+
+    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+        """Forget the text of some rows; each begins anew with a prompt, as after ``reset``.
+
+        In the next context, the last pass of such a row has one node that counts: the end of its prompt, on its path.
+        """
+        ...
