@@ -1,69 +1,118 @@
-"""Writes the measured tables of README.md, and RESULTS.md, from the committed records: ``python -m bench.readme``.
+"""Write the generated tables of README.md and docs/, and RESULTS.md, from the committed records: ``make readme``.
 
-A test compares both with what this makes, so no figure in them can be typed by hand or go stale.
+A test compares the files with the output of this module, so no figure in them can be out of date.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from bench.config import compose, instantiate
 from bench.config.schema import checkout
 from bench.report import collect, leaderboard, markdown, terminal
 
-_BLOCK = re.compile(r"<!-- (table: [^ ]+|leaderboard(?:: [^>]+)?|lossless) -->\n.*?<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless|methods) -->\n.*?<!-- end -->", re.DOTALL)
+_SHORT = ("speed-up", "tokens/step", "tokens/s", "memory", "agreement", "RESULT")
+_FAMILIES = (
+    "autoregressive",
+    "speculative",
+    "early_exit",
+    "non_autoregressive",
+    "external",
+)  # their order in the table
+_ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
 def written(text: str, results: Path) -> str:
-    """The README with its blocks filled from the records under ``results``."""
-    return _BLOCK.sub(lambda found: _block(found.group(1), results), text)
+    """A page with its blocks filled from the records in ``results``."""
+    return BLOCK.sub(lambda found: _block(found.group(1), results), text)
 
 
 def _block(what: str, results: Path) -> str:
-    if what == "lossless":
-        body = _lossless(results)
-    elif what.startswith("leaderboard"):
-        body = _leaderboards(results, what.removeprefix("leaderboard").removeprefix(": ").split())
-    else:
-        body = _table(what.removeprefix("table: "), results)
-    lines = "\n".join(f"    {line}".rstrip() for line in body.splitlines())
+    kind, _, rest = what.partition(": ")
+    if kind == "methods":
+        return f"<!-- {what} -->\n{_methods(results)}\n<!-- end -->"
+    body = {"lossless": _lossless, "short": _short, "leaderboard": _leaderboard}[kind](results, rest)
+    lines = "\n".join(f"    {line}".rstrip() for line in body)
     return f"<!-- {what} -->\n{lines}\n<!-- end -->"
 
 
-def _leaderboards(results: Path, filters: Sequence[str]) -> str:
-    """One table for each set of runs that may stand in one, of those that the filters of ``collect`` let through."""
+def _leaderboard(results: Path, words: str) -> list[str]:
+    """The N fastest valid methods of each guarantee, among the runs that the filters of ``collect`` select: ``best=N``."""
+    *filters, best = words.split()
     rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
-    kept = [row["record"] for row in collect.select(rows, filters)]
-    groups = (
-        [entry.summary | {"method": entry.label} for entry in board.entries] for board in leaderboard.boards(kept)
-    )
-    return "\n\n".join(map(terminal.leaderboard, groups)) or "(no record yet)"
+    boards = leaderboard.boards(row["record"] for row in collect.select(rows, filters))
+    assert len(boards) == 1, f"{words} selects {len(boards)} tables"
+    kept: dict[tuple[str, str], Any] = {}
+    for entry in boards[0].valid:  # the fastest first within each guarantee
+        kept.setdefault((entry.guarantee, entry.method), entry.summary | {"method": entry.label})
+    most = int(best.removeprefix("best="))
+    chosen = [
+        run for guarantee in leaderboard.GUARANTEES for run in [kept[key] for key in kept if key[0] == guarantee][:most]
+    ]
+    return [line for line in terminal.leaderboard(chosen).splitlines() if line]
 
 
-def _runs(results: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Committed runs, ordered by data set and speed-up."""
-    found = [(file.parent, json.loads(file.read_text())) for file in sorted(results.glob("*/summary.json"))]
-    order = ("dataset", "dtype", "batch_size", "method")
-    return sorted(found, key=lambda run: [str(run[1][key]) for key in order])
+def _short(results: Path, prefix: str) -> list[str]:
+    """The main lines of one run's table."""
+    (folder,) = (file.parent for file in results.glob(f"{prefix}*/summary.json"))
+    lines = terminal.render(
+        json.loads((folder / "summary.json").read_text()), Path("results") / folder.name
+    ).splitlines()
+    return [lines[0], *(line for line in lines[1:] if line.strip().startswith(_SHORT))]
 
 
-def _table(prefix: str, results: Path) -> str:
-    for folder, summary in _runs(results):
-        if folder.name.startswith(prefix):
-            return terminal.render(summary, Path("results") / folder.name)
-    return "(no record yet)"
+def _methods(results: Path) -> str:
+    """The methods of conf/method with their papers, by family, exactness and what they need."""
+    guarantees: dict[str, set[str]] = {}
+    for record in collect.read(results):
+        if record.summary:
+            target = str(record.manifest["method"].get("_target_")).rpartition(".")[2]
+            guarantees.setdefault(target, set()).add(record.summary["guarantee"])
+    texts = {
+        name: compose.config_file("method", name).read_text(encoding="utf-8")
+        for name in compose.every_group()["method"]
+    }
+    classes: dict[str, Any] = {
+        name: instantiate.locate(yaml.safe_load(text)["_target_"]) for name, text in texts.items()
+    }
+    papers = {name: _ARXIV.findall(sys.modules[method.__module__].__doc__ or "") for name, method in classes.items()}
+    own = {name: found[0] for name, found in papers.items() if found}
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for name, method in classes.items():
+        found = guarantees.get(method.__name__) or {method.guarantee.value}
+        arguments = inspect.signature(method).parameters
+        needs = "yes" if "checkpoint" in arguments else "a draft model" if "draft_model" in arguments else "no"
+        key = method.__module__.split(".")[1], " or ".join(g for g in leaderboard.GUARANTEES if g in found), needs
+        cited = [each for each in dict.fromkeys(papers[name]) if each == own[name] or each not in own.values()]
+        rows.setdefault(key, []).append(_with_papers(name, texts[name], cited))
+    ordered = sorted(rows.items(), key=lambda row: (_FAMILIES.index(row[0][0]), row[0][1], row[0][2]))
+    cells = [[family.replace("_", "-"), *others, ", ".join(names)] for (family, *others), names in ordered]
+    return collect.markdown(["family", "exactness", "needs training?", "methods"], cells)
 
 
-def _lossless(results: Path) -> str:
+def _with_papers(name: str, text: str, cited: Sequence[str]) -> str:
+    """A method with its authors, from the comment of its YAML file, and links to its papers."""
+    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#")).partition("). ")[0]
+    authors = re.findall(r"[A-Z]\w+(?: et al\.| & \w+)? \d{4}", comment)
+    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in cited]
+    source = ", ".join([*authors, *links])
+    return f"`{name}` ({source})" if source else f"`{name}`"
+
+
+def _lossless(results: Path, _: str) -> list[str]:
     from bench.lossless import report
 
-    found = sorted((results / "lossless").glob("sampling-*/result.json"))
-    if not found:
-        return "(no record yet)"
-    return "\n".join(report.rules_table(json.loads(found[0].read_text())))
+    found = min((results / "lossless").glob("sampling-*/result.json"))
+    return list(report.rules_table(json.loads(found.read_text())))
 
 
 def results_page(results: Path) -> str:
@@ -75,14 +124,14 @@ def results_page(results: Path) -> str:
 
 
 _PREFACE = """\
-Made by `python -m bench.readme` from the records in [results/](results/); do not edit. `python -m bench validate
+Made by `make readme` from the records in [results/](results/); do not edit. `python -m bench validate
 results` checks the records, `python -m bench report` makes a page of them to sort, filter and open, and
 [notebooks/leaderboard.ipynb](notebooks/leaderboard.ipynb) draws them.
 
 Each table holds runs that share model, data, machine, number type, sampling, batch size and limit; nothing is ranked
 across tables. Ranks count within one guarantee: EXACT methods write the target's own text, RELAXED ones may change it,
 INDEPENDENT_MODEL ones are models of their own. INVALID runs have no rank. Speed-ups are over a baseline that was
-measured interleaved in the same run, with 95 % intervals over the prompts; behind a score stands the baseline's."""
+measured interleaved in the same run, with 95 % intervals over the prompts; after a score is the baseline's."""
 
 
 def _laboratory(results: Path) -> str:
@@ -105,12 +154,18 @@ def _laboratory(results: Path) -> str:
     return f"\n## Losslessness laboratory\n\n{collect.markdown(header, cells)}\n"
 
 
+def pages(root: Path) -> list[Path]:
+    """The files that contain generated blocks or commands."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
 def main() -> None:
-    """Rewrite README.md in place, and RESULTS.md."""
+    """Rewrite the blocks of README.md and docs/ in place, and RESULTS.md."""
     root = checkout()
-    assert root is not None, "README.md and RESULTS.md belong to a checkout"
-    readme = root / "README.md"
-    readme.write_text(written(readme.read_text(encoding="utf-8"), root / "results"), encoding="utf-8")
+    if root is None:
+        raise SystemExit("README.md and RESULTS.md belong to a checkout of the repository. Run this inside one.")
+    for page in pages(root):
+        page.write_text(written(page.read_text(encoding="utf-8"), root / "results"), encoding="utf-8")
     (root / "RESULTS.md").write_text(results_page(root / "results"), encoding="utf-8")
 
 

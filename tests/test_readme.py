@@ -1,4 +1,4 @@
-"""The README tells the truth: its tables come from the committed records, its commands exist and compose."""
+"""README.md and docs/ are true: their tables come from the committed records, their commands exist and compose."""
 
 from __future__ import annotations
 
@@ -17,16 +17,27 @@ from bench.sweep import plan
 from bench.train import command as train
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-PROSE = re.sub(r"<!-- (?:table|leaderboard|lossless).*?<!-- end -->", "", TEXT, flags=re.DOTALL)
-BLOCKS = [line.strip().split("  #")[0].strip() for line in PROSE.splitlines() if line.startswith("    ")]
-IN_TEXT = re.findall(r"`((?:python -m bench|make) [^`]+)`", PROSE)
-COMMANDS = [*dict.fromkeys([line for line in BLOCKS if line.startswith(("python ", "make "))] + IN_TEXT)]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*readme.pages(ROOT), ROOT / "CONTRIBUTING.md"]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+OWN = ("check-method echo", "method=echo", "bigram", "haiku")  # the worked examples, which test_commands.py installs
+
+
+def commands():
+    """Command lines in code blocks and in running text."""
+    for text in TEXTS.values():
+        prose = readme.BLOCK.sub("", text)
+        blocks = (line.strip().split("  #")[0].strip() for line in prose.splitlines() if line.startswith("    "))
+        yield from (line for line in blocks if line.startswith(("python -m", "make ")))
+        yield from re.findall(r"`((?:python -m bench|make)\b[^`]*)`", prose)
+
+
+COMMANDS = [command for command in dict.fromkeys(commands()) if not any(word in command for word in OWN)]
 
 
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory):
-    """The records that git knows: those of one's own runs lie beside them, and no table has to show them."""
+    """The records that git tracks; a user's own runs may be in the same folder."""
     listed = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode or not listed.stdout:
         return ROOT / "results"
@@ -37,14 +48,24 @@ def committed(tmp_path_factory):
     return folder
 
 
-def test_tables_come_from_the_records(committed):
-    assert readme.written(TEXT, committed) == TEXT, "run: python -m bench.readme"
-    assert "no record yet" not in TEXT
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_come_from_the_records(page, committed):
+    assert readme.written(TEXTS[page], committed) == TEXTS[page], "run: make readme"
+
+
+def test_the_readme_has_its_tables_and_stays_short():
+    assert len(readme.BLOCK.findall(README)) == 4
+    assert len(README.splitlines()) <= 120 and len(README.split()) <= 1500
+
+
+def test_every_method_is_in_the_table():
+    (table,) = (found[0] for found in readme.BLOCK.finditer(README) if found[1] == "methods")
+    assert set(re.findall(r"`(\w+)`", table)) == set(compose.every_group()["method"])
 
 
 def test_results_come_from_the_records(committed):
     text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    assert readme.results_page(committed) == text, "run: python -m bench.readme"
+    assert readme.results_page(committed) == text, "run: make readme"
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert (ROOT / link).exists(), link
     anchors = {
@@ -53,32 +74,38 @@ def test_results_come_from_the_records(committed):
     assert anchors >= set(re.findall(r"\]\(#([^)]+)\)", text))
 
 
-def test_every_command_is_run_below():
-    assert not [command for command in COMMANDS if command.split()[0] not in ("python", "make")]
-    assert {command.split()[2] for command in COMMANDS if command.startswith("python")} == set(RUN)
+def test_all_commands_are_of_one_program():
+    assert {tuple(command.split()[:3]) for command in COMMANDS if command.startswith("python")} == {
+        ("python", "-m", "bench")
+    }
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python")])
 def test_commands(command, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(ROOT)
-    _, _, module, *words = shlex.split(command)
-    RUN[module](words, tmp_path, request.getfixturevalue)
+    words = shlex.split(command)[3:]
+    parts = {"train": run_train, "cost": run_cost, "lossless": run_lossless}
+    if words and words[0] in parts:
+        parts[words[0]](words[1:], tmp_path, request.getfixturevalue)
+    else:
+        run_bench(words, tmp_path, request.getfixturevalue)
     assert "Unknown" not in capsys.readouterr().err
 
 
 def run_bench(words, folder, fixture):
-    """Runs of the embedded model are made shorter, sweeps end with their plan, what is not here is composed."""
+    """Runs of the embedded model are shortened, sweeps end with their plan, runs on other machines are only composed."""
     place = [f"paths.results={folder}"]
-    if words[0] in ("list", "show", "doctor", "validate", "--help"):
+    if words[0] in ("list", "show", "doctor", "validate", "check-method", "--help"):
         assert cli.main(words) in (0, 1)
     elif words[0] in ("compare", "collect", "report", "dashboard"):
         out = {"report": "html", "dashboard": "json"}.get(words[0])
         assert cli.main([*words, *([f"out={folder}/x.{out}"] if out else [])]) == 0
     elif any(word.startswith("sweep=") for word in words):
         few = ["method=autoregressive"] if any(word.startswith("cluster=") for word in words) else []
-        assert cli.main([*words, *few, *place, "dry_run=true"]) == 0
-    elif elsewhere(words):
-        assert compose.compose_sweep([word for word in words if word != "-m"])
+        plan_only = [] if "dry_run=true" in words else ["dry_run=true"]
+        assert cli.main([*words, *few, *place, *plan_only]) == 0
+    elif "-m" in words or elsewhere(words):
+        assert compose.compose_sweep([word for word in words if word not in ("-m", "dry_run=true")])
     else:
         fixture("smollm2_dir")
         fixture("monkeypatch").setenv("DECODEBENCH_DATA", str(fixture("data_root")))
@@ -91,12 +118,13 @@ SHORT = [
     "dataset.limit=1", "max_new_tokens=4", "measure.repeats=1", "measure.cost_curve=false",
     "measure.bootstrap_samples=100", "hardware.threads=1",
 ]  # fmt: skip
-LINE = re.search(r'^`(\{"question_id".*\})`', TEXT, re.MULTILINE)[1]
+LINE = re.search(r'^`(\{"question_id".*\})`', README, re.MULTILINE)[1]
 
 
 def elsewhere(words):
-    """Needs a GPU, a model from the hub, or one that is trained first."""
-    return {"model=hf", "model=vicuna_7b", "model=multi30k_4_4"} & set(words) or any("=cuda" in word for word in words)
+    """Needs a GPU, a model from the hub, or a translation model."""
+    models = ("model=hf", "model=vicuna_7b", "model=multi30k")
+    return any(word.startswith(models) or "=cuda" in word for word in words)
 
 
 def run_train(words, folder, fixture):
@@ -109,13 +137,13 @@ def run_train(words, folder, fixture):
 
 
 def run_cost(words, folder, fixture):
-    if words[0] == cost.WHAT_IF:
-        assert "curve=results/costs/ID" in words, "a placeholder; every run has a curve of its own"
-        short = [word for word in words if not word.startswith(("curve=", "batch="))]
-    else:
+    short = words
+    if words[0] != cost.WHAT_IF:
         fixture("smollm2_dir")
         short = [*words, "nodes=[1,2]", "batches=[1]", "contexts=[16]", "repeats=1", "prompts=1", "matrix=64"]
         short += ["max_new_tokens=4", "hardware.threads=1", f"paths.results={folder}"]
+        if "model=random" in words:
+            short = [word for word in short if not word.startswith("model.like")]
     assert cost.main(short) == 0
 
 
@@ -124,26 +152,23 @@ def run_lossless(words, folder, fixture):
     assert compose.compose(overrides)
 
 
-RUN = {
-    "bench": run_bench,
-    "bench.train": run_train,
-    "bench.cost": run_cost,
-    "bench.lossless": run_lossless,
-}
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
 def test_make_has_the_target_and_its_commands_compose(command):
     shown = subprocess.run(["make", "--dry-run", *shlex.split(command)[1:2]], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     for words in re.findall(r"^-?\S+/python -m bench (.*)$", shown.stdout, re.MULTILINE):
-        _, rest = plan.read_words([word for word in shlex.split(words) if word != "-m"])
-        assert compose.compose_sweep(rest)
+        first, *others = shlex.split(words)
+        if first == "train":
+            run_train(others, None, None)
+        elif "=" in first or first == "-m":
+            _, rest = plan.read_words([word for word in shlex.split(words) if word != "-m"])
+            assert compose.compose_sweep(rest)
     for words in re.findall(r"^-?\S+/python -m bench\.train (.*)$", shown.stdout, re.MULTILINE):
         run_train(shlex.split(words), None, None)
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)]+)\)", TEXT):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", TEXTS[page]):
         if not link.startswith("http"):
-            assert (ROOT / link).exists(), link
+            assert (page.parent / link).exists(), link
