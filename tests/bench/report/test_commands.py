@@ -1,14 +1,10 @@
-"""compare, collect, report and check-method; and the worked example of CONTRIBUTING.md is true."""
+"""compare, collect, report and check-method."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -41,7 +37,6 @@ from methods.speculative.verification import default_rule
 from tests.helpers.sample_rows import both
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXACT_LINES = ["guarantee", "counters", "no leak", "batch", "greedy text"]
 
 # ------------------------------------------------------------------------------------------------------------ records
@@ -556,66 +551,3 @@ def test_settings_reach_the_decoder_and_a_draft_model_is_a_tiny_one() -> None:
 def test_a_name_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check-method"]) == 2
     assert "needs the name of a method" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ the worked example
-
-
-def blocks() -> dict[str, str]:
-    """The files of the worked example: indented text behind a paragraph that begins with a file name."""
-    found = re.findall(r"^`([\w./]+)`[^\n]*:\n\n((?:(?: {4}[^\n]*)?\n)+)", TEXT, re.MULTILINE)
-    return {name: textwrap.dedent(body).strip() + "\n" for name, body in found}
-
-
-def commands() -> list[str]:
-    return [line.split("python -m bench ")[1] for line in TEXT.splitlines() if line.startswith("    python -m bench ")]
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example as pip would install it: module, metadata with its entry points, and the YAML file."""
-    site = tmp_path_factory.mktemp("site")
-    for name, text in blocks().items():
-        (site / name).parent.mkdir(parents=True, exist_ok=True)
-        (site / name).write_text(text)
-    project = (site / "pyproject.toml").read_text()
-    (entry,) = re.findall(r'entry-points\."decodebench\.methods"\]\n(\w+ = )"([\w:]+)"', project)
-    info = site / "echo_method-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: echo-method\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[decodebench.methods]\n{''.join(entry)}\n")
-    return site
-
-
-def bench(package: Path, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(package), str(ROOT)])
-    command = [sys.executable, "-m", "bench", *words]
-    environment = os.environ | {"PYTHONPATH": path, "DECODEBENCH_HOME": str(cwd or package)}
-    return subprocess.run(command, cwd=cwd or ROOT, env=environment, capture_output=True, text=True, timeout=600)
-
-
-def test_the_example_has_its_three_files() -> None:
-    assert list(blocks()) == ["echo_method.py", "pyproject.toml", "conf/method/echo.yaml"]
-
-
-@pytest.mark.parametrize("words", [c.split() for c in commands() if c.startswith("check-method")], ids=" ".join)
-def test_the_example_keeps_the_contract(words: list[str], package: Path) -> None:
-    done = bench(package, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 8
-
-
-def test_the_example_runs(package: Path, tmp_path: Path) -> None:
-    (words,) = [c.split() for c in commands() if c.startswith("method=echo")]
-    here = [word.replace("/ABSOLUTE/PATH", str(package)) for word in words]
-    small = [
-        "model=random",
-        "dataset.limit=3",
-        "max_new_tokens=8",
-        "hardware=cpu_fp32",
-        "measure.bootstrap_samples=100",
-    ]
-    done = bench(package, *here, *small, "measure.cost_curve=false", cwd=tmp_path)
-    assert done.returncode in (0, 3), done.stdout + done.stderr  # 3: a loaded machine measures nothing valid
-    assert "echo vs autoregressive" in done.stdout
-    assert [folder.name.split("-")[0] for folder in (tmp_path / "results").iterdir()] == ["echo"]
