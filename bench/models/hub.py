@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _HUB_PATIENCE_S = 10.0  # the hub is asked once; its own client would try for half a minute, for each file
+_TOKENIZER = "tokenizer.json"
 _READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin")  # what of a folder defines the model
 
 
@@ -116,7 +117,9 @@ class HubModel:
 
     def _load(self, kind: Any, dtype: torch.dtype, **how: Any) -> PreTrainedModel:
         """Weights by a class of transformers; as Any: no type knows that output_loading_info makes it a pair."""
-        model, found = kind.from_pretrained(self.folder or self.name, dtype=dtype, output_loading_info=True, **how)
+        from methods.engine.checkpoint_files import load_model
+
+        model, found = load_model(kind, self.folder or self.name, dtype=dtype, output_loading_info=True, **how)
         if missing := sorted(found["missing_keys"]):  # transformers would go on with random ones
             raise UserError(
                 f"Model '{self.name}' lacks {len(missing)} weights, {missing[0]} first; a complete checkpoint is "
@@ -128,6 +131,8 @@ class HubModel:
     def _tokenizer(self, where: dict[str, Any]) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
+        if self.folder and (shared := artifacts.shared(self.folder).get(_TOKENIZER)):
+            where = where | {"tokenizer_file": str(shared)}
         return self._with_template(AutoTokenizer.from_pretrained(self.folder or self.name, **where))
 
     def _with_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -35,13 +35,15 @@ Settings:
   corpus_limit=N         most dialogues, drawn by the seed
   out=FOLDER             where the part goes; else where the method finds it by itself
   force=true             make a finished part anew, or in place of one with other settings
+  publish=int8           store the weights in 8, 6, 5 or 4 bits; the card shows the quality before and after
+  without=NAME           with publish, leave out tensors whose names begin so
   and model, hardware, tracker, paths and seed as in python -m bench
 
 An interrupted preparation goes on with the same command. Exit codes: 0 fine, 1 failed, 2 bad input, 130 interrupted."""
 
 _OF_A_RUN = ("model", "hardware", "tracker", "paths", "seed")  # of a run's configuration, what a preparation needs
 _OWN = tuple(setting.name for setting in fields(TrainConfig))
-_TEXTS = ("method", "corpus", "out")
+_TEXTS = ("method", "corpus", "out", "publish", "without")
 _KEPT = "What is prepared so far is kept; the same command goes on"
 
 

@@ -60,9 +60,15 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
     machine.set_threads(cfg.hardware.threads)
     job = _job(settings, cfg, train, trainable, texts, words)
     with _alone(job.folder):
-        if not job.claim():
+        if made := job.claim():
+            job.make(trainable, tracker)
+        if settings.publish:
+            from bench.train.publish import publish
+
+            without = [name for name in settings.without.split(",") if name]
+            print(publish(job.folder, settings.publish, without, texts, cfg), file=sys.stderr)
+        elif not made:
             return f"{job.folder} is already there; force=true makes it anew."
-        job.make(trainable, tracker)
     return job.report()
 
 

@@ -1,22 +1,25 @@
-"""A trained part as two files in a folder: its tensors as safetensors, and a JSON object that says what they are."""
+"""A trained part as two files in a folder: its tensors as safetensors, and a JSON object that says what they are.
+
+A file may be *packed*: its matrices have 4 to 8 bits per weight and a scale per row, or per group of a row. The weights
+are then defined as the dequantised ones, and readers get plain tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from methods.engine.causal_lm import CausalLM
-
 import json
-from typing import TypeVar
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save, save_file
+from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
 
@@ -72,8 +75,7 @@ def read_part(
     """
     try:
         config = parse(json.loads((folder / names[1]).read_text(encoding="utf-8")))
-        with safe_open(folder / names[0], "pt") as file:
-            return config, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no mapping
+        return config, load_tensors(folder / names[0])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(
             f"{folder} cannot be read as a part of method={method} ({type(error).__name__}: {error}); it must hold "
@@ -135,3 +137,90 @@ def own_folder(
         return part
     folder = Path(checkpoint).expanduser()
     return folder if not published or (folder / WEIGHTS).is_file() else None
+
+
+# ------------------------------------------------------------------------------------------------------------- packed
+
+_PACKED, _SCALE = "packed", ".scale"  # key of the file's metadata; what a tensor of scales is called after its weights
+_SHARES = tuple(share / 20 for share in range(20, 13, -1))  # of the largest weight of a group that may be its last code
+
+
+def pack_file(file: Path, bits: int, group: int | None = None, without: Sequence[str] = ()) -> None:
+    """Rewrite a file of tensors with fewer bits per weight of its matrices; other tensors stay as they are.
+
+    Args:
+        bits: per weight, 2 to 8.
+        group: weights that share a scale, where it divides a row; None: whole rows.
+        without: beginnings of names of tensors to leave out.
+
+    Raises:
+        ValueError: it is packed already.
+    """
+    if is_packed(file):
+        raise ValueError(f"{file} is packed already; packing it again would add its errors to those there are.")
+    stored: dict[str, Tensor] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    for key, tensor in load_tensors(file).items():
+        if key.startswith(tuple(without)):
+            continue
+        stored[key] = tensor
+        if tensor.ndim > 1 and tensor.is_floating_point():
+            width = group if group and tensor.shape[-1] % group == 0 else tensor.shape[-1]
+            codes, stored[key + _SCALE] = _quantised(tensor.float().reshape(-1, width), bits)
+            digits = np.unpackbits(codes.numpy().reshape(-1, 1), axis=1)[:, 8 - bits :]
+            stored[key] = torch.from_numpy(np.packbits(digits))
+            notes[key] = {"bits": bits, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    file.write_bytes(save(stored, {"format": "pt", _PACKED: json.dumps(notes)}))
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file; those that are packed, dequantised."""
+    with safe_open(file, "pt") as opened:
+        found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, no mapping
+        notes = json.loads((opened.metadata() or {}).get(_PACKED, "{}"))
+    for key, note in notes.items():
+        scale, bits = found.pop(key + _SCALE).float(), note["bits"]
+        digits = np.unpackbits(found[key].numpy(), count=math.prod(note["shape"]) * bits).reshape(-1, bits)
+        codes = torch.from_numpy(np.packbits(np.pad(digits, ((0, 0), (8 - bits, 0))), axis=1))
+        weights = (codes.float().view(len(scale), -1) - _largest(bits)) * scale
+        found[key] = weights.view(note["shape"]).to(getattr(torch, note["dtype"]))
+    return found
+
+
+def is_packed(file: Path) -> bool:
+    """Whether the weights of a file have to be dequantised; False where there is no such file."""
+    if not file.is_file():
+        return False
+    with safe_open(file, "pt") as opened:
+        return _PACKED in (opened.metadata() or {})
+
+
+def load_model(kind: Any, folder: Path | str, **how: Any) -> Any:
+    """What ``kind.from_pretrained`` of transformers reads: a folder, whose weights may be packed, or a hub id."""
+    file = Path(folder) / "model.safetensors"
+    if not is_packed(file):
+        return kind.from_pretrained(folder, **how)
+    with TemporaryDirectory() as plain:
+        for path in Path(folder).glob("*.json"):
+            shutil.copy(path, plain)
+        save_file(load_tensors(file), Path(plain) / file.name, {"format": "pt"})
+        read = kind.from_pretrained(plain, **how)
+    model = read[0] if isinstance(read, tuple) else read
+    model.name_or_path = model.config._name_or_path = str(folder)
+    return read
+
+
+def _largest(bits: int) -> int:
+    """Code of the largest weight; that of the smallest is its negative, and 0 is among them."""
+    return int(2 ** (bits - 1)) - 1
+
+
+def _quantised(rows: Float[Tensor, "r g"], bits: int) -> tuple[UInt8[Tensor, "r g"], Float[Tensor, "r 1"]]:
+    """Codes and scales; of scales that cut off more or less of a row's largest weights, that with the least error."""
+    largest, peak = _largest(bits), rows.abs().amax(1, keepdim=True)
+    least, best = torch.full_like(peak, torch.inf), torch.ones_like(peak)
+    for share in _SHARES:
+        scale = (peak * share / largest).clamp(min=1e-30).bfloat16().float()
+        error = ((rows / scale).round().clamp(-largest, largest) * scale - rows).square().sum(1, keepdim=True)
+        least, best = torch.minimum(error, least), torch.where(error < least, scale, best)
+    return ((rows / best).round().clamp(-largest, largest) + largest).to(torch.uint8), best.bfloat16()

@@ -145,6 +145,9 @@ class Student(nn.Module):
         logits = self.logits(states)
         return cross_entropy(logits, wanted, smoothing), (logits.argmax(-1) == wanted).float().mean()
 
+    def do_without(self, stored: Collection[str]) -> None:
+        """Drop networks that only some ways to decode need, if none of their tensors is among the stored ones."""
+
     def settle(self, target: CausalLM) -> None:
         """No more training: see ``Network.settle``."""
         self.network.settle(target)
@@ -285,6 +288,7 @@ def load_student(
 
     (student, sizes, facts), tensors = read_part(folder, method, parse)
     require_target(folder, method, sizes, target)
+    student.do_without(tensors)
     require_shapes(folder, tensors, {key: tuple(tensor.shape) for key, tensor in student.state_dict().items()})
     student.load_state_dict(tensors)
     student.to(target.device, target.dtype).eval().requires_grad_(False)

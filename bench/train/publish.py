@@ -1,0 +1,129 @@
+"""Store a finished checkpoint in fewer bits per weight, and note in its card what that costs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from bench.config import compose, instantiate
+from bench.config.schema import RunConfig, SamplingConfig
+from bench.errors import UserError
+from bench.models import artifacts, loading
+from bench.models.source import Loaded
+from bench.scoring.translation import TranslationScorer
+from bench.tasks import corpus, prompts
+from bench.tasks.corpus import Dialogue, Texts
+from bench.tasks.sources import Sources
+from bench.utils import files
+from methods.decoder import Decoder
+from methods.engine.checkpoint_files import pack_file
+
+FORMS: dict[str, tuple[int, int | None]] = {  # bits of a weight, weights that share a scale (None: a row)
+    "int8": (8, None),
+    "int6": (6, 64),
+    "int5": (5, 64),
+    "int4": (4, 64),
+}
+_PAIRS, _PROMPTS, _ROWS, _TOKENS = 300, 8, 32, 64  # judged by, decoded at once, and most of a text
+_MODEL = "model.safetensors"
+
+
+def publish(folder: Path, form: str, without: Sequence[str], texts: Texts, cfg: RunConfig) -> str:
+    """Pack the weights of a checkpoint in place; the card gets its quality before and after.
+
+    Args:
+        form: one of ``FORMS``.
+        without: beginnings of names of tensors to leave out.
+        texts: it was trained on; it is judged by their validation pairs, else by some of their prompts.
+        cfg: model and hardware.
+
+    Returns:
+        A line for people.
+
+    Raises:
+        UserError: it is packed already.
+    """
+    card = artifacts.read_card(folder) or {}
+    if "stored" in card:
+        raise UserError(f"{folder} is stored as {card['stored']['form']}. Add force=true to make it again.")
+    dialogues = _dialogues(texts, cfg)
+    before, written = _measure(folder, card, cfg, dialogues)
+    with TemporaryDirectory(dir=folder.parent) as place:  # beside it: the card may refer to files of other folders
+        packed = Path(place)
+        shutil.copytree(folder, packed, dirs_exist_ok=True)
+        weights = list(packed.rglob("*.safetensors"))
+        for file in weights:
+            pack_file(file, *FORMS[form], without)
+        after, now = _measure(packed, card, cfg, dialogues)
+        after["same_texts"] = round(sum(map(list.__eq__, written, now)) / len(now), 4)
+        parts = artifacts.files(packed)
+        stored = {"form": form, "without": list(without), "sha256": card["sha256"], "before": before, "after": after}
+        card |= {"sha256": files.digest(parts), "bytes": {name: path.stat().st_size for name, path in parts.items()}}
+        for file in weights:
+            os.replace(file, folder / file.relative_to(packed))
+        files.write_json(folder / artifacts.CARD, card | {"stored": stored})
+    return f"{folder} is stored as {form}: {before} before, {after} after."
+
+
+def _dialogues(texts: Texts, cfg: RunConfig) -> list[Dialogue]:
+    name = corpus.validation_of(texts.names[0])
+    if name is None:
+        return list(texts.dialogues[:_PROMPTS])
+    return list(corpus.read(name, sources=Sources(cfg.paths.data, cfg.paths.cache)).dialogues[:_PAIRS])
+
+
+def _measure(
+    folder: Path, card: dict[str, Any], cfg: RunConfig, dialogues: Sequence[Dialogue]
+) -> tuple[dict[str, float], list[list[int]]]:
+    """Quality and steps of what a checkpoint writes, and the ids of every text."""
+    is_model = (folder / _MODEL).is_file()
+    model = {"name": str(folder)} if is_model else cfg.model
+    loaded = loading.load(model, asdict(cfg.hardware), cfg.paths)
+    method = "autoregressive" if is_model else card["definition"]["method"]
+    group = compose.compose([f"method={method}", "dataset=demo"]).method
+    decoder = instantiate.build_decoder(group, loaded.lm, SamplingConfig(), part=folder)
+    asked = [torch.tensor(_ids(dialogue, loaded), device=loaded.lm.device) for dialogue in dialogues]
+    texts: list[list[int]] = []
+    steps, layers = 0, 0.0
+    for start in range(0, len(asked), _ROWS):
+        written, each = _decode(decoder, asked[start : start + _ROWS], set(loaded.lm.eos_ids))
+        texts += written
+        steps, layers = steps + len(each), layers + sum(each)
+    found = {"tokens_per_step": round(sum(map(len, texts)) / steps, 3), "layers": round(layers / steps, 3)}
+    if loaded.kind == "seq2seq":
+        lines = loaded.tokenizer.batch_decode(texts, skip_special_tokens=True)
+        pairs = [(dialogue.answer, line) for dialogue, line in zip(dialogues, lines, strict=True)]
+        found["bleu"] = round(TranslationScorer().aggregate(pairs)["bleu"] or 0.0, 2)
+    return found | {"prompts": len(asked)}, texts
+
+
+def _ids(dialogue: Dialogue, loaded: Loaded) -> list[int]:
+    """Of a prompt; of plain text, which asks nothing, its beginning."""
+    if dialogue.said[0]:
+        return prompts.encode(loaded.tokenizer, dialogue.messages)[-loaded.lm.max_positions // 2 :]
+    return list(loaded.tokenizer(dialogue.answer)["input_ids"][:_TOKENS])
+
+
+@torch.inference_mode()
+def _decode(decoder: Decoder, rows: list[torch.Tensor], ends: set[int]) -> tuple[list[list[int]], list[float]]:
+    """Texts up to their ends, and of every step of a row that was open the share of the layers that ran."""
+    texts: list[list[int]] = [[] for _ in rows]
+    layers: list[float] = []
+    for step in decoder.decode(rows, _TOKENS, torch.Generator(rows[0].device).manual_seed(0)):
+        open_rows = [row for row, text in enumerate(texts) if len(text) < _TOKENS and not ends & set(text)]
+        if not open_rows:
+            break
+        for row in open_rows:
+            texts[row] += step.tokens[row]
+            layers.append(step.layers[row])
+    for text in texts:
+        end = next((place for place, token in enumerate(text, 1) if token in ends), _TOKENS)
+        del text[min(end, _TOKENS) :]
+    return texts, layers
