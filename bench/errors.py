@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import traceback
+from collections.abc import Callable
 
 OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes of every command
 TRACEBACK = "DECODEBENCH_TRACEBACK"  # environment variable: print tracebacks
@@ -22,53 +23,71 @@ class RunFailed(Exception):
     """A run that broke on its way (out of memory, full disk). Message alone, exit code 1; samples are kept."""
 
 
-def report_failure(error: BaseException) -> int:
+def guard(command: Callable[[], int], *, measures: bool = True) -> int:
+    """Run a command; a failure becomes one message on stderr and an exit code.
+
+    Args:
+        command: returns its exit code.
+        measures: False for commands without the settings that help against a full memory or disk.
+    """
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of a pipe closed it, as in `python -m bench list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error, measures=measures)
+
+
+def report_failure(error: BaseException, *, measures: bool = True) -> int:
     """Print what went wrong as one message on stderr; returns the exit code."""
-    code, message, expected = _classify(error)
+    code, message, expected = classify(error, measures=measures)
     if not expected or os.environ.get(TRACEBACK, "0") not in ("", "0"):
         traceback.print_exception(type(error), error, error.__traceback__)
     print(message, file=sys.stderr)
     return code
 
 
-def _classify(error: BaseException) -> tuple[int, str, bool]:
-    """Exit code, message, and whether this kind of failure is foreseen."""
+def classify(error: BaseException, *, measures: bool = True) -> tuple[int, str, bool]:
+    """Exit code, message, and whether this kind of failure is expected."""
     if isinstance(error, UserError):
         return BAD_INPUT, str(error), True
     if isinstance(error, KeyboardInterrupt):
-        kept = getattr(error, "kept", None)
-        return INTERRUPTED, f"Interrupted. {kept_prompts(kept)}; run the same command to go on.", True
-    if failed := explain(error):
+        return INTERRUPTED, f"Interrupted. {_resume(getattr(error, 'kept', None))}.", True
+    if failed := explain(error, measures=measures):
         return FAILED, str(failed), True
     return FAILED, f"The run failed: {type(error).__name__}: {error}", False
 
 
-def explain(error: BaseException, where: str = "", kept: int | None = None) -> RunFailed | None:
-    """The failure as a message a user can act on, or None where it is nothing of the machine.
+def explain(
+    error: BaseException, where: str = "", kept: int | None = None, *, measures: bool = True
+) -> RunFailed | None:
+    """The failure as a message a user can act on, or None if the machine did not cause it.
 
     Args:
         error: what was raised.
         where: where it happened, as in ``prompt 17 (context 3,904)``.
-        kept: prompts whose samples are on disk; None where that is not known.
+        kept: prompts whose samples are on disk; None if unknown.
+        measures: name the settings of a run that help.
     """
     if isinstance(error, RunFailed):
         return error
-    again = f"{kept_prompts(kept)}; run the same command to go on"
+    resume, folder = _resume(kept), ", or set paths.results=FOLDER" * measures
     if _out_of_memory(error):
-        at = f" at {where}" if where else ""
-        return RunFailed(f"Out of memory{at}. {again}, or lower max_context or batch_size.")
+        smaller = ", or lower max_context or batch_size" * measures
+        return RunFailed(f"Out of memory{f' at {where}' if where else ''}. {resume}{smaller}.")
     if isinstance(error, OSError) and error.errno in _FULL:
-        return RunFailed(f"The disk is full{_file(error)}. {again} once there is space, or set paths.results=FOLDER.")
+        return RunFailed(f"The disk is full{_file(error)}. {resume} once there is space{folder}.")
     if isinstance(error, OSError) and error.errno in _REFUSED:
-        return RunFailed(f"Not allowed to write{_file(error)}. {again} once it is, or set paths.results=FOLDER.")
+        return RunFailed(f"Writing is not permitted{_file(error)}. {resume} once it is{folder}.")
     return None
 
 
-def kept_prompts(kept: int | None) -> str:
-    """``16 prompts are kept``."""
-    if kept is None:
-        return "What was measured is kept"
-    return f"{kept} prompt{'s are' if kept != 1 else ' is'} kept"
+def _resume(kept: int | None) -> str:
+    done = "Finished work is" if kept is None else "1 prompt is" if kept == 1 else f"{kept} prompts are"
+    return f"{done} kept; run the same command to resume"
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -55,8 +55,10 @@ def check_arguments(
     for name, value in given.items():
         expected = hint_of(target, name)
         if not fits(value, expected):
+            choices = [kind for kind in typing.get_args(expected) if isinstance(kind, str)]
+            hint = did_you_mean(value, choices) if isinstance(value, str) else ""
             raise UserError(
-                f"{prefix}{name} came as {_show(value)}; it must be {describe(expected)}. Set {prefix}{name}=VALUE."
+                f"{prefix}{name} must be {describe(expected)}, got {_show(value)}.{hint} Set {prefix}{name}=VALUE."
             )
     return {name: _as_float(value, hint_of(target, name)) for name, value in given.items()}
 
@@ -121,6 +123,7 @@ _SCALARS: dict[Any, Callable[[Any], bool]] = {
     None: lambda v: v is None,
 }
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", types.NoneType: "null"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def describe(expected: Any) -> str:
@@ -145,7 +148,7 @@ def _describe_class(kind: type, args: tuple[Any, ...]) -> str:
     if issubclass(kind, Mapping):
         return "a group of settings"
     if issubclass(kind, Sequence | set | frozenset):
-        items = [describe(arg) for arg in args if arg is not Ellipsis]
+        items = [_PLURALS.get(arg) or describe(arg) for arg in args if arg is not Ellipsis]
         return "a list" + (f" of {', '.join(items)}" if items else "")
     return f"a {kind.__name__} (a group with _target_)"
 

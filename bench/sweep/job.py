@@ -1,4 +1,4 @@
-"""One job of a sweep, wherever it runs: what it is told and what it answers."""
+"""One job of a sweep, on any executor: a task goes in, a result comes out."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench.config import compose
+from bench.config.schema import RunConfig
+from bench.errors import FAILED, INTERRUPTED, INVALID, OK, classify, report_failure
 from bench.utils import files
 
-FAILED = 1
-AGAIN = "What was measured is kept; run the same command to go on."
 _OURS = "DECODEBENCH_"
 
 
 def now() -> str:
-    """Date and time, to the second as manifests have them."""
+    """Date and time to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -32,9 +34,9 @@ class Task:
         words: its command line.
         name: of its files, unique within the sweep.
         label: its command line without what all jobs of the sweep share.
-        fresh: records from before ``submitted`` are forgotten; those of its own earlier attempts never are.
+        fresh: ignore records from before ``submitted``, but not those of its own earlier attempts.
         folder: the current folder, which paths on the command line may refer to.
-        environment: variables that say where things lie.
+        environment: this project's variables.
     """
 
     words: list[str]
@@ -50,60 +52,76 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a job ended: the exit code its command would have, and what it failed of."""
+    """How a job ended: the exit code its command would have, and why it failed."""
 
     code: int
     message: str = ""
+
+
+def execute(cfg: RunConfig, fresh: bool | datetime) -> int:
+    """Measure one run; returns the exit code. For ``fresh`` see ``bench.measure.run.run``."""
+    from bench.config import instantiate
+
+    instantiate.check(cfg)
+    from bench.measure.run import run
+
+    return OK if run(cfg, fresh=fresh).verdict.valid else INVALID
+
+
+def attempt(words: Sequence[str], fresh: bool | datetime) -> Result:
+    """``execute`` for a sweep: a failure is printed and returned instead of raised."""
+    try:
+        return Result(execute(compose.compose(words), fresh))
+    except Exception as error:
+        return Result(report_failure(error), classify(error)[1])
 
 
 def perform(task: Task) -> Result:
     """Run a job in this process."""
     os.chdir(task.folder)
     os.environ.update(task.environment)
-    from bench import cli
-
-    return cli.attempt(task.words, datetime.fromisoformat(task.submitted) if task.fresh else False)
+    return attempt(task.words, datetime.fromisoformat(task.submitted) if task.fresh else False)
 
 
 def killed(how: str) -> Result:
-    """Of a job that ended without an answer.
+    """The result of a job that ended without one.
 
     Args:
         how: what ended it, as in ``Signal 9 (SIGKILL) ended the process``.
     """
-    return Result(FAILED, f"{how}. {AGAIN}")
+    return Result(FAILED, f"{how}. Finished work is kept; run the same command to resume.")
 
 
-def answer(file: Path) -> Result | None:
-    """What the job of this file said at its end, if it came that far."""
+def read_result(file: Path) -> Result | None:
+    """The result of the job in a file, if it wrote one."""
     try:
-        return Result(**json.loads(_answer_file(file).read_text(encoding="utf-8")))
+        return Result(**json.loads(_result_file(file).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
 
 
 def write(file: Path, value: Any) -> None:
-    """A dataclass or a plain value as JSON; the file is there as a whole or not at all."""
-    files.replace(file, json.dumps(value if isinstance(value, dict) else asdict(value)) + "\n")
+    """A dataclass or a dictionary as JSON, atomically."""
+    files.atomic_write(file, json.dumps(value if isinstance(value, dict) else asdict(value)) + "\n")
 
 
-def _answer_file(file: Path) -> Path:
+def _result_file(file: Path) -> Path:
     return file.with_suffix(".result")
 
 
 def main(argv: list[str]) -> int:
-    """Run the job in a file and put the answer beside it."""
+    """Run the job in a file and write the result beside it."""
     file = Path(argv[0])
     try:
         result = perform(Task(**json.loads(file.read_text(encoding="utf-8"))))
     except KeyboardInterrupt:
-        return 130
-    write(_answer_file(file), result)
+        return INTERRUPTED
+    write(_result_file(file), result)
     return result.code
 
 
 def interrupt_at_end_of(pipe: int) -> None:
-    """Interrupt this process, as Ctrl-C would, when nobody can write into the pipe any more: the sweep is gone."""
+    """Interrupt this process, as Ctrl-C would, when the pipe has no writer left: the sweep has ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started it in the background
 
     def watch() -> None:

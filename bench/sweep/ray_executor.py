@@ -1,4 +1,4 @@
-"""``cluster=ray``: every job of a sweep as a task of Ray, in a process that ends with it."""
+"""``cluster=ray``: every job of a sweep as a Ray task in its own process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import UserError
-from bench.sweep import job
-from bench.sweep.executors import Answers, Pending, at_least, log_file, missing, told
-from bench.sweep.job import Result, Task
+from bench.sweep.executors import Answers, Pending, at_least, log_file, missing, reported
+from bench.sweep.job import Result, Task, killed, perform
 
-_PATIENCE = 5.0  # seconds until an address counts as one where nobody listens
+_PATIENCE = 5.0  # seconds until an address counts as unreachable
 _OWN_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # 15 by default, so that whatever else runs would be measured along
+    "RAY_worker_niceness": "0",  # 15 by default, which would let other processes disturb the measurement
 }
 
 
@@ -37,21 +36,17 @@ class Ray:
 
     @property
     def here(self) -> bool:
-        """See ``bench.sweep.executors.Cluster``."""
         return self.address is None
 
     @property
     def threads(self) -> int:
-        """See ``bench.sweep.executors.Cluster``."""
         return self.cpus
 
     def pending(self, results: Path) -> Pending:
-        """None: its tasks end with the command that started them."""
-        return {}
+        return {}  # its tasks end with the command that started them
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
-        """See ``bench.sweep.executors.Cluster``."""
-        return told(self._run(tasks, folder), tasks, folder)
+        return reported(self._run(tasks, folder), tasks, folder)
 
     def _run(self, tasks: Sequence[Task], folder: Path) -> Answers:
         try:
@@ -86,10 +81,10 @@ class Ray:
             raise self._unreachable(said[0].rstrip(".")) from error
 
     def _check_address(self) -> None:
-        """Ray itself would try for a minute, and then end the process."""
+        """Checked here because Ray would try for a minute and then end the process."""
         host, _, port = str(self.address).removeprefix("ray://").rpartition(":")
         if not port.isdecimal():
-            return  # auto, and what Ray will have an opinion of
+            return  # auto, or what Ray checks itself
         try:
             socket.create_connection((host, int(port)), _PATIENCE).close()
         except OSError as error:
@@ -98,13 +93,13 @@ class Ray:
     def _unreachable(self, said: str) -> UserError:
         where = f"cluster.address={self.address}" if self.address else "a Ray of its own on this machine"
         return UserError(
-            f"cluster=ray came with {where}, and Ray could not be reached there: {said}. The address must be null, "
-            "auto, HOST:PORT or ray://HOST:PORT of a Ray that runs. Start one (ray start --head) and set "
-            "cluster.address=auto, or choose cluster=process."
+            f"cluster=ray could not reach {where}: {said}. cluster.address must be null, auto, HOST:PORT or "
+            "ray://HOST:PORT of a Ray that runs. Start one (ray start --head) and set cluster.address=auto, or choose "
+            "cluster=process."
         )
 
     def _check_room(self, ray: Any) -> None:
-        """A task that fits nowhere would wait for ever; a Ray that runs elsewhere may grow, and says so itself."""
+        """A task that does not fit would wait forever; a remote Ray may grow, and reports it itself."""
         if not self.here:
             return
         room = ray.cluster_resources()
@@ -112,22 +107,22 @@ class Ray:
             if wanted > (found := int(room.get(name, 0))):
                 setting = f"cluster.{name.lower()}s"
                 raise UserError(
-                    f"{setting} came as {wanted}; this machine has {found}. Set {setting}={found}, or the "
+                    f"{setting} must be at most {found} on this machine, got {wanted}. Set {setting}={found}, or the "
                     "cluster.address of a Ray that has more."
                 )
 
 
 def _perform(task: Task, log: str) -> Result:
-    """In the process of the task, which runs nothing else."""
+    """Redirect the output of the task's process to the log and run the task."""
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    return job.perform(task)
+    return perform(task)
 
 
 def _answer(ray: Any, done: Any) -> Result:
     try:
         result: Result = ray.get(done)
     except ray.exceptions.RayError as error:
-        return job.killed(f"Ray lost the job: {str(error).strip().splitlines()[0].rstrip('.')}")
+        return killed(f"Ray lost the job: {str(error).strip().splitlines()[0].rstrip('.')}")
     return result

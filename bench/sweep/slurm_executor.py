@@ -1,8 +1,8 @@
-"""``cluster=slurm``: the jobs of a sweep as one array of SLURM, by submitit.
+"""``cluster=slurm``: the jobs of a sweep as one SLURM array, through submitit.
 
-submitit writes the batch file, carries task and answer, and has a job that is asked to stop, for its time is up or
-somebody else goes first, put back into the queue. A job that is started again goes on in its record folder.
-How jobs stand is asked of ``squeue``: not every site keeps the accounts that ``sacct``, which submitit asks, reads.
+submitit writes the batch file, transfers task and result, and requeues a job that is preempted or runs out of time; a
+requeued job resumes in its record folder. States come from ``squeue``, since not every site keeps the accounts
+that submitit reads with ``sacct``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import UserError
-from bench.sweep import job as cluster_job
-from bench.sweep.executors import FOLDER, Answers, Pending, at_least, missing, told
-from bench.sweep.job import Result, Task
+from bench.sweep.executors import FOLDER, Answers, Pending, at_least, missing, reported
+from bench.sweep.job import Result, Task, killed, perform, write
 
 if TYPE_CHECKING:
     from submitit import Job
     from submitit.helpers import DelayedSubmission
 
-JOBS = "slurm.json"  # in the folder of a submission: job of SLURM to name of the task
+JOBS = "slurm.json"  # in the folder of a submission: SLURM job id -> task name
 MOST = 1000  # jobs in an array, SLURM's own default
-_POLL, _GRACE = 2.0, 10.0  # seconds between two looks; between a job's end and its answer on a shared file system
+_POLL, _GRACE = 2.0, 10.0  # seconds between two polls; between a job's end and its result on a shared file system
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states in which nothing runs
 
 
@@ -38,11 +37,10 @@ class Work:
     """What submitit calls in a job."""
 
     def __call__(self, task: Task) -> Result:
-        """Run it."""
-        return cluster_job.perform(task)
+        return perform(task)
 
     def checkpoint(self, task: Task) -> DelayedSubmission:
-        """What to do after the job was put back into the queue: the same, for the records say where it was."""
+        """What a requeued job does: the same, resuming from its records."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, task)
@@ -75,11 +73,9 @@ class Slurm:
 
     @property
     def threads(self) -> int:
-        """See ``bench.sweep.executors.Cluster``."""
         return self.cpus_per_task
 
     def pending(self, results: Path) -> Pending:
-        """See ``bench.sweep.executors.Cluster``: what earlier commands submitted and ``squeue`` still knows."""
         submitted: dict[str, str] = {}
         for file in results.glob(f"{FOLDER}/*/{JOBS}"):
             submitted |= json.loads(file.read_text(encoding="utf-8"))
@@ -91,20 +87,19 @@ class Slurm:
         }
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
-        """See ``bench.sweep.executors.Cluster``."""
-        return told(self._run(tasks, folder), tasks, folder)
+        return reported(self._run(tasks, folder), tasks, folder)
 
     def _run(self, tasks: Sequence[Task], folder: Path) -> Answers:
         jobs = self._submit(tasks, folder)
         arrays = " ".join(sorted({job.job_id.split("_")[0] for job in jobs}))
         print(f"Submitted to SLURM: {arrays}", flush=True)
         if not self.wait:
-            print(f"The same command shows how they stand; scancel {arrays} ends them.")
+            print(f"The same command shows their state; scancel {arrays} ends them.")
             return
         try:
             yield from _follow(jobs)
         except KeyboardInterrupt:
-            print(f"The jobs go on without this command; scancel {arrays} ends them.")
+            print(f"The jobs continue without this command; scancel {arrays} ends them.")
             raise
 
     def _submit(self, tasks: Sequence[Task], folder: Path) -> list[Job[Result]]:
@@ -115,23 +110,22 @@ class Slurm:
             raise missing("slurm", "submitit") from error
         if shutil.which("sbatch") is None or shutil.which("srun") is None:
             raise UserError(
-                "cluster=slurm came, and there is no sbatch on PATH; jobs are submitted on a machine of the cluster. "
-                "Log in to one, or choose cluster=process."
+                "cluster=slurm needs sbatch on PATH. Log in to a machine of the cluster, or choose cluster=process."
             )
         executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeue)
         executor.update_parameters(**self._parameters())
         jobs: list[Job[Result]] = []
         try:
             for start in range(0, len(tasks), MOST):
-                with contextlib.redirect_stderr(io.StringIO()):  # sbatch's own words are in the error, too
+                with contextlib.redirect_stderr(io.StringIO()):  # the error repeats what sbatch prints
                     jobs += executor.map_array(Work(), tasks[start : start + MOST])
-                cluster_job.write(folder / JOBS, {job.job_id: t.name for job, t in zip(jobs, tasks, strict=False)})
+                write(folder / JOBS, {job.job_id: t.name for job, t in zip(jobs, tasks, strict=False)})
         except (FailedJobError, FailedSubmissionError) as error:
             raise self._refused(str(error)) from error
         return jobs
 
     def _parameters(self) -> dict[str, Any]:
-        """The same in submitit's words."""
+        """The settings under submitit's names."""
         given = {
             "job_name": "decodebench",
             "partition": self.partition,
@@ -166,7 +160,7 @@ class Slurm:
 
 
 def _follow(jobs: Sequence[Job[Result]]) -> Answers:
-    """Until every job has answered, or has left the queue without a word."""
+    """Until every job has a result or has left the queue without one."""
     left, gone = dict(enumerate(jobs)), dict[int, float]()
     while left:
         active = _active()
@@ -176,7 +170,7 @@ def _follow(jobs: Sequence[Job[Result]]) -> Answers:
             elif active is None or job.job_id in active:
                 gone.pop(place, None)
             elif time.monotonic() - gone.setdefault(place, time.monotonic()) > _GRACE:
-                yield place, cluster_job.killed(f"SLURM ended job {left.pop(place).job_id}{_why(job.job_id)}")
+                yield place, killed(f"SLURM ended job {left.pop(place).job_id}{_why(job.job_id)}")
         if left:
             time.sleep(_POLL)
 
@@ -186,18 +180,18 @@ def _answer(job: Job[Result]) -> Result:
 
     try:
         return job.result()
-    except UncompletedJobError as error:  # raised outside of our own code: its last line names it
-        return cluster_job.killed(str(error).strip().splitlines()[-1].rstrip("."))
+    except UncompletedJobError as error:  # its last line names the cause
+        return killed(str(error).strip().splitlines()[-1].rstrip("."))
 
 
 def _active() -> dict[str, str] | None:
-    """Own jobs in SLURM's queue, by id, with state and reason; None where it does not answer."""
+    """Own jobs in SLURM's queue: id -> state and reason; None if SLURM does not answer."""
     lines = _ask("squeue", "--me", "--noheader", "--array", "--format=%i %T %r")
     return None if lines is None else dict(line.split(" ", 1) for line in lines.splitlines())
 
 
 def _why(job: str) -> str:
-    """What SLURM says of a job that ended, for the few minutes that it remembers one."""
+    """State and exit code of a job that ended, which SLURM knows for a few minutes."""
     known = _ask("scontrol", "show", "job", "--oneliner", job) or ""
     found = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", known))
     return f" ({found['JobState']}, exit code:signal {found['ExitCode']})" if len(found) == 2 else ""

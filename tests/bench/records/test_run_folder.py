@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_clear_message_and_keeps_the_pairs_before(tmp_path: P
     with make(tmp_path) as folder:
         folder.append(pair("a/1", 0))
         os.dup2(os.open("/dev/full", os.O_WRONLY), folder._file)
-        with pytest.raises(RunFailed, match=r"The disk is full.*1 prompt is kept; run the same command to go on"):
+        with pytest.raises(RunFailed, match=r"The disk is full.*1 prompt is kept; run the same command to resume"):
             folder.append(pair("b/1", 1))
         assert folder.done_keys() == {("a/1", 0)}
     assert read_samples(tmp_path / "run") == pair("a/1", 0)

@@ -83,9 +83,9 @@ def test_without_a_word_jobs_run_in_this_process() -> None:
             "Unknown setting 'cluster.partitoin'. Did you mean 'cluster.partition'?",
         ),
         (["cluster.jobs=2"], "Unknown setting 'cluster.jobs'."),
-        (["cluster=process", "cluster.jobs=0"], "cluster.jobs came as 0; it must be at least 1."),
-        (["cluster=slurm", "cluster.timeout_min=x"], "cluster.timeout_min came as 'x'"),
-        (["cluster=ray", "cluster.gpus=-1"], "cluster.gpus came as -1; it must be at least 0."),
+        (["cluster=process", "cluster.jobs=0"], "cluster.jobs must be at least 1, got 0. Set cluster.jobs=1."),
+        (["cluster=slurm", "cluster.timeout_min=x"], "cluster.timeout_min must be a whole number, got 'x' (text)"),
+        (["cluster=ray", "cluster.gpus=-1"], "cluster.gpus must be at least 0, got -1."),
         (["hydra/launcher=basic"], "started with cluster=NAME"),
     ],
     ids=str,
@@ -234,7 +234,7 @@ def test_without_a_gpu_nothing_is_said_about_one(
 
 def test_a_process_ends_with_the_sweep(tmp_path: Path) -> None:
     """The other end of its stdin is closed, as by the system when the head is killed."""
-    code = "import sys, time; from bench import cluster_job as j; j.interrupt_at_end_of(0); print(1, flush=True)"
+    code = "import sys, time; from bench.sweep import job as j; j.interrupt_at_end_of(0); print(1, flush=True)"
     command = [sys.executable, "-c", f"{code}; time.sleep(60)"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin and process.stdout and process.stderr
@@ -249,9 +249,9 @@ def test_a_job_answers_by_a_file(use_run: Any, tmp_path: Path, monkeypatch: pyte
     job = Task([*COMMON, "paths.results=here"], "a", "a", environment={"DECODEBENCH_TEST": "1"}, folder=str(tmp_path))
     cluster_job.write(file := tmp_path / "a.json", job)
     assert cluster_job.main([str(file)]) == 0 and os.environ.pop("DECODEBENCH_TEST") == "1"
-    assert cluster_job.answer(file) == Result(0)
-    use_run(lambda *_, **__: (_ for _ in ()).throw(UserError("What came is wrong.")))
-    assert cluster_job.main([str(file)]) == 2 and cluster_job.answer(file) == Result(2, "What came is wrong.")
+    assert cluster_job.read_result(file) == Result(0)
+    use_run(lambda *_, **__: (_ for _ in ()).throw(UserError("The input is wrong.")))
+    assert cluster_job.main([str(file)]) == 2 and cluster_job.read_result(file) == Result(2, "The input is wrong.")
 
 
 # ------------------------------------------------------------------------------------------- started a second time
@@ -352,7 +352,7 @@ def test_a_job_that_leaves_the_queue_without_an_answer_has_failed(
     )
     ((place, result),) = Slurm().run([task("a")], tmp_path / "jobs")
     assert (place, result.code) == (0, 1)
-    assert result.message.startswith("SLURM ended job 7 (TIMEOUT, exit code:signal 0:9). What was measured is kept")
+    assert result.message.startswith("SLURM ended job 7 (TIMEOUT, exit code:signal 0:9). Finished work is kept")
 
 
 def sbatch_fails() -> dict[str, str]:
@@ -366,7 +366,7 @@ def sbatch_fails() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("present", "message"),
     [
-        ({}, "cluster=slurm came, and there is no sbatch on PATH"),
+        ({}, "cluster=slurm needs sbatch on PATH"),
         (
             sbatch_fails(),
             "SLURM refused cluster=slurm cluster.qos=x: Unable to contact slurm controller (connect",
@@ -397,7 +397,7 @@ def test_an_extra_that_is_missing_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     assert cli.main([*COMMON, f"paths.results={tmp_path}", f"cluster={name}"]) == 2
     assert capsys.readouterr().err == (
-        f"cluster={name} came, and {package} is not installed; it must be. Install it (pip install "
+        f"cluster={name} needs {package}, which is not installed. Install it (pip install "
         f"'decodebench[{name}]'), or choose cluster=process.\n"
     )
 
@@ -523,7 +523,7 @@ def test_a_sweep_that_was_detached_stands_in_the_plan(
 ) -> None:
     command = ["-m", *COMMON, "seed=1,2", f"paths.results={tmp_path}", "cluster=slurm", "cluster.wait=false"]
     assert cli.main([*command, "+cluster.options.hold=true"]) == 0
-    assert "The same command shows how they stand" in capsys.readouterr().out
+    assert "The same command shows their state" in capsys.readouterr().out
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert "Plan: 2 jobs: 2 queued. Nothing to run." in out and "PENDING JobHeldUser" in out
@@ -541,7 +541,7 @@ def test_nobody_at_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert cli.main(words) == 2
         err = capsys.readouterr().err
         assert len(err.splitlines()) == 1
-        assert err.startswith(f"cluster=ray came with cluster.address={address}, and Ray could not be reached there: ")
+        assert err.startswith(f"cluster=ray could not reach cluster.address={address}: ")
         assert "Start one (ray start --head)" in err
 
 
@@ -563,7 +563,9 @@ def test_a_job_of_ray_that_is_killed_goes_on(
         err = capsys.readouterr().err
         if "timed out during startup" in err:
             pytest.skip("this machine is too busy for Ray's daemons")
-        assert "cluster.gpus came as 99; this machine has" in err and len(err.splitlines()) == 1
+        assert (
+            re.match(r"cluster.gpus must be at most \d+ on this machine, got 99\.", err) and len(err.splitlines()) == 1
+        )
     else:
         pytest.fail("99 GPUs were found")
     when_measured(tmp_path, 1, lambda: kill_writer(tmp_path, 1))

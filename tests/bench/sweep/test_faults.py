@@ -109,7 +109,7 @@ def test_the_others_go_on_and_nothing_finished_is_lost(
     told = capsys.readouterr().err
     assert "1 of 3 runs failed:" in told and "Traceback" not in told
     (line,) = (line for line in told.splitlines() if line.startswith("  ") and "batch_size=2" in line)
-    assert said in line and "4 prompts are kept; run the same command to go on" in line
+    assert said in line and "4 prompts are kept; run the same command to resume" in line
     found = folders(words)
     assert {rows: (read_manifest(path) or {})["status"] for rows, path in found.items()} == {
         1: "finished",

@@ -240,7 +240,7 @@ def test_jobs_are_composed_as_hydra_composes_them_one_by_one(swept: list[str]) -
 @pytest.mark.parametrize(
     ("swept", "message"),
     [
-        (["seed=1,x"], "seed came as 'x'"),
+        (["seed=1,x"], "seed must be a whole number, got 'x' (text)"),
         (["method.gama=1,2"], "Unknown setting 'method.gama'. Did you mean 'method.gamma'?"),
         (["method=autoregressive,prompt_lookup", "method.gamma=1,2"], "Unknown setting 'method.gamma'"),
         (["dataset=jsonl", "seed=1,2"], "dataset.path is needed"),
@@ -332,9 +332,9 @@ def test_fresh_forces() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("resume=atuo", "must be one of auto, never, force, only_failed. Did you mean 'auto'?"),
-        ("shuffle_seed=x", "shuffle_seed came as 'x'"),
-        ("dry_run=yes", "dry_run came as 'yes'"),
+        ("resume=atuo", "must be one of auto, never, force, only_failed, got 'atuo' (text). Did you mean 'auto'?"),
+        ("shuffle_seed=x", "shuffle_seed must be a whole number or null, got 'x' (text)"),
+        ("dry_run=yes", "dry_run must be true or false, got 'yes' (text)"),
         ("sweep=smok", "Unknown sweep 'smok'. Did you mean 'smoke'? (python -m bench list sweeps)"),
         ("+sweep=x", "Unknown sweep 'x'."),
         ("hydra/sweeper=optuna", "sweeps are planned here"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bench import cli
 from bench.errors import UserError
 from bench.tasks import sources
 from bench.tasks.sources import KNOWN, DataSet, Hub, Revision, SourceArchive, Sources, Unavailable, Wheel, sha256
@@ -271,14 +272,14 @@ def test_the_command_fetches_into_the_cache(
 ) -> None:
     monkeypatch.setenv("DECODEBENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(sources, "_from_web", lambda known: (RAW, Revision(known.file, sha256(RAW), "web", "page")))
-    assert sources.main(["fetch", "a"]) == 0
+    assert cli.main(["fetch", "data", "a"]) == 0
     assert "a: 2 rows, web page" in capsys.readouterr().out
     note = json.loads((tmp_path / "datasets/a/rows.jsonl.origin.json").read_text())
     assert note["sha256"] == sha256(RAW)
 
 
 def test_the_command_refuses_unknown_names_before_it_fetches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sources.main(["fetch", "mtbensh"]) == 2
+    assert cli.main(["fetch", "data", "mtbensh"]) == 2
     assert "Did you mean 'mtbench'?" in capsys.readouterr().err
 
 
