@@ -41,7 +41,12 @@ def write(root: Path, *names: str) -> None:
 
 def test_the_page_keeps_what_its_table_promises() -> None:
     modules = [name for name in FILES if name.endswith(".py")]
-    assert modules == ["bench/tasks/boolq.py", "echo_method.py", "methods/speculative/bigram.py", "tests/test_contract.py"]
+    assert modules == [
+        "bench/tasks/boolq.py",
+        "echo_method.py",
+        "methods/speculative/bigram.py",
+        "tests/test_contract.py",
+    ]
     assert len([name for name in FILES if "boolq" in name]) == 2
     assert len([name for name in FILES if "bigram" in FILES[name]]) == 4
 

@@ -93,7 +93,7 @@ def test_commands(command, tmp_path, monkeypatch, capsys, request):
 
 
 def run_bench(words, folder, fixture):
-    """Runs of the embedded model are shortened, sweeps end with their plan, runs on other machines are only composed."""
+    """Runs of the embedded model are shortened, sweeps end with their plan, runs elsewhere are only composed."""
     place = [f"paths.results={folder}"]
     if words[0] in ("list", "show", "doctor", "validate", "check-method", "--help"):
         assert cli.main(words) in (0, 1)
