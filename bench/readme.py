@@ -5,11 +5,9 @@ A test compares the files with the output of this module, so no figure in them c
 
 from __future__ import annotations
 
-import inspect
+import ast
 import json
 import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,18 @@ from bench.config import compose, instantiate
 from bench.config.schema import checkout
 from bench.report import collect, leaderboard, markdown, terminal
 
-BLOCK = re.compile(r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless|methods) -->\n.*?<!-- end -->", re.DOTALL)
+BLOCK = re.compile(
+    r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless|methods|packages: \w+) -->\n.*?<!-- end -->", re.DOTALL
+)
 _SHORT = ("speed-up", "tokens/step", "tokens/s", "memory", "agreement", "RESULT")
 _FAMILIES = (
-    "autoregressive",
+    "baseline",
     "speculative",
     "early_exit",
     "non_autoregressive",
     "external",
 )  # their order in the table
-_ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
+_ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
 def written(text: str, results: Path) -> str:
@@ -38,15 +38,15 @@ def written(text: str, results: Path) -> str:
 
 def _block(what: str, results: Path) -> str:
     kind, _, rest = what.partition(": ")
-    if kind == "methods":
-        return f"<!-- {what} -->\n{_methods(results)}\n<!-- end -->"
+    if kind in ("methods", "packages"):
+        return f"<!-- {what} -->\n{_methods(results) if kind == 'methods' else _packages(rest)}\n<!-- end -->"
     body = {"lossless": _lossless, "short": _short, "leaderboard": _leaderboard}[kind](results, rest)
     lines = "\n".join(f"    {line}".rstrip() for line in body)
     return f"<!-- {what} -->\n{lines}\n<!-- end -->"
 
 
 def _leaderboard(results: Path, words: str) -> list[str]:
-    """The N fastest valid methods of each guarantee, among the runs that the filters of ``collect`` select: ``best=N``."""
+    """``best=N``: the N fastest valid methods of each guarantee among the runs that ``collect`` would select."""
     *filters, best = words.split()
     rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
     boards = leaderboard.boards(row["record"] for row in collect.select(rows, filters))
@@ -81,31 +81,31 @@ def _methods(results: Path) -> str:
         name: compose.config_file("method", name).read_text(encoding="utf-8")
         for name in compose.every_group()["method"]
     }
-    classes: dict[str, Any] = {
-        name: instantiate.locate(yaml.safe_load(text)["_target_"]) for name, text in texts.items()
-    }
-    papers = {name: _ARXIV.findall(sys.modules[method.__module__].__doc__ or "") for name, method in classes.items()}
-    own = {name: found[0] for name, found in papers.items() if found}
+    classes = {name: instantiate.method_class(yaml.safe_load(text)) for name, text in texts.items()}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name, method in classes.items():
         found = guarantees.get(method.__name__) or {method.guarantee.value}
-        arguments = inspect.signature(method).parameters
-        needs = "yes" if "checkpoint" in arguments else "a draft model" if "draft_model" in arguments else "no"
-        key = method.__module__.split(".")[1], " or ".join(g for g in leaderboard.GUARANTEES if g in found), needs
-        cited = [each for each in dict.fromkeys(papers[name]) if each == own[name] or each not in own.values()]
-        rows.setdefault(key, []).append(_with_papers(name, texts[name], cited))
+        key = method.family, " or ".join(g for g in leaderboard.GUARANTEES if g in found), method.needs
+        rows.setdefault(key, []).append(_with_paper(name, method.paper))
     ordered = sorted(rows.items(), key=lambda row: (_FAMILIES.index(row[0][0]), row[0][1], row[0][2]))
     cells = [[family.replace("_", "-"), *others, ", ".join(names)] for (family, *others), names in ordered]
-    return collect.markdown(["family", "exactness", "needs training?", "methods"], cells)
+    return collect.markdown(["family", "exactness", "needs", "methods"], cells)
 
 
-def _with_papers(name: str, text: str, cited: Sequence[str]) -> str:
-    """A method with its authors, from the comment of its YAML file, and links to its papers."""
-    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#")).partition("). ")[0]
-    authors = re.findall(r"[A-Z]\w+(?: et al\.| & \w+)? \d{4}", comment)
-    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in cited]
-    source = ", ".join([*authors, *links])
+def _with_paper(name: str, paper: str) -> str:
+    source = _ARXIV.sub(r"[\1](https://arxiv.org/abs/\1)", paper)
     return f"`{name}` ({source})" if source else f"`{name}`"
+
+
+def _packages(top: str) -> str:
+    """The packages of bench or methods, each with the first line of its docstring and its modules."""
+    root, cells = Path(__file__).resolve().parents[1], []
+    for file in sorted(root.glob(f"{top}/**/__init__.py")):
+        name = ".".join(file.parent.relative_to(root).parts)
+        sentence = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        modules = sorted(module.stem for module in file.parent.glob("*.py") if module != file)
+        cells.append([f"`{name}`", sentence.replace("``", "`").rstrip("."), " ".join(f"`{each}`" for each in modules)])
+    return collect.markdown(["package", "what it does", "modules"], cells)
 
 
 def _lossless(results: Path, _: str) -> list[str]:

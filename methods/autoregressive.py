@@ -39,7 +39,9 @@ class Autoregressive(SpeculativeDecoder):
     Every rule draws from the target's own distribution when nothing is drafted; the greedy rule takes its argmax.
     """
 
-    refills = True
+    family = "baseline"
+    continuous_batching = True
+    speed_only = True
 
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
         super().__init__(target, sampling, NoDraft(), Greedy())

@@ -1,4 +1,4 @@
-"""The interface every generation method implements, and the only thing the runner knows of it.
+"""The interface of every generation method, and the only thing the runner knows of it.
 
 Shapes, everywhere in this package: B rows, T prompt length, N draft nodes, M = N + 1 scored nodes
 (node 0 is the row's last committed token, whose keys and values are not in the cache yet),
@@ -7,22 +7,26 @@ V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 if TYPE_CHECKING:
-    pass
+    from methods.engine.causal_lm import CausalLM
+
+Family = Literal["speculative", "early_exit", "non_autoregressive", "baseline", "external", "other"]
+ModelKind = Literal["any", "causal", "seq2seq", "masked"]
 
 
 class Guarantee(str, Enum):
-    """What a method promises of its output; every run measures whether the promise was kept."""
+    """What a method promises about its output; every run measures whether the promise was kept."""
 
     EXACT = "EXACT"  # greedy: the target's own tokens; sampling: the target's own distribution
     RELAXED = "RELAXED"  # the target's output up to a declared tolerance
@@ -33,8 +37,8 @@ class Guarantee(str, Enum):
 class Step:
     """What one round committed. Everything that is reported derives from these counters.
 
-    The first step of a decode is the prefill: it commits the first token(s), in our loop exactly one. With refilled
-    rows (``Refillable``) so is every step that reads the prompts of some rows, while the others wait.
+    The first step of a decode is the prefill: it commits the first token(s), in our loop exactly one. With continuous
+    batching (``Refillable``) so is every step that reads new prompts for some rows while the others wait.
 
     Attributes:
         tokens: per row, the ids committed in this round, in order; empty for a row at its limit or one that waits.
@@ -42,13 +46,13 @@ class Step:
         accepted: per row, draft tokens that were kept (the bonus token is not one of them).
         layers: per row, layers run per committed token over layers of the target; 1.0 unless layers were skipped.
         depth: per row, nodes on the longest drafted path; equal to ``drafted`` for a chain.
-        nodes: M of the target pass, padding and scouts included: what the pass cost.
+        nodes: M of the target pass, padding and auxiliary nodes included: what the pass cost.
         target_passes: forward passes of the target in this round.
         draft_passes: forward passes of the drafter in this round.
         draft_ns: wall time spent proposing, or None where it was not measured.
         at_ns: ``time.perf_counter_ns()`` at which the tokens became available. Only decoders that wrap a
             blocking call set it; for every other one the runner reads the clock itself.
-        admitted: rows whose next prompt was read in this step, which did nothing else; empty for any other step.
+        admitted: rows whose next prompt was read in this step, which did nothing else; empty in any other step.
     """
 
     tokens: list[list[int]]
@@ -68,69 +72,147 @@ Prompts = Mapping[int, Tensor]  # ids by row
 Rounds = abc.Generator[Step, Prompts | None, None]  # takes the prompts that begin before the next step
 
 
-@runtime_checkable
-class Decoder(Protocol):
+class Decoder(ABC):
     """A generation method bound to a target model.
 
-    ``decode`` is a generator. It yields one ``Step`` a round and never ends by itself before every row has
-    committed ``limit`` tokens; the runner stops it earlier when all rows have produced an end-of-sequence
-    token. A row at its limit commits nothing more, so later steps hold an empty list for it. The last step
-    of a row may overshoot the limit: the runner trims, a method does not.
+    Class attributes say what a method is and needs, so that a run can be refused before a model is loaded.
 
-    A decoder with parts of its own beside the target (a datastore, heads) may have ``own_bytes() -> dict[str, int |
-    None]``, bytes by name; the runner records them after the measurement. One with a part that others made may have
-    ``doubt(acceptance) -> str | None``: told per prompt of the warm-up how often each position of its drafts was kept,
-    it returns a warning where that is implausible for such a part. One may also have ``facts() -> dict``, plain JSON
-    values on its own work that no step can tell, and ``probe(prompts, limit, rng) -> dict``, more of them from decoding
-    once more behind the measurement; they are recorded as they are. ``Calibrated`` has what may be chosen before it.
-    One that writes the text of a model of its own, to the letter, has that as ``verifier``; a run checks it, greedily.
+    Attributes:
+        guarantee: what the method promises; on the class with default settings, on an object with its own.
+        family: which kind of method it is.
+        max_batch: most rows it takes; None: any number.
+        needs_gpu: whether it runs on CUDA only.
+        needs_hf: whether it decodes with the Hugging Face model, which then has to stay loaded.
+        continuous_batching: whether rows can be given new prompts (``Refillable``).
+        model_kind: models it decodes; "any" is causal or seq2seq, "masked" is a masked diffusion model.
+        greedy_only: whether it refuses a temperature under all settings.
+        supports_top_k: whether it can sample with top-k.
+        speed_only: whether its speed does not depend on the values of the weights, as it drafts and skips nothing.
+        trainable: whether it uses a checkpoint that ``bench.train`` makes; the constructor has an argument
+            ``checkpoint`` then.
+        checkpoint_of: the setting that names the method whose checkpoint is used.
+        min_warmup: warm-up prompts that ``acceptance_warning`` needs.
+        paper: "Authors year, arXiv number"; several separated by semicolons.
+        needs: what has to be there before the first run, for generated tables.
     """
 
     guarantee: Guarantee
+    family: ClassVar[Family] = "other"
+    max_batch: ClassVar[int | None] = None
+    needs_gpu: ClassVar[bool] = False
+    needs_hf: ClassVar[bool] = False
+    continuous_batching: ClassVar[bool] = False
+    model_kind: ClassVar[ModelKind] = "any"
+    greedy_only: ClassVar[bool] = False
+    supports_top_k: ClassVar[bool] = True
+    speed_only: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
+    checkpoint_of: ClassVar[str] = "name"
+    min_warmup: ClassVar[int] = 0
+    paper: ClassVar[str] = ""
+    needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore"]] = "nothing"
 
+    @abstractmethod
     def decode(self, prompts: list[Int[Tensor, "T"]], limit: int, rng: Generator) -> Iterator[Step]:
-        """Decode ``prompts`` in lockstep, one row each.
+        """Decode ``prompts`` in lockstep, one row each, and yield one ``Step`` per round.
+
+        The generator does not end before every row has committed ``limit`` tokens; the runner stops it earlier when all
+        rows have produced an end-of-sequence token. A row at its limit commits nothing more. Its last step may
+        overshoot the limit: the runner trims, a method does not.
 
         Args:
             prompts: token ids, one 1-D integer tensor of length >= 1 per row, ragged.
             limit: most tokens wanted per row; the method sizes its buffers by it.
             rng: the only source of randomness, on the target's device.
         """
-        ...
+
+    @classmethod
+    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint has to be found for a ``method`` group, which names none itself."""
+        return cls.trainable and settings.get("checkpoint") is None
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes that the method holds beside the target, by name; read after the measurement."""
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Plain JSON values about the work so far that no step contains; recorded as they are."""
+        return {}
+
+    def acceptance_warning(self, rates: Sequence[Sequence[float]]) -> str | None:
+        """A warning if acceptance is implausible for this checkpoint.
+
+        Args:
+            rates: per prompt of the warm-up, how often each position of its drafts was accepted.
+        """
+        return None
+
+    def reference_model(self) -> CausalLM | None:
+        """The model whose greedy text this decoder writes exactly, if that is not the target."""
+        return None
 
 
-@runtime_checkable
-class Refillable(Protocol):
-    """A decoder whose rows can be given a new prompt while others go on (continuous batching, Orca, Yu et al. 2022).
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Int[Tensor, "T"]],
+    limit: int,
+    eos_ids: Collection[int] = (),
+    rng: Generator | None = None,
+) -> list[list[int]]:
+    """Run a decoder to the end of every text, without timing.
 
-    Attributes:
-        refills: whether it really can; a class that inherits the method may not be able to.
+    Args:
+        decoder: the method.
+        prompts: see ``Decoder.decode``.
+        limit: most tokens per text.
+        eos_ids: ids that end a text.
+        rng: see ``Decoder.decode``; None: seeded with 0.
+
+    Returns:
+        Per prompt, the ids up to the first end-of-sequence token, that token included, or up to the limit.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(len(texts)))
+    rng = Generator(prompts[0].device).manual_seed(0) if rng is None else rng
+    for step in decoder.decode(list(prompts), limit, rng):
+        for row in tuple(open_rows):
+            new = step.tokens[row][: limit - len(texts[row])]
+            end = next((place + 1 for place, token in enumerate(new) if token in eos_ids), None)
+            texts[row] += new[:end]
+            if end is not None or len(texts[row]) == limit:
+                open_rows.remove(row)
+        if not open_rows:
+            break
+    return texts
+
+
+class Refillable(ABC):
+    """Mix-in: rows can be given a new prompt while others continue (continuous batching, Orca, Yu et al. 2022).
+
+    ``Decoder.continuous_batching`` says whether a class that inherits this can really do it.
     """
 
-    refills: ClassVar[bool]
-
+    @abstractmethod
     def decode_refilled(self, prompts: list[Int[Tensor, "T"]], limit: int, rng: Generator, longest: int) -> Rounds:
         """As ``Decoder.decode``, but new prompts may be sent in place of ``next``: each replaces the text of its row.
 
-        They are read at once, in a step of their own (``Step.admitted``) that commits their first tokens. What becomes
-        of a row does not depend on what it or any other row held before.
+        They are read at once, in a step of their own (``Step.admitted``) that commits their first tokens. The text of a
+        row does not depend on what it or any other row held before.
 
         Args:
             prompts: those that the rows begin with.
             limit: most tokens wanted per prompt.
             rng: see ``Decoder.decode``.
-            longest: tokens of the longest prompt that will come; the method sizes its buffers by it.
+            longest: tokens of the longest prompt that will be sent; the method sizes its buffers by it.
         """
-        ...
 
 
-@runtime_checkable
-class Calibrator(Protocol):
+class Calibrator(ABC):
     """Chooses a threshold by what texts lose at it on calibration prompts.
 
     Attributes:
         promise: its settings, of which the benchmark reads ``against``, ``metric``, ``corpus``, ``prompts``, ``seed``.
-        thresholds: to be tried in this order, the safest first; all below 1, which stands for the full model.
+        thresholds: to be tried in this order, the safest first; all below 1, which is the full model.
         fewest: prompts without which nothing can be promised.
     """
 
@@ -138,25 +220,24 @@ class Calibrator(Protocol):
     thresholds: Sequence[float]
     fewest: int
 
+    @abstractmethod
     def planned(self) -> int:
-        """How many prompts to take, if the settings do not say."""
-        ...
+        """How many prompts to take if the settings do not say."""
 
+    @abstractmethod
     def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:
         """Whether the losses at the thresholds tried so far decide."""
-        ...
 
+    @abstractmethod
     def choose(self, losses: Float[np.ndarray, "prompts tried"]) -> dict[str, Any]:
-        """Plain JSON values to be recorded; of them ``threshold`` is the choice, ``explanation`` a sentence on it."""
-        ...
+        """Plain JSON values to be recorded: ``threshold`` is the choice, ``explanation`` a sentence about it."""
 
 
-@runtime_checkable
-class Calibrated(Protocol):
-    """A decoder with a threshold that the benchmark finds before the run, if ``calibrator`` is not None."""
+class Calibrated(ABC):
+    """Mix-in: a decoder with a threshold that the benchmark finds before the run, if ``calibrator`` is not None."""
 
-    calibrator: Calibrator | None
+    calibrator: Calibrator | None = None
 
-    def use(self, threshold: float) -> None:
+    @abstractmethod
+    def set_threshold(self, threshold: float) -> None:
         """Decode with this threshold from now on, as if the decoder had been made with it; 1 is the full model."""
-        ...

@@ -91,9 +91,27 @@ def build_decoder(
     return _build(method, "method", {"target": target, "sampling": processed, "part": part}, load_model)
 
 
+def method_class(method: Mapping[str, Any]) -> type[Decoder]:
+    """The decoder class of a ``method`` group.
+
+    Raises:
+        UserError: see ``locate``, or the class is not a decoder.
+    """
+    from methods.decoder import Decoder
+
+    found = locate(method["_target_"])
+    if not issubclass(found, Decoder):
+        missing = [name for name in ("guarantee", "decode") if not hasattr(found, name)]
+        raise UserError(
+            f"_target_ {method['_target_']!r} must be a subclass of methods.decoder.Decoder. Derive it from that class"
+            + (f" and define {' and '.join(missing)}." if missing else ".")
+        )
+    return found
+
+
 def needs_hf(method: Mapping[str, Any]) -> bool:
-    """Whether a method decodes with the Hugging Face model itself, which then has to stay loaded beside ours."""
-    return bool(getattr(locate(method["_target_"]), "needs_hf", False))
+    """Whether the Hugging Face model has to stay loaded beside ours."""
+    return method_class(method).needs_hf
 
 
 def build_model(model: Mapping[str, Any]) -> Any:

@@ -54,6 +54,7 @@ def check_method(name: str, overrides: Sequence[str] = ()) -> Iterator[Check]:
         UserError: no such method, or it cannot be built on the tiny target.
     """
     group = find(name, overrides)
+    instantiate.method_class(group)
     instantiate.arguments(group, "method")
     make = _maker(group)
     try:
@@ -127,7 +128,7 @@ Invariant = tuple[str, str, Look]  # name, what is demanded, how to find out
 
 def _invariants(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
     yield "guarantee", "is declared", partial(checks.check_guarantee, decoder)
-    batched = getattr(decoder, "max_batch", None) != 1
+    batched = decoder.max_batch != 1
     draws = _refusal(make) is None
     made = make if draws else lambda target, _: make(target, Sampling())
     yield "counters", "add up in every step", partial(checks.check_counters, make, _target(), batch=batched)
@@ -139,7 +140,7 @@ def _invariants(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
 
 def _promises(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
     """What EXACT means."""
-    exact = getattr(decoder, "guarantee", None) is Guarantee.EXACT
+    exact = decoder.guarantee is Guarantee.EXACT
     relaxed = None if exact else "only EXACT promises it"
     greedy = partial(checks.check_greedy_identity, make, _target())
     yield "greedy text", "is the target's own, token by token", relaxed or greedy
@@ -161,7 +162,7 @@ def _refusal(make: checks.Make) -> str | None:
 
 
 def _too_few_rows(decoder: Decoder) -> str | None:
-    most = getattr(decoder, "max_batch", None)
+    most = decoder.max_batch
     return None if most is None else f"takes {most} row(s) at a time, the check draws thousands at once"
 
 

@@ -1,8 +1,8 @@
-"""Measures what rounds of a model cost on this machine: the grid of ``python -m bench.cost``, point by point.
+"""Measure the grid of ``python -m bench cost``, point by point.
 
-Repeats are interleaved: each one passes over the whole grid in an order of its own, drawn from the seed, so that a
-drift of the machine falls on all points alike. Every timing is on the disk before the next one starts; the same command
-goes on where the last one stopped. A point that does not fit into memory is reported, the others are measured.
+Repeats are interleaved: each passes over the whole grid in its own order, drawn from the seed, so that drift of the
+machine affects all points equally. Every timing is written before the next one starts, so the same command resumes.
+A point that does not fit into memory is reported and skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.cost import roofline
 from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, device_name, summarise
 from bench.cost.settings import Grid
 from bench.errors import RunFailed, UserError, explain
-from bench.measure import verify_cost
+from bench.measure import preconditions, verify_cost
 from bench.measure.instruments import Instruments
 from bench.measure.interleave import derive_seed
 from bench.measure.timing import timed_decode
@@ -51,11 +51,11 @@ Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
-class Bench:
-    """What is measured, where it is recorded, and the clock.
+class CostRun:
+    """One call of the command.
 
     Attributes:
-        session: number of this call among those that filled the folder.
+        session: index of this call among those that wrote the folder.
         failed: points that could not be measured, with the reason.
     """
 
@@ -73,44 +73,42 @@ class Bench:
 
 
 def run(cfg: RunConfig, grid: Grid, *, method: bool, fresh: bool, clock: Clock = time.perf_counter_ns) -> Path:
-    """Measure what is missing, and derive summary and plot.
+    """Measure what is missing, derive summary and plot, and return the folder.
 
     Args:
-        cfg: model, machine, and where a method is named that and its prompts.
+        cfg: model, machine, method and prompts.
         grid: what to measure.
         method: also time the drafts of the method.
-        fresh: forget what was measured before.
+        fresh: discard earlier measurements.
         clock: nanoseconds.
 
-    Returns:
-        The folder.
-
     Raises:
-        UserError: what was asked for cannot be measured.
-        RunFailed: it broke on its way; what was measured is kept.
+        UserError: the request cannot be measured.
+        RunFailed: the measurement failed; its timings are kept.
     """
     if method and instantiate.needs_hf(cfg.method):
         raise UserError(_no_drafts(cfg))
+    if method:
+        preconditions.require(preconditions.check(cfg, speed_only=True))
     machine.set_threads(cfg.hardware.threads)
     loading.import_libraries()
     loaded = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths)
     _check_model(loaded, grid)
     path = Path(cfg.paths.results) / "costs" / folder_id(cfg, loaded)
     with CostFolder(path, fresh=fresh) as folder, _recorded(cfg, grid, loaded, folder) as session:
-        bench = Bench(cfg, grid, loaded, folder, session, clock, [])
+        cost = CostRun(cfg, grid, loaded, folder, session, clock, [])
         try:
-            measure_grid(bench)
+            measure_grid(cost)
             if method:
-                measure_drafts(bench)
+                measure_drafts(cost)
         finally:
-            with suppress(RunFailed):  # the disk may be full: that message is on its way already
-                folder.update(failed=bench.failed)
+            with suppress(RunFailed):  # a full disk has been reported
+                folder.update(failed=cost.failed)
                 _derive(folder)
     return path
 
 
 def _derive(folder: CostFolder) -> None:
-    """Summary and plot."""
     summary = summarise(folder.lines, folder.manifest)
     write_json(folder.path / SUMMARY, summary)
     if summary["points"]:
@@ -121,14 +119,14 @@ def _derive(folder: CostFolder) -> None:
 def _check_model(loaded: Loaded, grid: Grid) -> None:
     if getattr(loaded.lm.config, "is_encoder_decoder", False):
         raise UserError(
-            f"Model '{loaded.name}' is an encoder-decoder; bench.cost takes decoder-only models. Choose another model."
+            f"bench cost needs a decoder-only model, got '{loaded.name}', an encoder-decoder. Choose another model."
         )
     longest = max(grid.contexts) + max(grid.nodes) + 1
     if longest > loaded.lm.max_positions:
         most = loaded.lm.max_positions - max(grid.nodes) - 1
         raise UserError(
-            f"contexts came with {max(grid.contexts)}; the model has {loaded.lm.max_positions} positions, so that with "
-            f"{max(grid.nodes)} nodes {most} is the most. Set contexts=[...,{most}]."
+            f"contexts must be at most {most} with {max(grid.nodes)} nodes, got {max(grid.contexts)}: the model has "
+            f"{loaded.lm.max_positions} positions. Set contexts=[...,{most}]."
         )
 
 
@@ -150,7 +148,7 @@ def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
 
 
 def model_name(cfg: RunConfig) -> str:
-    """The model's name; of random weights also whose shape they have."""
+    """The model's name; for random weights with the model whose shape they have."""
     like = cfg.model.get("like")
     return f"{cfg.model['name']}_{like}" if like else str(cfg.model["name"])
 
@@ -160,7 +158,7 @@ def model_name(cfg: RunConfig) -> str:
 
 @contextmanager
 def _recorded(cfg: RunConfig, grid: Grid, loaded: Loaded, folder: CostFolder) -> Iterator[int]:
-    """Write the facts, keep the status true, note the session; yields its number."""
+    """Record facts, status and session; yields the session's index."""
     sessions = list(folder.manifest.get("sessions", []))
     session = _session(grid)
     _warn_of_other_code(sessions, session)
@@ -176,14 +174,14 @@ def _recorded(cfg: RunConfig, grid: Grid, loaded: Loaded, folder: CostFolder) ->
         raise
     finally:
         session |= {"seconds": round(perf_counter() - begin, 1), "load_average_end": machine.load_average()}
-        with suppress(RunFailed):  # the disk may be full: that message is on its way already
+        with suppress(RunFailed):  # a full disk has been reported
             folder.update(sessions=sessions, status=status, error=error)
 
 
 def _session(grid: Grid) -> dict[str, Any]:
     session = {
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "argv": redact.argv(["bench.cost", *sys.argv[1:]]),
+        "argv": redact.argv(["bench", "cost", *sys.argv[1:]]),
         "environment": redact.environment(os.environ),
         "grid": asdict(grid),
         "versions": machine.versions(),
@@ -197,8 +195,7 @@ def _warn_of_other_code(sessions: Sequence[dict[str, Any]], now: dict[str, Any])
     keys = ("git", "versions")
     if any(earlier.get(key) != now[key] for earlier in sessions for key in keys):
         print(
-            "warning: some points were measured by another version of the code or of its packages; --fresh measures "
-            "all of them anew",
+            "warning: some points were measured with another version of the code or its packages; --fresh repeats all",
             file=sys.stderr,
         )
 
@@ -237,22 +234,22 @@ def _dtype(loaded: Loaded) -> str:
 # ------------------------------------------------------------------------------------------------------------ the grid
 
 
-def measure_grid(bench: Bench) -> None:
-    """All repeats of all points and probes that the folder does not hold yet."""
-    done = {_key(line) for line in bench.folder.lines}
-    plan = [(repeat, batch, points) for repeat in range(bench.grid.repeats) for batch, points in _order(bench, repeat)]
+def measure_grid(cost: CostRun) -> None:
+    """All repeats of all points and probes that the folder lacks."""
+    done = {_key(line) for line in cost.folder.lines}
+    plan = [(repeat, batch, points) for repeat in range(cost.grid.repeats) for batch, points in _order(cost, repeat)]
     todo = [(r, b, left) for r, b, points in plan if (left := [p for p in points if ("pass", r, *p) not in done])]
-    _measure_probes(bench, done)
+    _measure_probes(cost, done)
     total, left_over = (sum(len(points) for _, _, points in part) for part in (plan, todo))
     seen: set[Point] = set()
     with Progress("points", total, total - left_over) as progress:
         for repeat, batch, points in todo:
-            _measure_batch(bench, repeat, batch, points, seen)
+            _measure_batch(cost, repeat, batch, points, seen)
             progress.advance(len(points))
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a line is not measured again."""
+    """Identifies a timing, so that it is not repeated."""
     if line["kind"] == "pass":
         return "pass", line["repeat"], line["batch"], line["context"], line["nodes"]
     if line["kind"] == "probe":
@@ -260,117 +257,117 @@ def _key(line: dict[str, Any]) -> tuple[Any, ...]:
     return "draft", line["key"], line["batch"], line["group"]
 
 
-def _order(bench: Bench, repeat: int) -> list[tuple[int, list[Point]]]:
-    """The points of one repeat, batch by batch, in an order that depends on seed and repeat alone."""
-    grid = bench.grid
+def _order(cost: CostRun, repeat: int) -> list[tuple[int, list[Point]]]:
+    """The points of one repeat by batch size, in an order that depends on seed and repeat only."""
+    grid = cost.grid
     batches = sorted(set(grid.batches))
-    random.Random(f"{bench.cfg.seed}/{repeat}").shuffle(batches)
+    random.Random(f"{cost.cfg.seed}/{repeat}").shuffle(batches)
     order = []
     for batch in batches:
         points = [
             (batch, context, nodes) for context in sorted(set(grid.contexts)) for nodes in sorted(set(grid.nodes))
         ]
-        random.Random(f"{bench.cfg.seed}/{repeat}/{batch}").shuffle(points)
+        random.Random(f"{cost.cfg.seed}/{repeat}/{batch}").shuffle(points)
         order.append((batch, points))
     return order
 
 
-def _measure_probes(bench: Bench, done: set[tuple[Any, ...]]) -> None:
-    device = bench.lm.device
-    todo = [repeat for repeat in range(bench.grid.repeats) if ("probe", repeat, "matmul") not in done]
+def _measure_probes(cost: CostRun, done: set[tuple[Any, ...]]) -> None:
+    device = cost.lm.device
+    todo = [repeat for repeat in range(cost.grid.repeats) if ("probe", repeat, "matmul") not in done]
     if not todo:
         return
     share = memory.free_bytes(device) // 16
     size = min(roofline.ARRAY_BYTES, share // 4096 * 4096)
-    probes = roofline.probes(device, bench.lm.dtype, bench.cfg.hardware.linear, size, bench.grid.matrix)
+    probes = roofline.probes(device, cost.lm.dtype, cost.cfg.hardware.linear, size, cost.grid.matrix)
     for probe in probes:
-        roofline.time_probe(probe, device, bench.clock)  # the first call is not timed
+        roofline.time_probe(probe, device, cost.clock)  # the first call is not timed
     for repeat in todo:
         for probe in probes:
-            ns = roofline.time_probe(probe, device, bench.clock)
+            ns = roofline.time_probe(probe, device, cost.clock)
             line = {"kind": "probe", "name": probe.name, "amount": probe.amount, "unit": probe.unit}
-            bench.folder.append(line | {"repeat": repeat, "ns": ns, "session": bench.session})
+            cost.folder.append(line | {"repeat": repeat, "ns": ns, "session": cost.session})
 
 
-def _measure_batch(bench: Bench, repeat: int, batch: int, points: Sequence[Point], seen: set[Point]) -> None:
-    """One repeat of the points of one batch size. The first round of a point in a process is not timed."""
-    fitting = [point for point in points if _fits(bench, point)]
+def _measure_batch(cost: CostRun, repeat: int, batch: int, points: Sequence[Point], seen: set[Point]) -> None:
+    """One repeat of the points of one batch size. The first round of a point in a process is a warm-up."""
+    fitting = [point for point in points if _fits(cost, point)]
     if not fitting:
         return
     most = max(nodes for _, _, nodes in fitting)
     capacity = max(context for _, context, _ in fitting) + most + 1
-    cache = _or_none(bench, fitting, lambda: verify_cost.filled_cache(bench.lm, batch, capacity))
+    cache = _or_none(cost, fitting, lambda: verify_cost.filled_cache(cost.lm, batch, capacity))
     if cache is None:
         return
-    tokens = verify_cost.random_tokens(bench.lm, batch, most, bench.cfg.seed)
+    tokens = verify_cost.random_tokens(cost.lm, batch, most, cost.cfg.seed)
     for point in fitting:
         ns = None
         for _ in range(1 if point in seen else 2):
-            ns = _or_none(bench, [point], partial(_round, bench, cache, tokens, point))
+            ns = _or_none(cost, [point], partial(_round, cost, cache, tokens, point))
         seen.add(point)
         if ns is not None:
             line = {"kind": "pass", "repeat": repeat, "batch": batch, "context": point[1], "nodes": point[2]}
-            bench.folder.append(line | {"ns": ns, "session": bench.session})
+            cost.folder.append(line | {"ns": ns, "session": cost.session})
 
 
-def _round(bench: Bench, cache: Cache, tokens: torch.Tensor, point: Point) -> int:
+def _round(cost: CostRun, cache: Cache, tokens: torch.Tensor, point: Point) -> int:
     _, context, nodes = point
-    return verify_cost.time_round(bench.lm, cache, tokens[:, :nodes], context, bench.clock)
+    return verify_cost.time_round(cost.lm, cache, tokens[:, :nodes], context, cost.clock)
 
 
-def _or_none(bench: Bench, points: Sequence[Point], call: Callable[[], Result]) -> Result | None:
-    """What a call returns, or None where memory ran out: its points are noted, and the others go on."""
+def _or_none(cost: CostRun, points: Sequence[Point], call: Callable[[], Result]) -> Result | None:
+    """The result of a call, or None if memory ran out; its points are noted as failed."""
     try:
         return call()
     except (RuntimeError, MemoryError) as error:
         if explain(error) is None:
             raise
-    if bench.lm.device.type == "cuda":
+    if cost.lm.device.type == "cuda":
         torch.cuda.empty_cache()
     for point in points:
-        _note_failure(bench, dict(zip(("batch", "context", "nodes"), point, strict=True)), "out of memory")
+        _note_failure(cost, dict(zip(("batch", "context", "nodes"), point, strict=True)), "out of memory")
     return None
 
 
-def _fits(bench: Bench, point: Point) -> bool:
-    needed, free = point_bytes(bench, point), memory.free_bytes(bench.lm.device)
+def _fits(cost: CostRun, point: Point) -> bool:
+    needed, free = point_bytes(cost, point), memory.free_bytes(cost.lm.device)
     if needed <= free:
         return True
     known = dict(zip(("batch", "context", "nodes"), point, strict=True))
-    _note_failure(bench, known, f"needs {memory.gib(needed)}, {memory.gib(free)} are free")
+    _note_failure(cost, known, f"needs {memory.gib(needed)}, {memory.gib(free)} are free")
     return False
 
 
-def _note_failure(bench: Bench, known: dict[str, Any], reason: str) -> None:
-    if not any(known.items() <= earlier.items() for earlier in bench.failed):
-        bench.failed.append(known | {"error": reason})
+def _note_failure(cost: CostRun, known: dict[str, Any], reason: str) -> None:
+    if not any(known.items() <= earlier.items() for earlier in cost.failed):
+        cost.failed.append(known | {"error": reason})
 
 
-def point_bytes(bench: Bench, point: Point) -> int:
-    """Memory a round needs beside the weights: cache, logits (twice, for the argmax), widest activations, mask."""
+def point_bytes(cost: CostRun, point: Point) -> int:
+    """Memory of a round without the weights: cache, logits (twice, for the argmax), widest activations, mask."""
     batch, context, nodes = point
-    shape, capacity = Architecture.of(bench.lm.config), context + max(bench.grid.nodes) + 1
+    shape, capacity = Architecture.of(cost.lm.config), context + max(cost.grid.nodes) + 1
     cache = shape.layers * batch * capacity * 2 * shape.kv_heads * shape.head_dim
     widths = 2 * shape.vocab_size + 3 * shape.intermediate_size + 6 * shape.hidden_size
     mask = batch * nodes * capacity * (shape.heads // shape.kv_heads)
-    return int(bench.lm.dtype.itemsize * (cache + batch * nodes * widths + mask))
+    return int(cost.lm.dtype.itemsize * (cache + batch * nodes * widths + mask))
 
 
 # ---------------------------------------------------------------------------------------------------------- the drafts
 
 
-def measure_drafts(bench: Bench) -> None:
-    """Time the proposals of a method on real prompts, at the batch sizes of the grid that it takes.
+def measure_drafts(cost: CostRun) -> None:
+    """Time the proposals of a method on real prompts, at the batch sizes that it supports.
 
     Raises:
-        UserError: it proposes nothing that is timed.
+        UserError: its proposals are not timed.
     """
-    cfg, lm = bench.cfg, bench.lm
-    part = artifacts.find(cfg.method, bench.loaded.name, bench.loaded.revision, cfg.paths)
-    loader = instantiate.model_loader(cfg, bench.loaded.tokenizer)
+    cfg, lm = cost.cfg, cost.lm
+    part = artifacts.find(cfg.method, cost.loaded.name, cost.loaded.revision, cfg.paths)
+    loader = instantiate.model_loader(cfg, cost.loaded.tokenizer)
     decoder = instantiate.build_decoder(cfg.method, lm, cfg.sampling, loader, part.folder if part else None)
     task = instantiate.build_task(cfg.dataset, cfg.paths)
-    rows = _rows(bench, task)
+    rows = _rows(cost, task)
     facts = {
         "method": cfg.method,
         "dataset": {"name": cfg.dataset["name"], "content": task.revision["content"]},
@@ -382,43 +379,43 @@ def measure_drafts(bench: Bench) -> None:
     }
     facts = redact.tree(facts)
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    bench.folder.update(drafts=bench.folder.manifest.get("drafts", {}) | {key: facts})
-    done = {_key(line) for line in bench.folder.lines}
-    plan = [(batch, group) for batch in _batches(bench) for group in range(-(-len(rows) // batch))]
+    cost.folder.update(drafts=cost.folder.manifest.get("drafts", {}) | {key: facts})
+    done = {_key(line) for line in cost.folder.lines}
+    plan = [(batch, group) for batch in _batches(cost) for group in range(-(-len(rows) // batch))]
     todo = [(batch, group) for batch, group in plan if ("draft", key, batch, group) not in done]
     with Progress("drafts", len(plan), len(plan) - len(todo)) as progress:
         for batch, group in todo:
-            if line := _or_none(bench, [], partial(_drive, bench, decoder, rows, batch, group)):
-                bench.folder.append(line | {"key": key, "session": bench.session})
+            if line := _or_none(cost, [], partial(_drive, cost, decoder, rows, batch, group)):
+                cost.folder.append(line | {"key": key, "session": cost.session})
             else:
-                _note_failure(bench, {"method": cfg.method["name"], "batch": batch}, "out of memory")
+                _note_failure(cost, {"method": cfg.method["name"], "batch": batch}, "out of memory")
             progress.advance()
 
 
-def _batches(bench: Bench) -> list[int]:
-    most = getattr(instantiate.locate(bench.cfg.method["_target_"]), "max_batch", None)
-    return [batch for batch in sorted(set(bench.grid.batches)) if most is None or batch <= most]
+def _batches(cost: CostRun) -> list[int]:
+    most = instantiate.method_class(cost.cfg.method).max_batch
+    return [batch for batch in sorted(set(cost.grid.batches)) if most is None or batch <= most]
 
 
-def _rows(bench: Bench, task: Any) -> list[list[int]]:
+def _rows(cost: CostRun, task: Any) -> list[list[int]]:
     """The first turns of the first prompts."""
-    examples, limit = task.load()[: bench.grid.prompts], bench.cfg.max_new_tokens
-    context = min(bench.lm.max_positions, bench.cfg.max_context or bench.lm.max_positions)
-    rows = [prompts.encode(bench.loaded.tokenizer, task.messages(example, 0, [])) for example in examples]
+    examples, limit = task.load()[: cost.grid.prompts], cost.cfg.max_new_tokens
+    context = min(cost.lm.max_positions, cost.cfg.max_context or cost.lm.max_positions)
+    rows = [prompts.encode(cost.loaded.tokenizer, task.messages(example, 0, [])) for example in examples]
     for example, row in zip(examples, rows, strict=True):
         prompts.fits(prompts.prompt_id(example, 0), len(row), limit, context)
     if not rows:
-        raise UserError("The data set holds no prompt; drafts are timed on real ones. Choose another: dataset=NAME.")
+        raise UserError("The data set must contain a prompt to time drafts on. Choose another: dataset=NAME.")
     return rows
 
 
-def _drive(bench: Bench, decoder: Decoder, rows: Sequence[list[int]], batch: int, group: int) -> dict[str, Any]:
-    """Decode one batch and keep the time of every proposal; prompts are taken in turns until the batch is full."""
-    lm, cfg = bench.lm, bench.cfg
+def _drive(cost: CostRun, decoder: Decoder, rows: Sequence[list[int]], batch: int, group: int) -> dict[str, Any]:
+    """Decode one batch, repeating prompts until it is full, and return the time of every proposal."""
+    lm, cfg = cost.lm, cost.cfg
     chosen = [rows[(group * batch + place) % len(rows)] for place in range(batch)]
     ids = [torch.tensor(row, dtype=torch.long, device=lm.device) for row in chosen]
     rng = torch.Generator(device=lm.device).manual_seed(derive_seed(cfg.seed, "draft", batch, group))
-    instruments = Instruments(lm.device, clock=bench.clock)
+    instruments = Instruments(lm.device, clock=cost.clock)
     timed = timed_decode(decoder, ids, cfg.max_new_tokens, lm.eos_ids, rng, instruments)
     steps = [step for step in timed.steps[1:] if step.draft_ns is not None]
     if timed.steps[1:] and not steps:
@@ -434,6 +431,6 @@ def _drive(bench: Bench, decoder: Decoder, rows: Sequence[list[int]], batch: int
 
 def _no_drafts(cfg: RunConfig) -> str:
     return (
-        f"Method '{cfg.method['name']}' does not time its drafts; those of our own speculative methods are timed. "
-        "Choose another (python -m bench list methods), or leave method=NAME out."
+        f"Method '{cfg.method['name']}' does not time its drafts; the project's own speculative methods do. "
+        "Choose one of them (python -m bench list methods), or leave method=NAME out."
     )

@@ -29,6 +29,7 @@ from bench.utils.progress import Progress
 from methods.decoder import Decoder, Guarantee
 from methods.engine.sampling import Sampling
 from methods.speculative import verification
+from methods.speculative.loop import SpeculativeDecoder
 
 BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
 PROMPTS = (
@@ -164,7 +165,7 @@ class Cell:
 def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
     for temperature in lab.temperatures:
         decoder = _decoder(cfg, cfg.method, temperature, loaded)
-        if not hasattr(decoder, "drafter"):
+        if not isinstance(decoder, SpeculativeDecoder):
             raise UserError(
                 f"Method '{cfg.method['name']}' does not show its drafts, so its rule cannot be sampled alone. "
                 "Use experiment=joint, which draws through the whole decoder."

@@ -1,73 +1,117 @@
-"""Why a configuration cannot run on this machine, found without loading a model: what a sweep drops and explains.
+"""Why a run cannot be measured: ``check`` before anything is loaded, ``check_loaded`` with the model at hand.
 
-A class says what it needs: ``max_batch`` (most rows), ``needs_gpu``, a constructor argument ``part``, sampling it
-refuses; a data set and a source of models say their ``kind``. What only loading shows, only the run itself finds out.
+A decoder class says what it needs (``methods.decoder.Decoder``); data sets and sources of models say their ``kind``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from bench.config import compose, instantiate
-from bench.config.schema import RunConfig, SamplingConfig
+from bench.config.schema import RunConfig
 from bench.errors import UserError
 from bench.models import artifacts, loading
-from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import MissingPart
-from methods.engine.seq2seq_lm import Seq2SeqLM
+from bench.models.source import Loaded
+from methods.decoder import Calibrated, Decoder
 
-_KINDS = {"causal": "a causal model", "seq2seq": "an encoder-decoder model"}
+_KINDS = {"causal": "a causal model", "seq2seq": "an encoder-decoder model", "masked": "a masked diffusion model"}
 _CAUSAL_SOURCES = ("bench.models.embedded.", "bench.models.random_weights.")
+_OTHER_KIND = "Choose another data set (python -m bench list datasets), or a model with model=hf model.name=HUB_ID."
+Known = dict[str, str | None]
 
 
-class Obstacles:
-    """Looks at one configuration after another and remembers what it found about their parts."""
+def check(cfg: RunConfig, known: Known | None = None, *, speed_only: bool = False) -> list[str]:
+    """What speaks against a configuration on this machine; needs neither model nor data.
 
-    def __init__(self) -> None:
-        self._known: dict[str, str | None] = {}
+    Args:
+        cfg: the run.
+        known: findings about configurations with the same parts; pass one dictionary for all runs of a sweep.
+        speed_only: only times are reported, so the weights of the model may be random.
+    """
+    known = {} if known is None else known
+    groups = cfg.to_dict()
+    reasons: list[str] = []
+    for look, reads in _LOOKS.items():
+        if (speed_only and look is _weights) or (reasons and look is _checkpoint):
+            continue
+        key = json.dumps([look.__name__, *(groups[name] for name in reads)], sort_keys=True)
+        if key not in known:
+            known[key] = look(cfg)
+        if (found := known[key]) is not None:
+            reasons.append(found)
+    return reasons
 
-    def of(self, cfg: RunConfig) -> str | None:
-        """The first reason why this cannot run, or None where none is known."""
-        groups = cfg.to_dict()
-        for look, reads in _LOOKS.items():
-            key = json.dumps([look.__name__, *(groups[name] for name in reads)], sort_keys=True)
-            if key not in self._known:
-                self._known[key] = look(cfg)
-            if found := self._known[key]:
-                return found
-        return None
+
+def check_prompts(cfg: RunConfig, count: int) -> list[str]:
+    """Whether there are enough prompts for continuous batching."""
+    if not cfg.measure.refill:
+        return []
+    rows, queue = cfg.batch_size, cfg.measure.refill_queue
+    if count <= rows:
+        return [
+            f"measure.refill=true needs more prompts than rows, got {count} prompts for batch_size={rows}. Raise "
+            "dataset.limit, lower batch_size, or set measure.refill=false."
+        ]
+    if queue is not None and queue <= rows:
+        return [
+            f"measure.refill_queue must be larger than batch_size={rows}, got {queue}; several times as many keep the "
+            "share of its end small. Raise it, or leave it out for one queue of all prompts."
+        ]
+    return []
+
+
+def check_loaded(cfg: RunConfig, task: Any, loaded: Loaded) -> list[str]:
+    """What speaks against a run with this model, where only its files tell."""
+    kind = "masked" if loaded.denoises else loaded.kind
+    return _mismatches(cfg, getattr(task, "kind", "any"), kind, loaded.kind, loaded.name)
+
+
+def require(reasons: Iterable[str]) -> None:
+    """Refuse a run.
+
+    Raises:
+        UserError: there are reasons to.
+    """
+    if text := " ".join(reasons):
+        raise UserError(text)
+
+
+# -------------------------------------------------------------------------------------------------- before loading
+
+
+def _method(cfg: RunConfig) -> type[Decoder]:
+    return instantiate.method_class(cfg.method)
 
 
 def _batch(cfg: RunConfig) -> str | None:
-    most = getattr(_method(cfg), "max_batch", None)
+    most = _method(cfg).max_batch
     if most is None or cfg.batch_size <= most:
         return None
-    return f"batch_size={cfg.batch_size}, and {cfg.method['name']} takes {most} row{'' if most == 1 else 's'} at a time"
+    return f"batch_size must be at most {most} for method={cfg.method['name']}, got {cfg.batch_size}."
 
 
-def refilling(cfg: RunConfig) -> str | None:
-    """Why rows cannot be refilled as asked, and what to change."""
+def _refill(cfg: RunConfig) -> str | None:
     if not cfg.measure.refill:
         return None
     if cfg.batch_size == 1:
-        return "measure.refill=true came with batch_size=1; there must be rows that go on beside one. Raise batch_size."
-    if getattr(_method(cfg), "refills", False):
+        return "measure.refill=true needs a batch_size of at least 2, got 1. Raise it, or set measure.refill=false."
+    if _method(cfg).continuous_batching:
         return None
-    able = [name for name in compose.groups()["method"] if _refills(name)]
+    able = [name for name in compose.groups()["method"] if _can_refill(name)]
     return (
-        f"measure.refill=true came with method={cfg.method['name']}, whose rows cannot begin a new text while others "
-        f"go on. Choose a method that can: {', '.join(able)}."
+        f"method={cfg.method['name']} does not support continuous batching. Choose one of {', '.join(able)}, or set "
+        "measure.refill=false."
     )
 
 
-def _refills(method: str) -> bool:
+def _can_refill(method: str) -> bool:
     group = yaml.safe_load(compose.config_file("method", method).read_text(encoding="utf-8"))
-    return bool(getattr(instantiate.locate(group["_target_"]), "refills", False))
+    return instantiate.method_class(group).continuous_batching
 
 
 def _device(cfg: RunConfig) -> str | None:
@@ -75,43 +119,41 @@ def _device(cfg: RunConfig) -> str | None:
         device, _ = loading.resolve_hardware(cfg.to_dict()["hardware"])
     except UserError as error:
         return str(error)
-    if getattr(_method(cfg), "needs_gpu", False) and device.type != "cuda":
-        return f"{cfg.method['name']} needs a GPU, and this would run on {device.type}"
+    if _method(cfg).needs_gpu and device.type != "cuda":
+        return f"method={cfg.method['name']} needs a GPU, got device {device.type}."
     return None
 
 
 def _kind(cfg: RunConfig) -> str | None:
-    wanted, found = getattr(instantiate.locate(cfg.dataset["_target_"]), "kind", "any"), _kind_of_model(cfg.model)
-    if found is None or wanted in ("any", found):
-        return None
-    return f"{cfg.dataset['name']} is written for {_KINDS[wanted]}, and {cfg.model['name']} is {_KINDS[found]}"
+    masked = bool(getattr(instantiate.locate(cfg.model["_target_"]), "denoises", False))
+    text_kind = _kind_of_model(cfg.model)
+    wanted = getattr(instantiate.locate(cfg.dataset["_target_"]), "kind", "any")
+    found = _mismatches(cfg, wanted, "masked" if masked else text_kind, text_kind, str(cfg.model["name"]))
+    return " ".join(found) or None
 
 
-def _made(cfg: RunConfig) -> str | None:
-    """A model of our own that is not trained yet, or one that would draft for itself."""
-    from bench.models.trained import TrainedModel
+def _mismatches(cfg: RunConfig, data_kind: str, kind: str | None, text_kind: str | None, model: str) -> list[str]:
+    """Of model and data set, and of model and method.
 
-    draft = cfg.method.get("draft_model")
-    if draft is not None and draft == cfg.model["name"]:
-        return f"{draft} would draft for itself"
-    for group in (cfg.model, loading.named(draft) if isinstance(draft, str) else {}):
-        if group.get("_target_") == f"{TrainedModel.__module__}.{TrainedModel.__name__}":
-            try:
-                instantiate.build_model(group).find(Path(cfg.paths.cache))
-            except UserError as error:
-                return str(error)
-    return None
-
-
-def _order(cfg: RunConfig) -> str | None:
-    """Diffusion models and what decodes them go together only."""
-    fills, masked = (
-        getattr(instantiate.locate(part["_target_"]), "denoises", False) for part in (cfg.method, cfg.model)
-    )
-    if fills == masked:
-        return None
-    verb = "fills in masks" if fills else "writes from left to right"
-    return f"{cfg.method['name']} {verb}, and {cfg.model['name']} is {'a' if masked else 'no'} diffusion model"
+    Args:
+        data_kind: which models the data set is for.
+        kind: what the model is; None: unknown.
+        text_kind: the same for the data set, to which a diffusion model is like a causal one.
+    """
+    found = []
+    if text_kind is not None and data_kind not in ("any", text_kind):
+        name = cfg.dataset["name"]
+        found.append(f"dataset={name} needs {_KINDS[data_kind]}, and {model} is {_KINDS[text_kind]}. {_OTHER_KIND}")
+    wanted = _method(cfg).model_kind
+    if (wanted == "masked") != (kind == "masked"):
+        needed = _KINDS["masked"] if wanted == "masked" else "a model that writes from left to right"
+        found.append(
+            f"method={cfg.method['name']} needs {needed}, got model={model}. Use method=diffusion with diffusion models "
+            "(model=llada_8b, model=dream_7b), and with no others."
+        )
+    elif kind is not None and wanted not in ("any", kind):
+        found.append(f"method={cfg.method['name']} needs {_KINDS[wanted]}, and {model} is {_KINDS[kind]}.")
+    return found
 
 
 def _kind_of_model(model: dict[str, Any]) -> str | None:
@@ -131,48 +173,73 @@ def _kind_of_model(model: dict[str, Any]) -> str | None:
     return "seq2seq" if is_seq2seq(config) else "causal"
 
 
-def _part(cfg: RunConfig) -> str | None:
-    """Asks the class itself, for some do with their settings what others need a part for."""
-    if artifacts.find(cfg.method, str(cfg.model["name"]), None, cfg.paths) is not None:
-        return None
-    kind = Seq2SeqLM if getattr(instantiate.locate(cfg.dataset["_target_"]), "kind", "any") == "seq2seq" else CausalLM
-    error = _refusal(cfg, cfg.sampling, kind.__new__(kind))  # a target that nothing else is known of
-    return str(error) if error is not None and isinstance(error.__cause__, MissingPart) else None
+def _models(cfg: RunConfig) -> str | None:
+    """A model of this project that is not trained yet, or one that would draft for itself."""
+    from bench.models.trained import TrainedModel
 
-
-def _sampling(cfg: RunConfig) -> str | None:
-    """Refuses at this temperature, on a tiny model, what it takes greedily."""
-    if cfg.sampling.temperature == 0:
-        return None
-    from bench.contract import checks
-
-    target = checks.tiny_target()
-    error = _refusal(cfg, cfg.sampling, target)
-    return str(error) if error and _refusal(cfg, SamplingConfig(), target) is None else None
-
-
-def _refusal(cfg: RunConfig, sampling: SamplingConfig, target: CausalLM) -> UserError | None:
-    """What the method says to being built; other errors than its own are of the stand-in, and say nothing."""
-    try:
-        instantiate.build_decoder(cfg.method, target, sampling, lambda _: target, None)
-    except UserError as error:
-        return error
-    except Exception:
-        return None
+    draft = cfg.method.get("draft_model")
+    if draft is not None and draft == cfg.model["name"]:
+        return f"method.draft_model must differ from the target, got {draft} for both."
+    for group in (cfg.model, loading.named(draft) if isinstance(draft, str) else {}):
+        if group.get("_target_") == f"{TrainedModel.__module__}.{TrainedModel.__name__}":
+            try:
+                instantiate.build_model(group).find(Path(cfg.paths.cache))
+            except UserError as error:
+                return str(error)
     return None
 
 
-def _method(cfg: RunConfig) -> type:
-    return instantiate.locate(cfg.method["_target_"])
+def _weights(cfg: RunConfig) -> str | None:
+    """A model with the shape of a public architecture and random weights has a speed, and nothing else."""
+    if not (like := cfg.model.get("like")):
+        return None
+    if not _method(cfg).speed_only:
+        return random_weights(like, f"method={cfg.method['name']} reports acceptance")
+    if scores := instantiate.build_task(cfg.dataset, cfg.paths).scorers:
+        return random_weights(like, f"dataset={cfg.dataset['name']} scores answers ({', '.join(scores)})")
+    return None
 
 
-_LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and what each of them reads
+def random_weights(like: str, reason: str) -> str:
+    """Why a model with random weights is refused."""
+    return (
+        f"model.like={like} has random weights, and {reason}. Use it with python -m bench.cost, or with "
+        "method=autoregressive or method=hf_generate on a data set without scores (dataset=demo, dataset=mtbench); "
+        "otherwise choose a model with weights."
+    )
+
+
+def _sampling(cfg: RunConfig) -> str | None:
+    method, name, sampling = _method(cfg), cfg.method["name"], cfg.sampling
+    calibrated = issubclass(method, Calibrated) and (cfg.method.get("calibration") or {}).get("tolerance") is not None
+    if sampling.temperature and (method.greedy_only or calibrated):
+        what = f"method={name}" + (" with a calibration" if not method.greedy_only else "")
+        return f"{what} needs sampling=greedy, got sampling.temperature={sampling.temperature:g}."
+    if sampling.top_k and not method.supports_top_k:
+        return f"sampling.top_k must be 0 for method={name}, got {sampling.top_k}."
+    return None
+
+
+def _checkpoint(cfg: RunConfig) -> str | None:
+    method, name, model = _method(cfg), cfg.method["name"], str(cfg.model["name"])
+    if not method.needs_checkpoint(cfg.method) or artifacts.find(cfg.method, model, None, cfg.paths) is not None:
+        return None
+    owner = str(cfg.method[method.checkpoint_of])
+    shipped = artifacts.shipped(owner)
+    hint = f" The project has one for model={', model='.join(shipped)}." if shipped else ""
+    return (
+        f"method={name} has no checkpoint for model={model}. Make one: python -m bench.train method={owner} "
+        f"model={model}; or set method.checkpoint=FOLDER.{hint}"
+    )
+
+
+_LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the settings that each of them reads
     _batch: ("method", "batch_size"),
-    refilling: ("method", "batch_size", "measure"),
+    _refill: ("method", "batch_size", "measure"),
     _device: ("method", "hardware"),
-    _kind: ("dataset", "model"),
-    _made: ("method", "model", "paths"),
-    _order: ("method", "model"),
-    _part: ("method", "model", "paths"),
+    _kind: ("method", "dataset", "model"),
+    _models: ("method", "model", "paths"),
+    _weights: ("method", "dataset", "model", "paths"),
     _sampling: ("method", "sampling"),
+    _checkpoint: ("method", "model", "paths"),
 }

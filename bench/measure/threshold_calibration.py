@@ -50,7 +50,7 @@ Losses = Float[np.ndarray, "prompts tried"]
 
 
 @dataclass(frozen=True)
-class Trial:
+class CalibrationSet:
     """What a threshold is chosen by: prompts, and how much was drawn from what.
 
     Attributes:
@@ -109,7 +109,7 @@ class Writer:
 
 def draw(
     cfg: RunConfig, method: Decoder, loaded: Any, examples: Sequence[Any], part: Prepared | None, context: int
-) -> Trial | None:
+) -> CalibrationSet | None:
     """The calibration prompts of a run; None where its method promises nothing.
 
     Args:
@@ -154,7 +154,7 @@ def draw(
         "seed": promise.seed,
         "sha256": hashlib.sha256(json.dumps(encoded).encode()).hexdigest(),
     }
-    return Trial(calibrator, encoded, [dialogue.answer for dialogue, _ in rows], facts)
+    return CalibrationSet(calibrator, encoded, [dialogue.answer for dialogue, _ in rows], facts)
 
 
 def _corpus_of(cfg: RunConfig, kind: str) -> str:
@@ -212,12 +212,12 @@ def _require(found: int, wanted: int, name: str, calibrator: Calibrator) -> None
 
 
 def choose(
-    trial: Trial, cfg: RunConfig, baseline: Decoder, method: Decoder, writer: Writer, part: str | None
+    drawn: CalibrationSet, cfg: RunConfig, baseline: Decoder, method: Decoder, writer: Writer, part: str | None
 ) -> Choice:
     """Decode the calibration prompts as far as it takes, and let the method use what is chosen.
 
     Args:
-        trial: of ``draw``.
+        drawn: of ``draw``.
         cfg: the run.
         baseline: the target decoding one token at a time.
         method: the decoder under test; afterwards it has the chosen threshold.
@@ -228,28 +228,28 @@ def choose(
         The record of the calibration, and its losses.
     """
     assert isinstance(method, Calibrated)
-    promise = trial.calibrator.promise
-    kept = _Kept.open(cfg, trial, writer.loaded, part)
-    full = kept.full or writer.write(baseline, trial.rows, "calibration: full model")
+    promise = drawn.calibrator.promise
+    kept = _Kept.open(cfg, drawn, writer.loaded, part)
+    full = kept.full or writer.write(baseline, drawn.rows, "calibration: full model")
     kept.note_full(full)
-    lost = _loss(promise, trial.references, full, writer)
+    lost = _loss(promise, drawn.references, full, writer)
     columns: list[list[float]] = []
-    for threshold in trial.calibrator.thresholds:
-        if trial.calibrator.complete(_table(columns, len(trial.rows))):
+    for threshold in drawn.calibrator.thresholds:
+        if drawn.calibrator.complete(_table(columns, len(drawn.rows))):
             break
         if (known := kept.measured.get(repr(threshold))) is None:
-            method.use(threshold)
-            texts = writer.write(method, trial.rows, f"calibration: threshold {threshold:.3g}")
+            method.set_threshold(threshold)
+            texts = writer.write(method, drawn.rows, f"calibration: threshold {threshold:.3g}")
             known = {"losses": lost(texts), "layer_equivalents": _layer_equivalents(method)}
             kept.note(threshold, known)
         columns.append(known["losses"])
-    record = trial.calibrator.choose(_table(columns, len(trial.rows)))
-    if part and not trial.facts["apart_from_training"]:
+    record = drawn.calibrator.choose(_table(columns, len(drawn.rows)))
+    if part and not drawn.facts["apart_from_training"]:
         record["explanation"] += "; its exits may have been trained on these prompts"
-    method.use(record["threshold"])
+    method.set_threshold(record["threshold"])
     costs = [kept.measured[repr(threshold)]["layer_equivalents"] for threshold in record["thresholds"]]
     metric = None if promise.against == "textual" else promise.metric or _USUAL[writer.loaded.kind]
-    facts = {"against": promise.against, "metric": metric, "layer_equivalents": costs, "corpus": trial.facts}
+    facts = {"against": promise.against, "metric": metric, "layer_equivalents": costs, "corpus": drawn.facts}
     print(f"calibration: {record['explanation']}", file=sys.stderr)
     return Choice(record | facts, columns)
 
@@ -275,10 +275,9 @@ def _table(columns: Sequence[Sequence[float]], rows: int) -> Losses:
     return np.array(columns, dtype=np.float64).reshape(len(columns), rows).T
 
 
-def _layer_equivalents(method: Any) -> float | None:
+def _layer_equivalents(method: Decoder) -> float | None:
     """Of a step at this threshold, where the method counts them; those of a token where a step is one."""
-    facts: dict[str, Any] = getattr(method, "facts", dict)()
-    found = facts.get("layer_equivalents_per_step")
+    found = method.stats().get("layer_equivalents_per_step")
     return None if found is None else float(found)
 
 
@@ -326,7 +325,7 @@ class _Kept:
         self._content: dict[str, Any] = found if same else {"definition": definition, "full": None, "measured": {}}
 
     @classmethod
-    def open(cls, cfg: RunConfig, trial: Trial, loaded: Any, part: str | None) -> _Kept:
+    def open(cls, cfg: RunConfig, drawn: CalibrationSet, loaded: Any, part: str | None) -> _Kept:
         facts = machine.facts(loaded.lm.device)
         definition = {
             "form": _FORM,
@@ -336,8 +335,8 @@ class _Kept:
             "machine": [facts["gpu"]["name"] if facts["gpu"] else facts["cpu"], facts["threads"], str(loaded.lm.dtype)],
             "limit": cfg.max_new_tokens,
             "batch_size": cfg.batch_size,
-            "prompts": trial.sha256,
-            "loss": [trial.calibrator.promise.against, trial.calibrator.promise.metric],
+            "prompts": drawn.sha256,
+            "loss": [drawn.calibrator.promise.against, drawn.calibrator.promise.metric],
         }
         digest = hashlib.sha256(json.dumps(definition, sort_keys=True, default=str).encode()).hexdigest()[:12]
         name = f"{sanitise(str(cfg.method['name']))}-{sanitise(loaded.name)}-{digest}.json"

@@ -6,7 +6,6 @@ is not finished, and no run uses it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,13 +62,13 @@ def find(method: Mapping[str, Any], model: str, revision: str | None, paths: Pat
     Returns:
         None where the method takes no part, or none is prepared.
     """
-    kind = instantiate.locate(method["_target_"])
-    if "part" not in inspect.signature(kind).parameters:
+    kind = instantiate.method_class(method)
+    if not kind.trainable:
         return None
     if (own := method.get("checkpoint")) is not None:
         path = Path(str(own)).expanduser()
         return Prepared(path, "checkpoint", read_card(path)) if path.exists() else None
-    owner = str(method[getattr(kind, "part_of", "name")])  # a class may use what was prepared for another method
+    owner = str(method[kind.checkpoint_of])  # a class may use what was prepared for another method
     for origin, folder in places(owner, model, paths).items():
         if card := read_card(folder):
             return Prepared(folder, origin, card, _misfit(folder, card, revision))
@@ -95,11 +94,17 @@ def read_card(folder: Path) -> dict[str, Any] | None:
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """The files of a part by their path below the folder, in order."""
+    """The files of a part by their path below the folder, in order, with those that it shares with another part."""
     if folder.is_file():
         return {folder.name: folder}
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    found = dict(sorted({**found, **shared(folder)}.items()))
     return {name: path for name, path in found.items() if name not in _NOT_THE_PART and not name.startswith(_MAKING)}
+
+
+def shared(folder: Path) -> dict[str, Path]:
+    """Files of a part that are in another folder, where its card says so."""
+    return {name: folder / place for name, place in ((read_card(folder) or {}).get("shared") or {}).items()}
 
 
 def _misfit(folder: Path, card: Mapping[str, Any], revision: str | None) -> str | None:

@@ -27,6 +27,8 @@ _FAMILIES = {
     "early_exit": "early exit",
     "non_autoregressive": "non-autoregressive",
     "peers": PEER,
+    "external": PEER,
+    "baseline": BASELINE,
 }
 _OF_MODEL = ("model", "model_revision")
 _OF_BATCH = ("batch_size", "dataset_revision")  # a larger batch may have been given more prompts
@@ -100,9 +102,10 @@ class Board:
 
 
 def family(manifest: Mapping[str, Any]) -> str:
-    """By the package its class lies in; ``other`` for a class from outside."""
+    """As its class declares; of a record of before they did so, by the package of the class."""
     words = str((manifest.get("method") or {}).get("_target_", "")).split(".")
-    return _FAMILIES.get(words[1], OTHER) if words[0] == "methods" and len(words) > 1 else OTHER
+    package = words[1] if words[0] == "methods" and len(words) > 1 else OTHER
+    return _FAMILIES.get(manifest.get("family", package), OTHER)
 
 
 def boards(found: Iterable[Record]) -> list[Board]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from methods.decoder import Calibrator
 from methods.early_exit import risk_control
 from methods.early_exit.risk_control import Procedure, PValue
 from methods.engine.sampling import Sampling
@@ -75,7 +76,7 @@ class Promise:
                 "full model's own text and uses none. Set method.calibration.against=risk, or metric=null."
             )
 
-    def over(self, grid: Sequence[float], sampling: Sampling) -> Calibrator | None:
+    def over(self, grid: Sequence[float], sampling: Sampling) -> ThresholdCalibrator | None:
         """What chooses among the user's thresholds or, without any, a method's own; None where nothing is promised.
 
         Raises:
@@ -90,10 +91,10 @@ class Promise:
                 "text lost. Set sampling=greedy, or method.calibration.tolerance=null."
             )
         filled = replace(self, thresholds=tuple(self.thresholds or grid))
-        return Calibrator(filled, self.tolerance, tuple(self.thresholds or grid))
+        return ThresholdCalibrator(filled, self.tolerance, tuple(self.thresholds or grid))
 
 
-class Calibrator:
+class ThresholdCalibrator(Calibrator):
     """Says how many prompts are needed, how far to go, and which threshold is chosen.
 
     Attributes:

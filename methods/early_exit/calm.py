@@ -31,13 +31,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxtyping import Float, Int
-from torch import Generator, Tensor
+from jaxtyping import Float
+from torch import Tensor
 
-from methods.decoder import Guarantee
+from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.confidence import Confidence, Measure, Vocabulary, make_confidence
-from methods.early_exit.confidence_timing import confidence_share
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Look
 from methods.early_exit.threshold import Decay, Threshold
@@ -84,7 +83,7 @@ class CalmPolicy:
         return Look((opinion.confidence > least).tolist(), opinion.logits, opinion.columns)
 
 
-class Calm(EarlyExitDecoder):
+class Calm(EarlyExitDecoder, Calibrated):
     """Confident adaptive language modeling.
 
     Args:
@@ -103,12 +102,11 @@ class Calm(EarlyExitDecoder):
         checkpoint: folder of trained exits; None: those prepared for this model.
         part: their folder, from the runner.
 
-    Attributes:
-        calibrator: see ``methods.decoder.Calibrated``.
-
     Raises:
         ValueError: exits that are not trained, or an option out of range.
     """
+
+    paper = "Schuster et al. 2022, arXiv 2207.07061"
 
     def __init__(
         self,
@@ -136,13 +134,9 @@ class Calm(EarlyExitDecoder):
         self.calibrator = None if calibration is None else calibration.over(GRID, sampling)
         super().__init__(target, sampling, self._policy(threshold, target.n_layers), reader)
 
-    def use(self, threshold: float) -> None:
+    def set_threshold(self, threshold: float) -> None:
         """See ``methods.decoder.Calibrated``."""
-        super().__init__(self.target, self.sampling, self._policy(threshold, self.target.n_layers), self.reader)
-
-    def probe(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> dict[str, float]:
-        """See ``confidence_share``."""
-        return confidence_share(self, prompts, limit, rng)
+        self.restart(self._policy(threshold, self.target.n_layers))
 
     def _policy(self, threshold: float, layers: int) -> CalmPolicy:
         return CalmPolicy(self._depths, layers, self._confidence, replace(self._threshold, value=threshold))

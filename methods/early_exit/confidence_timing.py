@@ -1,4 +1,4 @@
-"""How much of the time of a decode goes into deciding whether to leave: a decode of its own behind the measurement.
+"""How much of the time of a decode goes into deciding whether to exit, by decoding once more outside of a run.
 
 Deciding begins when the reader makes the state at an exit readable and ends when the target is asked for more layers.
 What is in between is the exit's own map, the output matrix as far as the confidence needs it, the confidence, and the
@@ -10,31 +10,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Decoder
 from methods.early_exit.exits import Reader
-from methods.early_exit.loop import Tally
+from methods.early_exit.free_loop import ShallowDeepDecoder
+from methods.early_exit.loop import EarlyExitDecoder, Tally
 from methods.engine.causal_lm import CausalLM
 from methods.engine.stopwatch import Stopwatch
 
 _ON_THE_WAY = ("begin", "run", "fill")  # of a target, between two decisions
 
 
-@runtime_checkable
-class Leaving(Decoder, Protocol):
-    """A decoder with exits."""
-
-    target: CausalLM
-    reader: Reader
-    tally: Tally
-
-
-Watchable = TypeVar("Watchable", bound=Leaving)
+ExitDecoder = EarlyExitDecoder | ShallowDeepDecoder
 
 
 class _Watch:
@@ -76,7 +67,7 @@ class _Watch:
 
 
 def confidence_share(
-    decoder: Watchable, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator
+    decoder: ExitDecoder, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator
 ) -> dict[str, float]:
     """Decode once more, watched, to the end of every text; the decoder itself is left as it is.
 

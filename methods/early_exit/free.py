@@ -30,13 +30,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxtyping import Int
-from torch import Generator, Tensor
-
+from methods.decoder import Calibrated
 from methods.drafting import Rule
 from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.confidence import Vocabulary
-from methods.early_exit.confidence_timing import confidence_share
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.free_loop import (
     Accept,
@@ -51,7 +48,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
 
-class Free(ShallowDeepDecoder):
+class Free(ShallowDeepDecoder, Calibrated):
     """A shallow exit with synchronised parallel decoding.
 
     Args:
@@ -73,12 +70,11 @@ class Free(ShallowDeepDecoder):
         checkpoint: folder of trained exits; None: those prepared for this model.
         part: their folder, from the runner.
 
-    Attributes:
-        calibrator: see ``methods.decoder.Calibrated``.
-
     Raises:
         ValueError: an exit that is not trained, or an option out of range.
     """
+
+    paper = "Bae et al. 2023, arXiv 2310.05424; Elhoushi et al. 2024, arXiv 2404.16710"
 
     def __init__(
         self,
@@ -106,17 +102,12 @@ class Free(ShallowDeepDecoder):
         _check_calibrated(self.calibrator is not None, accept, adaptive)
         known = FixedThreshold(Threshold(threshold).value) if adaptive is None else adaptive
         options = Options(chosen, accept, known, rule or Agreement(), distance, max_pending, vocabulary, remember)
-        self._drawn = accept != "verify" or rule is not None
-        super().__init__(target, sampling, reader, options, self._drawn)
+        super().__init__(target, sampling, reader, options, accept != "verify" or rule is not None)
 
-    def use(self, threshold: float) -> None:
+    def set_threshold(self, threshold: float) -> None:
         """See ``methods.decoder.Calibrated``."""
         options = replace(self.options, threshold=FixedThreshold(Threshold(threshold).value))
-        super().__init__(self.target, self.sampling, self.reader, options, self._drawn)
-
-    def probe(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> dict[str, float]:
-        """See ``confidence_share``."""
-        return confidence_share(self, prompts, limit, rng)
+        self.restart(options)
 
 
 def _nearest(depths: Sequence[int], wished: float) -> int:

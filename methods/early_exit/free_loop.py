@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator as Steps
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Step
 from methods.drafting import ABSENT, Draft, Rule, Verdict
 from methods.early_exit.confidence import Softmax, Vocabulary
 from methods.early_exit.exits import Reader
@@ -145,7 +145,7 @@ class Options:
     remember: bool = False
 
 
-class ShallowDeepDecoder:
+class ShallowDeepDecoder(Decoder):
     """A target with one shallow exit.
 
     Attributes:
@@ -153,27 +153,41 @@ class ShallowDeepDecoder:
         tally: what the steps so far have cost.
     """
 
+    guarantee = Guarantee.RELAXED
+    family = "early_exit"
+    trainable = True
+    needs = "training"
+
     def __init__(
         self, target: CausalLM, sampling: Sampling, reader: Reader, options: Options, drawn: bool = True
     ) -> None:
-        self.target, self.sampling, self.reader, self.options = target, sampling, reader, options
-        self.tally = Tally()
+        self.target, self.sampling, self.reader = target, sampling, reader
         self._draws = drawn and not sampling.greedy
+        self.restart(options)
+
+    @classmethod
+    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
+        """With ``head=lens`` none is read."""
+        return super().needs_checkpoint(settings) and settings.get("head") != "lens"
+
+    def restart(self, options: Options) -> None:
+        """Decode by these options from now on, and count anew."""
+        self.options, self.tally = options, Tally()
         self._learns = not isinstance(options.threshold, FixedThreshold)
         self._never = not self._learns and options.threshold.threshold() >= FULL_MODEL
         screens = not (self._never or self._learns)  # what learns sees the whole distribution
-        self._softmax = Softmax(target, options.vocabulary if screens else None)
+        self._softmax = Softmax(self.target, options.vocabulary if screens else None)
         exact = self._never or (options.accept == "verify" and options.rule.guarantee is Guarantee.EXACT)
         self.guarantee = Guarantee.EXACT if exact else Guarantee.RELAXED
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What the steps so far have cost, and where tokens came from."""
-        found = self.tally.facts(self.target)
+        found = self.tally.stats(self.target)
         if self.options.accept != "all":
             found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
         return found
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int | None]:
         """Memory beside the target's."""
         return {"exits": self.reader.nbytes + self._softmax.nbytes}
 

@@ -170,7 +170,7 @@ class BetaMixture:
         holds = np.logical_and.accumulate(holds[::-1])[::-1]
         return float(GRID[np.argmax(holds)]) if holds[-1] else NEVER
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What the threshold rests on, as plain JSON values for a record; shapes are None while unknown."""
         kinds = {"agree": self.agreeing, "disagree": self.disagreeing}
         shapes = {name: kind.distribution() if self.known else None for name, kind in kinds.items()}

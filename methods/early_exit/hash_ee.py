@@ -26,7 +26,7 @@ Command: ``python -m bench method=hash_ee``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,9 +36,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Guarantee
+from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import Promise
-from methods.early_exit.exits import NAMES, Head, Reader, find_exits, find_reader, require_depths
+from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, Look
 from methods.engine.causal_lm import CausalLM
@@ -80,7 +80,7 @@ class HashPolicy:
         return Look([self._depths[token] == depth for token in roots])
 
 
-class HashEE(EarlyExitDecoder):
+class HashEE(EarlyExitDecoder, Calibrated):
     """Early exit by a table of tokens.
 
     Args:
@@ -95,11 +95,12 @@ class HashEE(EarlyExitDecoder):
     Attributes:
         table: as it is used.
         checksum: of the table as it was made.
-        calibrator: see ``methods.decoder.Calibrated``.
 
     Raises:
         ValueError: no table, one of another model, untrained exits, or prompts to be hashed that an encoder reads.
     """
+
+    paper = "Sun et al. 2022, arXiv 2203.01670"
 
     def __init__(
         self,
@@ -126,23 +127,24 @@ class HashEE(EarlyExitDecoder):
         shares = [depth / target.n_layers for depth in np.unique(self.table.depths)[::-1].tolist()]
         grid = [share for share in shares if share < 1]
         self.calibrator = None if calibration is None else calibration.over(grid, sampling)
-        self._begin(target, sampling, reader)
+        super().__init__(target, sampling, HashPolicy(self.table), reader)
 
-    def use(self, threshold: float) -> None:
+    @classmethod
+    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
+        """The table, whatever reads the exits."""
+        return settings.get("checkpoint") is None
+
+    def set_threshold(self, threshold: float) -> None:
         """See ``methods.decoder.Calibrated``; a share of the layers."""
         least = round(threshold * self.target.n_layers)
         self.table = replace(self._made, depths=np.maximum(self._made.depths, least))
         require_depths(np.unique(self.table.depths).tolist(), self.target, self.reader, _IN_LAYERS, last=True)
-        self._begin(self.target, self.sampling, self.reader)
+        self.restart(HashPolicy(self.table))
 
-    def _begin(self, target: CausalLM, sampling: Sampling, reader: Reader) -> None:
-        super().__init__(target, sampling, HashPolicy(self.table), reader)
-        self._by_id = torch.from_numpy(self.table.depths.astype(np.int64)).to(target.device)
-
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What the steps so far have cost, and the table."""
         table = {"table": self._made.facts, "table_sha256": self.checksum, "least_depth": int(self.table.depths.min())}
-        return super().facts() | table | {"confidence_share": 0.0}
+        return super().stats() | table | {"confidence_share": 0.0}
 
     @property
     def prompt_depth(self) -> int:
@@ -174,7 +176,8 @@ class HashEE(EarlyExitDecoder):
 
     def _frozen_pass(self, tokens: Int[Tensor, "B T"], cache: Cache) -> Float[Tensor, "B T D"]:
         """All tokens through all layers; a layer changes the states of those alone that go so deep."""
-        state, depth = self.target.begin(tokens, None, cache), self._by_id[tokens][:, :, None]
+        by_id = torch.from_numpy(self.table.depths.astype(np.int64)).to(tokens.device)
+        state, depth = self.target.begin(tokens, None, cache), by_id[tokens][:, :, None]
         for layer in range(self.policy.deepest):
             before = state.hidden
             self.target.run(state, (layer,))

@@ -18,7 +18,7 @@ values of the rows that stay; a layer that is bound by reading its weights costs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Step
 from methods.early_exit.exits import Reader
 from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.kv_cache import Cache
@@ -54,7 +54,7 @@ class Tally:
     maps: int = 0
     exits: Counter[int] = field(default_factory=Counter)
 
-    def facts(self, target: CausalLM) -> dict[str, Any]:
+    def stats(self, target: CausalLM) -> dict[str, Any]:
         """Per step, as plain JSON values.
 
         ``layer_equivalents`` counts heads, maps and fills in layers of the target; ``cost_over_layers`` is what a step
@@ -140,7 +140,7 @@ class Policy(Protocol):
         ...
 
 
-class EarlyExitDecoder:
+class EarlyExitDecoder(Decoder):
     """A target, a policy of leaving it early, and a reader of its exits.
 
     Attributes:
@@ -148,16 +148,29 @@ class EarlyExitDecoder:
         tally: what the steps so far have cost.
     """
 
+    guarantee = Guarantee.RELAXED
+    family = "early_exit"
+    trainable = True
+    needs = "training"
+
     def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
-        self.target, self.sampling, self.policy, self.reader = target, sampling, policy, reader
-        self.guarantee = policy.guarantee
-        self.tally = Tally()
+        self.target, self.sampling, self.reader = target, sampling, reader
+        self.restart(policy)
 
-    def facts(self) -> dict[str, Any]:
+    @classmethod
+    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
+        """With ``head=lens`` none is read."""
+        return super().needs_checkpoint(settings) and settings.get("head") != "lens"
+
+    def restart(self, policy: Policy) -> None:
+        """Decode by this policy from now on, and count anew."""
+        self.policy, self.guarantee, self.tally = policy, policy.guarantee, Tally()
+
+    def stats(self) -> dict[str, Any]:
         """What the steps so far have cost, and where tokens left."""
-        return self.tally.facts(self.target)
+        return self.tally.stats(self.target)
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int | None]:
         """Memory beside the target's."""
         return {"exits": self.reader.nbytes + self.policy.nbytes, "key_value_projections": self.target.fill_bytes}
 

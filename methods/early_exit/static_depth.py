@@ -19,14 +19,14 @@ Command: ``python -m bench method=static_depth method.depth=20``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
-from methods.decoder import Guarantee
+from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import Promise
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Look
@@ -60,7 +60,7 @@ class StaticPolicy:
         raise AssertionError("there is one stop, and all rows leave at it")
 
 
-class StaticDepth(EarlyExitDecoder):
+class StaticDepth(EarlyExitDecoder, Calibrated):
     """The first layers of the target.
 
     Args:
@@ -71,9 +71,6 @@ class StaticDepth(EarlyExitDecoder):
         calibration: a promise for which the depth is chosen; it takes the place of ``depth``.
         checkpoint: folder of trained exits; None: those prepared for this model.
         part: their folder, from the runner.
-
-    Attributes:
-        calibrator: see ``methods.decoder.Calibrated``.
 
     Raises:
         ValueError: an exit that is not trained, or a depth out of range.
@@ -100,12 +97,17 @@ class StaticDepth(EarlyExitDecoder):
         shares = [k / target.n_layers for k in sorted(known, reverse=True)]
         self.calibrator = None if calibration is None else calibration.over(shares, sampling)
 
-    def use(self, threshold: float) -> None:
+    @classmethod
+    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
+        """The whole model needs none, and how many layers it has is not known before it is loaded."""
+        return super().needs_checkpoint(settings) and settings.get("depth") is None
+
+    def set_threshold(self, threshold: float) -> None:
         """See ``methods.decoder.Calibrated``; a share of the layers."""
         depth = round(threshold * self.target.n_layers)
         require_depths((depth,), self.target, self.reader, "method.calibration.thresholds, in layers", last=True)
-        super().__init__(self.target, self.sampling, StaticPolicy(depth, self.target.n_layers), self.reader)
+        self.restart(StaticPolicy(depth, self.target.n_layers))
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What the steps so far have cost; nothing is spent on confidence."""
-        return super().facts() | {"confidence_share": 0.0}
+        return super().stats() | {"confidence_share": 0.0}

@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Int
 from torch import Generator, Tensor
 
-from methods.decoder import Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 
 
-class FlashSpec:
+class FlashSpec(Decoder):
     """FlashSpec's ``SpeculativeEngine``.
 
     Args:
@@ -41,8 +41,11 @@ class FlashSpec:
     """
 
     guarantee = Guarantee.EXACT
-    needs_hf = True
+    family = "external"
     max_batch = 1
+    needs_hf = True
+    supports_top_k = False
+    model_kind = "causal"
 
     def __init__(
         self,

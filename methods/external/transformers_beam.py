@@ -45,7 +45,8 @@ class HFBeam(HFGenerate):
     """
 
     guarantee = Guarantee.RELAXED
-    seq2seq = True
+    model_kind = "any"
+    greedy_only = True
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from methods.decoder import Guarantee, Step
+from methods.decoder import Decoder, Guarantee, ModelKind, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -42,26 +42,24 @@ class Diary(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-class HFGenerate:
+class HFGenerate(Decoder):
     """``model.generate`` of transformers: greedy or sampling, any batch, dynamic cache.
 
     Args:
         target: an engine that kept its Hugging Face model.
         sampling: passed on as generation options.
 
-    Attributes:
-        seq2seq: whether an encoder-decoder may be the target.
-
     Raises:
         ValueError: the engine released the original weights, or an encoder-decoder for a class that takes none.
     """
 
     guarantee = Guarantee.EXACT
+    family = "external"
     needs_hf = True
-    seq2seq: ClassVar[bool] = False
+    model_kind: ClassVar[ModelKind] = "causal"
 
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
-        if isinstance(target, Seq2SeqLM) and not self.seq2seq:
+        if isinstance(target, Seq2SeqLM) and self.model_kind == "causal":
             raise ValueError(
                 f"{type(self).__name__} came with an encoder-decoder model; it decodes causal ones. Choose "
                 "method=hf_beam, whose num_beams=1 is transformers' greedy search on both, or a causal model."

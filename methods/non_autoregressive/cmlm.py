@@ -113,6 +113,8 @@ class Cmlm(NonAutoregressive):
         ValueError: no iteration, no length or too many, or see ``NonAutoregressive``.
     """
 
+    paper = "Ghazvininejad et al. 2019, arXiv 1904.09324"
+
     student: CmlmStudent
 
     def __init__(

@@ -120,6 +120,8 @@ class Ctc(NonAutoregressive):
         target, sampling, collapse, checkpoint, part: see ``NonAutoregressive``; there is one candidate.
     """
 
+    paper = "Libovicky & Helcl 2018, arXiv 1811.04719"
+
     def __init__(
         self,
         target: CausalLM,

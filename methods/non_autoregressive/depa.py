@@ -196,6 +196,8 @@ class Depa(NonAutoregressive):
         ValueError: no length or too many, or see ``NonAutoregressive``.
     """
 
+    paper = "Zhan et al. 2023, arXiv 2203.16266"
+
     student: DepaStudent
 
     def __init__(

@@ -35,13 +35,13 @@ Command: ``python -m bench method=diffusion model=llada_8b dataset=gsm8k max_new
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.masked_lm import MaskedLM
@@ -53,7 +53,7 @@ Confidence = Literal["probability", "margin", "entropy", "random"]
 _LATE = 1e3  # below every confidence
 
 
-class Diffusion:
+class Diffusion(Decoder):
     """Fill masks in, several per pass.
 
     Args:
@@ -73,7 +73,10 @@ class Diffusion:
     """
 
     guarantee = Guarantee.RELAXED
-    denoises: ClassVar[bool] = True  # takes diffusion models, and nothing else
+    family = "non_autoregressive"
+    model_kind = "masked"
+    paper = "Nie et al. 2025, arXiv 2502.09992; Wu et al. 2025, arXiv 2505.22618"
+
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Diffusion:
         self.cache = cache if cache != "auto" else "exact" if target.denoising.block_causal else "dual"
         self._passes = self._scored = self._filled = self._full = 0
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What the baseline is, and work since the decoder was made: passes, positions they scored, masks filled.
 
         Masks are counted per row up to the end of its canvas, whatever stands behind an end-of-sequence token.

@@ -106,6 +106,8 @@ class Glat(NonAutoregressive):
         ValueError: no length or too many, or see ``NonAutoregressive``.
     """
 
+    paper = "Qian et al. 2021, arXiv 2008.07905"
+
     student: GlatStudent
 
     def __init__(

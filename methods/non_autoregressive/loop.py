@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Generator, Tensor
 
-from methods.decoder import Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -127,7 +127,7 @@ class Tally:
         self.rescorings += rows * written.rescorings
         self.rescoring_ns += written.rescoring_ns
 
-    def facts(self, student_layers: int, teacher_layers: int) -> dict[str, Any]:
+    def stats(self, student_layers: int, teacher_layers: int) -> dict[str, Any]:
         """Per sentence and per token; those of a teacher are its decoder's layers per token, one pass each."""
         if not self.tokens:
             return {}
@@ -146,7 +146,7 @@ class Tally:
         }
 
 
-class NonAutoregressive:
+class NonAutoregressive(Decoder):
     """A student that writes in the target's place.
 
     Args:
@@ -163,7 +163,12 @@ class NonAutoregressive:
         ValueError: a temperature, no student, or a target that is none of its kind.
     """
 
-    guarantee: ClassVar[Guarantee] = Guarantee.INDEPENDENT_MODEL
+    guarantee = Guarantee.INDEPENDENT_MODEL
+    family = "non_autoregressive"
+    model_kind = "seq2seq"
+    greedy_only = True
+    trainable = True
+    needs = "training"
 
     def __init__(
         self,
@@ -205,7 +210,7 @@ class NonAutoregressive:
             draft_passes=written.passes,
         )
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int | None]:
         """Memory that writing takes: the student's, and what it uses of the teacher.
 
         Without rescoring that is at most embedding and output matrix, with it the whole teacher.
@@ -217,9 +222,9 @@ class NonAutoregressive:
             teacher = target.weight_bytes + target.encoder_bytes
         return {"student": self._bytes, "of_the_teacher": teacher}
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """How the student was made, how it is asked, and what its texts took."""
         asked = {"rescored_by_teacher": self.rescore, "repeats_collapsed": self.collapse}
         layers = len(self.student.network.encoder), len(self.student.network.decoder)
         sizes = {"encoder_layers": layers[0], "decoder_layers": layers[1], "student_bytes": self._bytes}
-        return self.made | asked | sizes | self.tally.facts(layers[1], self.target.n_layers)
+        return self.made | asked | sizes | self.tally.stats(layers[1], self.target.n_layers)

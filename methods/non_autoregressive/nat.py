@@ -175,6 +175,8 @@ class Nat(NonAutoregressive):
         ValueError: no sample, or see ``NonAutoregressive``.
     """
 
+    paper = "Gu et al. 2018, arXiv 1711.02281"
+
     def __init__(
         self,
         target: CausalLM,

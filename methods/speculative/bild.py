@@ -20,6 +20,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, stack, tensor, where
 
+from methods.decoder import Guarantee
 from methods.drafting import ABSENT, Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling, argmax
@@ -83,7 +84,11 @@ class Bild(SpeculativeDecoder):
         ValueError: no little model, one of another vocabulary, sampling at a temperature, or an option out of range.
     """
 
-    refills = True
+    guarantee = Guarantee.RELAXED
+    continuous_batching = True
+    greedy_only = True
+    paper = "Kim et al. 2023, arXiv 2302.07863"
+    needs = "a draft model"
 
     def __init__(
         self,
@@ -113,6 +118,6 @@ class Bild(SpeculativeDecoder):
         super().__init__(target, sampling, little, Rollback(rollback))
         self._own = weights_of(draft_model)
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int | None]:
         """Memory beside the target's: the weights of the little model."""
         return dict(self._own)

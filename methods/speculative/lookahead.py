@@ -180,7 +180,8 @@ class Lookahead(SpeculativeDecoder):
         ValueError: an option out of range.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "Fu et al. 2024, arXiv 2402.02057"
 
     def __init__(
         self,

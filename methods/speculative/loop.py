@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Prompts, Rounds, Step
+from methods.decoder import Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
 from methods.drafting import Context, Draft, Drafter, Renewable, Rule, Verdict
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.kv_cache import Cache
@@ -29,15 +29,16 @@ from methods.engine.sampling import Sampling, argmax
 from methods.engine.stopwatch import Stopwatch
 
 
-class SpeculativeDecoder:
+class SpeculativeDecoder(Decoder, Refillable):
     """A target, a drafter and a rule, run in lockstep over a batch.
 
     Attributes:
         guarantee: what the rule promises.
-        refills: see ``methods.decoder.Refillable``; a class whose drafter is ``Renewable`` may declare it.
+        continuous_batching: a class whose drafter is ``Renewable`` may declare it.
     """
 
-    refills: ClassVar[bool] = False
+    guarantee = Guarantee.EXACT
+    family: ClassVar[Family] = "speculative"
 
     def __init__(self, target: CausalLM, sampling: Sampling, drafter: Drafter, rule: Rule) -> None:
         self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
@@ -89,7 +90,7 @@ class SpeculativeDecoder:
     @torch.inference_mode()
     def _admit(self, prompts: Prompts, limit: int, ends: list[int], context: Context, cache: Cache) -> Step:
         """Begin some rows anew, and bring cache, context and drafter to where a prefill leaves them."""
-        assert self.refills and isinstance(self.drafter, Renewable), f"{type(self).__name__} cannot begin rows anew"
+        assert self.continuous_batching and isinstance(self.drafter, Renewable), "rows take no new prompts"
         rows = list(prompts)
         output = self.target.prefill_rows({row: prompts[row].to(self.target.device) for row in rows}, cache)
         root = self.sampling.pick(output.logits[:, 0], context.rng)

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -210,14 +210,13 @@ class SpecDecNat(HeadsDecoder):
         checkpoint: folder of a student; None: the one prepared for this target.
         part: that folder, from the runner.
 
-    Attributes:
-        part_of: the argument that names the method whose part is used.
-
     Raises:
         ValueError: no student, a block below one, or a student that cannot be asked anew.
     """
 
-    part_of: ClassVar[str] = "drafter"
+    model_kind = "seq2seq"
+    checkpoint_of = "drafter"
+    paper = "Xia et al. 2023, arXiv 2203.16487"
 
     def __init__(
         self,
@@ -243,6 +242,6 @@ class SpecDecNat(HeadsDecoder):
         found = StudentDrafter(asked, block, target.eos_ids, nbytes)
         super().__init__(target, sampling, found, default_rule(sampling, "chain", drawn=False))
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """How the student was made."""
         return dict(self._made)

@@ -113,7 +113,8 @@ class PromptLookup(SpeculativeDecoder):
         pick: of several occurrences, the first or the last.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "Saxena 2023"
 
     def __init__(
         self,

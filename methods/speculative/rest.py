@@ -168,7 +168,10 @@ class Rest(SpeculativeDecoder):
         ValueError: an option out of range, or no datastore that fits.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "He et al. 2023, arXiv 2311.08252"
+    trainable = True
+    needs = "a datastore"
 
     def __init__(
         self,
@@ -198,7 +201,7 @@ class Rest(SpeculativeDecoder):
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
         self._store = store
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int | None]:
         """Memory beside the target's: what is mapped, and how much of it is resident now."""
         return {"datastore_mapped": self._store.mapped_bytes, "datastore_resident": self._store.resident_bytes()}
 

@@ -128,7 +128,9 @@ class SpeculativeSampling(SpeculativeDecoder):
         ValueError: no drafter named, two named, vocabularies of different size, or an option out of range.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318"
+    needs = "a draft model"
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class SpeculativeSampling(SpeculativeDecoder):
         super().__init__(target, sampling, DraftModel(draft, target.vocab_size, gamma, confidence), rule)
         self._own = weights_of(draft_model)
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int | None]:
         """Memory beside the target's: the weights of the draft model."""
         return dict(self._own)
 

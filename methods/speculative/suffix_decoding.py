@@ -171,7 +171,8 @@ class SuffixDecoding(SpeculativeDecoder):
         ValueError: an option out of range.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "Hu et al. 2024, arXiv 2411.10666; Oliaro et al. 2024, arXiv 2411.04975"
 
     def __init__(
         self,

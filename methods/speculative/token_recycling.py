@@ -184,7 +184,8 @@ class TokenRecycling(SpeculativeDecoder):
         ValueError: an unknown tree, one without nodes, or one wider than the vocabulary.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "Luo et al. 2024, arXiv 2408.08696"
 
     def __init__(
         self,

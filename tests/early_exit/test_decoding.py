@@ -244,7 +244,7 @@ def test_claimed_layers_and_heads_are_those_that_ran(
     reduced = (decoder.tally.columns - heads * target.vocab_size) / (options.get("vocabulary") or target.vocab_size)
     assert reduced >= 0 and reduced == round(reduced) and (reduced == 0) == ("vocabulary" not in options)
     assert sum(decoder.tally.exits.values()) == 2 * decoder.tally.steps
-    facts, columns = decoder.facts(), decoder.tally.columns / target.vocab_size
+    facts, columns = decoder.stats(), decoder.tally.columns / target.vocab_size
     spent = decoder.tally.layers + columns * head_share(target) + saved * fill_share(target)
     assert facts["layer_equivalents_per_step"] == pytest.approx(spent / decoder.tally.steps)
     alike = decoder.tally.layers / target.n_layers * (target.n_layers + head_share(target))  # had the head shrunk, too
@@ -373,7 +373,7 @@ def test_lower_thresholds_never_run_more_layers_on_these_texts(deep: CausalLM) -
     for threshold in (1.0, 0.9, 0.5, 0.2, 0.05, 0.0):
         decoder = Calm(deep, GREEDY, threshold, exits=[1, 2, 3, 4, 5], head="lens")
         checks.outputs(decoder, checks.prompts(deep.vocab_size, (5,)), 24)
-        layers.append(decoder.facts()["layers_per_step"])
+        layers.append(decoder.stats()["layers_per_step"])
     assert layers == sorted(layers, reverse=True) and layers[0] == 6 and layers[-1] == 1
 
 
@@ -557,7 +557,7 @@ def test_all_commits_shallow_tokens_as_they_come_and_the_pass_is_as_wide_as_what
     steps = list(decoder.decode(checks.prompts(target.vocab_size, (5,)), 9, torch.Generator()))[1:]
     assert [step.layers[0] for step in steps] == [0.5, 0.5, 0.5, 1.0] * 2
     assert [step.nodes for step in steps] == [1, 1, 1, 4] * 2
-    assert decoder.facts()["exits"] == {"2": 8, "4": 0}, "the last one of each pass was sure too"
+    assert decoder.stats()["exits"] == {"2": 8, "4": 0}, "the last one of each pass was sure too"
 
 
 class Watched:

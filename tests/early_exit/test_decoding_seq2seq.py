@@ -187,7 +187,7 @@ def test_claimed_layers_and_heads_are_those_that_ran(
         for kind in seen:
             seen[kind].clear()
     assert saved > 0
-    facts = decoder.facts()
+    facts = decoder.stats()
     assert facts["layers_per_step"] < LAYERS and facts["layer_equivalents_of_the_model"] > LAYERS
 
 

@@ -281,7 +281,7 @@ def test_tables_come_with_exits_to_match(
 ) -> None:
     facts = HashTraining(kind, balance, buckets=3, tokens=200, answers=ANSWERS).fit(workshop(target, tmp_path, common))
     decoder = HashEE(target, GREEDY, part=tmp_path)
-    assert decoder.checksum == facts["table_sha256"] == decoder.facts()["table_sha256"]
+    assert decoder.checksum == facts["table_sha256"] == decoder.stats()["table_sha256"]
     assert decoder.reader.depths == (1, 3) and set(decoder.table.depths.tolist()) == {1, 3, 4}
     assert len(checks.outputs(decoder, checks.prompts(61, (4,)), 9)[0]) == 9
     assert set(facts["matched"]) <= {"1", "3"} and facts["matched"].keys() == facts["lens"].keys()

@@ -565,7 +565,7 @@ def test_one_kind_of_token_alone_lets_none_exit(agreed: bool) -> None:
 def test_nothing_seen_lets_no_token_exit() -> None:
     mixture = BetaMixture(0.9)
     assert (mixture.threshold(), mixture.base_rate) == (NEVER, 0.5)
-    assert json.loads(json.dumps(mixture.facts()))["shapes"] == {"agree": None, "disagree": None}
+    assert json.loads(json.dumps(mixture.stats()))["shapes"] == {"agree": None, "disagree": None}
 
 
 @pytest.mark.parametrize(
@@ -615,7 +615,7 @@ def test_a_higher_wish_is_a_higher_threshold() -> None:
 
 def test_the_facts_can_be_recorded() -> None:
     mixture = BetaMixture(0.9).fit(*tokens(0.8))
-    facts = json.loads(json.dumps(mixture.facts()))
+    facts = json.loads(json.dumps(mixture.stats()))
     assert facts["threshold"] == mixture.threshold() and facts["agree"]["tokens"] == mixture.agreeing.n
     assert facts["shapes"]["agree"] == pytest.approx(AGREE, rel=0.15)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from bench.measure.instruments import Instruments
-from methods.decoder import Guarantee, Prompts, Rounds, Step
+from methods.decoder import Decoder, Guarantee, Prompts, Refillable, Rounds, Step
 
 EOS = 0
 
@@ -28,11 +28,11 @@ class FakeClock:
         self.now += ns
 
 
-class FakeDecoder:
+class FakeDecoder(Decoder, Refillable):
     """Writes (last id + 1) modulo 100, ``width`` ids a step; 50 ns per prompt id, then ``step_ns`` a step."""
 
     guarantee = Guarantee.EXACT
-    refills = True
+    continuous_batching = True
 
     def __init__(self, clock: FakeClock, width: int = 1, step_ns: int = 100, wrap: int = 100) -> None:
         self.clock, self.width, self.step_ns, self.wrap = clock, width, step_ns, wrap

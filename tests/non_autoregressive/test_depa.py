@@ -195,11 +195,11 @@ def test_a_part_decodes_as_it_was_trained(options: dict[str, Any], target: Seq2S
     assert [row[:-1] for row in step.tokens] == wanted and len({tuple(row) for row in wanted}) > 2
     alone = [next(iter(decoder.decode([source], 40, torch.Generator()))).tokens[0] for source in SOURCES]
     assert alone == step.tokens and decoder.guarantee is Guarantee.INDEPENDENT_MODEL
-    assert decoder.facts()["base"] == "glat"
+    assert decoder.stats()["base"] == "glat"
     plain = depa(target)
     table = len(WORDS) * (target.hidden_size * 8 + 4)
     query = sum(parameter.numel() * 8 for parameter in transforming(made).query.parameters())
-    assert decoder.own_bytes()["student"] == plain.own_bytes() + table + query
+    assert decoder.memory()["student"] == plain.own_bytes() + table + query
 
 
 def test_refusals() -> None:
@@ -231,7 +231,7 @@ def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     first, again = (safetensors.torch.load_file(next(folder.glob("*.safetensors"))) for folder in places)
     assert all(first[name].equal(again[name]) for name in first), "its beginning is drawn with a seed of its own"
     (step,) = decoder.decode(SOURCES, 40, torch.Generator())
-    assert len(step.tokens) == 5 and decoder.facts()["target_words"] == 8
+    assert len(step.tokens) == 5 and decoder.stats()["target_words"] == 8
     plain = maker(base="nat", transform=False).fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "plain"))
     assert plain["base"] == "nat" and "target_words" not in plain
     loaded = Depa(target, Sampling(), part=tmp_path / "plain" / "part").student

@@ -244,7 +244,7 @@ def test_work_is_counted_as_it_was_done(monkeypatch: pytest.MonkeyPatch) -> None
     )
     decoder = Diffusion(lm, Sampling(), threshold=0.1, block_size=4, cache="dual")
     steps = list(decoder.decode(batch, 8, torch.Generator()))
-    facts = decoder.facts()
+    facts = decoder.stats()
     assert passes(steps) == facts["passes"] == len(seen) and len(steps) == 2
     assert facts["positions_scored"] == sum(batch * nodes for batch, nodes, _ in seen)
     assert facts["full_passes"] == sum(nodes == 7 + 8 for _, nodes, _ in seen) == 2

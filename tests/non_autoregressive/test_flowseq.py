@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from methods.decoder import Guarantee
+from methods.engine.checkpoint_files import WEIGHTS, pack_file
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.flowseq.flow import ActNorm, HeadwiseLinear
@@ -244,7 +245,7 @@ def test_decoder_reports_the_work_of_the_flow(target: Seq2SeqLM, tmp_path: Path,
     folder = save(make(target), tmp_path / "part", target)
     decoder = FlowSeq(target, Sampling(), decoding=decoding, part=folder)  # type: ignore[arg-type]
     (step,) = decoder.decode(SOURCES, 40, rng())
-    facts = decoder.facts()
+    facts = decoder.stats()
     assert facts.keys() >= tiny_students.HONESTY
     flow, posterior = decoder.student.prior.layers, 1 if decoding == "iwd" else 0
     assert decoder.guarantee is Guarantee.INDEPENDENT_MODEL
@@ -333,4 +334,17 @@ def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     assert set(facts["validation_bleu"]) == {"argmax", "iwd"} and facts["pairs_left_out"] == 0
     decoder = FlowSeq(target, Sampling(), part=place.folder)
     (step,) = decoder.decode(SOURCES, 40, rng())
-    assert len(step.tokens) == 5 and step.draft_passes == 1 and decoder.facts()["data"] == "raw"
+    assert len(step.tokens) == 5 and step.draft_passes == 1 and decoder.stats()["data"] == "raw"
+
+
+def test_a_part_without_its_posterior_decodes_and_refuses_iwd(tmp_path: Path) -> None:
+    target = tiny_students.teacher()
+    student = make(target)
+    folder = save(student, tmp_path, target)
+    wanted = [step.tokens for step in FlowSeq(target, Sampling(), part=folder).decode(SOURCES, 40, rng())]
+    pack_file(folder / WEIGHTS, 8, None, ["posterior."])
+    decoder = FlowSeq(target, Sampling(), part=folder, decoding="npd")
+    assert decoder.student.posterior is None and decoder.stats()["posterior_layers"] == 1
+    assert len(wanted) == len(list(decoder.decode(SOURCES, 40, rng())))
+    with pytest.raises(ValueError, match="stored without it.*bench.train method=flowseq"):
+        FlowSeq(target, Sampling(), part=folder, decoding="iwd")

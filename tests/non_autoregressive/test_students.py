@@ -431,12 +431,12 @@ def test_every_method_says_what_its_speed_hides(name: str, target: Seq2SeqLM, tm
         target, Sampling(), part=save(student(KINDS[kind][0], target, **KINDS[kind][1]), tmp_path, target), **options
     )
     texts(used, SOURCES)
-    facts, rescored = used.facts(), bool(options.get("rescore"))
+    facts, rescored = used.stats(), bool(options.get("rescore"))
     assert facts.keys() >= tiny_students.HONESTY and facts["rescored_by_teacher"] is rescored
     assert (facts["rescoring_seconds_per_sentence"] > 0) is rescored
     whole = target.weight_bytes + target.encoder_bytes
-    assert set(used.own_bytes()) == {"student", "of_the_teacher"}
-    assert (used.own_bytes()["of_the_teacher"] == whole) is rescored
+    assert set(used.memory()) == {"student", "of_the_teacher"}
+    assert (used.memory()["of_the_teacher"] == whole) is rescored
 
 
 def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> No
     (step,) = decoder.decode(SOURCES, 40, rng())
     assert (step.draft_passes, step.target_passes, step.layers) == (1, 1, [1.0] * 5)
     tokens = sum(map(len, step.tokens)) - 5
-    facts = decoder.facts()
+    facts = decoder.stats()
     assert facts["data"] == "raw" and facts["teacher_beams"] == 1 and facts["rescored_by_teacher"] is True
     assert facts["iterations"] == 1 and facts["tokens"] == tokens and facts["repeats_collapsed"] is False
     assert facts["decoder_layer_passes_per_token"] == pytest.approx(5 * (2 + 2) / tokens)
@@ -460,9 +460,9 @@ def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> No
         p for name, p in hf.named_parameters() if "encoder_attn.k_proj.w" in name or "encoder_attn.v_proj.w" in name
     ]
     cross = sum(p.numel() for p in keys)  # multiplied once per source, and no part of a pass
-    bytes_of = decoder.own_bytes()
+    bytes_of = decoder.memory()
     assert bytes_of["of_the_teacher"] == pytest.approx(8 * (everything + embedding - cross))
-    alone = Glat(target, Sampling(), part=part).own_bytes()
+    alone = Glat(target, Sampling(), part=part).memory()
     assert alone["student"] == bytes_of["student"] and alone["of_the_teacher"] == 8 * 2 * embedding
 
 
@@ -755,7 +755,7 @@ def test_a_student_is_made_and_decodes(
     decoder = instantiate.build_decoder(group, loaded.lm, SamplingConfig(), part=folder)
     source = torch.tensor(loaded.tokenizer("hund sieht ball")["input_ids"])
     (text,) = texts(decoder, [source])
-    assert text[-1] == 1 and decoder.facts()["data"] == facts["data"]
+    assert text[-1] == 1 and decoder.stats()["data"] == facts["data"]
 
 
 def test_students_share_the_translations_of_their_teacher(machine: dict[str, Any]) -> None:

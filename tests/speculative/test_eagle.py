@@ -583,14 +583,14 @@ def test_auto_takes_the_tree_of_the_version(version, growth, target, tmp_path):
 
 def test_own_bytes_count_what_is_held_beside_the_target(target, folder):
     version = version_of(folder)
-    held = Eagle(target, Sampling(), version=version, part=folder).own_bytes()
+    held = Eagle(target, Sampling(), version=version, part=folder).memory()
     weights = sum(t.numel() for name, t in load_file(folder / WEIGHTS).items() if t.dim() == 2)
     assert held == {"draft_network": 8 * weights, "draft_output_matrix": 8 * 40 * 32}
 
 
 def test_the_whole_vocabulary_needs_no_matrix_of_its_own(target, tmp_path):
     eagle_learner(target, 1).part().save(tmp_path)
-    assert Eagle(target, Sampling(), version=1, part=tmp_path).own_bytes()["draft_output_matrix"] == 0
+    assert Eagle(target, Sampling(), version=1, part=tmp_path).memory()["draft_output_matrix"] == 0
 
 
 # -- the preparation, and files ---------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ def test_part_is_that_of_the_method_that_drafts(tmp_path: Path) -> None:
     assert found is not None and found.folder == folder
     assert artifacts.find(dict(compose.compose(words).method), "own", None, paths) is None
     made: Any = instantiate.build_decoder(group, lm, SamplingConfig(), part=found.folder)
-    assert made.facts()["data"] == "distilled" and set(made.own_bytes()) == {"student"}
+    assert made.stats()["data"] == "distilled" and set(made.memory()) == {"student"}
     assert isinstance(load_student(CmlmStudent, lm, None, folder)[0], CmlmStudent)
 
 

@@ -229,7 +229,7 @@ def test_files_give_back_what_was_built(folder):
 def test_resident_memory_is_part_of_the_files(folder, target):
     decoder = Rest(target, Sampling(), part=folder)
     checks.outputs(decoder, [torch.tensor([5, 6, 7])], 5)
-    own = decoder.own_bytes()
+    own = decoder.memory()
     assert own["datastore_mapped"] == Datastore.build(DOCUMENTS, 61).mapped_bytes
     assert own["datastore_resident"] is None or 0 < own["datastore_resident"] < 2**16
 

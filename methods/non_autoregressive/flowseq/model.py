@@ -33,7 +33,7 @@ couplings may be narrower than the model. The flow calculates in 32 bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -45,6 +45,7 @@ from torch import Generator, Tensor
 
 from methods.decoder import Step
 from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import training_command
 from methods.engine.sampling import Sampling
 from methods.non_autoregressive.flowseq.flow import initialising
 from methods.non_autoregressive.flowseq.networks import LatentReader, Posterior, Prior, log_normal_of
@@ -105,7 +106,7 @@ class FlowSeqStudent(Student):
         )
         self.latent, self.word_dropout, self.length_weight = latent, word_dropout, length_weight
         self.autoencoding, self.annealing = autoencoding, annealing
-        self.posterior = Posterior(shape, latent, posterior_layers, dropout)
+        self.posterior: Posterior | None = Posterior(shape, latent, posterior_layers, dropout)
         self.prior = Prior(shape, latent, width, inner or 2 * width, list(steps), dropout)
         if shape.positions % self.prior.unit:
             raise ValueError(
@@ -131,6 +132,7 @@ class FlowSeqStudent(Student):
         if self.training and self.word_dropout:
             seen = torch.rand(tokens.shape, device=tokens.device) >= self.word_dropout
             inputs = inputs * seen[:, :, None]
+        assert self.posterior is not None, "FlowSeq refuses to decode with it otherwise"
         moments: tuple[Tensor, Tensor] = self.posterior(inputs, self._positions(tokens.shape[1]), memory, present)
         return moments
 
@@ -180,6 +182,11 @@ class FlowSeqStudent(Student):
             norm: Any = self.prior.flow.body.maps[0]
             self._set = bool(norm.log_scale.any())
         return self._set
+
+    def do_without(self, stored: Collection[str]) -> None:
+        """See ``Student``: the posterior, which ``iwd`` alone decodes with."""
+        if not any(name.startswith("posterior.") for name in stored):
+            self.posterior = None
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -303,6 +310,8 @@ class FlowSeq(NonAutoregressive):
         ValueError: a number below 1, too many lengths, or see ``NonAutoregressive``.
     """
 
+    paper = "Ma et al. 2019, arXiv 1909.02480"
+
     student: FlowSeqStudent
 
     def __init__(
@@ -324,6 +333,12 @@ class FlowSeq(NonAutoregressive):
             writer = replace(writer, importance=importance)
         rescored = decoding == "npd" and lengths * samples > 1
         super().__init__(target, sampling, FlowSeqStudent, writer, rescored, collapse, checkpoint, part)
+        if writer.importance and self.student.posterior is None:
+            raise ValueError(
+                "method.decoding=iwd needs FlowSeq's posterior, and this checkpoint is stored without it. Train one "
+                f"that has it: {training_command('flowseq')}, then name its folder: method.checkpoint=FOLDER. Or set "
+                "method.decoding=npd."
+            )
         self.student.require_lengths(writer.lengths)
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
@@ -331,17 +346,18 @@ class FlowSeq(NonAutoregressive):
         for step in super().decode(prompts, limit, rng):
             yield replace(step, layers=[self._layers / self.target.n_layers] * len(prompts))
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """See ``NonAutoregressive``; layers of the flow count as the decoder's."""
-        layers = {"flow_layers": self.student.prior.layers, "posterior_layers": len(self.student.posterior.layers)}
-        return super().facts() | layers | self.tally.facts(self._layers, self.target.n_layers)
+        posterior = self.student.options["posterior_layers"]
+        layers = {"flow_layers": self.student.prior.layers, "posterior_layers": posterior}
+        return super().stats() | layers | self.tally.stats(self._layers, self.target.n_layers)
 
     @property
     def _layers(self) -> int:
         """Of a pass from noise to tokens, or of one that rescores, posterior included, whichever is more."""
         own = len(self.student.network.decoder) + self.student.prior.layers
         writer: Any = self.writer
-        return own + (len(self.student.posterior.layers) if writer.importance else 0)
+        return own + (self.student.options["posterior_layers"] if writer.importance else 0)
 
 
 def _check(

@@ -112,6 +112,8 @@ class Eagle(HeadsDecoder):
         ValueError: a network of another target or version, or an option out of range.
     """
 
+    paper = "Li et al. 2024, arXiv 2401.15077; Li et al. 2024, arXiv 2406.16858; Li et al. 2025, arXiv 2503.01840"
+
     def __init__(
         self,
         target: CausalLM,

@@ -28,6 +28,10 @@ class HeadsDecoder(SpeculativeDecoder):
         published: where its heads come from, if others trained them.
     """
 
+    trainable = True
+    needs = "training"
+    min_warmup = 3
+
     def __init__(
         self,
         target: CausalLM,
@@ -39,10 +43,10 @@ class HeadsDecoder(SpeculativeDecoder):
         self._heads, self._published = drafter, published
         super().__init__(target, sampling, drafter, rule)
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int | None]:
         """Memory beside the target's, such as the heads, and the rows of its output matrix that they use."""
         return dict(self._heads.nbytes)
 
-    def doubt(self, acceptance: Sequence[Sequence[float]]) -> str | None:
+    def acceptance_warning(self, rates: Sequence[Sequence[float]]) -> str | None:
         """A warning where published heads draft implausibly badly."""
-        return check_plausible(self._published, acceptance) if self._published else None
+        return check_plausible(self._published, rates) if self._published else None

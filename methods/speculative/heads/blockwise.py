@@ -42,6 +42,7 @@ from methods.decoder import Guarantee
 from methods.drafting import Context, Draft, Rule
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
+    load_model,
     own_folder,
     read_part,
     require_shapes,
@@ -168,10 +169,6 @@ class BlockwiseDrafter:
 class Blockwise(HeadsDecoder):
     """Blockwise parallel decoding.
 
-    Attributes:
-        verifier: the fine-tuned model, where the part has one and the criterion keeps its own text; the guarantee is
-            then RELAXED, for that text is not the target's.
-
     Args:
         target: model that verifies, and the first head.
         sampling: how its distribution is processed.
@@ -190,10 +187,10 @@ class Blockwise(HeadsDecoder):
         ValueError: no heads, heads of another target, or an option out of range.
     """
 
-    prepared_as: ClassVar[str] = "blockwise"
-    verifier: CausalLM | None = None
+    continuous_batching = True
+    paper = "Stern et al. 2018, arXiv 1811.03115"
 
-    refills = True
+    prepared_as: ClassVar[str] = "blockwise"
 
     def __init__(
         self,
@@ -217,17 +214,25 @@ class Blockwise(HeadsDecoder):
         self._trunk_bytes = None if own is None else own[1]
         require_target(folder, self.prepared_as, target_sizes(target), trunk)
         super().__init__(trunk, sampling, BlockwiseDrafter(trunk, heads, k - 1), rule)
-        if trunk is not target:
-            self.verifier = trunk if self.guarantee is Guarantee.EXACT else None
+        self._reference: CausalLM | None = None
+        if trunk is not target:  # its text is not the target's
+            self._reference = trunk if self.guarantee is Guarantee.EXACT else None
             self.guarantee = Guarantee.RELAXED
 
-    def own_bytes(self) -> dict[str, int | None]:
+    def reference_model(self) -> CausalLM | None:
+        """The fine-tuned model, where the checkpoint has one and the criterion keeps its text."""
+        return self._reference
+
+    def memory(self) -> dict[str, int | None]:
         """See ``HeadsDecoder``; and the weights that were trained along, where the part has some."""
-        return super().own_bytes() | ({} if self._trunk_bytes is None else {"trunk": self._trunk_bytes})
+        return super().memory() | ({} if self._trunk_bytes is None else {"trunk": self._trunk_bytes})
 
 
 class BlockwiseTranslation(Blockwise):
     """Blockwise parallel decoding as in the paper, with heads and model fine-tuned for translation."""
+
+    guarantee = Guarantee.RELAXED
+    model_kind = "seq2seq"
 
     prepared_as = "blockwise_translation"
 
@@ -285,7 +290,7 @@ def load_trunk(folder: Path, target: CausalLM) -> tuple[CausalLM, int] | None:
     if not place.is_dir():
         return None
     try:
-        network: Any = AutoModelForSeq2SeqLM.from_pretrained(place, dtype=target.dtype)
+        network: Any = load_model(AutoModelForSeq2SeqLM, place, dtype=target.dtype)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{place} cannot be read as a fine-tuned model ({error}). Name another folder, or train one: "

@@ -265,7 +265,8 @@ class HydraHeads(HeadsDecoder):
         ValueError: no heads, heads of another target, or an option out of range.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "Ankner et al. 2024, arXiv 2402.05109"
 
     def __init__(
         self,

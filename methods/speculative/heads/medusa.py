@@ -223,7 +223,8 @@ class Medusa(HeadsDecoder):
         ValueError: no heads, heads of another target, or an option out of range.
     """
 
-    refills = True
+    continuous_batching = True
+    paper = "Cai et al. 2024, arXiv 2401.10774"
 
     def __init__(
         self,

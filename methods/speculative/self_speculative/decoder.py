@@ -27,7 +27,7 @@ Command: ``python -m bench method=self_speculative dataset=mtbench``
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -339,6 +339,10 @@ class SelfSpeculative(SpeculativeDecoder):
         ValueError: no skip set, several, or one that does not fit the model; an option out of range.
     """
 
+    trainable = True
+    needs = "training"
+    paper = "Zhang et al. 2023, arXiv 2309.08168; Elhoushi et al. 2024, arXiv 2404.16710"
+
     def __init__(
         self,
         target: CausalLM,
@@ -363,6 +367,12 @@ class SelfSpeculative(SpeculativeDecoder):
         view = target.skip(skips.attention, skips.mlp)
         drafter = SelfDrafter(shared, view, gamma, Threshold(confidence, acceptance))
         super().__init__(shared, sampling, drafter, default_rule(sampling, "chain", drawn=True))
+
+    @classmethod
+    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
+        """Settings can name a skip set themselves."""
+        named = ("checkpoint", "skip_attention", "skip_mlp", "preset", "layer_exit")
+        return all(settings.get(key) is None for key in named)
 
 
 def exit_set(layers: int, kept: int) -> SkipSet:

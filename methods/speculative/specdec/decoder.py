@@ -90,6 +90,9 @@ class SpecDec(HeadsDecoder):
         ValueError: a causal target, no drafter or one of another target, or an option out of range.
     """
 
+    model_kind = "seq2seq"
+    paper = "Xia et al. 2023, arXiv 2203.16487"
+
     def __init__(
         self,
         target: CausalLM,

@@ -71,7 +71,7 @@ def refilled(
     decoder: Decoder, queue: Sequence[Tensor], rows: int, wanted: Sequence[int], schedule: random.Random
 ) -> list[list[Round]]:
     """The rounds of every prompt until it has ``wanted`` tokens; a finished row sometimes idles for a while."""
-    assert isinstance(decoder, Refillable) and decoder.refills
+    assert isinstance(decoder, Refillable) and decoder.continuous_batching
     found: list[list[Round]] = [[] for _ in queue]
     waiting, places = deque(range(rows, len(queue))), list(range(rows))
     longest = max(map(len, queue))
@@ -237,7 +237,7 @@ def test_rates_of_a_queue_by_hand(tmp_path: Path) -> None:
     assert speedup["by_category"] == {} and summary["spread"] is None and summary["jitter"] is None
     assert summary["predicted_speedup"] == pytest.approx(1.0)  # both arms take the same rounds, whatever they took
     found = audit(runner.folder.samples, summary, {"eos_ids": [EOS]})
-    assert found["valid"], found["reasons"]
+    assert found.valid, found.reasons
 
 
 def test_what_a_waiting_row_did_is_noticed(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_what_a_waiting_row_did_is_noticed(tmp_path: Path) -> None:
     summary = metrics.summarise(runner.folder.samples, guarantee="EXACT", n_bootstrap=100)
     (sample,) = (s for s in measured(runner, "method") if s.prompt_id == "1/1")
     sample.step_tokens[3:5] = [1, 0]
-    (reason,) = audit(runner.folder.samples, summary, {"eos_ids": [EOS]})["reasons"]
+    (reason,) = audit(runner.folder.samples, summary, {"eos_ids": [EOS]}).reasons
     assert "although the row waited" in reason
 
 

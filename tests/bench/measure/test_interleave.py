@@ -28,7 +28,7 @@ from bench.records.run_folder import RunFolder, Sample, read_samples, validate
 from bench.tasks import prompts
 from bench.utils.progress import Progress
 from methods.autoregressive import Autoregressive
-from methods.decoder import Step
+from methods.decoder import Decoder, Step
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
 from tests.helpers import fakes
@@ -102,7 +102,7 @@ def test_decoding_stops_when_the_last_row_has_ended_and_earlier_rows_have_no_fur
     assert [len(row.counts) for row in timed.rows] == [3, 7] and len(timed.steps) == 7
 
 
-class Blocking:
+class Blocking(Decoder):
     """Like a wrapped ``generate``: everything happens first, the steps say when they did."""
 
     guarantee = FakeDecoder.guarantee

@@ -13,6 +13,7 @@ import torch
 from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig
 from bench.contract import checks
+from bench.measure import instruments
 from bench.measure.run import run
 from bench.report import terminal
 from bench.utils import machine
@@ -39,7 +40,7 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 
 needs_peaks = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists() or machine.settled_bytes() is None, reason="Linux only"
+    not Path("/proc/self/clear_refs").exists() or instruments.settled_bytes() is None, reason="Linux only"
 )
 
 
@@ -57,13 +58,13 @@ def test_a_second_run_in_the_process_has_the_memory_of_the_first(cfg: RunConfig)
 
 @needs_peaks
 def test_freed_memory_is_not_counted_as_there_before() -> None:
-    first = machine.settled_bytes()
+    first = instruments.settled_bytes()
     blocks = [torch.ones(25_000) for _ in range(400)]  # each too small to be mapped on its own, 38 MiB in all
     last = blocks.pop()  # on top of the others, which therefore are not given back as they are freed
     ring: list[object] = [torch.ones(64 * MIB // 4)]
     ring.append(ring)  # only the collector finds it
     del blocks, ring
-    second = machine.settled_bytes()
+    second = instruments.settled_bytes()
     assert first is not None and second is not None and second - first < 16 * MIB
     assert len(last) == 25_000
 
@@ -84,11 +85,11 @@ def test_the_parts_are_in_the_record_and_in_the_table(cfg: RunConfig) -> None:
 def test_a_draft_model_is_a_part_of_its_own() -> None:
     target, draft = checks.tiny_target(), checks.tiny_target(layers=1, seed=5)
     weights = {"draft_model": draft.weight_bytes}
-    assert SpeculativeSampling(target, Sampling(), draft_model=draft).own_bytes() == weights
-    assert Bild(target, Sampling(), draft_model=draft).own_bytes() == weights
-    assert SpeculativeSampling(target, Sampling(), skip_mlp=[1]).own_bytes() == {}, "a view of the target"
+    assert SpeculativeSampling(target, Sampling(), draft_model=draft).memory() == weights
+    assert Bild(target, Sampling(), draft_model=draft).memory() == weights
+    assert SpeculativeSampling(target, Sampling(), skip_mlp=[1]).memory() == {}, "a view of the target"
     translator = Seq2SeqLM.from_hf(test_seq2seq_lm.tiny("bart"))
-    assert SpeculativeSampling(translator, Sampling(), draft_model=translator).own_bytes() == {
+    assert SpeculativeSampling(translator, Sampling(), draft_model=translator).memory() == {
         "draft_model": translator.weight_bytes + translator.encoder_bytes
     }
 

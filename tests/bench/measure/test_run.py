@@ -71,11 +71,12 @@ def test_a_method_that_doubts_its_part_warns_early_and_in_the_verdict(
 ) -> None:
     told: list[list[list[float]]] = []
 
-    def doubt(self: PromptLookup, acceptance: list[list[float]]) -> str:
-        told.append(acceptance)
+    def warning(self: PromptLookup, rates: list[list[float]]) -> str:
+        told.append(rates)
         return "This head is of another model."
 
-    monkeypatch.setattr(PromptLookup, "doubt", doubt, raising=False)
+    monkeypatch.setattr(PromptLookup, "acceptance_warning", warning)
+    monkeypatch.setattr(PromptLookup, "min_warmup", 3)
     outcome = run(cfg)
     warmed = [s for s in read_samples(outcome.path) if s.phase == "warmup" and s.arm == "method"]
     assert len(warmed) >= 3 and told == [[metrics.kept_at(sample) for sample in warmed]]
@@ -84,7 +85,7 @@ def test_a_method_that_doubts_its_part_warns_early_and_in_the_verdict(
 
 
 def test_facts_that_a_method_tells_are_recorded(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PromptLookup, "facts", lambda self: {"exits": {"3": 7}}, raising=False)
+    monkeypatch.setattr(PromptLookup, "stats", lambda self: {"exits": {"3": 7}})
     assert (read_manifest(run(cfg).path) or {})["method_facts"] == {"exits": {"3": 7}}
 
 

@@ -87,7 +87,7 @@ def loaded(cfg: RunConfig) -> Any:
 
 
 ASKED: list[Any] = [type("Asked", (), {"turns": (f"Say {i} {i} again.",)})() for i in range(4)]
-Chosen = tuple[threshold_calibration.Trial, threshold_calibration.Choice, Any]
+Chosen = tuple[threshold_calibration.CalibrationSet, threshold_calibration.Choice, Any]
 
 
 def chosen(
@@ -97,12 +97,12 @@ def chosen(
     settings = {k: v for k, v in cfg.method["calibration"].items() if k != "_target_"} | promise
     method = make(loaded.lm, GREEDY, head="lens", calibration=Promise(**settings))
     own = replace(cfg, paths=replace(cfg.paths, cache=str(cache)), max_new_tokens=limit, batch_size=batch)
-    trial = threshold_calibration.draw(own, method, loaded, ASKED, None, 512)
-    assert trial is not None
+    drawn_set = threshold_calibration.draw(own, method, loaded, ASKED, None, 512)
+    assert drawn_set is not None
     writer = threshold_calibration.Writer(loaded, limit, loaded.lm.eos_ids, batch)
     return (
-        trial,
-        threshold_calibration.choose(trial, own, Autoregressive(loaded.lm, GREEDY), method, writer, None),
+        drawn_set,
+        threshold_calibration.choose(drawn_set, own, Autoregressive(loaded.lm, GREEDY), method, writer, None),
         method,
     )
 
@@ -134,12 +134,12 @@ def test_a_calibrated_run_has_the_choice_and_all_it_rests_on_in_its_record(
 def test_the_losses_are_those_of_decoding_by_hand(make: Any, cfg: RunConfig, loaded: Any, tmp_path: Path) -> None:
     """Against texts of decoders that were made with the threshold, one prompt at a time and not four."""
     grid: dict[str, Any] = {"thresholds": None} if make is StaticDepth else {}
-    trial, choice, method = chosen(cfg, loaded, tmp_path, make, whole_grid=True, **grid)
+    drawn_set, choice, method = chosen(cfg, loaded, tmp_path, make, whole_grid=True, **grid)
     thresholds = choice.record["thresholds"]
     assert thresholds == ([3 / 4, 2 / 4, 1 / 4] if make is StaticDepth else [0.9, 0.7, 0.5, 0.3, 0.1])
     ends, some = loaded.lm.eos_ids, 0.0
     for place in (3, 17):
-        prompt = torch.tensor(trial.rows[place])
+        prompt = torch.tensor(drawn_set.rows[place])
         full = _cut(checks.outputs(Autoregressive(loaded.lm, GREEDY), [prompt], 8)[0], ends)
         for column in (0, 2, -1):
             option = {"depth": 3 - column % 3} if make is StaticDepth else {"threshold": thresholds[column]}
@@ -148,7 +148,7 @@ def test_the_losses_are_those_of_decoding_by_hand(make: Any, cfg: RunConfig, loa
             some += choice.losses[column][place]
     assert some > 0, "nothing was lost, so nothing was compared"
     wanted = make(loaded.lm, GREEDY, head="lens", **({"depth": 3} if make is StaticDepth else {"threshold": 0.9}))
-    method.use(thresholds[0])
+    method.set_threshold(thresholds[0])
     assert checks.outputs(method, [prompt], 8) == checks.outputs(wanted, [prompt], 8)
 
 
@@ -181,11 +181,11 @@ def test_what_was_decoded_once_is_not_decoded_again(
 def test_a_seed_draws_the_prompts(cfg: RunConfig, loaded: Any) -> None:
     def drawn(seed: int) -> str:
         promise = Promise(tolerance=0.3, corpus=cfg.method["calibration"]["corpus"], prompts=30, seed=seed)
-        trial = threshold_calibration.draw(
+        drawn_set = threshold_calibration.draw(
             cfg, Calm(loaded.lm, GREEDY, head="lens", calibration=promise), loaded, [], None, 512
         )
-        assert trial is not None
-        return trial.sha256
+        assert drawn_set is not None
+        return drawn_set.sha256
 
     assert drawn(0) == drawn(0) != drawn(1)
 
@@ -230,7 +230,7 @@ def test_prompts_that_the_exits_learnt_from_are_left_out(
     learnt = corpus.read(name, 8, 5)
     promise = Promise(tolerance=0.3, corpus=name, prompts=30)
 
-    def drawn(asked: str, limit: int | None) -> threshold_calibration.Trial:
+    def drawn(asked: str, limit: int | None) -> threshold_calibration.CalibrationSet:
         facts = {"asked": asked, "limit": limit, "sha256": corpus.read(name, limit, 5).sha256}
         method = Calm(loaded.lm, GREEDY, head="lens", calibration=promise)
         part = Prepared(files, "trained", {"seed": 5, "corpus": facts})
@@ -397,22 +397,22 @@ def test_a_threshold_is_used_as_if_the_decoder_had_been_made_with_it(target: Cau
     for used, wanted in zip(decoders(target, tmp_path), [*made, None], strict=True):
         plain: Any = used
         checks.outputs(plain, prompts, 9)
-        used.use(1.0)
+        used.set_threshold(1.0)
         assert plain.guarantee is Guarantee.EXACT and plain.tally.steps == 0, "earlier steps are counted on"
         own = checks.outputs(plain, prompts, 9)
         assert own == [checks.greedy_reference(target, prompt, 9) for prompt in prompts]
-        used.use(0.25)
+        used.set_threshold(0.25)
         assert plain.guarantee is Guarantee.RELAXED
         found = checks.outputs(plain, prompts, 9)
         if wanted is not None:
-            assert found == checks.outputs(wanted, prompts, 9) and plain.facts() == wanted.facts()
+            assert found == checks.outputs(wanted, prompts, 9) and plain.stats() == wanted.stats()
 
 
 def test_least_depths_raise_the_table(target: CausalLM, tmp_path: Path) -> None:
     decoder: Any = list(decoders(target, tmp_path))[-1]
-    decoder.use(0.5)
-    assert set(decoder.table.depths.tolist()) == {2, 3, 4} and decoder.facts()["least_depth"] == 2
-    decoder.use(0.25)
+    decoder.set_threshold(0.5)
+    assert set(decoder.table.depths.tolist()) == {2, 3, 4} and decoder.stats()["least_depth"] == 2
+    decoder.set_threshold(0.25)
     assert set(decoder.table.depths.tolist()) == {1, 2, 3, 4}, "a raised table must not be raised again"
 
 
@@ -424,9 +424,9 @@ def test_the_probe_times_what_decides_and_leaves_no_trace(threshold: float, targ
         Free(target, GREEDY, 2, threshold, head="lens"),
     ):
         before = checks.outputs(decoder, prompts, 12)
-        facts = decoder.facts()
+        facts = decoder.stats()
         found = confidence_share(decoder, prompts, 12, torch.Generator())
-        assert decoder.facts() == facts and decoder.target is target and checks.outputs(decoder, prompts, 12) == before
+        assert decoder.stats() == facts and decoder.target is target and checks.outputs(decoder, prompts, 12) == before
         if threshold == 1:
             assert found == {"confidence_share": 0.0, "looks_per_step": 0.0}, "nothing is decided"
         else:
@@ -449,7 +449,6 @@ def test_layers_in_the_record_are_those_that_ran(
         return attend(lm, attention, index, state)
 
     monkeypatch.setattr(CausalLM, "_attend", counted)
-    monkeypatch.setattr("bench.measure.run._probe", lambda *_: {})
     outcome = run(own)
     samples = run_folder.read_samples(outcome.path)
     passes = [zip(s.step_target_passes, s.step_layers, strict=True) for s in samples]  # those of the warm-up ran, too

@@ -29,7 +29,7 @@ from bench.records.run_folder import RunFolder, Sample
 from bench.report import collect, compare
 from bench.utils import stats
 from methods.autoregressive import Autoregressive
-from methods.decoder import Guarantee
+from methods.decoder import Decoder, Guarantee
 from methods.drafting import Context, Draft
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
@@ -60,7 +60,7 @@ def recorded(root: Path, method: str, samples: list[Sample], *overrides: str, **
         "method": cfg.method, "model": {"name": "smollm2", "revision": "r1"}, "guarantee": "EXACT", "seed": 0,
         "dataset": {"name": "mtbench", "revision": {"content": "c1"}}, "dtype": "float32", "batch_size": 1,
         "sampling": {"temperature": 0.0, "top_k": 0, "top_p": 1.0}, "max_new_tokens": 128, "eos_ids": [0],
-        "measure": {"name": "default", "repeats": 1}, "agreement": {"exact": 1.0, "near_tie": 0.0, "violation": 0.0},
+        "measure": {"name": "default", "repeats": 1, "bootstrap_samples": 200}, "agreement": {"exact": 1.0, "near_tie": 0.0, "violation": 0.0},
         "hardware": {"cpu": "A CPU", "threads": 2, "logical_cores": 2, "gpu": None}, "versions": {"torch": "2.13"},
         "n_done": 25, "n_pairs": 25, "git": {"sha": "abc"},
     }  # fmt: skip
@@ -451,7 +451,7 @@ class Hot(Autoregressive):
         super().__init__(target, sampling if sampling.greedy else Sampling(1.4 * sampling.temperature))
 
 
-class Forgetful:
+class Forgetful(Decoder):
     """Remembers the first prompt for ever, and promises nothing else."""
 
     guarantee = Guarantee.RELAXED

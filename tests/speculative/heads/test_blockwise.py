@@ -141,7 +141,7 @@ def test_proposing_asks_nothing_of_the_device(target, folder):
 
 
 def test_own_bytes_count_what_is_held_beside_the_target(target, folder):
-    found = Blockwise(target, Sampling(), k=3, part=folder).own_bytes()
+    found = Blockwise(target, Sampling(), k=3, part=folder).memory()
     assert found == {"heads": 8 * (64 * 32 + 2 * 32 * 64), "draft_output_matrix": 8 * 61 * 32}
 
 

@@ -197,8 +197,8 @@ def test_the_text_is_the_fine_tuned_models_to_the_letter_and_not_promised_to_be_
             text.append(int(model(input_ids=prompt[None], decoder_input_ids=read).logits[0, -1].argmax()))
         assert checks.outputs(decoder, [prompt], LIMIT) == [text]
     assert checks.outputs(decoder, PROMPTS, LIMIT) == [checks.outputs(decoder, [p], LIMIT)[0] for p in PROMPTS]
-    assert decoder.verifier is decoder.target and decoder.target is not target
-    assert (decoder.own_bytes()["trunk"] or 0) == sum(w.numel() * 4 for w in model.parameters())
+    assert decoder.reference_model() is decoder.target and decoder.target is not target
+    assert (decoder.memory()["trunk"] or 0) == sum(w.numel() * 4 for w in model.parameters())
 
 
 @pytest.mark.parametrize("options", [{"criterion": "top_k", "top": 3}, {"criterion": "distance"}, {"minimum_block": 2}])
@@ -206,7 +206,7 @@ def test_criteria_that_change_the_text_promise_no_models(
     options: dict[str, Any], target: Seq2SeqLM, tuned: tuple[Path, dict[str, Any], list[Any]]
 ) -> None:
     decoder = BlockwiseTranslation(target, Sampling(), part=tuned[0], **options)
-    assert decoder.guarantee is Guarantee.RELAXED and decoder.verifier is None
+    assert decoder.guarantee is Guarantee.RELAXED and decoder.reference_model() is None
     assert len(checks.outputs(decoder, PROMPTS, LIMIT)) == len(PROMPTS)
 
 
@@ -231,7 +231,7 @@ def test_a_frozen_part_keeps_the_targets_text(target: Seq2SeqLM, tmp_path: Path)
     assert not (folder / "trunk").exists() and load_trunk(folder, target) is None
     assert facts["validation_bleu"] == pytest.approx(facts["validation_bleu_of_the_original"], abs=0.01)
     decoder = Blockwise(target, Sampling(), part=folder)
-    assert decoder.guarantee is Guarantee.EXACT and decoder.target is target and "trunk" not in decoder.own_bytes()
+    assert decoder.guarantee is Guarantee.EXACT and decoder.target is target and "trunk" not in decoder.memory()
     wanted = [checks.outputs(Autoregressive(target, Sampling()), [prompt], LIMIT)[0] for prompt in PROMPTS]
     assert checks.outputs(decoder, PROMPTS, LIMIT) == wanted
 

@@ -306,7 +306,7 @@ def test_drafting_reads_nothing_back(name, target, texts, monkeypatch):
 def test_memory_beside_the_targets(name, target, texts):
     decoder = MAKERS[name](target, Sampling(), texts, tree=[[0], [0, 0]])
     heads = 2 * 2 * (32 * 32) if name == "medusa" else (2 * (2 + 3) + 2) * 32 * 32
-    assert decoder.own_bytes() == {"heads": 8 * heads, "draft_output_matrix": 8 * 61 * 32}
+    assert decoder.memory() == {"heads": 8 * heads, "draft_output_matrix": 8 * 61 * 32}
 
 
 # -- acceptance -------------------------------------------------------------------------------------------------------
@@ -590,8 +590,8 @@ def test_published_heads_of_medusa(counter, tmp_path):
     decoder = Medusa(counter, Sampling(), checkpoint=checkpoint, nodes=12)
     assert decoder.tree.paths == TREES["mc_sim_7b_63"][:12] and decoder.tree.levels == 3
     assert len(decode(decoder, [torch.tensor([5, 6])], 13)) == 4
-    assert decoder.own_bytes()["draft_output_matrix"] == 3 * 29 * 32 * 8
-    assert "drafts implausibly badly" in decoder.doubt([[0.05, 0.0]] * 3) and decoder.doubt([[0.6, 0.3]] * 3) is None
+    assert decoder.memory()["draft_output_matrix"] == 3 * 29 * 32 * 8
+    assert "drafts implausibly badly" in decoder.acceptance_warning([[0.05, 0.0]] * 3) and decoder.acceptance_warning([[0.6, 0.3]] * 3) is None
     with pytest.raises(ValueError, match="holds MedusaWeights; method=hydra_heads takes heads of Hydra. Use"):
         HydraHeads(counter, Sampling(), checkpoint=checkpoint)
 
@@ -608,14 +608,14 @@ def test_published_heads_of_hydra(counter, tmp_path):
     checkpoint = write(tmp_path, "hydra_lm_head.pt", tensors, config)
     decoder = HydraHeads(counter, Sampling(), checkpoint=checkpoint, tree=[[0], [1], [0, 0], [0, 0, 0]])
     assert len(decode(decoder, [torch.tensor([5, 6])], 13)) == 4
-    assert "drafts implausibly badly" in decoder.doubt([[0.05]] * 3)
+    assert "drafts implausibly badly" in decoder.acceptance_warning([[0.05]] * 3)
     with pytest.raises(ValueError, match="holds HydraWeights; method=medusa takes heads of Medusa. Use"):
         Medusa(counter, Sampling(), checkpoint=checkpoint)
 
 
 @both
 def test_heads_trained_here_are_not_doubted(name, target, texts):
-    assert MAKERS[name](target, Sampling(), texts).doubt([[0.0]] * 3) is None
+    assert MAKERS[name](target, Sampling(), texts).acceptance_warning([[0.0]] * 3) is None
 
 
 def test_lessons_of_a_batch_without_answers_are_none():
