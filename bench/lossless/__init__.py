@@ -1,1 +1,1 @@
-"""Does speculative sampling cost accuracy? The experiments that answer it: ``python -m bench.lossless --help``."""
+"""Does speculative sampling cost accuracy? The experiments that answer it: ``python -m bench lossless --help``."""
