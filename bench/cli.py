@@ -257,6 +257,16 @@ def _pack(arguments: list[str]) -> int:
     return OK
 
 
+def _condense(arguments: list[str]) -> int:
+    from bench.analysis import pairs
+
+    if not arguments:
+        raise UserError("condense needs the folder of a finished run, as in: python -m bench condense results/RUN_ID")
+    for folder in arguments:
+        print(f"{folder}: {'condensed' if pairs.condense(Path(folder)) else 'condensed already'}")
+    return OK
+
+
 def _doctor(arguments: list[str]) -> int:
     from bench.doctor import examine
 
@@ -466,6 +476,12 @@ _COMMANDS: dict[str, Command] = {
         _validate, "validate FOLDER ...", "check the records of runs; results/ for all of them", "validate results"
     ),
     "pack": Command(_pack, "pack FOLDER ...", "compress the samples of finished runs", "pack results/RUN_ID"),
+    "condense": Command(
+        _condense,
+        "condense FOLDER ...",
+        "replace the samples of finished runs by the times of each prompt",
+        "condense results/RUN_ID",
+    ),
     "doctor": Command(_doctor, "doctor", "check this machine and installation", "doctor"),
     "check-method": Command(
         _check_method,

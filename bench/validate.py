@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.analysis import metrics
+from bench.analysis import pairs
 from bench.cost import records as cost_records
 from bench.errors import UserError
 from bench.records import run_folder
@@ -36,9 +36,11 @@ class Kept:
 
 def counted(kept: Sequence[Kept]) -> str:
     """How many records there are of each kind, and how many are bad."""
+    condensed = sum((each.path / run_folder.PAIRS).is_file() for each in kept)
+    gone = f" (samples not kept of {condensed})" if condensed else ""
     kinds = [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in Counter(k.kind for k in kept).items()]
     bad = sum(bool(each.problems) for each in kept)
-    return f"{', '.join(kinds) or 'no record'}: {f'{bad} bad' if bad else 'ok'}"
+    return f"{', '.join(kinds) or 'no record'}{gone}: {f'{bad} bad' if bad else 'ok'}"
 
 
 def is_shelf(folder: Path) -> bool:
@@ -89,9 +91,8 @@ def _run_problems(folder: Path) -> list[str]:
     if problems := run_folder.validate(folder):
         return problems
     total = ((read_json(folder / run_folder.SUMMARY) or {}).get("speedup") or {}).get("total") or {}
-    pairs = metrics.paired(metrics.frame(run_folder.read_samples(folder)))
-    units = None if pairs.empty else metrics.units(pairs)
-    value = None if units is None else float(units["baseline_s"].sum() / units["method_s"].sum())
+    units = pairs.read(folder).units
+    value = None if units.empty else float(units["baseline_s"].sum() / units["method_s"].sum())
     stored = total.get("value")
     if stored == value or (stored and value and math.isclose(stored, value, rel_tol=1e-6)):
         return []

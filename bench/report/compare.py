@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import yaml
 from numpy.typing import NDArray
 
-from bench.analysis import metrics
+from bench.analysis import pairs
+from bench.analysis.pairs import Pairs
 from bench.config import instantiate
 from bench.errors import UserError
 from bench.records import run_folder
-from bench.records.run_folder import Sample
 from bench.report import terminal
 from bench.report.collect import read_summary
 from bench.tasks import prompts
@@ -43,7 +42,7 @@ class Run:
     path: Path
     summary: dict[str, Any]
     manifest: dict[str, Any]
-    samples: list[Sample]
+    pairs: Pairs
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -60,7 +59,7 @@ class Run:
                 f"{path} holds no finished run (status {status}); two finished ones can be compared. Run the command "
                 "that made it again, it goes on where it stopped."
             )
-        return cls(path, summary, manifest, run_folder.read_samples(path))
+        return cls(path, summary, manifest, pairs.read(path))
 
     @property
     def name(self) -> str:
@@ -71,14 +70,14 @@ class Run:
         return bool((self.summary.get("verdict") or {}).get("valid"))
 
     @cached_property
-    def units(self) -> pd.DataFrame:
-        """Seconds of both arms per conversation, see ``bench.analysis.metrics.units``."""
-        return metrics.units(metrics.paired(metrics.frame(self.samples)))
-
-    @cached_property
     def answers(self) -> dict[str, str]:
-        """The method's texts by prompt, of the first repeat."""
-        rows = (s for s in self.samples if s.phase == "measure" and s.arm == "method" and s.repeat == 0)
+        """The method's texts by prompt, of the first repeat.
+
+        Raises:
+            UserError: the samples are not kept.
+        """
+        rows = (s for s in run_folder.read_samples(self.path) if s.phase == "measure" and s.arm == "method")
+        rows = (s for s in rows if s.repeat == 0)
         return {sample.prompt_id: sample.text for sample in rows}
 
     @cached_property
@@ -165,31 +164,20 @@ def _other_keys(a: Run, b: Run) -> Iterator[str]:
 
 
 def _other_prompts(a: Run, b: Run) -> Iterator[str]:
-    ours, theirs = _prompts(a), _prompts(b)
+    ours, theirs = a.pairs.prompts, b.pairs.prompts
     if missing := set(ours) ^ set(theirs):
         yield f"{len(missing)} prompts were asked in one of them only, {min(missing)} for one"
     if other := [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]:
         yield f"{len(other)} prompts have other tokens, {min(other)} for one"
 
 
-def _prompts(run: Run) -> dict[str, list[int]]:
-    """Ids of first turns; later ones quote answers, which ``_other_baseline`` compares."""
-    rows = (sample for sample in run.samples if sample.phase == "measure")
-    return {sample.prompt_id: sample.prompt_ids if sample.turn == 1 else [] for sample in rows}
-
-
 def _other_baseline(a: Run, b: Run) -> Iterator[str]:
-    ours, theirs = _texts(a), _texts(b)
+    ours, theirs = a.pairs.baseline, b.pairs.baseline
     shared = ours.keys() & theirs.keys()
-    total = sum(len(ours[key]) for key in shared)
-    apart = sum(abs(len(ours[key]) - len(theirs[key])) for key in shared)
+    total = sum(ours[key][0] for key in shared)
+    apart = sum(abs(ours[key][0] - theirs[key][0]) for key in shared)
     if total and apart > _SAME_BASELINE * total:
         yield f"the baselines wrote texts of other lengths ({apart} tokens apart, of {total})"
-
-
-def _texts(run: Run) -> dict[tuple[str, int], list[int]]:
-    rows = (sample for sample in run.samples if sample.phase == "measure" and sample.arm == "baseline")
-    return {(sample.prompt_id, sample.repeat): sample.output_ids for sample in rows}
 
 
 # ------------------------------------------------------------------------------------------------------- the numbers
@@ -197,7 +185,7 @@ def _texts(run: Run) -> dict[tuple[str, int], list[int]]:
 
 def speedup_ratio(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP, category: str | None = None) -> stats.Interval:
     """Speed-up of B over speed-up of A, over the conversations that both runs finished."""
-    joined = a.units.add_suffix("_a").join(b.units.add_suffix("_b"), how="inner")
+    joined = a.pairs.units.add_suffix("_a").join(b.pairs.units.add_suffix("_b"), how="inner")
     if category is not None:
         joined = joined[joined["category_a"] == category]
     names = ("baseline_s_b", "method_s_b", "baseline_s_a", "method_s_a")
@@ -296,7 +284,7 @@ def _mark(run: Run) -> str:
 
 def _categories(a: Run, b: Run) -> Iterator[str]:
     """The ratio by category, where there are several with more than one conversation."""
-    counted = a.units["category"].value_counts()
+    counted = a.pairs.units["category"].value_counts()
     names = sorted(str(name) for name, count in counted.items() if count > 1)
     if len(names) < 2:
         return
@@ -328,7 +316,7 @@ def _qualities(a: Run, b: Run) -> Iterator[str]:
     try:
         changes = quality_change(a, b)
     except UserError as error:
-        yield f"note: BLEU is compared without an interval, for the references are not here: {error}"
+        yield f"note: BLEU is compared without an interval: {error}"
         return
     for metric, found in changes.items():
         yield f"{metric} of B against A: {terminal.points(asdict(found))} (paired bootstrap, {found.n} segments)"
@@ -352,7 +340,7 @@ def quality_change(a: Run, b: Run) -> dict[str, stats.Interval]:
 
 
 def _notes(a: Run, b: Run) -> Iterator[str]:
-    ours, theirs = _texts(a), _texts(b)
+    ours, theirs = a.pairs.baseline, b.pairs.baseline
     if other := [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]]:
         yield f"note: the baselines wrote another text on {len(other)} of {len(ours)} prompts"
     speeds = [run.summary["baseline_tokens_per_s"] for run in (a, b)]

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.analysis import pairs
 from bench.errors import UserError
-from bench.records import run_folder
 from bench.report import collect, terminal
 from bench.report.collect import Record
 from bench.report.compare import flattened
-from bench.scoring.rouge import rouge_l
 
 STATIC = "static_depth"
 OPEN, MISSING = "open", "not measured"
@@ -194,15 +193,11 @@ def _seconds(rates: Mapping[str, Any]) -> float | None:
 
 
 def similarity_to_baseline(folder: Path) -> float | None:
-    """Mean ROUGE-L of the ids of both arms over the measured prompts (first repeat); None without samples."""
+    """Mean ROUGE-L between both arms over the measured prompts; None without records of them."""
     try:
-        samples = run_folder.read_samples(folder)
+        return pairs.read(folder).similarity
     except UserError:
         return None
-    rows = [sample for sample in samples if sample.phase == "measure" and sample.repeat == 0 and sample.error is None]
-    texts = {arm: {row.prompt_id: row.output_ids for row in rows if row.arm == arm} for arm in ("method", "baseline")}
-    both = texts["method"].keys() & texts["baseline"].keys()
-    return sum(rouge_l(texts["baseline"][name], texts["method"][name]) for name in both) / len(both) if both else None
 
 
 def settings(found: Sequence[Record]) -> dict[str, str]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.analysis import pairs
 from bench.errors import UserError
-from bench.report import compare, leaderboard
+from bench.report import leaderboard
 from bench.report.leaderboard import Board, Entry, Market
 from bench.report.style import look
 
@@ -73,7 +74,7 @@ def intervals(ax: Axes, board: Board) -> None:
 def prompt_speedups(entry: Entry) -> Any:
     """Baseline seconds over method seconds of each conversation, ascending; empty where the samples are gone."""
     try:
-        units = compare.Run.read(entry.record.path).units
+        units = pairs.read(entry.record.path).units
     except UserError:
         return np.empty(0)
     return np.sort((units["baseline_s"] / units["method_s"]).to_numpy(float))

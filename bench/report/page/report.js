@@ -100,7 +100,7 @@
     grid.append(
       part("Agreement with the target", run.agreement ? list(run.agreement) : make("p", "not measured")),
       part("Numbers", list(run.numbers)),
-      part("Samples", ...(run.samples.length ? samples(run.samples) : [make("p", "none here")])),
+      part("Samples", ...(run.samples.length ? samples(run.samples) : [make("p", "not kept")])),
       part("Manifest", make("pre", JSON.stringify(run.manifest, null, 1))),
     );
     return grid;
