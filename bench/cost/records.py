@@ -1,18 +1,17 @@
-"""What ``python -m bench.cost`` leaves behind: every timing as a line, and the curves derived from them.
+"""Records of ``python -m bench cost``: every timing as a line, and the curves derived from them.
 
 ``results/costs/<id>/``: manifest.json (model, machine, settings, one entry per session), config.yaml, points.jsonl
-(append and flush; the only source of truth; a torn last line is tolerated), summary.json (derived) and roofline.png.
-Later calls for the same model and machine add points, repeats and methods to the same folder.
+(appended and flushed; the only source of truth; an incomplete last line is ignored), summary.json (derived) and
+roofline.png. Later calls for the same model and machine add to the same folder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,11 @@ class CostFolder:
 
     Args:
         path: the folder.
-        fresh: forget what was measured before.
+        fresh: discard earlier measurements.
 
     Attributes:
-        manifest: what manifest.json holds; change it through ``update``.
-        lines: everything recorded so far.
+        manifest: the content of manifest.json; change it with ``update``.
+        lines: all timings.
 
     Raises:
         UserError: another process writes it, or a line in the middle cannot be read.
@@ -52,66 +51,51 @@ class CostFolder:
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         self.path = path
-        with machine_failures():
+        with ExitStack() as opened, machine_failures():
             path.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._claim()
-            with machine_failures():
-                for name in (POINTS, SUMMARY, MANIFEST, PLOT) if fresh else ():
-                    (path / name).unlink(missing_ok=True)
-                self.manifest: dict[str, Any] = read_json(path / MANIFEST) or {}
-                self.lines = _recover(path / POINTS)
-                self._file = open(path / POINTS, "a", encoding="utf-8")  # noqa: SIM115  closed with the folder
-        except BaseException:
-            os.close(self._handle)
-            raise
+            busy = f"{path} is being written by another process; wait for it."
+            opened.enter_context(files.locked(path / _LOCK, busy))
+            for name in (POINTS, SUMMARY, MANIFEST, PLOT) if fresh else ():
+                (path / name).unlink(missing_ok=True)
+            self.manifest: dict[str, Any] = read_json(path / MANIFEST) or {}
+            self.lines = _recover(path / POINTS)
+            self._file = opened.enter_context(open(path / POINTS, "a", encoding="utf-8"))
+            self._opened = opened.pop_all()
 
     def append(self, line: Line) -> None:
-        """Record one timing, on the disk before anything else is timed."""
+        """Record one timing before the next one starts."""
         with machine_failures():
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         self.lines.append(line)
 
     def update(self, **facts: Any) -> None:
-        """Change the manifest; a reader sees the old one or the new one."""
+        """Change the manifest atomically."""
         self.manifest |= facts
         with machine_failures():
             write_json(self.path / MANIFEST, self.manifest)
-
-    def close(self) -> None:
-        """Let other processes write the folder again."""
-        self._file.close()
-        os.close(self._handle)
 
     def __enter__(self) -> CostFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _claim(self) -> None:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends
-        except BlockingIOError:
-            raise UserError(f"{self.path} is being written by another process; wait for it.") from None
+        self._opened.close()
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary, derived anew from the records.
+    """The summary, derived from the timings.
 
     Raises:
-        UserError: the folder holds none.
+        UserError: the folder has none.
     """
     manifest = read_json(folder / MANIFEST)
     if manifest is None:
-        raise UserError(f"{folder} holds no cost record; python -m bench.cost makes them under results/costs/.")
+        raise UserError(f"{folder} is no cost record. python -m bench cost writes them to results/costs/.")
     return summarise(read_lines(folder / POINTS), manifest)
 
 
 def read_lines(file: Path) -> list[Line]:
-    """All lines of a points.jsonl; a torn last one is left out.
+    """All lines of a points.jsonl; an incomplete last one is left out.
 
     Raises:
         UserError: a line that is not the last one cannot be read.
@@ -126,17 +110,17 @@ def read_lines(file: Path) -> list[Line]:
         except (ValueError, TypeError) as error:
             if any(raw[number:]):
                 raise UserError(
-                    f"{file}, line {number} cannot be read: {error}. Remove the line, or measure anew with --fresh."
+                    f"{file}, line {number} cannot be read: {error}. Remove the line, or measure again with --fresh."
                 ) from error
     return found
 
 
 def _recover(file: Path) -> list[Line]:
-    """What is there; a torn last line is cut off, for the next one would be written behind it."""
+    """All lines; an incomplete last one is removed from the file, since the next one is appended."""
     found = read_lines(file)
     whole = "".join(json.dumps(line) + "\n" for line in found)
     if file.is_file() and not file.read_bytes().endswith(b"\n") and file.stat().st_size:
-        files.replace(file, whole)
+        files.atomic_write(file, whole)
     return found
 
 
@@ -153,7 +137,7 @@ def timings(lines: Iterable[Line]) -> dict[Point, list[int]]:
 
 
 def probe_timings(lines: Iterable[Line]) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Nanoseconds of the repeats of each probe, and what one call of it moves or calculates."""
+    """Nanoseconds of the repeats of each probe, and its bytes or FLOPs per call."""
     found: dict[str, list[int]] = defaultdict(list)
     amounts: dict[str, int] = {}
     for line in lines:
@@ -172,7 +156,7 @@ def spread(values: Sequence[int] | Sequence[float]) -> float | None:
 
 
 def summarise(lines: Sequence[Line], manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What summary.json says: a function of the records alone."""
+    """The content of summary.json, derived from the records only."""
     machine = roofline.peaks(*probe_timings(lines))
     found = timings(lines)
     points = [_point(point, ns, manifest, machine) for point, ns in sorted(found.items())]
@@ -218,10 +202,10 @@ def _point(
 
 
 def curves(found: Mapping[Point, Sequence[int]]) -> list[CostCurve]:
-    """One curve per batch size, over the points that make a full table.
+    """One curve per batch size, over the points that form a full table.
 
-    Where some did not fit, contexts without a single-node round are left out first, then the node counts that lack
-    one of the contexts left.
+    If points are missing, contexts without a single-node round are left out first, then node counts that lack a
+    context.
     """
     made = []
     for batch in sorted({point[0] for point in found}):
@@ -235,7 +219,7 @@ def curves(found: Mapping[Point, Sequence[int]]) -> list[CostCurve]:
 
 
 def drafts(lines: Iterable[Line], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a proposal costs, by method and batch size: mean, median and spread over the rounds that were timed."""
+    """Cost of a proposal by method and batch size: mean, median and spread over the timed rounds."""
     rounds: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for line in lines:
         if line["kind"] == "draft":

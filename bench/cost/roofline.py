@@ -1,9 +1,8 @@
-"""What a pass must move and calculate, from the sizes of the model, and how much of it the device could do at best.
+"""Bytes and FLOPs of a pass, from the sizes of the model, and the measured limits of the device.
 
-Bytes are those no implementation can avoid: every weight once, keys and values of all rows once, what is written behind
-them, the embeddings looked up and the logits. FLOPs are those of the matrix products, two per multiplication and
-addition; norms, rotations and activation functions are left out. The peaks are measured, in the type and with the
-threads of the run: a roofline of a data sheet would be out of reach on most machines.
+Bytes are those no implementation can avoid: every weight once, keys and values of all rows once, those of the new
+nodes, the embeddings read and the logits. FLOPs are those of the matrix products, two per multiply-add; norms,
+rotations and activation functions are left out. The peaks are measured in the run's number type and threads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MATRIX = {"cpu": 2048, "cuda": 8192}  # rows and columns of the product
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pass over ``nodes`` nodes in each of ``batch`` rows of ``context`` tokens has to do.
+    """A pass over ``nodes`` nodes in each of ``batch`` rows of ``context`` tokens.
 
     Attributes:
         flops: of all matrix products, attention included.
@@ -45,19 +44,15 @@ class Work:
         return self.weight_bytes + self.cache_bytes + self.other_bytes
 
     @property
-    def intensity(self) -> float:
-        """FLOPs per byte."""
+    def intensity(self) -> float:  # FLOPs per byte
         return self.flops / self.bytes
 
     def to_dict(self) -> dict[str, int]:
-        """With the sum of the bytes."""
         return asdict(self) | {"bytes": self.bytes}
 
 
 def work(shape: Architecture, itemsize: int, batch: int, nodes: int, context: int) -> Work:
-    """Bytes and FLOPs of a pass over a chain.
-
-    Node i of a chain sees the context, the nodes before it and itself.
+    """Bytes and FLOPs of a pass over a chain, whose node i attends to the context and nodes 0..i.
 
     Args:
         shape: sizes of the model.
@@ -83,7 +78,7 @@ def work(shape: Architecture, itemsize: int, batch: int, nodes: int, context: in
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A piece of work of known size that only one part of the machine limits.
+    """Work of known size that is limited by memory or by arithmetic alone.
 
     Attributes:
         amount: bytes moved, or FLOPs, of one call.
@@ -106,9 +101,9 @@ def probes(
 ) -> list[Probe]:
     """Triad and sum for the memory, a square product for the arithmetic.
 
-    The triad (a = b + s c) counts three arrays, as STREAM does; on a CPU its writes move more than that, so the sum,
-    which only reads, as decoding mostly does, may show the higher bandwidth. It is taken in 32 bit, since in 16 the
-    conversion would be timed.
+    The triad (a = b + s c) counts three arrays, as STREAM does; on a CPU its writes move more, so the sum, which only
+    reads, as decoding mostly does, may show a higher bandwidth. The sum is in 32 bit, since in 16 bit the conversion
+    would be timed.
 
     Args:
         linear: form of the product, see ``methods.engine.linear``.
@@ -165,17 +160,16 @@ def peaks(timings: Mapping[str, Sequence[int]], amounts: Mapping[str, int]) -> d
 
 
 def peak_bandwidth(found: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Bytes per second of the faster of the two memory probes; None if neither was measured."""
+    """Bytes per second of the faster memory probe."""
     return max((found[name]["best"] for name in ("triad", "sum") if name in found), default=None)
 
 
 def peak_flops(found: Mapping[str, Mapping[str, float]]) -> float | None:
-    """FLOPs per second of the large product; None if it was not measured."""
     return found["matmul"]["best"] if "matmul" in found else None
 
 
 def limits(found: Mapping[str, Mapping[str, float]]) -> str | None:
-    """``28.1 GB/s, 0.31 TFLOP/s``; None where either was not measured."""
+    """``28.1 GB/s, 0.31 TFLOP/s``; None if either was not measured."""
     bandwidth, flops = peak_bandwidth(found), peak_flops(found)
     if bandwidth is None or flops is None:
         return None
@@ -183,7 +177,6 @@ def limits(found: Mapping[str, Mapping[str, float]]) -> str | None:
 
 
 def _three(value: float) -> str:
-    """Three digits or all before the point, never an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -10,15 +10,15 @@ from bench.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What of a model is measured.
+    """What is measured of a model.
 
     Attributes:
-        nodes: scored nodes per row; 1 is a round of autoregression.
-        batches: rows in lockstep.
-        contexts: committed tokens per row.
-        repeats: timed rounds per point.
-        prompts: prompts whose drafts are timed.
-        matrix: rows and columns of the product that measures the peak; None: by the kind of device.
+        nodes: scored nodes per row; 1 is a round of autoregression
+        batches: rows per batch
+        contexts: committed tokens per row
+        repeats: timed rounds per point, interleaved over the whole grid
+        prompts: prompts whose drafts are timed, of dataset=NAME
+        matrix: rows of the square product that measures the peak; default: 2048, on a GPU 8192
     """
 
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -30,28 +30,23 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "batches", "contexts"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise UserError(
-                    f"{name} came as {list(values)}; it must hold whole numbers from 1 on. Set {name}=[...]."
-                )
+            _check_list(name, getattr(self, name), 1)
         if 1 not in self.nodes:
-            raise UserError(f"nodes came as {list(self.nodes)}; 1, a round of autoregression, must be among them.")
+            raise UserError(f"nodes must contain 1, a round of autoregression, got {list(self.nodes)}.")
         for name in ("repeats", "prompts", "matrix"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{name} came as {value}; it must be at least 1. Set {name}=VALUE.")
+                raise UserError(f"{name} must be at least 1, got {value}. Set {name}=VALUE.")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is to be predicted.
+class WhatIfQuery:
+    """What is predicted.
 
     Attributes:
-        run: folder of the run with the acceptance.
-        curve: folder with the curve; None: the run's own.
-        batch: rows in lockstep, each one a prediction; None: as recorded.
-        gamma: draft lengths; None: the recorded rounds.
-        draft_ms: milliseconds of a proposal; None: see ``bench.cost.what_if``.
+        curve: folder of bench cost, or of a run; default: the run's own curve
+        batch: rows per batch, one prediction each; default: as recorded
+        gamma: draft lengths of a chain; default: the recorded rounds
+        draft_ms: milliseconds of a proposal; default: from the curve's folder, else as recorded
     """
 
     run: Path
@@ -62,9 +57,12 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("gamma", 0)):
-            values = getattr(self, name)
-            if values is not None and (not values or min(values) < least):
-                shown = ",".join(map(str, values))
-                raise UserError(f"{name} came as {shown}; it must be whole numbers from {least} on. Set {name}=N,N.")
+            if (values := getattr(self, name)) is not None:
+                _check_list(name, values, least)
         if self.draft_ms is not None and self.draft_ms < 0:
-            raise UserError(f"draft_ms came as {self.draft_ms}; it must be at least 0. Set draft_ms=VALUE.")
+            raise UserError(f"draft_ms must be at least 0, got {self.draft_ms}. Set draft_ms=VALUE.")
+
+
+def _check_list(name: str, values: tuple[int, ...], least: int) -> None:
+    if not values or min(values) < least:
+        raise UserError(f"{name} must be whole numbers of at least {least}, got {list(values)}. Set {name}=[N,N].")

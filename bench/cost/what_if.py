@@ -1,22 +1,22 @@
-"""What a method would be worth elsewhere: recorded acceptance, priced by another curve, batch size or draft length.
+"""Predict a speed-up from recorded acceptance with another cost curve, batch size or draft length.
 
-Which tokens are accepted depends on model and text, what a round costs on the machine; so the one can be recorded here
-and the other there. Two ways of putting them together:
+Acceptance depends on model and text, the cost of a round on the machine, so they can be recorded on different machines.
 
-``replay`` prices the recorded rounds one by one, regrouped into batches of another size where asked. With the run's own
-curve and batch size it is the ``predicted_speedup`` of the run.
+``replay`` prices the recorded rounds one by one, regrouped into batches of another size if asked. With the run's own
+curve and batch size it equals the ``predicted_speedup`` of the run.
 
-``chain_forecast`` is for another draft length. Of the rounds of a chain it keeps how many accepted at least i tokens,
-which is exact for shorter drafts; behind the longest one recorded each further position is accepted with the pooled
+``chain_forecast`` is for another draft length. It uses the shares of rounds that accepted at least i tokens, which is
+exact for shorter drafts; after the longest recorded draft, each position is accepted with the pooled
 probability of a judged token (alpha, as in Leviathan et al. 2023, arXiv 2211.17192).
 
-Both leave out what a curve does not know: the prefill elsewhere (the speed-up is that of decoding alone), and the time
-a method spends beside drafting and the target's passes.
+Both leave out the prefill (they predict the speed-up of decoding) and the time a method spends outside drafting and the
+target's passes.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tabulate import tabulate
 
 from bench.analysis import metrics
 from bench.analysis.cost_curve import CostCurve, CostSurface
@@ -32,7 +33,7 @@ from bench.records.run_folder import Sample, read_manifest, read_samples
 from bench.report.terminal import plural
 
 if TYPE_CHECKING:
-    from bench.cost.settings import Question
+    from bench.cost.settings import WhatIfQuery
 
 Price = Callable[[int, int, int], float]
 _NS = 1e9
@@ -40,18 +41,17 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What a proposal for a whole batch costs.
+    """Cost of a proposal for a whole batch.
 
     Attributes:
         seconds: of one proposal.
-        passes: of the drafter in it; 0 for one that searches or counts.
+        passes: of the drafter in it; 0 if it searches or counts.
     """
 
     seconds: int | float
     passes: int | float = 0.0
 
     def of(self, passes: int | float) -> float:
-        """Seconds of a proposal with this many passes of the drafter."""
         return self.seconds * passes / self.passes if self.passes else self.seconds
 
 
@@ -67,18 +67,15 @@ def replay(
     prefill: bool = False,
     cost_over_layers: float = 1.0,
 ) -> float | None:
-    """The speed-up the recorded rounds would bring.
+    """The speed-up of the recorded rounds at other prices; None if the time of the drafts is unknown.
 
     Args:
         samples: of a run, both arms.
         price: seconds of a round over nodes, rows and context.
         batch: rows in lockstep; None: as recorded.
-        drafting: what a proposal costs there; None: as recorded.
-        prefill: count the recorded prefill in both arms, which is right on the machine of the run alone.
+        drafting: cost of a proposal; None: as recorded.
+        prefill: count the recorded prefill in both arms, which is correct only on the machine of the run.
         cost_over_layers: see ``metrics.cost_over_layers``.
-
-    Returns:
-        None where the time of the drafts is not known.
     """
     measured = [sample for sample in samples if sample.phase == "measure"]
     if drafting is not None:
@@ -98,11 +95,11 @@ def _with_drafts(sample: Sample, drafting: Drafting) -> Sample:
 
 
 def lockstep(samples: Sequence[Sample], batch: int, *, per_batch: bool = False) -> list[Sample]:
-    """Regroup what was recorded into batches of another size, as a run of that size would form them.
+    """Regroup the samples into batches of another size, as a run of that size would form them.
 
-    Consecutive prompts of one turn go together. A round of the new batch scores the nodes of its widest row. Its
-    proposal takes as long as those of its rows together where they were searched for, row by row, on the host; as
-    the longest of them where a model drafted, or where the times are already those of a batch.
+    Consecutive prompts of one turn form a batch. A round of the new batch scores the nodes of its widest row. Its
+    proposal takes the sum of the rows' times if they are searched for row by row on the host, and the maximum if a
+    model drafts or the times already are those of a batch.
 
     Args:
         samples: measured ones, of both arms.
@@ -110,11 +107,11 @@ def lockstep(samples: Sequence[Sample], batch: int, *, per_batch: bool = False) 
         per_batch: the recorded times of drafts are those of a batch of the new size.
 
     Raises:
-        ValueError: the run itself was recorded in larger batches, whose rounds cannot be taken apart.
+        ValueError: the run was recorded in larger batches, which cannot be split.
     """
     largest = max((sample.batch_size for sample in samples), default=1)
     if largest > 1 and largest != batch:
-        raise ValueError(f"The run was recorded in batches of {largest}; only one of batch_size=1 can be regrouped.")
+        raise ValueError(f"Only a run with batch_size=1 can be regrouped, got one with batches of {largest}.")
     if largest == batch:
         return list(samples)
     turns: dict[tuple[str, int, int], list[Sample]] = defaultdict(list)
@@ -130,7 +127,7 @@ def lockstep(samples: Sequence[Sample], batch: int, *, per_batch: bool = False) 
 
 
 def _together(rows: Sequence[Sample], number: int, per_batch: bool) -> list[Sample]:
-    """Rows of one batch: the same nodes, passes and drafting time in every round, as lockstep makes them."""
+    """Rows of one batch, with the nodes, passes and drafting time of the batch in every round."""
     rounds = range(max(len(row.step_ns) for row in rows))
     open_rows = [[row for row in rows if step < len(row.step_ns)] for step in rounds]
     nodes = [max(row.step_nodes[step] for row in some) for step, some in enumerate(open_rows)]
@@ -166,13 +163,13 @@ def _draft_of(times: Sequence[int | None], at_once: bool) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a run says of a method that drafts chains, over the rounds behind the prefill.
+    """Acceptance of a method that drafts chains, over the rounds after the prefill.
 
     Attributes:
         reach: share of the rounds that accepted at least 1, 2, ... tokens.
         had: share of the rounds whose draft had at least 1, 2, ... tokens.
         alpha: probability that a judged token is accepted.
-        drafting: mean time and passes of a proposal, for the batch size of the run; None: not recorded.
+        drafting: mean time and passes of a proposal at the batch size of the run; None: not recorded.
         context: mean committed tokens of a row.
         batch: rows in lockstep.
     """
@@ -194,7 +191,7 @@ class Chain:
         return [here - beyond for here, beyond in zip(some, some[1:], strict=False)]
 
     def draft_seconds(self, gamma: int, drafting: Drafting | None = None) -> float | None:
-        """Time of a proposal of ``gamma`` tokens: proportional to it where each token takes a pass, else the same."""
+        """Time of a proposal of ``gamma`` tokens: proportional to it if each token takes a pass, else constant."""
         if (known := drafting or self.drafting) is None:
             return None
         recorded = sum(self.had)
@@ -212,9 +209,9 @@ class Forecast:
     """A prediction.
 
     Attributes:
-        tokens: committed per row and round; None where the rounds themselves were priced.
+        tokens: committed per row and round; None: as recorded.
         draft_s: time of a proposal; None: as recorded, round by round.
-        speedup: of decoding; None where the time of the drafts is not known.
+        speedup: of decoding; None if the time of the drafts is unknown.
     """
 
     tokens: float | None
@@ -226,7 +223,7 @@ def chain_of(samples: Iterable[Sample]) -> Chain:
     """Acceptance by position of the method arm.
 
     Raises:
-        ValueError: its drafts are no chains, or its passes are not whole passes of the target.
+        ValueError: its drafts are not chains, or its passes are not whole passes of the target.
     """
     rows = metrics.paired(metrics.frame([sample for sample in samples if sample.phase == "measure"]))
     rows = rows[rows["arm"] == "method"]
@@ -237,7 +234,7 @@ def chain_of(samples: Iterable[Sample]) -> Chain:
     )
     decode = rounds[rounds["step"] > 0]
     if decode.empty:
-        raise ValueError("The run has no round behind the prefill, so nothing was accepted or rejected.")
+        raise ValueError("The run must have a round after the prefill, got none: nothing was accepted or rejected.")
     _require_chains(decode)
     weight, accepted, depth = (decode[name].to_numpy(float) for name in ("weight", "accepted", "depth"))
     places = range(1, int(depth.max()) + 1)
@@ -260,8 +257,8 @@ def _require_chains(decode: Any) -> None:
     tree = (decode["drafted"] != decode["depth"]) | (decode["target_passes"] != 1) | (decode["layers"] != 1.0)
     if tree.any():
         raise ValueError(
-            "The method of this run drafts trees, or its passes are not one whole pass of the target per round; the "
-            "draft length can be changed for chains alone. Leave gamma out."
+            "gamma needs a method that drafts chains and takes one whole pass of the target per round; the method of "
+            "this run does not. Leave gamma out."
         )
 
 
@@ -270,16 +267,16 @@ def chain_forecast(
 ) -> Forecast:
     """Expected speed-up of decoding at another draft length.
 
-    E[tokens] T(1) / (T_draft + E[T(1 + longest draft)]), at the mean context of the run. With acceptance independent
-    of the position and a pass that costs the same for any number of nodes it is theorem 3.8 of Leviathan et al.
-    That rows of a batch end at different rounds is left out.
+    E[tokens] T(1) / (T_draft + E[T(1 + longest draft)]), at the mean context of the run. With position-independent
+    acceptance and a pass of constant cost this is theorem 3.8 of Leviathan et al. Rows of a batch are assumed to end
+    together.
 
     Args:
-        chain: what was recorded.
+        chain: recorded acceptance.
         gamma: most tokens of a draft.
         price: seconds of a round over nodes, rows and context.
         batch: rows in lockstep; None: as recorded.
-        drafting: what a proposal costs there for a batch of that size; None: as recorded.
+        drafting: cost of a proposal for a batch of that size; None: as recorded.
     """
     rows, context = batch or chain.batch, round(chain.context)
     seconds = chain.draft_seconds(gamma, drafting)
@@ -296,20 +293,18 @@ def chain_forecast(
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A curve as somebody measured it.
+    """A measured curve.
 
     Attributes:
-        where: model, device, type, threads, for people.
+        where: model, device, type and threads, as text.
         model: its name.
-        drafts: what proposals cost there, see ``bench.cost.records.drafts``.
-        own: whether it is the curve of the run in question.
+        drafts: costs of proposals, see ``bench.cost.records.drafts``.
     """
 
     price: CostCurve | CostSurface
     where: str
     model: str
     drafts: tuple[Mapping[str, Any], ...] = ()
-    own: bool = False
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -317,8 +312,7 @@ class Recorded:
         return tuple(c.batch for c in self.price.curves) if isinstance(self.price, CostSurface) else (self.price.batch,)
 
     def drafting(self, method: Mapping[str, Any], batch: int) -> Drafting | None:
-        """What a proposal of a method costs there: with the same settings, else with others; between batch sizes
-        linear."""
+        """Cost of a proposal of a method, preferably with the same settings; linear between batch sizes."""
         named = [found for found in self.drafts if found["method"]["name"] == method["name"]]
         same = [found for found in named if found["method"] == method] or named
         by_batch = {found["batch"]: found for found in same}
@@ -329,27 +323,27 @@ class Recorded:
         return Drafting(float(seconds), float(passes))
 
 
-def answer(asked: Question) -> str:
-    """The predictions, for people.
+def answer(asked: WhatIfQuery) -> str:
+    """The predictions as text.
 
     Raises:
-        UserError: a folder that holds no run or no curve, a batch size beyond the curve, or what cannot be predicted.
+        UserError: a folder without a run or a curve, a batch size beyond the curve, or a run that cannot be predicted.
     """
     manifest, samples = read_manifest(asked.run), read_samples(asked.run)
     if manifest is None:
-        raise UserError(f"{asked.run} holds no manifest.json; name the folder of a run.")
+        raise UserError(f"{asked.run} has no manifest.json. Name the folder of a run.")
     if any(sample.queue for sample in samples):
         raise UserError(
-            f"{asked.run} was measured with refilled rows (measure.refill=true); only rounds in lockstep can be priced "
-            "anew. Name a run without."
+            f"{asked.run} was measured with continuous batching (measure.refill=true); only rounds in lockstep can be "
+            "priced. Name a run without it."
         )
     if not any(sample.phase == "measure" for sample in samples):
-        raise UserError(f"{asked.run} holds no measured prompt yet. Finish the run, or name another.")
+        raise UserError(f"{asked.run} has no measured prompt yet. Finish the run, or name another.")
     curve = own_curve(asked.run, manifest) if asked.curve is None else read_curve(asked.curve)
     if curve.model != manifest["model"]["name"]:
         print(
             f"warning: the acceptance is of {manifest['model']['name']}, the curve of {curve.model}; the prediction "
-            "supposes that both accept alike",
+            "assumes that acceptance is the same",
             file=sys.stderr,
         )
     lines = [
@@ -357,24 +351,26 @@ def answer(asked: Question) -> str:
         f"acceptance of {_where(manifest)}",
         f"curve of {curve.where}",
         "",
-        f"  {'rows':>5}  {'draft length':>12}  {'tokens/round':>12}  {'draft (ms)':>10}  speed-up of decoding",
     ]
+    header = ["rows", "draft length", "tokens/round", "draft (ms)", "speed-up of decoding"]
+    rows = []
     sizes = asked.batch or (int(manifest["batch_size"]),)
     lengths: tuple[int | None, ...] = asked.gamma or (None,)
     try:
         for size in sizes:
             _check_batch(size, curve)
-            lines += [_line(size, gamma, forecast(samples, manifest, curve, asked, size, gamma)) for gamma in lengths]
+            rows += [_row(size, gamma, forecast(samples, manifest, curve, asked, size, gamma)) for gamma in lengths]
     except ValueError as error:
         raise UserError(str(error)) from error
-    return "\n".join(lines)
+    table = tabulate(rows, header, tablefmt="plain", disable_numparse=True, stralign="right")
+    return "\n".join([*lines, textwrap.indent(table, "  ")])
 
 
 def forecast(
     samples: Sequence[Sample],
     manifest: Mapping[str, Any],
     curve: Recorded,
-    asked: Question,
+    asked: WhatIfQuery,
     size: int,
     gamma: int | None,
 ) -> Forecast:
@@ -394,15 +390,15 @@ def own_curve(run: Path, manifest: Mapping[str, Any]) -> Recorded:
     """The curve a run measured for itself.
 
     Raises:
-        UserError: it measured none.
+        UserError: it has none.
     """
     if not (stored := manifest.get("cost_curve")):
-        raise UserError(f"{run} holds no cost curve (measure.cost_curve=false). Name one: curve=results/costs/ID.")
-    return Recorded(CostCurve.from_dict(stored), _where(manifest), manifest["model"]["name"], own=True)
+        raise UserError(f"{run} has no cost curve (measure.cost_curve=false). Name one: curve=results/costs/ID.")
+    return Recorded(CostCurve.from_dict(stored), _where(manifest), manifest["model"]["name"])
 
 
 def read_curve(folder: Path) -> Recorded:
-    """The curve of a folder of ``python -m bench.cost``, or of a run.
+    """The curve of a folder of ``python -m bench cost``, or of a run.
 
     Raises:
         UserError: neither of them.
@@ -412,15 +408,13 @@ def read_curve(folder: Path) -> Recorded:
     if (folder / POINTS).is_file():
         summary = read_summary(folder)
         if not summary["curves"]:
-            raise UserError(f"{folder} holds no whole curve yet. Run python -m bench.cost again to finish it.")
+            raise UserError(f"{folder} has no complete curve yet. Run python -m bench cost again to finish it.")
         name, manifest = str(summary["model"]["name"]), read_manifest(folder) or {}
         return Recorded(CostSurface.from_dict(summary["curves"]), _where(manifest), name, tuple(summary["drafts"]))
     manifest = read_manifest(folder) or {}
     if not manifest:
-        raise UserError(
-            f"{folder} holds no curve; a folder of python -m bench.cost, or of a run, is needed. Correct curve=."
-        )
-    return replace(own_curve(folder, manifest), own=False)
+        raise UserError(f"curve must be a folder of python -m bench cost, or of a run, got {folder}. Correct curve=.")
+    return own_curve(folder, manifest)
 
 
 def _where(manifest: Mapping[str, Any]) -> str:
@@ -430,26 +424,26 @@ def _where(manifest: Mapping[str, Any]) -> str:
 
 
 def _known(run: Path) -> str:
-    """What the run itself says of its speed-up."""
+    """The speed-up in the run's own summary."""
     from bench.utils.files import read_json
 
     summary = read_json(run / "summary.json") or {}
     total = ((summary.get("speedup") or {}).get("total") or {}).get("value")
     parts = [("measured", total), ("predicted by its own curve, prefill included", summary.get("predicted_speedup"))]
-    return ", ".join(f"{name} {value:.2f}x" for name, value in parts if value is not None) or "not summed up yet"
+    return ", ".join(f"{name} {value:.2f}x" for name, value in parts if value is not None) or "no summary yet"
 
 
 def _check_batch(size: int, curve: Recorded) -> None:
     if size > max(curve.batches):
         raise UserError(
-            f"batch came as {size}; the curve was measured with up to {plural(max(curve.batches), 'row')}. Set batch=N "
-            "up to that, or name another curve."
+            f"batch must be at most {max(curve.batches)}, the largest of this curve, got {size}. Set batch=N, or name "
+            "another curve."
         )
 
 
-def _line(size: int, gamma: int | None, found: Forecast) -> str:
+def _row(size: int, gamma: int | None, found: Forecast) -> list[str]:
     length = "as recorded" if gamma is None else str(gamma)
     tokens = "as recorded" if found.tokens is None else f"{found.tokens:.2f}"
     draft = "recorded" if found.draft_s is None else f"{found.draft_s * 1e3:.3f}"
-    speed = "not known: the drafts of this run were not timed" if found.speedup is None else f"{found.speedup:.2f}x"
-    return f"  {size:>5}  {length:>12}  {tokens:>12}  {draft:>10}  {speed}"
+    speed = "unknown: the drafts of this run were not timed" if found.speedup is None else f"{found.speedup:.2f}x"
+    return [str(size), length, tokens, draft, speed]

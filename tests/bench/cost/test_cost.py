@@ -17,11 +17,12 @@ from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig
 from bench.cost import command, records, roofline, what_if
 from bench.cost import measure as cost_measure
-from bench.cost.command import main, question, split
+from bench.cost.command import main, query, split
 from bench.cost.records import CostFolder, curves, read_lines, read_summary, spread
-from bench.cost.settings import Grid, Question
+from bench.cost.settings import Grid, WhatIfQuery
 from bench.cost.what_if import Chain, Drafting, chain_forecast, chain_of, lockstep, replay
 from bench.errors import UserError
+from bench.measure import preconditions
 from bench.measure.run import run
 from bench.models import architectures, loading, source
 from bench.models.architectures import ARCHITECTURES, Architecture
@@ -408,9 +409,8 @@ WITH_LIKE = ["model=random", "model.like=llama3_8b"]
 def test_what_reports_acceptance_or_quality_is_refused(words: list[str]) -> None:
     from bench.cli import main as bench
 
-    with pytest.raises(UserError, match=r"model\.like=llama3_8b came, which has random weights") as caught:
-        compose.compose([*WITH_LIKE, *words])
-    assert "python -m bench.cost" in str(caught.value) and "\n" not in str(caught.value)
+    (found,) = preconditions.check(compose.compose([*WITH_LIKE, *words]))
+    assert found.startswith("model.like=llama3_8b has random weights") and "python -m bench.cost" in found
     assert bench([*WITH_LIKE, *words]) == 2 == bench(["-m", *WITH_LIKE, *words, "seed=0,1"])
 
 
@@ -419,7 +419,8 @@ def test_what_reports_acceptance_or_quality_is_refused(words: list[str]) -> None
 def test_speed_alone_is_allowed(method: str, dataset: str) -> None:
     cfg = compose.compose([*WITH_LIKE, f"method={method}", f"dataset={dataset}"])
     assert cfg.model["like"] == "llama3_8b"
-    assert compose.compose([*WITH_LIKE, "method=prompt_lookup"], costs_only=True).model == cfg.model
+    assert preconditions.check(cfg) == []
+    assert preconditions.check(compose.compose([*WITH_LIKE, "method=prompt_lookup"]), speed_only=True) == []
 
 
 def test_nothing_is_prepared_for_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,7 +480,7 @@ def cfg(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfi
     monkeypatch.setattr(roofline, "ARRAY_BYTES", 1 << 16)
     words = [*WITH_LIKE[:1], "model.like=tiny", "hardware=cpu_fp32", "hardware.threads=1", "max_new_tokens=6"]
     more = ["method=prompt_lookup", "dataset=demo", "model.max_positions=2048"]
-    composed = compose.compose([*words, *more], costs_only=True)
+    composed = compose.compose([*words, *more])
     return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
 
 
@@ -527,7 +528,7 @@ def test_the_manifest_has_the_facts_of_other_records_and_no_path(cfg: RunConfig,
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], None]:
     """Let the n-th timed round be the last one before the process is told to stop."""
-    whole, count = cost_measure.costs.time_round, [0]
+    whole, count = cost_measure.verify_cost.time_round, [0]
 
     def limited(*arguments: Any) -> int:
         count[0] += 1
@@ -535,8 +536,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], Non
             raise KeyboardInterrupt
         return whole(*arguments)
 
-    monkeypatch.setattr(cost_measure.costs, "time_round", limited)
-    return lambda: monkeypatch.setattr(cost_measure.costs, "time_round", whole)
+    monkeypatch.setattr(cost_measure.verify_cost, "time_round", limited)
+    return lambda: monkeypatch.setattr(cost_measure.verify_cost, "time_round", whole)
 
 
 def test_an_interrupted_measurement_goes_on_where_it_stopped(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,7 +564,7 @@ def test_a_finished_grid_is_extended_and_not_measured_again(cfg: RunConfig, monk
     assert measure(cfg, wider) == folder
     passes = lines(folder, "pass")
     assert len(passes) == 48 and {p["nodes"] for p in passes[32:]} == {2}
-    monkeypatch.setattr(cost_measure.costs, "time_round", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(cost_measure.verify_cost, "time_round", lambda *_: pytest.fail("measured again"))
     measure(cfg, wider)
     monkeypatch.undo()
 
@@ -592,14 +593,14 @@ def test_points_that_do_not_fit_are_named_and_the_others_measured(
 
 
 def test_out_of_memory_at_one_point_loses_nothing_else(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = cost_measure.costs.time_round
+    whole = cost_measure.verify_cost.time_round
 
     def short(lm: Any, cache: Any, tokens: torch.Tensor, context: int, clock: Any) -> int:
         if tokens.shape == (2, 3) and context == 8:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
         return whole(lm, cache, tokens, context, clock)
 
-    monkeypatch.setattr(cost_measure.costs, "time_round", short)
+    monkeypatch.setattr(cost_measure.verify_cost, "time_round", short)
     summary = read_summary(measure(cfg))
     assert summary["failed"] == [{"batch": 2, "context": 8, "nodes": 3, "error": "out of memory"}]
     assert sum(point["repeats"] for point in summary["points"]) == 28
@@ -610,7 +611,7 @@ def test_memory_of_a_round_counts_cache_logits_and_mask(
 ) -> None:
     loaded = load_tiny(monkeypatch, tmp_path)
     with CostFolder(tmp_path / "costs") as folder:
-        bench = cost_measure.Bench(cfg, SMALL, loaded, folder, 0, Ticks(), [])
+        bench = cost_measure.CostRun(cfg, SMALL, loaded, folder, 0, Ticks(), [])
     cache = loaded.lm.new_cache(2, 20 + 3 + 1)
     rest = 2 * 3 * (2 * 300 + 3 * 48 + 6 * 32) + 2 * 3 * 24 * 2
     assert cost_measure.point_bytes(bench, (2, 20, 3)) == cache.nbytes + 4 * rest
@@ -659,25 +660,25 @@ def test_the_command_measures_and_prints(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model=smollm2", "nodes=[2,4]"], "1, a round of autoregression, must be among them"),
-        (["batches=[0]"], "batches came as [0]"),
+        (["model=smollm2", "nodes=[2,4]"], "nodes must contain 1, a round of autoregression, got [2, 4]"),
+        (["batches=[0]"], "batches must be whole numbers of at least 1, got [0]"),
         (["contexts=abc"], "contexts must be a list of whole numbers, got 'abc' (text)"),
-        (["repeats=0"], "repeats came as 0"),
+        (["repeats=0"], "repeats must be at least 1, got 0"),
         (["node=[1]"], "Unknown setting 'node'. Did you mean 'nodes'?"),
         (["batch_size=4"], "batches=[...] are measured"),
-        (["method=autoregressive"], "drafts nothing"),
+        (["method=autoregressive"], "method must be one that drafts, got autoregressive"),
         (["method=egle"], "Unknown method 'egle'"),
         (["whatif", "x"], "Did you mean 'what-if'?"),
         (["--frsh"], "Did you mean '--fresh'?"),
         (["model=random", "model.like=lama3_8b"], "model.like came as 'lama3_8b'. Did you mean 'llama3_8b'?"),
         (["model=random", "contexts=[4096]", "hardware=cpu_fp32"], "the model has 2048 positions"),
-        (["what-if"], "0 came"),
-        (["what-if", "a", "b"], "2 came"),
+        (["what-if"], "got 0"),
+        (["what-if", "a", "b"], "got 2"),
         (["what-if", "nowhere"], "nowhere"),
         (["what-if", "x", "gama=2"], "Did you mean 'gamma'?"),
         (["what-if", "x", "gamma=two"], "gamma must be a list of whole numbers or null, got 'two' (text)"),
-        (["what-if", "x", "batch=0"], "batch came as 0"),
-        (["what-if", "x", "draft_ms=-1"], "draft_ms came as -1"),
+        (["what-if", "x", "batch=0"], "batch must be whole numbers of at least 1, got [0]"),
+        (["what-if", "x", "draft_ms=-1"], "draft_ms must be at least 0, got -1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -688,11 +689,11 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert said in (message := capsys.readouterr().err) and len(message.strip().splitlines()) == 1
 
 
-def test_words_become_a_grid_and_a_question() -> None:
+def test_words_become_a_grid_and_a_query() -> None:
     grid, rest, fresh = split(["nodes=1,2", "repeats=3", "model=smollm2", "--fresh", "+model.revision=x"])
     assert (grid.nodes, grid.repeats, fresh) == ((1, 2), 3, True) and rest == ["model=smollm2", "+model.revision=x"]
-    asked = question(["results/x", "curve=c", "batch=4", "gamma=2,4", "draft_ms=1"])
-    assert asked == Question(Path("results/x"), Path("c"), (4,), (2, 4), 1.0)
+    asked = query(["results/x", "curve=c", "batch=4", "gamma=2,4", "draft_ms=1"])
+    assert asked == WhatIfQuery(Path("results/x"), Path("c"), (4,), (2, 4), 1.0)
 
 
 def test_help_needs_no_torch() -> None:
@@ -740,7 +741,7 @@ def test_what_if_answers_for_a_run_with_its_own_and_with_another_curve(
     assert drafting is not None and table[2][3] == f"{drafting.seconds * 1e3:.3f}"
     assert main(["what-if", str(measured), f"curve={measured}", "draft_ms=0"]) == 0
     assert main(["what-if", str(measured), f"curve={elsewhere}", "batch=64"]) == 2
-    assert "up to 2 rows" in capsys.readouterr().err
+    assert "batch must be at most 2" in capsys.readouterr().err
 
 
 def test_drafts_recorded_elsewhere_are_interpolated_between_batch_sizes() -> None:
