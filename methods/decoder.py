@@ -91,6 +91,7 @@ class Decoder(ABC):
         trainable: whether it uses a checkpoint that ``bench.train`` makes; the constructor has an argument
             ``checkpoint`` then.
         checkpoint_of: the setting that names the method whose checkpoint is used.
+        instead_of_checkpoint: settings that replace a checkpoint.
         min_warmup: warm-up prompts that ``acceptance_warning`` needs.
         paper: "Authors year, arXiv number"; several separated by semicolons.
         needs: what has to be there before the first run, for generated tables.
@@ -108,6 +109,7 @@ class Decoder(ABC):
     speed_only: ClassVar[bool] = False
     trainable: ClassVar[bool] = False
     checkpoint_of: ClassVar[str] = "name"
+    instead_of_checkpoint: ClassVar[tuple[str, ...]] = ()
     min_warmup: ClassVar[int] = 0
     paper: ClassVar[str] = ""
     needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore"]] = "nothing"
@@ -129,7 +131,7 @@ class Decoder(ABC):
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
         """Whether a checkpoint has to be found for a ``method`` group, which names none itself."""
-        return cls.trainable and settings.get("checkpoint") is None
+        return cls.trainable and all(settings.get(key) is None for key in ("checkpoint", *cls.instead_of_checkpoint))
 
     def memory(self) -> dict[str, int | None]:
         """Bytes that the method holds beside the target, by name; read after the measurement."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 import pandas as pd
 
@@ -22,8 +22,9 @@ _FEWEST_REPEATED = 3  # batches measured more than once; the median of fewer is 
 _FULL_PRECISION = ("float32", "float64")
 
 
-class Verdict(TypedDict):
-    """``valid`` is true where there are no ``reasons`` against it; ``warnings`` are worth reading all the same."""
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """Whether the numbers of a run may be believed; if not, why, and what to do."""
 
     valid: bool
     reasons: list[str]
@@ -71,7 +72,7 @@ def audit(
     samples: Iterable[Sample | Mapping[str, Any]],
     summary: Mapping[str, Any],
     manifest: Mapping[str, Any] | None = None,
-) -> Verdict:
+) -> AuditResult:
     """Check a run.
 
     Args:
@@ -85,7 +86,7 @@ def audit(
     found = _Findings()
     for check in CHECKS:
         check(evidence, found)
-    return {"valid": not found.reasons, "reasons": found.reasons, "warnings": found.warnings}
+    return AuditResult(not found.reasons, found.reasons, found.warnings)
 
 
 def check_complete(evidence: Evidence, found: _Findings) -> None:

@@ -25,9 +25,6 @@ VERSION_BASE = "1.3"
 TRAIN = "train"  # the group of preparations (bench.train): no part of a run
 SWEEP = "sweep"  # named sweeps (bench.sweep.plan): settings with several values, no part of a run either
 CLUSTER = "cluster"  # where the jobs of a sweep run (bench.sweep.executors)
-_SPEED_ONLY = frozenset(
-    {"methods.autoregressive.Autoregressive", "methods.external.transformers_generate.HFGenerate"}
-)  # they draft nothing
 _REFERS = re.compile(r"\$\{(?!oc\.env|now|hydra)")  # an interpolation of another setting
 
 
@@ -42,19 +39,15 @@ def every_group() -> dict[str, list[str]]:
     return {name: choices for name, choices in sorted(found.items()) if choices}
 
 
-def compose(overrides: Sequence[str], *, costs_only: bool = False) -> RunConfig:
+def compose(overrides: Sequence[str]) -> RunConfig:
     """One run from the words of a command line.
-
-    Args:
-        costs_only: nothing but times will be reported, so that a model with random weights may stand for a real one.
 
     Raises:
         UserError: a word that cannot be read, an unknown group, choice or setting, a missing or mistyped value.
     """
     with _hydra():
         _check_words(overrides)
-        composed = _compose(overrides)
-        return RunConfig.from_dict(_resolve(composed)) if costs_only else to_run(composed)
+        return RunConfig.from_dict(_resolve(_compose(overrides)))
 
 
 def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, dict[str, Any]]:
@@ -67,8 +60,6 @@ def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, 
     with _hydra():
         _check_words(words)
         resolved = _resolve(_compose(words))
-        if resolved["model"].get("like"):
-            raise _random_weights(resolved["model"]["like"], f"what train={choice} makes would be of no model")
         return RunConfig.from_dict({key: value for key, value in resolved.items() if key != TRAIN}), resolved[TRAIN]
 
 
@@ -134,10 +125,8 @@ class _Composed:
             self._known[common] = _settled(common)
         tree = _with(self._known[common], own)
         if tree is None:
-            return to_run(_compose(words))
-        run = RunConfig.from_dict(tree)
-        _refuse_random_weights(run)
-        return run
+            return RunConfig.from_dict(_resolve(_compose(words)))
+        return RunConfig.from_dict(tree)
 
 
 def _settled(words: Sequence[str]) -> dict[str, Any] | None:
@@ -167,38 +156,6 @@ def _with(tree: dict[str, Any] | None, words: Sequence[str]) -> dict[str, Any] |
             return None
         place[last] = value
     return tree
-
-
-def to_run(cfg: DictConfig) -> RunConfig:
-    """Resolve a composed config and check it.
-
-    Raises:
-        UserError: a value that must be given is missing, an interpolation fails, random weights where acceptance or
-            quality would be reported, or see ``RunConfig.from_dict``.
-    """
-    run = RunConfig.from_dict(_resolve(cfg))
-    _refuse_random_weights(run)
-    return run
-
-
-def _refuse_random_weights(cfg: RunConfig) -> None:
-    """A model with the shape of a public architecture and random weights has a speed, and nothing else."""
-    if not (like := cfg.model.get("like")):
-        return
-    if cfg.method.get("_target_") not in _SPEED_ONLY:
-        raise _random_weights(like, f"method={cfg.method['name']} reports acceptance")
-    from bench.config import instantiate
-
-    if scores := instantiate.build_task(cfg.dataset, cfg.paths).scorers:
-        raise _random_weights(like, f"dataset={cfg.dataset['name']} scores answers ({', '.join(scores)})")
-
-
-def _random_weights(like: str, reason: str) -> UserError:
-    return UserError(
-        f"model.like={like} came, which has random weights, and {reason}. Allowed: python -m bench.cost, and "
-        "method=autoregressive or method=hf_generate on a data set without scores (dataset=demo, dataset=mtbench). "
-        "Choose one of these, or a model with weights."
-    )
 
 
 def _resolve(cfg: DictConfig) -> dict[str, Any]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
-from bench.utils.machine import _CLEAR, _RESET_PEAK, Clock, _give_back_freed, _status_bytes, _uuid
+from bench.utils.machine import gpu_uuid
+
+Clock = Callable[[], int]  # nanoseconds, monotonic
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = b"5"  # proc(5): resets VmHWM, the process's peak resident set, to its current value
 
 
 class MemoryMeter:
     """Peak memory between ``reset`` and ``peak_bytes``.
 
-    On a GPU the allocator's peak: weights, caches and activations. On Linux the process's peak resident set above
-    ``floor_bytes``, the resident set before the model was loaded, so that it too counts weights, caches and
-    activations but not the interpreter and its libraries. None elsewhere.
-
-    Args:
-        device: where the model is.
-        floor_bytes: resident set before the model was loaded, see ``settled_bytes``.
+    Weights, caches and activations: on a GPU the allocator's peak, on Linux the process's peak resident set above
+    ``floor_bytes``, the one before the model was loaded (``settled_bytes``). None elsewhere.
     """
 
     def __init__(self, device: torch.device, floor_bytes: int | None = None) -> None:
@@ -29,11 +33,11 @@ class MemoryMeter:
         self._ready = False
 
     def reset(self) -> None:
-        """Start anew. Freed memory goes back to the system first, or one arm would pay for the other's."""
+        """Reset the peak. Freed memory goes back to the system first, so that it is not counted for the next arm."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        _give_back_freed()
+        _release_freed()
         self._ready = False
         with suppress(OSError):
             _CLEAR.write_bytes(_RESET_PEAK)
@@ -65,7 +69,7 @@ def _nvml_counter(device: torch.device) -> Callable[[], int]:
     import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(_uuid(device).encode())
+    handle = pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid(device).encode())
     pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # raises where the GPU has no such counter
 
     def millijoules() -> int:
@@ -124,3 +128,25 @@ class Instruments:
 
 def _since(before: float, after: float | None) -> float | None:
     return None if after is None else after - before
+
+
+def settled_bytes() -> int | None:
+    """Resident set after freed memory went back to the system; None where the system does not report it.
+
+    Without that, the next model would reuse freed memory and its peak would be too small.
+    """
+    gc.collect()
+    _release_freed()
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int | None:
+    with suppress(OSError):
+        if found := re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return None
+
+
+def _release_freed() -> None:
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

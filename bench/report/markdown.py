@@ -6,8 +6,6 @@ model's name or a message cannot put markup into either. INVALID runs stand last
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,16 +13,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from bench.config.schema import RunConfig
+from bench.analysis.summary import summarise
 from bench.errors import UserError
 from bench.records import run_folder
 from bench.report import collect, html, leaderboard, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import Board
-
-_NO_TRACKER = {"name": "none", "_target_": "bench.records.tracking.NoTracker"}
 
 
 def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[Record], list[str]]:
@@ -39,23 +33,16 @@ def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[
     """
     made, problems = [], []
     for record in found:
-        if record.finished and (everything or record.summary is None):
+        condensed = (record.path / run_folder.PAIRS).is_file()  # its summary cannot be derived again
+        if record.finished and (record.summary is None or (everything and not condensed)):
             try:
-                record = replace(record, summary=_summed_up(record.path))
+                summary = summarise(record.path).content
+                run_folder.write_summary(record.path, summary)
+                record = replace(record, summary=summary)
             except (UserError, KeyError, TypeError, ValueError, OSError) as error:
                 problems.append(f"{record.path.name} cannot be summed up: {type(error).__name__}: {error}")
         made.append(record)
     return made, problems
-
-
-def _summed_up(path: Path) -> dict[str, Any]:
-    """By the code that a run ends with, so that both give the same."""
-    from bench.measure import run
-
-    stored = yaml.safe_load((path / run_folder.CONFIG).read_text(encoding="utf-8"))
-    cfg = RunConfig.from_dict(stored | {"tracker": _NO_TRACKER})
-    with contextlib.redirect_stdout(io.StringIO()):
-        return run.report(cfg, path).summary
 
 
 def unfinished(found: Sequence[Record]) -> list[str]:

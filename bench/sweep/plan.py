@@ -12,17 +12,17 @@ import os
 import random
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import yaml
 
-from bench.config import compose
-from bench.config.schema import RunConfig, run_id
-from bench.config.typecheck import did_you_mean
+from bench.config import compose, options
+from bench.config.identity import job_id
+from bench.config.schema import RunConfig
 from bench.errors import UserError
 from bench.report.terminal import WIDTH
 from bench.sweep.executors import FOLDER, Cluster, Local, Pending
@@ -130,16 +130,16 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
     Raises:
         UserError: a value that an option does not take, or no sweep of that name.
     """
-    options = Options(resume="force") if fresh else Options()
+    first = ["resume=force"] if fresh else []
+    cluster = [word for word in words if word.partition("=")[0].lstrip("+").split(".")[0] == compose.CLUSTER]
+    parsed, others = options.parse(
+        Options, [*first, *(word for word in words if word not in cluster)], cluster=tuple(cluster)
+    )
     rest: list[str] = []
-    for word in words:
+    for word in others:
         key, _, value = word.partition("=")
         if key.lstrip("+") == compose.SWEEP:
             rest = [*named(value), *rest]
-        elif key in _READERS:
-            options = replace(options, **{key: _READERS[key](value)})
-        elif key.lstrip("+").split(".")[0] == compose.CLUSTER:
-            options = replace(options, cluster=(*options.cluster, word))
         elif key.startswith("hydra"):
             raise UserError(
                 f"{word} came; sweeps are planned here, with resume and shuffle_seed, and started with cluster=NAME "
@@ -147,37 +147,13 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
             )
         else:
             rest.append(word)
-    return options, rest
+    return parsed, rest
 
 
 def named(name: str) -> list[str]:
     """The words of a file of conf/sweep: Hydra's ``hydra.sweeper.params``, one word for each."""
     text = compose.config_file(compose.SWEEP, name).read_text(encoding="utf-8")
     return [f"{key}={value}" for key, value in yaml.safe_load(text)["hydra"]["sweeper"]["params"].items()]
-
-
-def _resume(value: str) -> Resume:
-    for known in get_args(Resume):
-        if value == known:
-            return known
-    raise UserError(
-        f"resume came as '{value}'; it must be one of {', '.join(_RUN)}.{did_you_mean(value, _RUN)} Set resume=auto."
-    )
-
-
-def _shuffle_seed(value: str) -> int | None:
-    if value == "null" or value.isdecimal():
-        return None if value == "null" else int(value)
-    raise UserError(f"shuffle_seed came as '{value}'; it must be a whole number or null. Set shuffle_seed=0.")
-
-
-def _dry_run(value: str) -> bool:
-    if value in ("true", "false"):
-        return value == "true"
-    raise UserError(f"dry_run came as '{value}'; it must be true or false. Set dry_run=true.")
-
-
-_READERS: dict[str, Callable[[str], Any]] = {"resume": _resume, "shuffle_seed": _shuffle_seed, "dry_run": _dry_run}
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan
@@ -194,7 +170,7 @@ def make(words: Sequence[str], options: Options, cluster: Cluster | None = None)
         UserError: a job whose settings are wrong; no job at all is run then.
     """
     from bench.config import instantiate
-    from bench.measure.preconditions import Obstacles
+    from bench.measure import preconditions
 
     cluster = cluster or Local()
     if cluster.threads and not any(word.partition("=")[0] == "hardware.threads" for word in words):
@@ -203,7 +179,8 @@ def make(words: Sequence[str], options: Options, cluster: Cluster | None = None)
     here = cluster.here
     archives: dict[str, Archive] = {}
     pending: dict[str, Pending] = {}
-    obstacles, checked = Obstacles(), set()
+    known: preconditions.Known = {}
+    checked = set()
     jobs = []
     for label, (job_words, cfg) in zip(_labels([job for job, _ in composed]), composed, strict=True):
         groups = [getattr(cfg, name) for name in ("method", "model", "dataset", "tracker")]
@@ -214,8 +191,8 @@ def make(words: Sequence[str], options: Options, cluster: Cluster | None = None)
         if (results := cfg.paths.results) not in archives:
             archives[results] = Archive.read(Path(results), here=here)
             pending[results] = cluster.pending(Path(results))
-        job = _placed(job, obstacles.of(cfg) if here else None, archives[results])
-        if (stands := pending[results].get(run_id(cfg))) and job.state != "done":
+        job = _placed(job, " ".join(preconditions.check(cfg, known)) if here else "", archives[results])
+        if (stands := pending[results].get(job_id(cfg))) and job.state != "done":
             job = replace(job, state=stands[0], reason=stands[1])
         jobs.append(job)
     to_run = [job for job in jobs if job.state in _RUN[options.resume]]
@@ -224,7 +201,7 @@ def make(words: Sequence[str], options: Options, cluster: Cluster | None = None)
     return Plan(jobs, to_run)
 
 
-def _placed(job: Job, obstacle: str | None, archive: Archive) -> Job:
+def _placed(job: Job, obstacle: str, archive: Archive) -> Job:
     """The job with its state; what is done stays done, even if it could not be measured here any more."""
     state, reason, left = archive.state(job.cfg)
     if obstacle and state != "done":
@@ -278,7 +255,7 @@ def _plural(count: int, noun: str) -> str:
 
 def tasks(plan: Plan, *, fresh: bool) -> list[Task]:
     """The jobs that are to run, as a cluster takes them."""
-    return [Task(job.words, run_id(job.cfg), job.label, fresh) for job in plan.to_run]
+    return [Task(job.words, job_id(job.cfg), job.label, fresh) for job in plan.to_run]
 
 
 def folder(plan: Plan) -> Path:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bench.config import compose, instantiate
 from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, sanitise
 from bench.errors import UserError
+from bench.measure import preconditions
 from bench.models import artifacts, loading
 from bench.models.artifacts import CARD, CURVES, LOCK, PLAN
 from bench.models.source import Loaded
@@ -51,6 +52,8 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
         UserError: what was asked for cannot be prepared.
     """
     cfg, train = compose.compose_training(overrides, settings.method)
+    if like := cfg.model.get("like"):
+        raise UserError(preconditions.random_weights(like, f"method={settings.method} learns from what a model says"))
     trainable = instantiate.build_trainable(train)
     tracker = instantiate.build_tracker(cfg.tracker)
     wanted = settings.corpus or str(getattr(trainable, "corpus", DEFAULT_CORPUS))

@@ -1,14 +1,11 @@
-"""What a run ran on, and the instruments that watch it: device, memory, energy, processor time."""
+"""What a run ran on: processor, GPU, memory, versions, load."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,11 +13,6 @@ from typing import Any
 
 import psutil
 import torch
-
-Clock = Callable[[], int]  # nanoseconds, monotonic
-
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = b"5"  # proc(5): resets VmHWM, the process's peak resident set, to its current value
 
 
 def set_threads(wanted: int | None) -> int:
@@ -61,14 +53,14 @@ def versions() -> dict[str, str | None]:
 def git_state(root: Path | None = None) -> dict[str, Any]:
     """Commit and whether the checkout differs from it; both None outside a git checkout."""
     root = Path(__file__).resolve().parents[2] if root is None else root
-    if not (root / ".git").exists():  # an installed package inside somebody else's checkout is not that checkout
+    if not (root / ".git").exists():  # an installed package inside another project's checkout
         return {"sha": None, "dirty": None}
     sha, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", ".", ":!results")
     return {"sha": sha, "dirty": None if changes is None else bool(changes)}
 
 
 def load_average() -> list[float] | None:
-    """Runnable processes over 1, 5 and 15 minutes; None where the system does not say."""
+    """Runnable processes over 1, 5 and 15 minutes; None where the system does not report it."""
     try:
         return [round(load, 2) for load in os.getloadavg()]
     except OSError:
@@ -76,7 +68,7 @@ def load_average() -> list[float] | None:
 
 
 def gpu_utilisation(device: torch.device) -> float | None:
-    """Percent of the last moments in which the GPU computed for anybody; None on a CPU or where nobody knows."""
+    """Percent of the last moments in which the GPU was busy; None on a CPU or where it is not known."""
     if device.type != "cuda":
         return None
     answer = _nvidia_smi("utilization.gpu", device)
@@ -84,10 +76,7 @@ def gpu_utilisation(device: torch.device) -> float | None:
 
 
 def gpu_state(device: torch.device) -> dict[str, str | float | None] | None:
-    """Power limit (watts), clocks now and at most (MHz), temperature (Celsius) and the bits of what throttles the GPU.
-
-    None on a CPU; a value is None where the driver does not tell.
-    """
+    """Power limit (W), clocks (MHz), temperature (Celsius), throttle bits; None on a CPU, a value None if unknown."""
     if device.type != "cuda":
         return None
     answer = _nvidia_smi(",".join(_GPU_STATE.values()), device)
@@ -122,7 +111,7 @@ def usable_cores() -> int:
 
 
 def cpu_model() -> str | None:
-    """The processor's own name for itself."""
+    """The processor's model name."""
     with suppress(OSError):
         if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return found[1].strip()
@@ -165,7 +154,7 @@ def _gpu(device: torch.device) -> dict[str, Any] | None:
 
 
 def _nvidia_smi(question: str, device: torch.device) -> str | None:
-    query = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader,nounits", f"--id={_uuid(device)}"]
+    query = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader,nounits", f"--id={gpu_uuid(device)}"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -173,32 +162,7 @@ def _nvidia_smi(question: str, device: torch.device) -> str | None:
     return done.stdout.split("\n")[0].strip() or None
 
 
-def _uuid(device: torch.device) -> str:
-    """NVML and nvidia-smi ignore CUDA_VISIBLE_DEVICES, so the number of a device means nothing to them."""
+def gpu_uuid(device: torch.device) -> str:
+    """The GPU's name for NVML and nvidia-smi, which ignore CUDA_VISIBLE_DEVICES and so number devices differently."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-
-
-# ---------------------------------------------------------------------------------------------------- instruments
-
-
-def settled_bytes() -> int | None:
-    """Memory this process holds once what an earlier run let go of is given back; None where the system does not say.
-
-    The next model reuses freed memory that the C library keeps: counted here, it would be missing from its peak.
-    """
-    gc.collect()
-    _give_back_freed()
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int | None:
-    with suppress(OSError):
-        if found := re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE):
-            return int(found[1]) * 1024
-    return None
-
-
-def _give_back_freed() -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

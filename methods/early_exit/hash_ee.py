@@ -90,7 +90,6 @@ class HashEE(EarlyExitDecoder, Calibrated):
         head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
         calibration: a promise for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
-        part: its folder, from the runner.
 
     Attributes:
         table: as it is used.
@@ -110,17 +109,16 @@ class HashEE(EarlyExitDecoder, Calibrated):
         head: Head = "trained",
         calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         if prompt == "hash" and isinstance(target, Seq2SeqLM):
             raise ValueError(
                 f"method.prompt=hash came with {target.name}, an encoder-decoder: its encoder reads the prompt, and no "
                 "layer of it is left early. Set method.prompt=full."
             )
-        self.table = _table(target, checkpoint, part)
+        folder, self.table = _table(target, checkpoint)
         self.checksum = self.table.checksum
         exact = HashPolicy(self.table).guarantee is Guarantee.EXACT
-        exits = None if exact else find_exits(target, *_exits_beside(checkpoint, part))
+        exits = None if exact or not (folder / NAMES[1]).exists() else find_exits(target, folder)
         reader = find_reader("hash_ee", "lens" if exact else head, target, exits)
         require_depths(np.unique(self.table.depths).tolist(), target, reader, "the depths of the table", last=True)
         self._made, self._hashes_prompts = self.table, prompt == "hash"
@@ -185,13 +183,13 @@ class HashEE(EarlyExitDecoder, Calibrated):
         return state.hidden
 
 
-def _table(target: CausalLM, checkpoint: str | Path | None, part: Path | None) -> HashTable:
-    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
-    if folder is None:
+def _table(target: CausalLM, checkpoint: str | Path | None) -> tuple[Path, HashTable]:
+    if checkpoint is None:
         raise MissingPart(
             "hash_ee has no table for this model; it needs one. Make it: python -m bench.train method=hash_ee "
             "model=MODEL; or name a folder of one: method.checkpoint=FOLDER."
         )
+    folder = Path(checkpoint).expanduser()
     table = HashTable.load(folder)
     if (len(table.depths), table.layers) != (target.vocab_size, target.n_layers):
         raise ValueError(
@@ -199,12 +197,4 @@ def _table(target: CausalLM, checkpoint: str | Path | None, part: Path | None) -
             f"{target.name} has {target.vocab_size} and {target.n_layers}; both must be the same. Make one: python -m "
             "bench.train method=hash_ee model=MODEL force=true."
         )
-    return table
-
-
-def _exits_beside(checkpoint: str | Path | None, part: Path | None) -> tuple[Path | None, Path | None]:
-    """Where exits may lie: beside the table. A user's own may come without."""
-    if checkpoint is None:
-        return None, part
-    folder = Path(checkpoint).expanduser()
-    return (folder if (folder / NAMES[1]).exists() else None), None
+    return folder, table

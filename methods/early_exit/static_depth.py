@@ -70,7 +70,6 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
         calibration: a promise for which the depth is chosen; it takes the place of ``depth``.
         checkpoint: folder of trained exits; None: those prepared for this model.
-        part: their folder, from the runner.
 
     Raises:
         ValueError: an exit that is not trained, or a depth out of range.
@@ -84,10 +83,9 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
         head: Head = "trained",
         calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         whole = depth == target.n_layers and (calibration is None or calibration.tolerance is None)
-        trained = find_exits(target, checkpoint, part)
+        trained = find_exits(target, checkpoint)
         reader = find_reader("static_depth", "lens" if whole else head, target, trained)
         wished = round(0.75 * target.n_layers)
         known = reader.depths or range(1, target.n_layers)

@@ -47,6 +47,7 @@ class HFBeam(HFGenerate):
     guarantee = Guarantee.RELAXED
     model_kind = "any"
     greedy_only = True
+    speed_only = False
 
     def __init__(
         self,

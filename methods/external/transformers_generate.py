@@ -56,6 +56,7 @@ class HFGenerate(Decoder):
     guarantee = Guarantee.EXACT
     family = "external"
     needs_hf = True
+    speed_only = True
     model_kind: ClassVar[ModelKind] = "causal"
 
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
@@ -153,6 +154,7 @@ class HFAssistedBase(HFGenerate):
     """What transformers' draft-and-verify modes share: one row at a time, candidates that can be counted."""
 
     max_batch = 1
+    speed_only = False
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         if len(prompts) != 1:

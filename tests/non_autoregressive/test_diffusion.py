@@ -586,11 +586,11 @@ def test_run_from_configuration_to_verdict(llada: tuple[Path, Any], tmp_path: Pa
 
 
 def test_diffusion_models_and_their_decoder_go_together_only() -> None:
-    from bench.measure.preconditions import Obstacles
+    from bench.measure.preconditions import check
 
-    look = Obstacles().of
-    assert "diffusion model" in str(look(compose.compose(["method=prompt_lookup", "model=llada_8b"])))
-    assert "fills in masks" in str(look(compose.compose(["method=diffusion"])))
-    assert look(compose.compose(["method=diffusion", "model=llada_8b"])) is None
+    (found,) = check(compose.compose(["method=prompt_lookup", "model=llada_8b"]))
+    assert "needs a model that writes from left to right, got model=" in found
+    assert "needs a masked diffusion model" in " ".join(check(compose.compose(["method=diffusion"])))
+    assert check(compose.compose(["method=diffusion", "model=llada_8b"])) == []
     assert instantiate.locate("bench.models.masked_diffusion.MaskedModel") is not None
     assert not source.Loaded(CausalLM.__new__(CausalLM), byte_tokenizer(), "m", None, None).denoises

@@ -333,7 +333,6 @@ class SelfSpeculative(SpeculativeDecoder):
         preset: a set published with the paper.
         layer_exit: number of layers the draft runs, from the first on.
         checkpoint: folder or file of a skip set.
-        part: the prepared one's folder, from the runner.
 
     Raises:
         ValueError: no skip set, several, or one that does not fit the model; an option out of range.
@@ -341,6 +340,7 @@ class SelfSpeculative(SpeculativeDecoder):
 
     trainable = True
     needs = "training"
+    instead_of_checkpoint = ("skip_attention", "skip_mlp", "preset", "layer_exit")
     paper = "Zhang et al. 2023, arXiv 2309.08168; Elhoushi et al. 2024, arXiv 2404.16710"
 
     def __init__(
@@ -355,10 +355,9 @@ class SelfSpeculative(SpeculativeDecoder):
         preset: Preset | None = None,
         layer_exit: int | None = None,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         named = _named(target, skip_attention, skip_mlp, preset, layer_exit, checkpoint)
-        skips = _require_fit(_one_of(named, part), target)
+        skips = _require_fit(_one_of(named), target)
         gamma = _first(gamma, skips.gamma, _GAMMA)
         confidence = _first(confidence, skips.confidence, _CONFIDENCE)
         _check_options(gamma, confidence, acceptance)
@@ -367,12 +366,6 @@ class SelfSpeculative(SpeculativeDecoder):
         view = target.skip(skips.attention, skips.mlp)
         drafter = SelfDrafter(shared, view, gamma, Threshold(confidence, acceptance))
         super().__init__(shared, sampling, drafter, default_rule(sampling, "chain", drawn=True))
-
-    @classmethod
-    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
-        """Settings can name a skip set themselves."""
-        named = ("checkpoint", "skip_attention", "skip_mlp", "preset", "layer_exit")
-        return all(settings.get(key) is None for key in named)
 
 
 def exit_set(layers: int, kept: int) -> SkipSet:
@@ -421,7 +414,7 @@ def _exit(target: CausalLM, kept: int) -> SkipSet:
     return exit_set(target.n_layers, kept)
 
 
-def _one_of(named: dict[str, SkipSet], part: Path | None) -> SkipSet:
+def _one_of(named: dict[str, SkipSet]) -> SkipSet:
     if len(named) > 1:
         raise ValueError(
             f"{' and '.join(f'method.{name}' for name in named)} came together; one source of skipped sub-layers is "
@@ -429,13 +422,11 @@ def _one_of(named: dict[str, SkipSet], part: Path | None) -> SkipSet:
         )
     if named:
         return next(iter(named.values()))
-    if part is None:
-        raise MissingPart(
-            "self_speculative has no skip set for this model; it needs one to draft with. Search for one: "
-            "python -m bench.train method=self_speculative model=MODEL; or name one: method.skip_attention=[..] "
-            "method.skip_mlp=[..], method.preset=NAME, method.layer_exit=E or method.checkpoint=FOLDER."
-        )
-    return SkipSet.load(part)
+    raise MissingPart(
+        "self_speculative has no skip set for this model; it needs one to draft with. Search for one: "
+        "python -m bench.train method=self_speculative model=MODEL; or name one: method.skip_attention=[..] "
+        "method.skip_mlp=[..], method.preset=NAME, method.layer_exit=E or method.checkpoint=FOLDER."
+    )
 
 
 def _require_fit(skips: SkipSet, target: CausalLM) -> SkipSet:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.analysis import metrics
-from bench.analysis.audit import CHECKS, Verdict, audit
+from bench.analysis.audit import CHECKS, AuditResult, audit
 from bench.records.run_folder import Sample
 from tests.helpers.sample_rows import EOS, both, row
 
@@ -44,7 +44,7 @@ def verdict(
     agreement: dict[str, Any] | None = AGREEMENT,
     manifest: dict[str, Any] | None = None,
     **summary: Any,
-) -> Verdict:
+) -> AuditResult:
     derived = metrics.summarise(samples, guarantee=guarantee, agreement=agreement, n_bootstrap=100)
     return audit(samples, derived | summary, MANIFEST | (manifest or {}))
 
@@ -55,24 +55,24 @@ def changed(arm: str, index: int = 0, **fields: Any) -> list[Sample]:
     return [replace(sample, **fields) if sample is chosen else sample for sample in GOOD]
 
 
-def only_reason(found: Verdict) -> str:
-    assert not found["valid"] and len(found["reasons"]) == 1, found
-    return found["reasons"][0]
+def only_reason(found: AuditResult) -> str:
+    assert not found.valid and len(found.reasons) == 1, found
+    return found.reasons[0]
 
 
-def only_warning(found: Verdict) -> str:
-    assert found["valid"] and not found["reasons"] and len(found["warnings"]) == 1, found
-    return found["warnings"][0]
+def only_warning(found: AuditResult) -> str:
+    assert found.valid and not found.reasons and len(found.warnings) == 1, found
+    return found.warnings[0]
 
 
 def test_a_good_run_is_valid() -> None:
-    assert verdict() == {"valid": True, "reasons": [], "warnings": []}
+    assert verdict() == AuditResult(True, [], [])
 
 
 def test_without_a_manifest_the_rest_is_checked() -> None:
     derived = metrics.summarise(GOOD, guarantee="EXACT", agreement=AGREEMENT, n_bootstrap=100)
-    assert audit(GOOD, derived)["valid"]
-    assert not audit(changed("method", n_output_tokens=12), derived)["valid"]
+    assert audit(GOOD, derived).valid
+    assert not audit(changed("method", n_output_tokens=12), derived).valid
 
 
 def test_an_error_is_a_reason() -> None:
@@ -81,7 +81,7 @@ def test_an_error_is_a_reason() -> None:
 
 
 def test_an_error_in_the_warm_up_is_none() -> None:
-    assert verdict([*GOOD, row("method", "9/1", phase="warmup", error="x")])["valid"]
+    assert verdict([*GOOD, row("method", "9/1", phase="warmup", error="x")]).valid
 
 
 def test_a_missing_partner_is_a_reason() -> None:
@@ -102,19 +102,19 @@ def test_violations_of_the_target_are_a_reason(arm: str, blamed: str) -> None:
 
 
 def test_a_relaxed_method_may_differ_from_the_target() -> None:
-    assert verdict(guarantee="RELAXED", agreement=AGREEMENT | {"violation": 0.2, "n_violations": 90})["valid"]
+    assert verdict(guarantee="RELAXED", agreement=AGREEMENT | {"violation": 0.2, "n_violations": 90}).valid
 
 
 def test_agreement_that_was_not_measured_is_a_warning() -> None:
     assert "measure.agreement=true" in only_warning(verdict(agreement=None))
-    assert not verdict(agreement=None, guarantee="INDEPENDENT_MODEL")["warnings"]
+    assert not verdict(agreement=None, guarantee="INDEPENDENT_MODEL").warnings
     drawn = dict.fromkeys(AGREEMENT) | {"reason": "tokens were drawn", "baseline": {"violation": None}}
-    assert verdict(agreement=drawn) == {"valid": True, "reasons": [], "warnings": []}
+    assert verdict(agreement=drawn) == AuditResult(True, [], [])
 
 
 def test_in_full_precision_near_ties_are_a_warning() -> None:
     assert "4.00% of the tokens" in only_warning(verdict(manifest={"dtype": "float32"}))
-    assert not verdict(manifest={"dtype": "float32"}, agreement=AGREEMENT | {"exact": 1.0})["warnings"]
+    assert not verdict(manifest={"dtype": "float32"}, agreement=AGREEMENT | {"exact": 1.0}).warnings
 
 
 IDS = [sample for sample in GOOD if sample.arm == "method"][0].output_ids
@@ -134,12 +134,12 @@ IDS = [sample for sample in GOOD if sample.arm == "method"][0].output_ids
     ],
 )
 def test_records_that_contradict_themselves_are_a_reason(fields: dict[str, Any], said: str) -> None:
-    reason = next(reason for reason in verdict(changed("method", **fields))["reasons"] if "contradict" in reason)
+    reason = next(reason for reason in verdict(changed("method", **fields)).reasons if "contradict" in reason)
     assert said in reason and "Prompt 1/1, repeat 0, method" in reason
 
 
 def test_without_known_end_tokens_the_end_is_not_judged() -> None:
-    assert verdict(changed("method", finish="length"), manifest={"eos_ids": []})["valid"]
+    assert verdict(changed("method", finish="length"), manifest={"eos_ids": []}).valid
 
 
 def shorter(tokens: int) -> list[Sample]:
@@ -154,7 +154,7 @@ def shorter(tokens: int) -> list[Sample]:
 @pytest.mark.parametrize(("tokens", "fine"), [(18, True), (17, False), (22, True), (23, False)])
 def test_lengths_may_differ_by_10_percent(tokens: int, fine: bool) -> None:
     found = verdict(shorter(tokens), guarantee="INDEPENDENT_MODEL")
-    assert found["valid"] == fine
+    assert found.valid == fine
     if not fine:
         assert f"wrote {tokens / 20:.0%}" in only_reason(found) and "speedup.per_token" in only_reason(found)
 
@@ -179,14 +179,14 @@ def repeated(later_ms: float, baseline_ms: float = 10) -> list[Sample]:
 
 
 def test_a_method_that_remembers_prompts_is_caught() -> None:
-    assert verdict(repeated(9.2))["valid"]
+    assert verdict(repeated(9.2)).valid
     reason = only_reason(verdict(repeated(8)))
     assert "The method decoded prompts 25% faster when it saw them again" in reason
-    assert verdict(repeated(14))["valid"]  # slower later is no cheating
+    assert verdict(repeated(14)).valid  # slower later is no cheating
 
 
 def test_a_machine_that_was_not_warm_is_caught() -> None:
-    assert "The baseline decoded prompts 25% faster" in " ".join(verdict(repeated(10, baseline_ms=8))["reasons"])
+    assert "The baseline decoded prompts 25% faster" in " ".join(verdict(repeated(10, baseline_ms=8)).reasons)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_counters_that_do_not_fit_are_a_reason(fields: dict[str, Any], said: str
 
 def test_only_exact_rounds_keep_accepted_plus_one() -> None:
     free = changed("method", step_accepted=[0, 2, 1, 4])
-    assert verdict(free, guarantee="RELAXED")["valid"]
+    assert verdict(free, guarantee="RELAXED").valid
     baseline = changed("baseline", step_accepted=[0, 1, *[0] * 9], step_depth=[0, 1, *[0] * 9], step_drafted=[1] * 11)
     assert "baseline: round 1 kept 1 tokens with 1 accepted" in only_reason(verdict(baseline, guarantee="RELAXED"))
 
@@ -216,17 +216,17 @@ OUTCOMES = {"ok": (True, 0), "warn": (True, 1), "invalid": (False, 0)}  # valid,
 @pytest.mark.parametrize(("jitter", "outcome"), [(None, "ok"), (0.09, "ok"), (0.11, "warn"), (0.26, "invalid")])
 def test_a_machine_that_changes_from_batch_to_batch_cannot_measure(jitter: float | None, outcome: str) -> None:
     found = verdict(jitter=jitter, spread=None)
-    assert (found["valid"], len(found["warnings"])) == OUTCOMES[outcome]
+    assert (found.valid, len(found.warnings)) == OUTCOMES[outcome]
     if jitter and outcome != "ok":
-        assert f"varied by {jitter:.0%} from one batch" in " ".join([*found["warnings"], *found["reasons"]])
+        assert f"varied by {jitter:.0%} from one batch" in " ".join([*found.warnings, *found.reasons])
 
 
 @pytest.mark.parametrize(("spread", "warned"), [(None, 0), (0.09, 0), (0.11, 1), (0.9, 1)])
 def test_a_drift_is_told_and_leaves_the_speedup(spread: float | None, warned: int) -> None:
     found = verdict(jitter=0.05, spread=spread)
-    assert (found["valid"], len(found["warnings"])) == (True, warned)
+    assert (found.valid, len(found.warnings)) == (True, warned)
     if spread and warned:
-        assert f"varied by {spread:.0%} over the run" in found["warnings"][0]
+        assert f"varied by {spread:.0%} over the run" in found.warnings[0]
 
 
 def test_steadiness_comes_from_the_baseline() -> None:
@@ -245,14 +245,14 @@ def test_steadiness_comes_from_the_baseline() -> None:
 def test_other_load(load: float, outcome: str) -> None:
     # 2 threads of our own on 4 cores: 0.6 busy cores of others are 15 %, 1.2 are 30 %
     found = verdict(manifest={"load_average": {"start": [9, 9, 9], "end": [load, 9, 9]}})
-    assert (found["valid"], len(found["warnings"])) == OUTCOMES[outcome]
+    assert (found.valid, len(found.warnings)) == OUTCOMES[outcome]
     if outcome == "invalid":
         assert "kept 1.2 of 4 cores busy" in only_reason(found)
 
 
 @pytest.mark.parametrize("average", [None, {}, {"start": None, "end": None}])
 def test_an_unknown_load_is_not_judged(average: Any) -> None:
-    assert verdict(manifest={"load_average": average}) == {"valid": True, "reasons": [], "warnings": []}
+    assert verdict(manifest={"load_average": average}) == AuditResult(True, [], [])
 
 
 def test_a_busy_gpu() -> None:
@@ -266,12 +266,12 @@ def test_one_prompt_has_no_interval() -> None:
 
 def test_a_slow_harness_is_a_warning() -> None:
     assert "3.0% of the loop" in only_warning(verdict(harness_share=0.03))
-    assert not verdict(harness_share=0.01)["warnings"]
+    assert not verdict(harness_share=0.01).warnings
 
 
 def test_reasons_add_up() -> None:
     found = verdict(changed("method", error="x", n_output_tokens=9), jitter=0.9)
-    assert len(found["reasons"]) == 3 and not found["valid"]
+    assert len(found.reasons) == 3 and not found.valid
 
 
 def test_every_reason_says_what_to_do() -> None:
@@ -282,5 +282,5 @@ def test_every_reason_says_what_to_do() -> None:
         manifest={"load_average": {"end": [9, 9, 9]}, "gpu_utilisation": {"start": 99}},
         jitter=0.9,
     )
-    assert len(broken["reasons"]) >= len(CHECKS) - 3
-    assert all("; " in reason and reason.endswith(".") for reason in broken["reasons"])
+    assert len(broken.reasons) >= len(CHECKS) - 3
+    assert all("; " in reason and reason.endswith(".") for reason in broken.reasons)

@@ -384,7 +384,7 @@ def decoders(target: CausalLM, folder: Path) -> Iterator[Calibrated]:
     yield Calm(target, GREEDY, head="lens")
     yield Free(target, GREEDY, depth=2, head="lens")
     yield StaticDepth(target, GREEDY, head="lens")
-    yield HashEE(target, GREEDY, head="lens", part=folder)
+    yield HashEE(target, GREEDY, head="lens", checkpoint=folder)
 
 
 def test_a_threshold_is_used_as_if_the_decoder_had_been_made_with_it(target: CausalLM, tmp_path: Path) -> None:

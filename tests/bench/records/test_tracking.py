@@ -32,7 +32,7 @@ MANIFEST = {"method": {"name": "eagle", "gamma": 4}, "seed": 7, "status": "finis
 def summary() -> dict[str, Any]:
     derived = metrics.summarise(SAMPLES, guarantee="EXACT", n_bootstrap=100)
     names = {"run_id": RUN_ID, "method": "eagle", "model": "smollm2", "dataset": "mtbench", "hardware": "cpu " * 30}
-    return names | derived | {"verdict": audit(SAMPLES, derived)}
+    return names | derived | {"verdict": asdict(audit(SAMPLES, derived))}
 
 
 @pytest.fixture

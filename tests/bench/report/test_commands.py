@@ -60,7 +60,8 @@ def recorded(root: Path, method: str, samples: list[Sample], *overrides: str, **
         "method": cfg.method, "model": {"name": "smollm2", "revision": "r1"}, "guarantee": "EXACT", "seed": 0,
         "dataset": {"name": "mtbench", "revision": {"content": "c1"}}, "dtype": "float32", "batch_size": 1,
         "sampling": {"temperature": 0.0, "top_k": 0, "top_p": 1.0}, "max_new_tokens": 128, "eos_ids": [0],
-        "measure": {"name": "default", "repeats": 1, "bootstrap_samples": 200}, "agreement": {"exact": 1.0, "near_tie": 0.0, "violation": 0.0},
+        "measure": {"name": "default", "repeats": 1, "bootstrap_samples": 200},
+        "agreement": {"exact": 1.0, "near_tie": 0.0, "violation": 0.0},
         "hardware": {"cpu": "A CPU", "threads": 2, "logical_cores": 2, "gpu": None}, "versions": {"torch": "2.13"},
         "n_done": 25, "n_pairs": 25, "git": {"sha": "abc"},
     }  # fmt: skip

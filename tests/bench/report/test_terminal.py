@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         cost_curve=lambda nodes, batch, context: 0.024 if nodes == 1 else 0.026,
         n_bootstrap=100,
     )
-    return NAMES | derived | {"verdict": audit(samples(), derived)} | changes
+    return NAMES | derived | {"verdict": asdict(audit(samples(), derived))} | changes
 
 
 def with_nulls(value: Any) -> Any:
@@ -123,7 +124,7 @@ def test_null_is_not_measured_and_never_a_zero() -> None:
 
 def test_a_run_without_pairs_can_be_shown() -> None:
     derived = metrics.summarise([], guarantee="EXACT")
-    text = terminal.render(NAMES | derived | {"verdict": audit([], derived)}, PATH)
+    text = terminal.render(NAMES | derived | {"verdict": asdict(audit([], derived))}, PATH)
     assert "RESULT: INVALID - 1 reason" in text and "mtbench: 0 prompts" in text
 
 

@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from bench import cli
 from bench.config import compose
-from bench.config.schema import RunConfig, conf_dir, run_id
+from bench.config.identity import run_id
+from bench.config.schema import RunConfig, conf_dir
 from bench.errors import RunFailed, UserError
 from bench.measure import preconditions
+from bench.records import lookup
 from bench.records.run_folder import RunFolder
 from bench.sweep import history
 from bench.sweep import plan as sweep
 from bench.sweep.history import Archive
-from bench.utils import redact
+from bench.utils import machine, redact
 
 NAMED = compose.every_group()["sweep"]
 
@@ -43,14 +46,14 @@ def words(results: Path) -> list[str]:
 def record(cfg: RunConfig, status: str = "finished", **manifest: Any) -> Path:
     """A run folder as a run of this configuration on this machine leaves it, without samples."""
     facts: dict[str, Any] = {
-        "method": cfg.method, "hardware": {"cpu": history._machine("cpu")[0], "threads": 1, "gpu": None},
+        "method": cfg.method, "hardware": machine.facts(torch.device("cpu")) | {"threads": 1},
         "dtype": "float32", "n_pairs": 10, "n_done": 10, "seconds": {"loop": 50.0, "warmup": 10.0, "timed": 49.0},
         "model": {"revision": "r"}, "dataset": {"revision": {"content": "c"}},
     }  # fmt: skip
     error = manifest.pop("error", None)
     facts |= manifest
     config = yaml.safe_dump(redact.tree({key: value for key, value in cfg.to_dict().items() if key != "paths"}))
-    root, name = Path(cfg.paths.results), run_id(cfg, **history._resolved(facts))
+    root, name = Path(cfg.paths.results), run_id(cfg, lookup.resolved(facts))
     with RunFolder.create(root, name, facts, config) as folder:
         folder.update(status=status, error=error)
     return root / name
@@ -96,7 +99,7 @@ def test_every_state_is_found_in_the_records_and_told(words: list[str], results:
     )
     assert "  failed       seed=2 method=prompt_lookup  about 60 s  (ValueError: odd)" in lines
     assert "  cut          seed=3 method=prompt_lookup  about 30 s" in lines
-    why = "batch_size=2, and hf_prompt_lookup takes 1 row at a time"  # too long for the line, so below it
+    why = "batch_size must be at most 1 for method=hf_prompt_lookup, got 2."  # too long for the line, so below it
     assert lines[lines.index("  incompatible seed=1 method=hf_prompt_lookup") + 1].strip() == why
     assert not any(line.startswith("  done") for line in lines)
     assert any(line.startswith("  done") for line in plan.text(every=True).splitlines())
@@ -256,25 +259,25 @@ def test_a_mistake_in_any_job_stops_the_sweep(swept: list[str], message: str) ->
 # ------------------------------------------------------------------------------------------------- incompatible
 
 
-def obstacle(*words: str) -> str | None:
-    return preconditions.Obstacles().of(compose.compose(list(words)))
+def obstacle(*words: str) -> str:
+    return " ".join(preconditions.check(compose.compose(list(words))))
 
 
 def test_what_runs_has_no_obstacle() -> None:
-    assert obstacle() is None
-    assert obstacle("method=hf_prompt_lookup") is None
-    assert obstacle("sampling=sample", "model=random", "dataset=mtbench") is None
+    assert not obstacle()
+    assert not obstacle("method=hf_prompt_lookup")
+    assert not obstacle("sampling=sample", "model=random", "dataset=mtbench")
 
 
 @pytest.mark.parametrize("layers", ["4_4", "6_1", "6_1_distilled", "12_1", "4_4_distilled_calm"])
 def test_the_translation_models_of_the_project_are_found(layers: str, tmp_path: Path) -> None:
     words = ["method=calm", "method.head=lens", "method.exits=[1]"] if layers.endswith("calm") else []
-    assert obstacle(f"model=multi30k_{layers}", "dataset=multi30k", f"paths.cache={tmp_path}", *words) is None
+    assert not obstacle(f"model=multi30k_{layers}", "dataset=multi30k", f"paths.cache={tmp_path}", *words)
 
 
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     found = obstacle("method=medusa", "model=random", f"paths.cache={tmp_path}")
-    assert found and found.startswith("medusa has no heads for this model") and "bench.train method=medusa" in found
+    assert found and found.startswith("method=medusa has no checkpoint for model=random") and "bench.train method=medusa" in found
 
 
 @pytest.mark.parametrize("method", ["blockwise", "calm", "eagle", "hydra_heads", "rest", "self_speculative"])
@@ -285,20 +288,25 @@ def test_methods_with_parts_are_asked(method: str, tmp_path: Path) -> None:
 
 def test_a_method_that_does_without_its_part_by_its_settings_may_run(tmp_path: Path) -> None:
     place = ("model=random", f"paths.cache={tmp_path}")
-    assert obstacle("method=self_speculative", "method.layer_exit=2", *place) is None
-    assert obstacle("method=medusa", "method.checkpoint=some/heads", *place) is None
+    assert not obstacle("method=self_speculative", "method.layer_exit=2", *place)
+    assert not obstacle("method=medusa", "method.checkpoint=some/heads", *place)
 
 
 def test_kinds_must_fit() -> None:
-    assert obstacle("dataset=multi30k") == (
-        "multi30k is written for an encoder-decoder model, and smollm2 is a causal model"
+    assert obstacle("dataset=multi30k").startswith(
+        "dataset=multi30k needs an encoder-decoder model, and smollm2 is a causal model."
     )
-    assert obstacle("dataset=multi30k", "model=hf", "model.name=nobody/unknown") is None  # its files will tell
+    assert obstacle("method=nat").startswith("method=nat needs an encoder-decoder model, and smollm2 is a causal model.")
+    assert not obstacle("dataset=multi30k", "model=hf", "model.name=nobody/unknown")  # its files will tell
 
 
 def test_sampling_that_is_refused_is_found_without_the_model() -> None:
     found = obstacle("method=hf_beam", "sampling=sample", "model=random")
-    assert found and "beam search draws nothing" in found
+    assert found.startswith("method=hf_beam needs sampling=greedy, got sampling.temperature=")
+    calibrated = obstacle("method=calm", "method.head=lens", "method.calibration.tolerance=0.1", "sampling=sample")
+    assert calibrated.startswith("method=calm with a calibration needs sampling=greedy")
+    assert not obstacle("method=calm", "method.head=lens", "sampling=sample")
+    assert obstacle("method=flashspec", "sampling.top_k=5") == "sampling.top_k must be 0 for method=flashspec, got 5."
 
 
 def test_hardware_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +315,7 @@ def test_hardware_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "finds no GPU" in str(obstacle("hardware=cuda_bf16"))
     monkeypatch.setattr(PromptLookup, "needs_gpu", True, raising=False)
-    assert obstacle("hardware=cpu_fp32") == "prompt_lookup needs a GPU, and this would run on cpu"
+    assert obstacle("hardware=cpu_fp32") == "method=prompt_lookup needs a GPU, got device cpu."
 
 
 # ------------------------------------------------------------------------------------------------- command line
@@ -384,7 +392,7 @@ def test_incompatible_jobs_are_never_run(use_run: Any, words: list[str], capsys:
     ran = []
     use_run(lambda cfg, *, fresh: ran.append(cfg.method["name"]) or outcome(cfg))
     assert cli.main(["-m", *words, "method=prompt_lookup,hf_prompt_lookup", "batch_size=3"]) == 0
-    assert ran == ["prompt_lookup"] and "takes 1 row at a time" in capsys.readouterr().out
+    assert ran == ["prompt_lookup"] and "batch_size must be at most 1" in capsys.readouterr().out
     assert cli.main(["-m", *words, "method=hf_prompt_lookup,hf_assisted", "batch_size=3"]) == 2
     assert ran == ["prompt_lookup"]
 

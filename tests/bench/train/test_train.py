@@ -20,9 +20,11 @@ import yaml
 
 from bench import cli
 from bench.config import compose, instantiate
-from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir, run_id
+from bench.config.identity import run_id
+from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir
 from bench.contract import checks
 from bench.errors import UserError
+from bench.measure import manifest
 from bench.measure import run as program
 from bench.models import artifacts
 from bench.models.random_weights import byte_tokenizer
@@ -74,13 +76,13 @@ class Counter:
 class Counted(PromptLookup):
     """A decoder that cannot do without its part."""
 
-    def __init__(
-        self, target: CausalLM, sampling: Sampling, part: Path | None = None, checkpoint: str | None = None
-    ) -> None:
+    trainable = True
+
+    def __init__(self, target: CausalLM, sampling: Sampling, checkpoint: Path | None = None) -> None:
         super().__init__(target, sampling)
-        if part is None:
+        if checkpoint is None:
             raise ValueError("counter has nothing prepared. python -m bench.train method=counter prepares it.")
-        self.part = part
+        self.checkpoint = checkpoint
 
 
 class Idle:
@@ -602,7 +604,7 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 
 def identity(cfg: RunConfig) -> str:
-    return run_id(cfg, **program._resolved(program.prepare(cfg)))
+    return run_id(cfg, **manifest.resolved(program.prepare(cfg)))
 
 
 @pytest.fixture
@@ -623,9 +625,9 @@ def test_a_decoder_gets_the_part_of_its_model(
     make()
     parts = program.prepare(cfg)
     assert parts.method.part == folder
-    noted = program._manifest(cfg, parts)["part"]
+    noted = manifest.manifest(cfg, parts)["part"]
     assert noted["origin"] == "trained" and noted["sha256"] == card(folder)["sha256"] and noted["card"] == card(folder)
-    assert program._resolved(parts)["part"] == noted["sha256"] and noted["warning"] is None
+    assert manifest.resolved(parts)["part"] == noted["sha256"] and noted["warning"] is None
     assert str(tmp_path) not in json.dumps(noted)
 
 
@@ -635,7 +637,7 @@ def test_a_shipped_part_comes_first(cfg: RunConfig, make: Callable[..., None], f
     assert program.prepare(cfg).method.part == shipped
     make()
     parts = program.prepare(cfg)
-    assert parts.method.part == shipped and program._manifest(cfg, parts)["part"]["origin"] == "shipped"
+    assert parts.method.part == shipped and manifest.manifest(cfg, parts)["part"]["origin"] == "shipped"
     (shipped / "card.json").unlink()
     assert program.prepare(cfg).method.part == folder, "without a card it is not finished"
 
@@ -676,8 +678,8 @@ def test_a_run_without_a_part_is_what_it_always_was(cfg: RunConfig, make: Callab
     make()
     parts = program.prepare(plain)
     assert identity(plain) == before and parts.prepared is None
-    assert set(program._resolved(parts)) == {"model_revision", "data_revision", "device", "threads", "dtype"}
-    assert "part" not in program._manifest(plain, parts)
+    assert set(manifest.resolved(parts)) == {"model_revision", "data_revision", "device", "threads", "dtype"}
+    assert "part" not in manifest.manifest(plain, parts)
 
 
 def test_a_part_of_other_weights_is_used_with_a_warning(
@@ -687,7 +689,7 @@ def test_a_part_of_other_weights_is_used_with_a_warning(
     parts = program.prepare(replace(cfg, model=cfg.model | {"seed": 5}))
     warning = "counter-random was prepared for revision seed 0 of the model, and this is seed 5"
     assert warning in capsys.readouterr().err
-    assert program._manifest(cfg, parts)["part"]["warning"] == warning
+    assert manifest.manifest(cfg, parts)["part"]["warning"] == warning
 
 
 def test_a_part_cannot_be_set(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:

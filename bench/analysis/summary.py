@@ -1,0 +1,84 @@
+"""What summary.json says of a run, derived from its manifest and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.analysis import audit, metrics
+from bench.analysis.audit import AuditResult
+from bench.analysis.cost_curve import CostCurve
+from bench.records import run_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The content of summary.json, the verdict in it, and the manifest it was derived from."""
+
+    content: dict[str, Any]
+    verdict: AuditResult
+    manifest: dict[str, Any]
+
+
+def summarise(path: Path) -> Summary:
+    """Sum up a run folder. Writes and prints nothing."""
+    manifest, samples = run_folder.read_manifest(path) or {}, run_folder.read_samples(path)
+    stored = manifest.get("cost_curve")
+    rates = metrics.summarise(
+        samples,
+        guarantee=manifest["guarantee"],
+        agreement=manifest.get("agreement"),
+        cost_curve=CostCurve.from_dict(stored) if stored else None,
+        cost_over_layers=metrics.cost_over_layers(manifest),
+        n_bootstrap=manifest["measure"]["bootstrap_samples"],
+        seed=manifest["seed"],
+    )
+    for arm, part in (("method", rates), ("baseline", rates["baseline"])):
+        part["quality"] |= manifest.get("quality", {}).get(arm, {})
+    content = _names(manifest) | rates
+    verdict = audit.audit(samples, content, manifest)
+    return Summary(content | {"verdict": asdict(verdict)}, verdict, manifest)
+
+
+def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What identifies a run, and what its manifest adds to the rates."""
+    facts, measure = manifest["hardware"], manifest["measure"]
+    ahead = {key: manifest[key] for key in ("compiled", "graphs") if key in manifest}
+    return {
+        "schema_version": run_folder.SCHEMA_VERSION,
+        "run_id": manifest["run_id"],
+        "method": manifest["method"]["name"],
+        "model": manifest["model"]["name"],
+        "model_revision": manifest["model"]["revision"],
+        "dataset": manifest["dataset"]["name"],
+        "dataset_revision": manifest["dataset"]["revision"],
+        "hardware": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
+        "dtype": manifest["dtype"],
+        "threads": facts["threads"],
+        "batch_size": manifest["batch_size"],
+        **({key: measure[key] for key in ("refill", "refill_queue")} if measure.get("refill") else {}),
+        **({"made_ahead": ahead} if ahead else {}),
+        **({"compile": True} if "compiled" in ahead else {}),  # a name of its own: compiled runs have their own tables
+        "sampling": manifest["sampling"],
+        "max_new_tokens": manifest["max_new_tokens"],
+        "harness_share": manifest.get("harness_share"),
+        "memory": manifest.get("memory", {}),
+        "own_bytes": manifest.get("own_bytes", {}),
+        "quality_notes": manifest.get("quality_notes", {}),
+        "quality_change": manifest.get("quality_change", {}),
+        **({"calibration": manifest["calibration"]} if "calibration" in manifest else {}),
+        **({"method_facts": _per_token(manifest)} if "method_facts" in manifest else {}),
+    }
+
+
+def _per_token(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's own statistics; what it counted per step, also per token."""
+    facts = dict(manifest["method_facts"])
+    if not (facts.get("steps") and facts.get("tokens")):
+        return facts
+    rows = min(manifest["batch_size"], manifest["n_prompts"])  # a step is one of all rows, and each bears its cost
+    share = facts["steps"] * rows / facts["tokens"]
+    per_step = [key for key in facts if key.endswith("_per_step")]
+    return facts | {key.replace("_per_step", "_per_token"): facts[key] * share for key in per_step}

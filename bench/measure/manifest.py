@@ -1,0 +1,177 @@
+"""What a run is made of, and what its manifest says of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import yaml
+
+from bench.config.schema import RunConfig
+from bench.measure.interleave import Settings
+from bench.measure.threshold_calibration import CalibrationSet, Choice
+from bench.models.artifacts import Prepared
+from bench.models.source import Loaded
+from bench.records import lookup
+from bench.records.run_folder import Sample
+from bench.utils import machine, redact
+from methods.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a configuration becomes.
+
+    Attributes:
+        loaded: the target with its tokenizer and revision.
+        lengths: tokens of every prompt; of later turns the most they can have.
+        floor_bytes: memory of the process before the model was loaded.
+        gpu_busy: percent, before the model was loaded.
+        prepared: the trained checkpoint or datastore that the method uses.
+        calibration: prompts by which the method's threshold is chosen.
+        files: sha256 of files that the method's settings name by a path.
+    """
+
+    task: Any
+    examples: list[Any]
+    loaded: Loaded
+    baseline: Decoder
+    method: Decoder
+    settings: Settings
+    lengths: list[int]
+    floor_bytes: int | None
+    gpu_busy: float | None
+    prepared: Prepared | None = None
+    calibration: CalibrationSet | None = None
+    files: dict[str, str] | None = None
+
+
+def settings(cfg: RunConfig, loaded: Loaded) -> Settings:
+    """What the measuring loop needs to know."""
+    end = getattr(loaded.tokenizer, "eos_token_id", None)
+    return Settings(
+        seed=cfg.seed,
+        limit=cfg.max_new_tokens,
+        context=min(loaded.lm.max_positions, cfg.max_context or loaded.lm.max_positions),
+        apart=loaded.kind == "seq2seq",
+        eos_ids=tuple(loaded.lm.eos_ids) or (() if end is None else (end,)),
+        batch_size=cfg.batch_size,
+        repeats=cfg.measure.repeats,
+        warmup=cfg.measure.warmup,
+        refill=cfg.measure.refill,
+        refill_queue=cfg.measure.refill_queue,
+    )
+
+
+def resolved(parts: Parts) -> dict[str, Any]:
+    """Values resolved on this machine that are part of the identity; ``lookup.resolved`` reads them from a manifest."""
+    lm = parts.loaded.lm
+    return {
+        "part": parts.prepared.sha256 if parts.prepared else None,
+        "calibration": parts.calibration.sha256 if parts.calibration else None,
+        "files": parts.files,
+        "model_revision": parts.loaded.revision,
+        "data_revision": parts.task.revision["content"],
+        **lookup.machine_of(machine.facts(lm.device)),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
+
+
+def manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dict[str, Any]:
+    """All facts that are known before the measurement."""
+    loaded, chosen = parts.loaded, parts.settings
+    return redact.tree(
+        {
+            "started_at": now(),
+            "ended_at": None,
+            "argv": redact.argv(["bench", *sys.argv[1:]]),
+            "environment": redact.environment(os.environ),
+            "method": cfg.method,
+            **({"part": parts.prepared.facts()} if parts.prepared else {}),
+            **({"calibration": choice.record} if choice else {}),
+            **({"files": parts.files} if parts.files else {}),
+            "guarantee": parts.method.guarantee.value,
+            "family": parts.method.family,
+            "model": {
+                "name": cfg.model["name"],
+                "revision": loaded.revision,
+                "sha256": loaded.sha256,
+                "weight_bytes": loaded.lm.weight_bytes,
+            },
+            "dataset": {"name": cfg.dataset["name"], "revision": parts.task.revision},
+            "dtype": str(loaded.lm.dtype).removeprefix("torch."),
+            "linear": loaded.lm.linear_form,
+            "sampling": asdict(cfg.sampling),
+            "measure": asdict(cfg.measure),
+            "eos_ids": list(chosen.eos_ids),
+            "seed": cfg.seed,
+            "max_new_tokens": chosen.limit,
+            "context": chosen.context,
+            "batch_size": chosen.batch_size,
+            "n_prompts": len(parts.lengths),
+            "n_pairs": len(parts.lengths) * chosen.repeats,
+            "hardware": machine.facts(loaded.lm.device),
+            "load_average": {"start": machine.load_average(), "end": None},
+            "gpu_utilisation": {"start": parts.gpu_busy},
+            "gpu_state": {"start": machine.gpu_state(loaded.lm.device), "end": None},
+            "versions": machine.versions(),
+            "git": machine.git_state(),
+        }
+    )
+
+
+def config_yaml(cfg: RunConfig) -> str:
+    """The composed configuration without the machine's paths and without secrets."""
+    public = {key: value for key, value in cfg.to_dict().items() if key != "paths"}
+    return str(yaml.safe_dump(redact.tree(public), sort_keys=False, allow_unicode=True))
+
+
+def after(parts: Parts, before: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Facts that are known after the measurement.
+
+    Args:
+        before: the manifest so far.
+        samples: of the run.
+    """
+    own, stats = parts.method.memory(), parts.method.stats()
+    return {
+        "memory": _memory(parts, samples),
+        **({"own_bytes": own} if own else {}),
+        **({"method_facts": stats} if stats else {}),
+        "load_average": before["load_average"] | {"end": machine.load_average()},
+        "gpu_state": before["gpu_state"] | {"end": machine.gpu_state(parts.loaded.lm.device)},
+    }
+
+
+def made_ahead(parts: Parts) -> dict[str, dict[str, float]]:
+    """Graphs captured and functions compiled so far, and the time it took; later ones are in the measured times."""
+    graphs, compiled = parts.loaded.lm.graphs, parts.loaded.lm.compiled
+    found = {}
+    if graphs is not None:
+        found["graphs"] = {"captured": graphs.captured, "seconds": round(graphs.seconds, 3)}
+    if compiled is not None:
+        found["compiled"] = {"functions": compiled.counted, "seconds": round(compiled.seconds, 3)}
+    return found
+
+
+def _memory(parts: Parts, samples: Sequence[Sample]) -> dict[str, int | None]:
+    """Bytes that both arms have in common, and those of the process before, from which a peak on a CPU is counted.
+
+    The cache is that of the target, for as many rows as there were with the longest prompt and the most new tokens.
+    """
+    lm, measured = parts.loaded.lm, [s for s in samples if s.phase == "measure"]
+    longest = max(s.n_prompt_tokens for s in measured) + parts.settings.limit
+    return {
+        "weights": lm.weight_bytes + lm.encoder_bytes,
+        "cache": max(s.batch_size for s in measured) * longest * lm.token_bytes,
+        "floor": parts.floor_bytes,
+    }
+
+
+def now() -> str:
+    """Date and time to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
