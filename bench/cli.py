@@ -383,25 +383,25 @@ def _report(arguments: list[str]) -> int:
     found, problems = markdown.rebuild(collect.read(results), everything=settings.rebuild)
     rows = [collect.row(record) | {"record": record} for record in found]
     kept = [row["record"] for row in collect.select(rows, filters)]
-    boards, file = leaderboard.boards(kept), settings.out or results / "report.html"
-    markdown.write(boards, [*problems, *markdown.unfinished(kept)], file)
+    groups, file = leaderboard.groups(kept), settings.out or results / "report.html"
+    markdown.write(groups, [*problems, *markdown.unfinished(kept)], file)
     for problem in problems:
         print(problem, file=sys.stderr)
-    return _print(f"{sum(len(board.entries) for board in boards)} runs in {len(boards)} tables: {file}")
+    return _print(f"{sum(len(group.rows) for group in groups)} runs in {len(groups)} tables: {file}")
 
 
 def _dashboard(arguments: list[str]) -> int:
     settings, filters = options.parse(DashboardOptions, arguments)
     from bench.report import leaderboard, wandb_views
 
-    boards = leaderboard.boards(_selected(settings.folder, filters))
-    if not boards:
+    groups = leaderboard.groups(_selected(settings.folder, filters))
+    if not groups:
         raise UserError("No finished run to show; a dashboard needs at least one. Run: python -m bench")
     project = settings.project or wandb_views.PROJECT
     if settings.out:
-        wandb_views.write(wandb_views.views(boards, settings.entity or "", project), settings.out)
-        return _print(f"{len(boards)} views: {settings.out}")
-    return _print("\n".join(wandb_views.push(boards, settings.entity, project)))
+        wandb_views.write(wandb_views.views(groups, settings.entity or "", project), settings.out)
+        return _print(f"{len(groups)} views: {settings.out}")
+    return _print("\n".join(wandb_views.push(groups, settings.entity, project)))
 
 
 def _frontier(arguments: list[str]) -> int:

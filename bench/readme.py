@@ -49,10 +49,10 @@ def _leaderboard(results: Path, words: str) -> list[str]:
     """``best=N``: the N fastest valid methods of each guarantee among the runs that ``collect`` would select."""
     *filters, best = words.split()
     rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
-    boards = leaderboard.boards(row["record"] for row in collect.select(rows, filters))
-    assert len(boards) == 1, f"{words} selects {len(boards)} tables"
+    groups = leaderboard.groups(row["record"] for row in collect.select(rows, filters))
+    assert len(groups) == 1, f"{words} selects {len(groups)} tables"
     kept: dict[tuple[str, str], Any] = {}
-    for entry in boards[0].valid:  # the fastest first within each guarantee
+    for entry in groups[0].valid:  # the fastest first within each guarantee
         kept.setdefault((entry.guarantee, entry.method), entry.summary | {"method": entry.label})
     most = int(best.removeprefix("best="))
     chosen = [
@@ -118,7 +118,7 @@ def _lossless(results: Path, _: str) -> list[str]:
 def results_page(results: Path) -> str:
     """RESULTS.md: every run of the committed records, by what may stand in one table, and the laboratory's."""
     found = collect.read(results)
-    body = markdown.to_markdown(leaderboard.boards(found), markdown.unfinished(found), results.name)
+    body = markdown.to_markdown(leaderboard.groups(found), markdown.unfinished(found), results.name)
     title, _, tables = body.partition("\n\n")
     return f"{title}\n\n{_PREFACE}\n\n{tables}{_laboratory(results)}"
 

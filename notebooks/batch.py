@@ -52,9 +52,9 @@ plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 10, "axes.labelsize": 1
 RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
 SIZES = (1, 2, 4, 8, 16, 32)  # of the sweep
 
-BOARDS = leaderboard.boards(collect.read(RESULTS))
-SERIES = leaderboard.batch_series(BOARDS)
-COVERAGE = leaderboard.batch_coverage(BOARDS, SIZES)
+GROUPS = leaderboard.groups(collect.read(RESULTS))
+SERIES = leaderboard.batch_series(GROUPS)
+COVERAGE = leaderboard.batch_coverage(GROUPS, SIZES)
 
 # %% [markdown]
 # ## 1. What is recorded, and what is not
@@ -107,8 +107,8 @@ for heading, lines in SERIES:
     plots.over_batches(
         ax,
         lines,
-        lambda entry: entry.summary["latency_s"]["mean"],
-        lambda entry: entry.summary["baseline"]["latency_s"]["mean"],
+        lambda row: row.summary["latency_s"]["mean"],
+        lambda row: row.summary["baseline"]["latency_s"]["mean"],
     )
     ax.set(ylabel="seconds from prompt to last token, mean", title=heading, ylim=(0, None))
     ax.legend(fontsize=8)
@@ -127,8 +127,8 @@ for heading, lines in SERIES:
     plots.over_batches(
         ax,
         lines,
-        lambda entry: (entry.summary["peak_memory_bytes"] or float("nan")) / 2**20,
-        lambda entry: (entry.summary["baseline"]["peak_memory_bytes"] or float("nan")) / 2**20,
+        lambda row: (row.summary["peak_memory_bytes"] or float("nan")) / 2**20,
+        lambda row: (row.summary["baseline"]["peak_memory_bytes"] or float("nan")) / 2**20,
     )
     ax.set(ylabel="MiB at the peak", title=heading, ylim=(0, None))
     ax.legend(fontsize=8)
@@ -148,16 +148,16 @@ def rates(refilled: bool) -> pd.DataFrame:
     """Of valid runs, by what they share but for lockstep."""
     rows = [
         {
-            "table": f"{entry.summary['dataset']}, {terminal.place(entry.summary)}",
-            "B": entry.summary["batch_size"],
-            "method": entry.label,
-            "tokens/s": entry.summary["tokens_per_s"],
-            "baseline": entry.summary["baseline_tokens_per_s"],
-            "speed-up": entry.speed,
+            "table": f"{row.summary['dataset']}, {terminal.place(row.summary)}",
+            "B": row.summary["batch_size"],
+            "method": row.label,
+            "tokens/s": row.summary["tokens_per_s"],
+            "baseline": row.summary["baseline_tokens_per_s"],
+            "speed-up": row.speed,
         }
-        for board in BOARDS
-        for entry in board.valid
-        if bool(entry.summary.get("refill")) is refilled
+        for group in GROUPS
+        for row in group.valid
+        if bool(row.summary.get("refill")) is refilled
     ]
     return pd.DataFrame(rows, columns=["table", "B", "method", "tokens/s", "baseline", "speed-up"])
 

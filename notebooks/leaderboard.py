@@ -51,12 +51,12 @@ RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
 MOST = 6  # tables that have pictures; the others are in RESULTS.md and in the report
 
 RECORDS = collect.read(RESULTS)
-BOARDS = leaderboard.boards(RECORDS)
-PICTURED = sorted((board for board in BOARDS if len(board.valid) > 1), key=lambda board: -len(board.valid))[:MOST]
-runs = sum(len(board.entries) for board in BOARDS)
-ranked = sum(len(board.valid) for board in BOARDS)
-display(Markdown(f"{runs} finished runs in {len(BOARDS)} tables, {ranked} of them ranked."))
-if not BOARDS:
+GROUPS = leaderboard.groups(RECORDS)
+PICTURED = sorted((group for group in GROUPS if len(group.valid) > 1), key=lambda group: -len(group.valid))[:MOST]
+runs = sum(len(group.rows) for group in GROUPS)
+ranked = sum(len(group.valid) for group in GROUPS)
+display(Markdown(f"{runs} finished runs in {len(GROUPS)} tables, {ranked} of them ranked."))
+if not GROUPS:
     print("No finished run yet. Make some: python -m bench sweep=all_methods")
 
 
@@ -70,8 +70,8 @@ def show(frame: pd.DataFrame) -> None:
 # By table, family and guarantee. Speed-ups of different rows of different tables do not compare: their baselines differ.
 
 # %%
-if BOARDS:
-    show(leaderboard.winners(BOARDS))
+if GROUPS:
+    show(leaderboard.winners(GROUPS))
 
 # %% [markdown]
 # ## 2. All runs
@@ -81,9 +81,9 @@ if BOARDS:
 # of tokens that the target itself would have written.
 
 # %%
-for board in BOARDS:
-    display(Markdown(f"**{board.heading}**"))
-    show(leaderboard.standings(board).drop(columns="run"))
+for group in GROUPS:
+    display(Markdown(f"**{group.heading}**"))
+    show(leaderboard.ranking(group).drop(columns="run"))
 
 # %% [markdown]
 # ## 3. How sure is the ranking?
@@ -92,9 +92,9 @@ for board in BOARDS:
 # prompt, which sees much finer.
 
 # %%
-for board in PICTURED:
-    figure, ax = plt.subplots(figsize=(9, 0.34 * len(board.valid) + 1.2), layout="constrained")
-    plots.intervals(ax, board)
+for group in PICTURED:
+    figure, ax = plt.subplots(figsize=(9, 0.34 * len(group.valid) + 1.2), layout="constrained")
+    plots.intervals(ax, group)
     plt.show()
 if not PICTURED:
     print("No table has two ranked runs yet: python -m bench sweep=all_methods")
@@ -108,13 +108,15 @@ if not PICTURED:
 # A mean hides that drafts are found in some texts and not in others.
 
 # %%
-for board in PICTURED:
-    values = leaderboard.categories(board)
+for group in PICTURED:
+    values = leaderboard.categories(group)
     if values.shape[1] > 1:
-        figure, ax = plt.subplots(figsize=(1.5 + 1.05 * values.shape[1], 0.34 * len(values) + 1.6), layout="constrained")
-        plots.heat_map(ax, board)
+        figure, ax = plt.subplots(
+            figsize=(1.5 + 1.05 * values.shape[1], 0.34 * len(values) + 1.6), layout="constrained"
+        )
+        plots.heat_map(ax, group)
         plt.show()
-        display(leaderboard.categories(board, shown=True))
+        display(leaderboard.categories(group, shown=True))
 
 # %% [markdown]
 # *Figure 2. Speed-up by category. Below each: its 95 % interval and the number of conversations n. One conversation has no
@@ -123,9 +125,9 @@ for board in PICTURED:
 # ## 5. By conversation
 
 # %%
-for board in PICTURED:
+for group in PICTURED:
     figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
-    plots.ecdf(ax, board)
+    plots.ecdf(ax, group)
     plt.show()
 
 # %% [markdown]
@@ -140,9 +142,9 @@ for board in PICTURED:
 # included; the way from the dash to the mark is the method's own overhead.
 
 # %%
-for board in PICTURED:
+for group in PICTURED:
     figure, ax = plt.subplots(figsize=(9.5, 4.2), layout="constrained")
-    plots.steps_and_speed(ax, board)
+    plots.steps_and_speed(ax, group)
     plt.show()
 
 # %% [markdown]
@@ -157,15 +159,15 @@ for board in PICTURED:
 # model's baseline, the median over all runs; grey crosses are these baselines.
 
 # %%
-MARKETS = leaderboard.markets(BOARDS, "bleu", "multi30k")
-for market in MARKETS:
+PLOTS = leaderboard.quality_speed_plots(GROUPS, "bleu", "multi30k")
+for plot in PLOTS:
     figure, ax = plt.subplots(figsize=(9.5, 4.6), layout="constrained")
-    plots.pareto(ax, market)
+    plots.pareto(ax, plot)
     plt.show()
-families = {trade.entry.family for market in MARKETS for trade in market.trades if trade.entry.rank is not None}
+families = {point.row.family for plot in PLOTS for point in plot.points if point.row.rank is not None}
 for missing in [name for name in ("speculative", "early exit", "non-autoregressive") if name not in families]:
     print(f"No valid run of the family '{missing}' is recorded on Multi30k, so nothing is said about it.")
-if not MARKETS:
+if not PLOTS:
     print("Make them: python -m bench.train method=teacher corpus=multi30k, then python -m bench sweep=translation")
 
 # %% [markdown]
@@ -177,7 +179,7 @@ if not MARKETS:
 # Verification is nearly free as long as the machine waits for memory. With more rows it is not, and drafts cost what they cost.
 
 # %%
-SERIES = leaderboard.batch_series(BOARDS)
+SERIES = leaderboard.batch_series(GROUPS)
 for heading, lines in SERIES:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     plots.batch_curves(axes, heading, lines)

@@ -56,12 +56,20 @@ plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 11, "axes.labelsize": 1
 RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
 FAMILY, DATA = "non-autoregressive", "multi30k"
 
-BOARDS = [board for board in leaderboard.boards(collect.read(RESULTS)) if str(board.first.get("dataset")).startswith(DATA)]
-ENTRIES = [entry for board in BOARDS for entry in board.entries]
-PARALLEL = [entry for entry in ENTRIES if entry.family == FAMILY]
-display(Markdown(f"{len(PARALLEL)} finished runs of non-autoregressive methods on Multi30k, {len(ENTRIES) - len(PARALLEL)} of others."))
+GROUPS = [
+    group for group in leaderboard.groups(collect.read(RESULTS)) if str(group.first.get("dataset")).startswith(DATA)
+]
+ROWS = [row for group in GROUPS for row in group.rows]
+PARALLEL = [row for row in ROWS if row.family == FAMILY]
+display(
+    Markdown(
+        f"{len(PARALLEL)} finished runs of non-autoregressive methods on Multi30k, {len(ROWS) - len(PARALLEL)} of others."
+    )
+)
 if not PARALLEL:
-    print("Nothing is recorded yet, so nothing is said about quality or speed of our own. What needs no record is shown.")
+    print(
+        "Nothing is recorded yet, so nothing is said about quality or speed of our own. What needs no record is shown."
+    )
 
 # %% [markdown]
 # ## 1. What the papers found
@@ -164,13 +172,14 @@ plt.show()
 #
 # ## 3. Quality against speed, at batch 1 and at batch 32
 
+
 # %%
-def draw_market(market: leaderboard.Market) -> None:
+def draw_plot(plot: leaderboard.QualitySpeedPlot) -> None:
     """The runs, and as a star the greedy baseline of each model, the median over the runs it was measured in."""
     figure, ax = plt.subplots(figsize=(9.5, 4.4), layout="constrained")
-    plots.pareto(ax, market)
-    for model in sorted({str(trade.entry.summary["model"]) for trade in market.trades}):
-        before = [t.before for t in market.trades if t.entry.summary["model"] == model and t.before]
+    plots.pareto(ax, plot)
+    for model in sorted({str(point.row.summary["model"]) for point in plot.points}):
+        before = [t.before for t in plot.points if t.row.summary["model"] == model and t.before]
         if before:
             rate, quality = (median(values) for values in zip(*before, strict=True))
             ax.plot(rate, quality, "*", color="0.2", markersize=13)
@@ -178,16 +187,16 @@ def draw_market(market: leaderboard.Market) -> None:
     plt.show()
 
 
-MARKETS = {size: [] for size in (1, 32)}
-for market in leaderboard.markets(BOARDS, "bleu", DATA):
-    size = market.trades[0].entry.summary["batch_size"]
-    if size in MARKETS and any(trade.entry.family == FAMILY for trade in market.trades):
-        MARKETS[size].append(market)
-for size, found in MARKETS.items():
+PLOTS = {size: [] for size in (1, 32)}
+for plot in leaderboard.quality_speed_plots(GROUPS, "bleu", DATA):
+    size = plot.points[0].row.summary["batch_size"]
+    if size in PLOTS and any(point.row.family == FAMILY for point in plot.points):
+        PLOTS[size].append(plot)
+for size, found in PLOTS.items():
     display(Markdown(f"**Batch {size}**"))
-    for market in found:
-        draw_market(market)
-        models = {str(trade.entry.summary["model"]) for trade in market.trades}
+    for plot in found:
+        draw_plot(plot)
+        models = {str(point.row.summary["model"]) for point in plot.points}
         if not any("_6_1" in model or "_12_1" in model for model in models):
             print("No deep-shallow model is recorded beside them, so this picture flatters: see the commands above.")
     if not found:
@@ -203,7 +212,7 @@ for size, found in MARKETS.items():
 # %%
 CURVES = [
     (heading, {label: runs for label, runs in lines.items() if runs[0].family in (FAMILY, leaderboard.BASELINE)})
-    for heading, lines in leaderboard.batch_series(BOARDS)
+    for heading, lines in leaderboard.batch_series(GROUPS)
 ]
 CURVES = [(heading, lines) for heading, lines in CURVES if any(runs[0].family == FAMILY for runs in lines.values())]
 for heading, lines in CURVES:
@@ -239,15 +248,22 @@ def span(change: dict | None) -> str:
     return "-" if not change or change["low"] is None else f"{change['low']:+.1f} to {change['high']:+.1f}"
 
 
-def honest(entry: leaderboard.Entry) -> dict[str, str]:
+def honest(row: leaderboard.Row) -> dict[str, str]:
     """What a run says of itself beside its speed."""
-    summary = entry.summary
-    facts, quality, before = summary.get("method_facts") or {}, summary.get("quality") or {}, summary["baseline"].get("quality") or {}
-    layers, teacher = facts.get("decoder_layer_passes_per_token"), facts.get("decoder_layer_passes_per_token_of_the_teacher")
+    summary = row.summary
+    facts, quality, before = (
+        summary.get("method_facts") or {},
+        summary.get("quality") or {},
+        summary["baseline"].get("quality") or {},
+    )
+    layers, teacher = (
+        facts.get("decoder_layer_passes_per_token"),
+        facts.get("decoder_layer_passes_per_token_of_the_teacher"),
+    )
     beams = facts.get("teacher_beams")
     return {
         "batch": str(summary["batch_size"]),
-        "method": entry.label,
+        "method": row.label,
         "model": str(summary["model"]),
         "learnt from": f"{facts.get('data', '-')}{f' ({beams})' if beams else ''}",
         "BLEU (its teacher's)": f"{shown(quality.get('bleu'), '.1f')} ({shown(before.get('bleu'), '.1f')})",
@@ -258,15 +274,15 @@ def honest(entry: leaderboard.Entry) -> dict[str, str]:
         "layers / token": f"{shown(layers, '.2f')} ({shown(teacher, 'd')})",
         "rescoring": shown(facts.get("rescoring_seconds_per_sentence"), ".4f"),
         "held": mebibytes(summary.get("own_bytes") or {}),
-        "speed-up": shown(entry.speed, ".2f"),
+        "speed-up": shown(row.speed, ".2f"),
         "sentences/s": shown(summary.get("prompts_per_s"), ".1f"),
-        "valid": "yes" if entry.valid else "no",
+        "valid": "yes" if row.valid else "no",
     }
 
 
 if PARALLEL:
-    rows = sorted(PARALLEL, key=lambda entry: (entry.summary["batch_size"], -(entry.speed or 0.0)))
-    display(pd.DataFrame([honest(entry) for entry in rows]).style.hide())
+    rows = sorted(PARALLEL, key=lambda row: (row.summary["batch_size"], -(row.speed or 0.0)))
+    display(pd.DataFrame([honest(row) for row in rows]).style.hide())
 else:
     print("No run yet: see the commands above.")
 
@@ -277,9 +293,17 @@ else:
 # text is the teacher's own, to the letter. What is left of the speed is the price of that promise.
 
 # %%
-DRAFTING = [entry for entry in ENTRIES if entry.method == "specdec_nat" and entry.valid]
+DRAFTING = [row for row in ROWS if row.method == "specdec_nat" and row.valid]
 if DRAFTING:
-    cells = [{"batch": e.summary["batch_size"], "run": e.label, "tokens per step": e.summary["tokens_per_step"], "speed-up": e.speed} for e in DRAFTING]
+    cells = [
+        {
+            "batch": e.summary["batch_size"],
+            "run": e.label,
+            "tokens per step": e.summary["tokens_per_step"],
+            "speed-up": e.speed,
+        }
+        for e in DRAFTING
+    ]
     display(pd.DataFrame(cells).style.hide().format(precision=2, na_rep="-"))
 else:
     print("No run yet: python -m bench method=specdec_nat method.drafter=glat model=multi30k_4_4 dataset=multi30k")

@@ -19,35 +19,35 @@ from typing import Any
 from bench.errors import UserError
 from bench.records import run_folder
 from bench.report import leaderboard, terminal
-from bench.report.leaderboard import Board, Entry
-from bench.report.style import look
+from bench.report.leaderboard import ComparisonGroup, Row
+from bench.report.style import style_of
 
 TITLE = "DecodeBench: results"
 _PAGE = Path(__file__).parent / "page"
-_SAMPLES, _TEXT, _LIST = 3, 1500, 12  # prompts shown of a run, characters of a text, entries of a list
+_SAMPLES, _TEXT, _LIST = 3, 1500, 12  # prompts shown of a run, characters of a text, rows of a list
 _FILTERS = {
-    "family": lambda entry: entry.family,
-    "guarantee": lambda entry: entry.guarantee,
-    "dataset": lambda entry: str(entry.summary.get("dataset")),
-    "model": lambda entry: str(entry.summary.get("model")),
-    "batch": lambda entry: f"{entry.summary.get('batch_size')}{', refilled' if entry.summary.get('refill') else ''}",
-    "hardware": lambda entry: f"{entry.summary.get('hardware')}, {entry.summary.get('dtype')}",
+    "family": lambda row: row.family,
+    "guarantee": lambda row: row.guarantee,
+    "dataset": lambda row: str(row.summary.get("dataset")),
+    "model": lambda row: str(row.summary.get("model")),
+    "batch": lambda row: f"{row.summary.get('batch_size')}{', refilled' if row.summary.get('refill') else ''}",
+    "hardware": lambda row: f"{row.summary.get('hardware')}, {row.summary.get('dtype')}",
 }
 Span = tuple[terminal.Number, terminal.Number]
 _LABELS = {"dataset": "data set", "batch": "batch size"}
 
 
-def render(boards: Sequence[Board], open_runs: Sequence[str]) -> str:
+def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str]) -> str:
     """The page.
 
     Args:
-        boards: of ``leaderboard.boards``.
+        groups: of ``leaderboard.groups``.
         open_runs: a line for each run without numbers.
     """
     style, script = ((_PAGE / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     names = (f"run-{number}" for number in count())
-    ids = {id(entry): next(names) for board in boards for entry in board.entries}
-    body = "\n".join(_board(board, ids) for board in boards)
+    ids = {id(row): next(names) for group in groups for row in group.rows}
+    body = "\n".join(_section(group, ids) for group in groups)
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
     return "\n".join(
         [
@@ -56,11 +56,11 @@ def render(boards: Sequence[Board], open_runs: Sequence[str]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{TITLE}</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>{TITLE}</h1>",
             _INTRODUCTION,
-            _filters([entry for board in boards for entry in board.entries]),
+            _filters([row for group in groups for row in group.rows]),
             '<p id="count" role="status"></p>\n<main>',
             body or "<p>No finished run yet. Run: <code>python -m bench</code></p>",
             _unfinished(open_runs),
-            f'</main>\n<script type="application/json" id="data">{_data(boards, ids)}</script>',
+            f'</main>\n<script type="application/json" id="data">{_data(groups, ids)}</script>',
             f"<script>{script}</script>\n</body>\n</html>\n",
         ]
     )
@@ -82,8 +82,8 @@ def _unfinished(open_runs: Sequence[str]) -> str:
     return f"<section><h2>Not finished</h2>\n<ul>\n{items}\n</ul></section>"
 
 
-def _filters(entries: Sequence[Entry]) -> str:
-    selects = "\n".join(_select(name, {of(entry) for entry in entries}) for name, of in _FILTERS.items())
+def _filters(rows: Sequence[Row]) -> str:
+    selects = "\n".join(_select(name, {of(row) for row in rows}) for name, of in _FILTERS.items())
     return (
         f'<form id="filters" hidden aria-label="Filters">\n{selects}\n'
         '<label>words <input type="search" name="text"></label>\n'
@@ -104,17 +104,17 @@ def _naturally(word: str) -> tuple[int, str]:
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
-_Number = Callable[[Entry], Any]
+_Number = Callable[[Row], Any]
 # By heading: the value to sort by, None for text. The rank begins with the first, all others with the highest.
 _SORTED: dict[str, _Number] = {
-    "rank": lambda entry: entry.rank,
-    "speed-up": lambda entry: entry.speed,
-    "predicted": lambda entry: entry.summary.get("predicted_speedup"),
-    "tokens/step": lambda entry: entry.summary.get("tokens_per_step"),
-    "tokens/s": lambda entry: entry.summary.get("tokens_per_s"),
-    "memory": lambda entry: entry.summary.get("peak_memory_bytes"),
-    "agreement": lambda entry: (entry.summary.get("agreement") or {}).get("exact"),
-    "quality": lambda entry: next(iter((entry.summary.get("quality") or {}).values()), None),
+    "rank": lambda row: row.rank,
+    "speed-up": lambda row: row.speed,
+    "predicted": lambda row: row.summary.get("predicted_speedup"),
+    "tokens/step": lambda row: row.summary.get("tokens_per_step"),
+    "tokens/s": lambda row: row.summary.get("tokens_per_s"),
+    "memory": lambda row: row.summary.get("peak_memory_bytes"),
+    "agreement": lambda row: (row.summary.get("agreement") or {}).get("exact"),
+    "quality": lambda row: next(iter((row.summary.get("quality") or {}).values()), None),
 }
 _COLUMNS = (
     "rank", "method", "family", "guarantee", "speed-up", "95 %", "predicted", "tokens/step", "tokens/s", "memory",
@@ -122,28 +122,28 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _cells(entry: Entry) -> dict[str, str]:
+def _cells(row: Row) -> dict[str, str]:
     """Text of all columns but the interval and the run, which hold more than text."""
-    own, before = entry.summary.get("quality") or {}, entry.summary["baseline"].get("quality") or {}
+    own, before = row.summary.get("quality") or {}, row.summary["baseline"].get("quality") or {}
     name = next(iter(own), None)
-    cells = {name: cell(entry.summary) for name, cell in terminal.COLUMNS.items()} | {
-        "rank": "-" if entry.rank is None else str(entry.rank),
-        "method": entry.label,
-        "family": entry.family,
-        "guarantee": entry.guarantee,
-        "predicted": terminal.times(entry.summary.get("predicted_speedup")),
+    cells = {name: cell(row.summary) for name, cell in terminal.COLUMNS.items()} | {
+        "rank": "-" if row.rank is None else str(row.rank),
+        "method": row.label,
+        "family": row.family,
+        "guarantee": row.guarantee,
+        "predicted": terminal.times(row.summary.get("predicted_speedup")),
         "quality": f"{name} {terminal.number(own[name])} (was {terminal.number(before.get(name))})" if name else "-",
     }
     return {name: "-" if cell == terminal.MISSING else cell for name, cell in cells.items()}
 
 
-def _board(board: Board, ids: Mapping[int, str]) -> str:
-    span = _span(board)
+def _section(group: ComparisonGroup, ids: Mapping[int, str]) -> str:
+    span = _span(group)
     head = "".join(map(_heading, _COLUMNS))
-    lines = "\n".join(_row(entry, place, ids[id(entry)], span) for place, entry in enumerate(board.entries))
-    heading = escape(board.heading)
+    lines = "\n".join(_table_row(row, place, ids[id(row)], span) for place, row in enumerate(group.rows))
+    heading = escape(group.heading)
     return (
-        f'<section class="board">\n<h2>{heading}</h2>\n{_scatter(board, ids)}\n'
+        f'<section class="group">\n<h2>{heading}</h2>\n{_scatter(group, ids)}\n'
         f'<div class="scroll" role="region" tabindex="0" aria-label="{heading}">\n<table>\n'
         f"<caption>{heading}</caption>\n"
         f"<thead><tr><td></td>{head}</tr></thead>\n"
@@ -157,28 +157,28 @@ def _heading(name: str) -> str:
     return f'<th scope="col"{sortable}>{escape(name)}</th>'
 
 
-def _row(entry: Entry, place: int, name: str, span: Span) -> str:
-    texts = _cells(entry)
-    cells = "".join(_cell(column, texts, entry, span) for column in _COLUMNS)
-    facts = {key: of(entry) for key, of in _FILTERS.items()}
-    words = " ".join([entry.name, *texts.values(), *facts.values()]).lower()
-    data = {**facts, "words": words, "place": str(place), "name": f"{entry.label}, {texts['speed-up']}"}
+def _table_row(row: Row, place: int, name: str, span: Span) -> str:
+    texts = _cells(row)
+    cells = "".join(_cell(column, texts, row, span) for column in _COLUMNS)
+    facts = {key: of(row) for key, of in _FILTERS.items()}
+    words = " ".join([row.name, *texts.values(), *facts.values()]).lower()
+    data = {**facts, "words": words, "place": str(place), "name": f"{row.label}, {texts['speed-up']}"}
     attributes = " ".join(f'data-{key}="{escape(value)}"' for key, value in data.items())
-    kind = "run" if entry.valid else "run invalid"
+    kind = "run" if row.valid else "run invalid"
     return f'<tr class="{kind}" id="{name}" {attributes}><td></td>{cells}</tr>'
 
 
-def _cell(column: str, texts: Mapping[str, str], entry: Entry, span: Span) -> str:
+def _cell(column: str, texts: Mapping[str, str], row: Row, span: Span) -> str:
     if column == "95 %":
-        return f'<td class="number">{_interval(entry, span)} {escape(texts[column])}</td>'
+        return f'<td class="number">{_interval(row, span)} {escape(texts[column])}</td>'
     if column == "run":
-        reasons = (entry.summary.get("verdict") or {}).get("reasons", [])
+        reasons = (row.summary.get("verdict") or {}).get("reasons", [])
         why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
         note = f"<details><summary>why INVALID</summary><ul>{why}</ul></details>" if why else ""
-        return f"<td><code>{escape(entry.name)}</code>{note}</td>"
+        return f"<td><code>{escape(row.name)}</code>{note}</td>"
     if column not in _SORTED:
         return f"<td>{escape(texts[column])}</td>"
-    value = _SORTED[column](entry)
+    value = _SORTED[column](row)
     return f'<td class="number" data-value="{"" if value is None else value}">{escape(texts[column])}</td>'
 
 
@@ -188,25 +188,25 @@ _WIDE, _HIGH = 120, 16  # of an interval
 _PLOT = (460, 240, 44, 32)  # width, height, room at the left and below
 
 
-def _span(board: Board) -> Span:
+def _span(group: ComparisonGroup) -> Span:
     """Ends of the axis that the intervals of a table share."""
-    totals = [entry.summary["speedup"]["total"] for entry in board.valid]
+    totals = [row.summary["speedup"]["total"] for row in group.valid]
     ends = [total[key] for total in totals for key in ("low", "high", "value") if total[key]]
     return min([0.9, *ends]), max([1.1, *ends])
 
 
-def _interval(entry: Entry, span: Span) -> str:
+def _interval(row: Row, span: Span) -> str:
     """Dot and interval on the table's logarithmic axis, with a line at 1; nothing for a run without a rank."""
-    total = entry.summary["speedup"]["total"]
-    if entry.rank is None or not total["value"]:
+    total = row.summary["speedup"]["total"]
+    if row.rank is None or not total["value"]:
         return ""
     low, high = (total["value"], total["value"]) if not total["low"] else (total["low"], total["high"])
     a, b, dot, one = (round(_place(value, span), 1) for value in (low, high, total["value"], 1.0))
-    colour, middle = look(entry.method).colour, _HIGH / 2
+    colour, middle = style_of(row.method).colour, _HIGH / 2
     return (
         f'<svg width="{_WIDE}" height="{_HIGH}" aria-hidden="true">'
         f'<path d="M{one} 0V{_HIGH}" stroke="#888" stroke-dasharray="2 2"/>'
-        f'<path d="M{a} {middle}H{b}" stroke="{colour}" stroke-width="2"/>{_dot(dot, middle, entry)}</svg>'
+        f'<path d="M{a} {middle}H{b}" stroke="{colour}" stroke-width="2"/>{_dot(dot, middle, row)}</svg>'
     )
 
 
@@ -215,34 +215,34 @@ def _place(value: terminal.Number, span: Span) -> float:
     return 5 + (_WIDE - 10) * (math.log(value) - low) / (high - low)
 
 
-def _dot(x: float, y: float, entry: Entry) -> str:
+def _dot(x: float, y: float, row: Row) -> str:
     """Full for EXACT, hollow for what may change the text."""
-    colour = look(entry.method).colour
-    fill = colour if entry.guarantee == leaderboard.GUARANTEES[0] else "#fff"
+    colour = style_of(row.method).colour
+    fill = colour if row.guarantee == leaderboard.GUARANTEES[0] else "#fff"
     return f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{colour}" stroke-width="2"/>'
 
 
-def _scatter(board: Board, ids: Mapping[int, str]) -> str:
+def _scatter(group: ComparisonGroup, ids: Mapping[int, str]) -> str:
     """Tokens per step against speed-up and, where the text may change, speed-up against quality."""
-    steps = [(entry, _SORTED["tokens/step"](entry), entry.speed) for entry in board.valid]
+    steps = [(row, _SORTED["tokens/step"](row), row.speed) for row in group.valid]
     plots = [_plot("tokens per step", "speed-up", steps, ids)]
-    if any(entry.guarantee != leaderboard.GUARANTEES[0] for entry in board.valid):
-        scores = [(entry, entry.speed, _SORTED["quality"](entry)) for entry in board.valid]
-        name = next((key for entry in board.valid for key in entry.summary.get("quality") or {}), "quality")
+    if any(row.guarantee != leaderboard.GUARANTEES[0] for row in group.valid):
+        scores = [(row, row.speed, _SORTED["quality"](row)) for row in group.valid]
+        name = next((key for row in group.valid for key in row.summary.get("quality") or {}), "quality")
         plots.append(_plot("speed-up", name, scores, ids))
     return f'<div class="plots">{"".join(plots)}</div>'
 
 
-def _plot(x_name: str, y_name: str, points: Sequence[tuple[Entry, Any, Any]], ids: Mapping[int, str]) -> str:
-    known = [(entry, float(x), float(y)) for entry, x, y in points if x is not None and y is not None]
+def _plot(x_name: str, y_name: str, points: Sequence[tuple[Row, Any, Any]], ids: Mapping[int, str]) -> str:
+    known = [(row, float(x), float(y)) for row, x, y in points if x is not None and y is not None]
     if len(known) < 2:
         return ""
     wide, high, left, below = _PLOT
     x_axis = _Axis([x for _, x, _ in known], wide - left)
     y_axis = _Axis([y for _, _, y in known], high - below)
     marks = "".join(
-        _point(entry, left + x_axis.at(x), high - below - y_axis.at(y), f"{entry.label}: {x:.2f}, {y:.2f}", ids)
-        for entry, x, y in known
+        _point(row, left + x_axis.at(x), high - below - y_axis.at(y), f"{row.label}: {x:.2f}, {y:.2f}", ids)
+        for row, x, y in known
     )
     lines = "".join(
         [f'<path d="M{left} 0V{high - below}H{wide}" fill="none" stroke="#888"/>']
@@ -262,9 +262,9 @@ def _plot(x_name: str, y_name: str, points: Sequence[tuple[Entry, Any, Any]], id
     )
 
 
-def _point(entry: Entry, x: float, y: float, title: str, ids: Mapping[int, str]) -> str:
-    dot = _dot(round(x, 1), round(y, 1), entry)
-    return f'<g data-run="{ids[id(entry)]}"><title>{escape(title)}</title>{dot}</g>'
+def _point(row: Row, x: float, y: float, title: str, ids: Mapping[int, str]) -> str:
+    dot = _dot(round(x, 1), round(y, 1), row)
+    return f'<g data-run="{ids[id(row)]}"><title>{escape(title)}</title>{dot}</g>'
 
 
 class _Axis:
@@ -286,15 +286,15 @@ class _Axis:
 # ------------------------------------------------------------------------------------------------------------- details
 
 
-def _data(boards: Sequence[Board], ids: Mapping[int, str]) -> str:
+def _data(groups: Sequence[ComparisonGroup], ids: Mapping[int, str]) -> str:
     """Details of all runs as JSON that no parser of HTML can take for markup."""
-    found = {ids[id(entry)]: _details(entry) for board in boards for entry in board.entries}
+    found = {ids[id(row)]: _details(row) for group in groups for row in group.rows}
     text = json.dumps(found, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _details(entry: Entry) -> dict[str, Any]:
-    summary, manifest = entry.summary, entry.record.manifest
+def _details(row: Row) -> dict[str, Any]:
+    summary, manifest = row.summary, row.record.manifest
     verdict = summary.get("verdict") or {}
     numbers = (
         "ttft_s",
@@ -315,7 +315,7 @@ def _details(entry: Entry) -> dict[str, Any]:
         "numbers": _brief({name: summary.get(name) for name in numbers})
         | {f"speed-up, {name}": _interval_text(found) for name, found in categories.items()}
         | {f"quality, {name}": value for name, value in (summary.get("quality") or {}).items()},
-        "samples": list(_samples(entry)),
+        "samples": list(_samples(row)),
         "manifest": _brief(manifest),
     }
 
@@ -336,17 +336,17 @@ def _brief(value: Any) -> Any:
     return f"{value[:_TEXT]} ..." if isinstance(value, str) and len(value) > _TEXT else value
 
 
-def _samples(entry: Entry) -> Iterator[dict[str, Any]]:
+def _samples(row: Row) -> Iterator[dict[str, Any]]:
     """What both arms wrote to the first prompts."""
     found: dict[str, dict[str, Any]] = {}
-    for row in _lines(run_folder.samples_file(entry.record.path)):
-        if row.get("phase") != "measure" or row.get("repeat"):
+    for line in _lines(run_folder.samples_file(row.record.path)):
+        if line.get("phase") != "measure" or line.get("repeat"):
             continue
-        prompt = str(row.get("prompt_id"))
+        prompt = str(line.get("prompt_id"))
         if prompt not in found and len(found) == _SAMPLES:
             break
-        shown = found.setdefault(prompt, {"prompt": prompt, "category": str(row.get("category")), "arms": {}})
-        shown["arms"][f"{row.get('arm')}, {row.get('n_output_tokens')} tokens"] = _brief(str(row.get("text")))
+        shown = found.setdefault(prompt, {"prompt": prompt, "category": str(line.get("category")), "arms": {}})
+        shown["arms"][f"{line.get('arm')}, {line.get('n_output_tokens')} tokens"] = _brief(str(line.get("text")))
     yield from found.values()
 
 

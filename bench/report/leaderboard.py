@@ -1,6 +1,6 @@
-"""Recorded runs as boards: who wins, where, and at what price. What RESULTS.md, the report and the notebook show.
+"""Recorded runs as groups: who wins, where, and at what price. What RESULTS.md, the report and the notebook show.
 
-A board holds the runs that may stand in one table (``bench.report.terminal.JOIN_KEYS``). Ranks count within one guarantee, for a
+A group holds the runs that may stand in one table (``bench.report.terminal.JOIN_KEYS``). Ranks count within one guarantee, for a
 method that may change the text and one that may not do not run the same race; INVALID runs come last and have no rank.
 """
 
@@ -35,12 +35,12 @@ _OF_BATCH = ("batch_size", "dataset_revision")  # a larger batch may have been g
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A run on its board.
+class Row:
+    """A run on its group.
 
     Attributes:
         summary: of the record.
-        setting: the settings of its method in which it differs from others on the board.
+        setting: the settings of its method in which it differs from others on the group.
         rank: among the valid runs of its guarantee, from 1; None where it is INVALID.
     """
 
@@ -79,26 +79,26 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Board:
+class ComparisonGroup:
     """Runs that may stand in one table.
 
     Attributes:
-        heading: what they share, in words that no other board has.
-        entries: by guarantee and rank, INVALID ones last.
+        heading: what they share, in words that no other group has.
+        rows: by guarantee and rank, INVALID ones last.
     """
 
     heading: str
-    entries: list[Entry]
+    rows: list[Row]
 
     @property
     def first(self) -> Mapping[str, Any]:
         """A summary, for what all runs share."""
-        return self.entries[0].summary
+        return self.rows[0].summary
 
     @property
-    def valid(self) -> list[Entry]:
+    def valid(self) -> list[Row]:
         """The runs that may be ranked, those with a speed-up."""
-        return [entry for entry in self.entries if entry.rank is not None]
+        return [row for row in self.rows if row.rank is not None]
 
 
 def family(manifest: Mapping[str, Any]) -> str:
@@ -108,18 +108,18 @@ def family(manifest: Mapping[str, Any]) -> str:
     return _FAMILIES.get(manifest.get("family", package), OTHER)
 
 
-def boards(found: Iterable[Record]) -> list[Board]:
+def groups(found: Iterable[Record]) -> list[ComparisonGroup]:
     """The finished runs, by what makes their numbers comparable."""
     by_summary = {id(record.summary): record for record in found if record.finished and record.summary}
-    groups = collect.groups(record.summary for record in by_summary.values() if record.summary)
+    alike = collect.groups(record.summary for record in by_summary.values() if record.summary)
     return [
-        Board(heading, _entries([by_summary[id(summary)] for summary in group]))
-        for heading, group in zip(_headings([group[0] for group in groups]), groups, strict=True)
+        ComparisonGroup(heading, _rows([by_summary[id(summary)] for summary in summaries]))
+        for heading, summaries in zip(_headings([summaries[0] for summaries in alike]), alike, strict=True)
     ]
 
 
 def _headings(firsts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the runs share, from a summary of each board; where that is the same for two, revisions are named, too."""
+    """What the runs share, from a summary of each group; where that is the same for two, revisions are named, too."""
     short = [_heading(first) for first in firsts]
     count = Counter(short)
     revisions = ("schema_version", "model_revision", "dataset_revision")
@@ -134,24 +134,24 @@ def _heading(first: Mapping[str, Any]) -> str:
     return ", ".join([str(first.get("dataset")), terminal.place(first), terminal.how(first), limit])
 
 
-def _entries(group: Sequence[Record]) -> list[Entry]:
-    """Of the records of a board, the fastest first."""
-    settings, ranks, entries = _settings(group), dict.fromkeys(GUARANTEES, 0), []
-    for record in group:
+def _rows(records: Sequence[Record]) -> list[Row]:
+    """Of the records of a group, the fastest first."""
+    settings, ranks, rows = _settings(records), dict.fromkeys(GUARANTEES, 0), []
+    for record in records:
         summary = record.summary
         assert summary is not None, "only finished runs are grouped"
         ranked = collect.is_valid(summary) and summary["speedup"]["total"]["value"] is not None
         ranks[summary["guarantee"]] += ranked
         rank = ranks[summary["guarantee"]] if ranked else None
-        entries.append(Entry(record, summary, family(record.manifest), settings[record.path.name], rank))
-    return sorted(entries, key=lambda e: (e.rank is None, GUARANTEES.index(e.guarantee)))
+        rows.append(Row(record, summary, family(record.manifest), settings[record.path.name], rank))
+    return sorted(rows, key=lambda e: (e.rank is None, GUARANTEES.index(e.guarantee)))
 
 
-def _settings(group: Sequence[Record]) -> dict[str, str]:
+def _settings(records: Sequence[Record]) -> dict[str, str]:
     """By folder; runs that differ in nothing of their method's settings are told apart by the end of their names."""
-    known = frontier.settings(group)
-    of = {record.path.name: known[str((record.summary or {})["run_id"])] for record in group}
-    methods = {record.path.name: (record.summary or {})["method"] for record in group}
+    known = frontier.settings(records)
+    of = {record.path.name: known[str((record.summary or {})["run_id"])] for record in records}
+    methods = {record.path.name: (record.summary or {})["method"] for record in records}
     count = Counter((methods[name], setting) for name, setting in of.items())
     return {
         name: setting if count[methods[name], setting] == 1 else f"{setting} #{name[-4:]}".strip()
@@ -162,52 +162,50 @@ def _settings(group: Sequence[Record]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def standings(board: Board) -> pd.DataFrame:
+def ranking(group: ComparisonGroup) -> pd.DataFrame:
     """One row per run, as text; with a score where the text is the point, or may change."""
     import pandas as pd
 
-    judged = any(entry.guarantee != GUARANTEES[0] or terminal.translates(entry.summary) for entry in board.entries)
-    named = (name for entry in board.entries for name in entry.summary.get("quality") or {})
+    judged = any(row.guarantee != GUARANTEES[0] or terminal.translates(row.summary) for row in group.rows)
+    named = (name for row in group.rows for name in row.summary.get("quality") or {})
     scores = list(dict.fromkeys(named)) if judged else []
-    return pd.DataFrame([_standing(entry, scores[:1]) for entry in board.entries])
+    return pd.DataFrame([_ranking_row(row, scores[:1]) for row in group.rows])
 
 
-def _standing(entry: Entry, scores: Sequence[str]) -> dict[str, str]:
-    own, before = entry.summary.get("quality") or {}, entry.summary["baseline"].get("quality") or {}
-    cells = {
-        name: cell(entry.summary) for name, cell in terminal.COLUMNS.items() if name not in ("method", "guarantee")
-    }
+def _ranking_row(row: Row, scores: Sequence[str]) -> dict[str, str]:
+    own, before = row.summary.get("quality") or {}, row.summary["baseline"].get("quality") or {}
+    cells = {name: cell(row.summary) for name, cell in terminal.COLUMNS.items() if name not in ("method", "guarantee")}
     return {
-        "guarantee": entry.guarantee,
-        "rank": "-" if entry.rank is None else str(entry.rank),
-        "family": entry.family,
-        "method": entry.label,
+        "guarantee": row.guarantee,
+        "rank": "-" if row.rank is None else str(row.rank),
+        "family": row.family,
+        "method": row.label,
         **{name: cell for name, cell in cells.items() if name != "result"},
-        "predicted": terminal.times(entry.summary.get("predicted_speedup")),
+        "predicted": terminal.times(row.summary.get("predicted_speedup")),
         **{
             f"{name} (was)": f"{terminal.number(own.get(name))} ({terminal.number(before.get(name))})"
             for name in scores
         },
         "result": cells["result"],
-        "run": entry.name,
+        "run": row.name,
     }
 
 
-def winners(found: Sequence[Board]) -> pd.DataFrame:
-    """The fastest valid run of each family and guarantee, on each board; runs that are INVALID are counted apart."""
+def winners(found: Sequence[ComparisonGroup]) -> pd.DataFrame:
+    """The fastest valid run of each family and guarantee, on each group; runs that are INVALID are counted apart."""
     import pandas as pd
 
-    return pd.DataFrame([row for board in found for row in _winners(board)])
+    return pd.DataFrame([line for group in found for line in _winners(group)])
 
 
-def _winners(board: Board) -> Iterator[dict[str, Any]]:
-    kinds = sorted({(entry.family, entry.guarantee) for entry in board.entries})
+def _winners(group: ComparisonGroup) -> Iterator[dict[str, Any]]:
+    kinds = sorted({(row.family, row.guarantee) for row in group.rows})
     for kind in kinds:
-        runs = [entry for entry in board.entries if (entry.family, entry.guarantee) == kind]
-        ranked = [entry for entry in runs if entry.rank is not None]
+        runs = [row for row in group.rows if (row.family, row.guarantee) == kind]
+        ranked = [row for row in runs if row.rank is not None]
         best = ranked[0] if ranked else None
         yield {
-            "table": board.heading,
+            "table": group.heading,
             "family": kind[0],
             "guarantee": kind[1],
             "fastest": best.label if best else "-",
@@ -218,7 +216,7 @@ def _winners(board: Board) -> Iterator[dict[str, Any]]:
         }
 
 
-def categories(board: Board, *, shown: bool = False) -> pd.DataFrame:
+def categories(group: ComparisonGroup, *, shown: bool = False) -> pd.DataFrame:
     """Speed-up of each valid run (rows) by category of prompts (columns).
 
     Args:
@@ -233,27 +231,27 @@ def categories(board: Board, *, shown: bool = False) -> pd.DataFrame:
         return f"{terminal.times(found['value'])}{bounds} n={found['n']}"
 
     rows = {
-        entry.label: {name: cell(found) for name, found in entry.summary["speedup"].get("by_category", {}).items()}
-        for entry in board.valid
+        row.label: {name: cell(found) for name, found in row.summary["speedup"].get("by_category", {}).items()}
+        for row in group.valid
     }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-# ---------------------------------------------------------------------------------------------- across several boards
+# ---------------------------------------------------------------------------------------------- across several groups
 
 
 @dataclass(frozen=True)
-class Trade:
+class QualitySpeedPoint:
     """A run as a point of quality and speed in prompts per second; ``before`` is the same of its model's baseline."""
 
-    entry: Entry
+    row: Row
     quality: float
     rate: float
     before: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
-class Market:
+class QualitySpeedPlot:
     """Runs over the same prompts on one machine at one batch size, with whatever model.
 
     Attributes:
@@ -264,11 +262,11 @@ class Market:
 
     heading: str
     metric: str
-    trades: list[Trade]
+    points: list[QualitySpeedPoint]
     front: set[str]
 
 
-def markets(found: Sequence[Board], metric: str, dataset: str) -> list[Market]:
+def quality_speed_plots(found: Sequence[ComparisonGroup], metric: str, dataset: str) -> list[QualitySpeedPlot]:
     """Quality against prompts per second, over the families and models of one data set.
 
     Models of different quality have no baseline in common, so rates are compared. They come from different runs,
@@ -279,62 +277,62 @@ def markets(found: Sequence[Board], metric: str, dataset: str) -> list[Market]:
         metric: the score.
         dataset: a name, or its beginning.
     """
-    groups: dict[str, list[Entry]] = {}
-    for board in found:
-        if str(board.first.get("dataset")).startswith(dataset):
-            groups.setdefault(_shared(board, _OF_MODEL), []).extend(board.entries)
-    made = (_market(entries, metric) for entries in groups.values())
-    return [market for market in made if market.trades]
+    alike: dict[str, list[Row]] = {}
+    for group in found:
+        if str(group.first.get("dataset")).startswith(dataset):
+            alike.setdefault(_shared(group, _OF_MODEL), []).extend(group.rows)
+    made = (_quality_speed_plot(rows, metric) for rows in alike.values())
+    return [plot for plot in made if plot.points]
 
 
-def _market(entries: Sequence[Entry], metric: str) -> Market:
-    baselines = _baseline_rates(entries)
-    trades = [trade for entry in entries if (trade := _trade(entry, metric, baselines))]
-    models = sorted({str(entry.summary["model"]) for entry in entries})
-    summary = entries[0].summary
+def _quality_speed_plot(rows: Sequence[Row], metric: str) -> QualitySpeedPlot:
+    baselines = _baseline_rates(rows)
+    points = [point for row in rows if (point := _quality_speed_point(row, metric, baselines))]
+    models = sorted({str(row.summary["model"]) for row in rows})
+    summary = rows[0].summary
     facts = [summary.get("dataset"), summary.get("hardware"), summary.get("dtype"), terminal.how(summary)]
-    ranked = [(trade.entry.name, (trade.rate, trade.quality)) for trade in trades if trade.entry.rank is not None]
+    ranked = [(point.row.name, (point.rate, point.quality)) for point in points if point.row.rank is not None]
     front = {name for name, pair in ranked if frontier.undominated(pair, (other for _, other in ranked))}
-    return Market(f"{', '.join(map(str, facts))}; models: {', '.join(models)}", metric, trades, front)
+    return QualitySpeedPlot(f"{', '.join(map(str, facts))}; models: {', '.join(models)}", metric, points, front)
 
 
-def _baseline_rates(entries: Sequence[Entry]) -> dict[Any, float]:
+def _baseline_rates(rows: Sequence[Row]) -> dict[Any, float]:
     """By model, the prompts per second of its baseline: the median over its valid runs, or over all if none is."""
     found: dict[Any, dict[bool, list[float]]] = {}
-    for entry in entries:
-        if rate := entry.summary["baseline"].get("prompts_per_s"):
-            found.setdefault(entry.summary["model"], {}).setdefault(entry.rank is not None, []).append(float(rate))
+    for row in rows:
+        if rate := row.summary["baseline"].get("prompts_per_s"):
+            found.setdefault(row.summary["model"], {}).setdefault(row.rank is not None, []).append(float(rate))
     return {model: median(rates.get(True) or rates[False]) for model, rates in found.items()}
 
 
-def _trade(entry: Entry, metric: str, baselines: Mapping[Any, float]) -> Trade | None:
+def _quality_speed_point(row: Row, metric: str, baselines: Mapping[Any, float]) -> QualitySpeedPoint | None:
     """None where one of the two was not measured."""
-    summary, baseline = entry.summary, entry.summary["baseline"]
+    summary, baseline = row.summary, row.summary["baseline"]
     quality, rate = (summary.get("quality") or {}).get(metric), summary.get("prompts_per_s")
     own_before, quality_before = baseline.get("prompts_per_s"), (baseline.get("quality") or {}).get(metric)
     if quality is None or rate is None:
         return None
     if not own_before:
-        return Trade(entry, float(quality), float(rate), None)
+        return QualitySpeedPoint(row, float(quality), float(rate), None)
     rate_before = baselines[summary["model"]]
     before = None if quality_before is None else (rate_before, float(quality_before))
-    return Trade(entry, float(quality), rate / own_before * rate_before, before)
+    return QualitySpeedPoint(row, float(quality), rate / own_before * rate_before, before)
 
 
-def batch_series(found: Sequence[Board]) -> list[tuple[str, dict[str, list[Entry]]]]:
+def batch_series(found: Sequence[ComparisonGroup]) -> list[tuple[str, dict[str, list[Row]]]]:
     """Boards that differ in their batch size alone: heading, and by label the valid runs in its order.
 
     Labels with one batch size are left out. The number of prompts may differ between batch sizes.
     """
     made = []
-    for heading, lines in _by_batch(found, lambda board: board.valid):
+    for heading, lines in _by_batch(found, lambda group: group.valid):
         several = {name: [line[b] for b in sorted(line)] for name, line in lines.items() if len(line) > 1}
         if several:
             made.append((heading, several))
     return made
 
 
-def batch_coverage(found: Sequence[Board], sizes: Sequence[int]) -> list[tuple[str, pd.DataFrame]]:
+def batch_coverage(found: Sequence[ComparisonGroup], sizes: Sequence[int]) -> list[tuple[str, pd.DataFrame]]:
     """As ``batch_series``, of all runs: by label (rows) the speed-up at each batch size, those asked for among them.
 
     A run that is INVALID stands as such, and ``-`` where none is recorded.
@@ -342,33 +340,33 @@ def batch_coverage(found: Sequence[Board], sizes: Sequence[int]) -> list[tuple[s
     import pandas as pd
 
     made = []
-    for heading, lines in _by_batch(found, lambda board: board.entries):
+    for heading, lines in _by_batch(found, lambda group: group.rows):
         columns = sorted({*sizes, *(size for line in lines.values() for size in line)})
         cells = {name: {f"B = {size}": _recorded(line.get(size)) for size in columns} for name, line in lines.items()}
         made.append((heading, pd.DataFrame.from_dict(cells, orient="index")))
     return made
 
 
-def _recorded(entry: Entry | None) -> str:
-    if entry is None:
+def _recorded(row: Row | None) -> str:
+    if row is None:
         return "-"
-    return terminal.times(entry.speed) if entry.valid else "INVALID"
+    return terminal.times(row.speed) if row.valid else "INVALID"
 
 
 def _by_batch(
-    found: Sequence[Board], entries: Callable[[Board], Sequence[Entry]]
-) -> Iterator[tuple[str, dict[str, dict[int, Entry]]]]:
-    """Of boards that differ in their batch size alone: heading, and by label and size an entry, valid if any is."""
-    groups: dict[str, list[Board]] = {}
-    for board in found:
-        groups.setdefault(_shared(board, _OF_BATCH), []).append(board)
-    for group in groups.values():
-        settings = frontier.settings([entry.record for board in group for entry in entries(board)])
-        lines: dict[str, dict[int, Entry]] = {}
-        for entry in sorted((entry for board in group for entry in entries(board)), key=lambda entry: not entry.valid):
-            named = replace(entry, setting=settings[str(entry.summary["run_id"])])
-            lines.setdefault(named.label, {}).setdefault(int(entry.summary["batch_size"]), named)
-        first = group[0].first
+    found: Sequence[ComparisonGroup], rows: Callable[[ComparisonGroup], Sequence[Row]]
+) -> Iterator[tuple[str, dict[str, dict[int, Row]]]]:
+    """Of groups that differ in their batch size alone: heading, and by label and size an row, valid if any is."""
+    alike: dict[str, list[ComparisonGroup]] = {}
+    for group in found:
+        alike.setdefault(_shared(group, _OF_BATCH), []).append(group)
+    for groups in alike.values():
+        settings = frontier.settings([row.record for group in groups for row in rows(group)])
+        lines: dict[str, dict[int, Row]] = {}
+        for row in sorted((row for group in groups for row in rows(group)), key=lambda row: not row.valid):
+            named = replace(row, setting=settings[str(row.summary["run_id"])])
+            lines.setdefault(named.label, {}).setdefault(int(row.summary["batch_size"]), named)
+        first = groups[0].first
         kinds = [word for word in terminal.how(first).split(", ") if not word.startswith("batch ")]
         heading = [
             str(first.get("dataset")),
@@ -379,11 +377,11 @@ def _by_batch(
         yield ", ".join(heading), dict(sorted(lines.items()))
 
 
-def _shared(board: Board, apart: Sequence[str]) -> str:
-    return repr([terminal.join_value(board.first, key) for key in terminal.JOIN_KEYS if key not in apart])
+def _shared(group: ComparisonGroup, apart: Sequence[str]) -> str:
+    return repr([terminal.join_value(group.first, key) for key in terminal.JOIN_KEYS if key not in apart])
 
 
-def slopes(board: Board, widths: Sequence[int] = (1, 4, 8, 16, 32, 64)) -> dict[int, float]:
+def slopes(group: ComparisonGroup, widths: Sequence[int] = (1, 4, 8, 16, 32, 64)) -> dict[int, float]:
     """By number of verified tokens: one-token pass over a pass of that many, the median over the runs that timed it.
 
     Times tokens per step that is the speed-up of decoding whose drafts cost nothing.
@@ -391,8 +389,8 @@ def slopes(board: Board, widths: Sequence[int] = (1, 4, 8, 16, 32, 64)) -> dict[
     import numpy as np
 
     found: dict[int, list[float]] = {}
-    for entry in board.valid:
-        if not (stored := entry.record.manifest.get("cost_curve")):
+    for row in group.valid:
+        if not (stored := row.record.manifest.get("cost_curve")):
             continue
         curve = CostCurve.from_dict(stored)
         context = float(np.median(curve.contexts))

@@ -18,7 +18,7 @@ from bench.errors import UserError
 from bench.records import run_folder
 from bench.report import collect, html, leaderboard, terminal
 from bench.report.collect import Record
-from bench.report.leaderboard import Board
+from bench.report.leaderboard import ComparisonGroup
 
 
 def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[Record], list[str]]:
@@ -63,31 +63,31 @@ def _why(error: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------- Markdown
 
 
-def to_markdown(boards: Sequence[Board], open_runs: Sequence[str], folder: str = "") -> str:
+def to_markdown(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], folder: str = "") -> str:
     """The report for reading in a repository.
 
     Args:
-        boards: of ``leaderboard.boards``.
+        groups: of ``leaderboard.groups``.
         open_runs: a line for each run without numbers.
         folder: where the runs lie as seen from the file, to link them; empty for no links.
     """
-    parts = [f"# {html.TITLE}", *(_index(boards) if len(boards) > 1 else [])]
-    parts += [_section(board, folder) for board in boards] or ["No finished run yet. Run: python -m bench"]
+    parts = [f"# {html.TITLE}", *(_index(groups) if len(groups) > 1 else [])]
+    parts += [_section(group, folder) for group in groups] or ["No finished run yet. Run: python -m bench"]
     if open_runs:
         parts.append("## Not finished\n\n" + "\n".join(f"- {_plain(line)}" for line in open_runs))
     return "\n\n".join(parts) + "\n"
 
 
-def _index(boards: Sequence[Board]) -> Iterator[str]:
+def _index(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
     header = ["table", "runs", "ranked", "fastest EXACT", "fastest of the others"]
     cells = []
-    for board in boards:
-        exact = [entry for entry in board.valid if entry.guarantee == leaderboard.GUARANTEES[0]]
-        others = [entry for entry in board.valid if entry not in exact]
-        fastest = (max(group, key=lambda entry: entry.speed or 0.0, default=None) for group in (exact, others))
-        link = f"[{_plain(board.heading)}](#{_anchor(board.heading)})"
-        best = (f"{_plain(entry.label)} {terminal.times(entry.speed)}" if entry else "-" for entry in fastest)
-        cells.append([link, str(len(board.entries)), str(len(board.valid)), *best])
+    for group in groups:
+        exact = [row for row in group.valid if row.guarantee == leaderboard.GUARANTEES[0]]
+        others = [row for row in group.valid if row not in exact]
+        fastest = (max(group, key=lambda row: row.speed or 0.0, default=None) for group in (exact, others))
+        link = f"[{_plain(group.heading)}](#{_anchor(group.heading)})"
+        best = (f"{_plain(row.label)} {terminal.times(row.speed)}" if row else "-" for row in fastest)
+        cells.append([link, str(len(group.rows)), str(len(group.valid)), *best])
     yield collect.markdown(header, cells)
 
 
@@ -96,16 +96,16 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def _section(board: Board, folder: str) -> str:
-    frame = leaderboard.standings(board)
+def _section(group: ComparisonGroup, folder: str) -> str:
+    frame = leaderboard.ranking(group)
     header = [name for name in frame.columns if name != "run"]
     cells = [
         [_plain(str(value)) for value in line[:-1]] + [_link(line[-1], folder)]
         for line in frame.itertuples(index=False)
     ]
-    body = f"## {_plain(board.heading)}\n\n{collect.markdown([*header, 'run'], cells)}"
-    reasons = ((entry, (entry.summary.get("verdict") or {}).get("reasons", [])) for entry in board.entries)
-    notes = [f"- {_plain(entry.name)}: {_plain(reason)}" for entry, every in reasons for reason in every]
+    body = f"## {_plain(group.heading)}\n\n{collect.markdown([*header, 'run'], cells)}"
+    reasons = ((row, (row.summary.get("verdict") or {}).get("reasons", [])) for row in group.rows)
+    notes = [f"- {_plain(row.name)}: {_plain(reason)}" for row, every in reasons for reason in every]
     return body + ("\n\nINVALID:\n\n" + "\n".join(notes) if notes else "")
 
 
@@ -117,7 +117,7 @@ def _plain(text: str) -> str:
     return escape(text, quote=False)
 
 
-def write(boards: Sequence[Board], open_runs: Sequence[str], file: Path) -> None:
+def write(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], file: Path) -> None:
     """As .html or .md, by the ending.
 
     Raises:
@@ -128,4 +128,4 @@ def write(boards: Sequence[Board], open_runs: Sequence[str], file: Path) -> None
         raise UserError(f"out={file} came; it must end in {' or '.join(forms)}. Set out=FILE.")
     with run_folder.machine_failures():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(forms[file.suffix](boards, open_runs), encoding="utf-8")
+        file.write_text(forms[file.suffix](groups, open_runs), encoding="utf-8")

@@ -16,7 +16,7 @@ _MARKS, _LINES = "osD^vP", ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """Of a method: colour, and mark and line in matplotlib's letters."""
 
     colour: str
@@ -25,9 +25,9 @@ class Look:
 
 
 @cache
-def look(method: str) -> Look:
+def style_of(method: str) -> Style:
     """By its place among the methods of the suite; of a method from outside by its name."""
     known = compose.groups().get("method", [])
     place = known.index(method) if method in known else zlib.crc32(method.encode())
     turn, colour = divmod(place, len(COLOURS))
-    return Look(COLOURS[colour], _MARKS[turn % len(_MARKS)], _LINES[turn % len(_LINES)])
+    return Style(COLOURS[colour], _MARKS[turn % len(_MARKS)], _LINES[turn % len(_LINES)])

@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 from bench.errors import UserError
 from bench.records import run_folder
 from bench.report import terminal
-from bench.report.leaderboard import Board
+from bench.report.leaderboard import ComparisonGroup
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -29,7 +29,7 @@ _SPEED, _VALID = "speedup/total/value", "verdict/valid"
 _COLUMNS = ("method", "guarantee", _SPEED, "tokens_per_step", "tokens_per_s", "agreement/exact")
 
 
-def views(boards: Sequence[Board], entity: str, project: str) -> list[Workspace]:
+def views(groups: Sequence[ComparisonGroup], entity: str, project: str) -> list[Workspace]:
     """The view of each table.
 
     Raises:
@@ -46,41 +46,41 @@ def views(boards: Sequence[Board], entity: str, project: str) -> list[Workspace]
         ws.Workspace(
             entity=entity,
             project=project,
-            name=board.heading,
+            name=group.heading,
             sections=[
-                ws.Section(name=name, panels=panels, is_open=True) for name, panels in _sections(board) if panels
+                ws.Section(name=name, panels=panels, is_open=True) for name, panels in _sections(group) if panels
             ],
             runset_settings=ws.RunsetSettings(
-                filters=ws.And(*_filters(board)),
+                filters=ws.And(*_filters(group)),
                 order=[ws.Ordering(ws.Summary(_SPEED), ascending=False)],
                 pinned_columns=[f"summary:{name}" for name in _COLUMNS],
             ),
         )
-        for board in boards
+        for group in groups
     ]
 
 
-def _filters(board: Board) -> Iterator[Any]:
+def _filters(group: ComparisonGroup) -> Iterator[Any]:
     """What the runs of a table share, as summaries have it."""
     from wandb_workspaces import workspaces as ws
 
     yield ws.Summary(_VALID) == True  # noqa: E712  builds an expression
     for key in terminal.JOIN_KEYS:
-        value = board.first.get(key)
+        value = group.first.get(key)
         parts = value if isinstance(value, Mapping) else {None: value}
         for name, part in parts.items():
             if isinstance(part, str | int | float) and (key != "dataset_revision" or name == "content"):
                 yield ws.Summary(f"{key}/{name}" if name else key) == part
 
 
-def _sections(board: Board) -> Iterator[tuple[str, list[Any]]]:
+def _sections(group: ComparisonGroup) -> Iterator[tuple[str, list[Any]]]:
     from wandb_workspaces.reports import v2 as wr
 
     def scatter(title: str, x: str, y: str) -> Any:
         return wr.ScatterPlot(title=title, x=wr.SummaryMetric(x), y=wr.SummaryMetric(y))
 
     def bars(title: str, name: str) -> Any:
-        return wr.BarPlot(title=title, metrics=[wr.SummaryMetric(name)], max_runs_to_show=len(board.entries))
+        return wr.BarPlot(title=title, metrics=[wr.SummaryMetric(name)], max_runs_to_show=len(group.rows))
 
     yield (
         "Speed",
@@ -91,7 +91,7 @@ def _sections(board: Board) -> Iterator[tuple[str, list[Any]]]:
             bars("tokens per second", "tokens_per_s"),
         ],
     )
-    scores = dict.fromkeys(name for entry in board.entries for name in entry.summary.get("quality") or {})
+    scores = dict.fromkeys(name for row in group.rows for name in row.summary.get("quality") or {})
     yield "Quality", [scatter(f"speed-up against {name}", _SPEED, f"quality/{name}") for name in scores]
     yield (
         "Fidelity and cost",
@@ -118,7 +118,7 @@ def write(found: Sequence[Workspace], file: Path) -> None:
         file.write_text(json.dumps(specs, indent=1) + "\n", encoding="utf-8")
 
 
-def push(boards: Sequence[Board], entity: str | None, project: str) -> list[str]:
+def push(groups: Sequence[ComparisonGroup], entity: str | None, project: str) -> list[str]:
     """Save the views; returns their addresses.
 
     Raises:
@@ -133,7 +133,7 @@ def push(boards: Sequence[Board], entity: str | None, project: str) -> list[str]
 
     try:
         owner = entity or str(wandb.Api().default_entity)
-        return [str(view.save().url) for view in views(boards, owner, project)]
+        return [str(view.save().url) for view in views(groups, owner, project)]
     except (wandb.Error, ValueError, OSError) as error:
         raise UserError(
             f"Weights & Biases refused: {type(error).__name__}: {error}. Check entity= and project=, or set "

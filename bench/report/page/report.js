@@ -34,8 +34,8 @@
       for (const point of points.get(row.id) ?? []) point.classList.toggle("gone", !keep);
       shown += keep;
     }
-    for (const board of document.querySelectorAll("section.board")) {
-      board.hidden = !board.querySelector("tr.run:not([hidden])");
+    for (const group of document.querySelectorAll("section.group")) {
+      group.hidden = !group.querySelector("tr.run:not([hidden])");
     }
     status.textContent = `${shown} of ${runs.length} runs shown`;
   }

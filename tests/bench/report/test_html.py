@@ -68,7 +68,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         each.path.mkdir()
         (each.path / "samples.jsonl").write_text(lines)
     file = folder / "report.html"
-    file.write_text(html.render(leaderboard.boards(made), [f"run-x: failed, {MARKUP}"]), encoding="utf-8")
+    file.write_text(html.render(leaderboard.groups(made), [f"run-x: failed, {MARKUP}"]), encoding="utf-8")
     return file
 
 
@@ -97,7 +97,7 @@ def browser(chromium: Any, page: Path) -> Iterator[Any]:
 def shown(browser: Any, column: str = "method") -> list[str]:
     """A column of the visible runs of the first table that is shown."""
     return browser.execute_script(
-        """const table = document.querySelector("section.board:not([hidden]) table");
+        """const table = document.querySelector("section.group:not([hidden]) table");
         const place = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent === arguments[0]);
         const rows = [...table.querySelectorAll("tr.run")].filter((row) => !row.hidden);
         return rows.map((row) => row.cells[place].textContent.trim());""",
@@ -105,7 +105,7 @@ def shown(browser: Any, column: str = "method") -> list[str]:
     )
 
 
-def heading(browser: Any, name: str, inside: str = "section.board:not([hidden])") -> Any:
+def heading(browser: Any, name: str, inside: str = "section.group:not([hidden])") -> Any:
     """The button of a column, of the first table that is shown."""
     buttons = browser.find_element(By.CSS_SELECTOR, inside).find_elements(By.CSS_SELECTOR, "th button")
     return next(button for button in buttons if button.text == name)
@@ -150,7 +150,7 @@ def test_columns_sort_both_ways_and_invalid_runs_stay_last(browser: Any) -> None
     heading(browser, "method").click()
     names = shown(browser)[:valid]
     assert names == sorted(names)
-    others = browser.find_elements(By.CSS_SELECTOR, "section.board:first-of-type th[aria-sort]:not([aria-sort=none])")
+    others = browser.find_elements(By.CSS_SELECTOR, "section.group:first-of-type th[aria-sort]:not([aria-sort=none])")
     assert [other.text for other in others] == ["method"]
 
 
@@ -164,7 +164,7 @@ def test_filters(browser: Any, name: str, value: str, kept: int) -> None:
     if name in ("family", "guarantee"):
         assert set(shown(browser, name)) == {value}
     dots = browser.execute_script(
-        "return document.querySelectorAll('section.board:not([hidden]) [data-run]:not(.gone)').length"
+        "return document.querySelectorAll('section.group:not([hidden]) [data-run]:not(.gone)').length"
     )
     assert 0 < dots <= 2 * kept
     browser.find_element(By.CSS_SELECTOR, "form button[type=reset]").click()
@@ -179,7 +179,7 @@ def test_words_and_the_invalid_ones_can_be_left_out(browser: Any) -> None:
     assert count(browser).startswith("1 of") and shown(browser, "run") == ["run-499"]
     browser.find_element(By.NAME, "text").send_keys(" nothing-like-it")
     assert count(browser).startswith("0 of")
-    assert not [s for s in browser.find_elements(By.CSS_SELECTOR, "section.board") if s.is_displayed()]
+    assert not [s for s in browser.find_elements(By.CSS_SELECTOR, "section.group") if s.is_displayed()]
 
 
 def test_a_run_opens_to_its_manifest_agreement_and_samples(browser: Any) -> None:
@@ -255,4 +255,4 @@ def test_the_policy_stops_what_would_slip_through(chromium: Any, page: Path, tmp
     bad.write_text(page.read_text(encoding="utf-8").replace("<main>", f"<main>{MARKUP}"), encoding="utf-8")
     chromium.get(bad.as_uri())
     assert chromium.title == html.TITLE and count(chromium).startswith(f"{ROWS} of")
-    assert any("Content Security Policy" in entry["message"] for entry in chromium.get_log("browser"))
+    assert any("Content Security Policy" in row["message"] for row in chromium.get_log("browser"))

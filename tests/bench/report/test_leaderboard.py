@@ -20,7 +20,7 @@ from bench.analysis.cost_curve import CostCurve
 from bench.config import compose
 from bench.report import frontier, leaderboard, plots, terminal
 from bench.report.collect import Record
-from bench.report.style import look
+from bench.report.style import style_of
 from tests.helpers.sample_rows import both
 
 matplotlib.use("agg")
@@ -64,19 +64,19 @@ NAMES: list[str] = []
 GUARANTEES = {"calm": "RELAXED", "nat": "INDEPENDENT_MODEL"}
 
 
-def methods(entries: list[leaderboard.Entry]) -> list[str]:
-    return [entry.method for entry in entries]
+def methods(rows: list[leaderboard.Row]) -> list[str]:
+    return [row.method for row in rows]
 
 
 def test_ranks_count_within_a_guarantee_and_invalid_runs_have_none() -> None:
-    (board,) = leaderboard.boards(
+    (group,) = leaderboard.groups(
         [run("suffix", 1.2), run("calm", 3.0), run("hf_generate", 9.0, valid=False), run("autoregressive", 1.4)]
     )
-    assert [(e.method, e.guarantee, e.rank) for e in board.entries] == [
+    assert [(e.method, e.guarantee, e.rank) for e in group.rows] == [
         ("autoregressive", "EXACT", 1), ("suffix", "EXACT", 2), ("calm", "RELAXED", 1), ("hf_generate", "EXACT", None),
     ]  # fmt: skip
-    assert methods(board.valid) == ["autoregressive", "suffix", "calm"]
-    frame = leaderboard.standings(board)
+    assert methods(group.valid) == ["autoregressive", "suffix", "calm"]
+    frame = leaderboard.ranking(group)
     assert frame["rank"].tolist() == ["1", "2", "1", "-"] and frame["result"].tolist()[-1] == "INVALID"
     assert frame["speed-up"].tolist() == ["1.40x", "1.20x", "3.00x", "9.00x"]
 
@@ -85,15 +85,15 @@ def test_ranks_count_within_a_guarantee_and_invalid_runs_have_none() -> None:
 def test_what_differs_in_anything_that_matters_stands_apart(key: str) -> None:
     numbers = ("threads", "batch_size", "max_new_tokens", "schema_version")
     other = 99 if key in numbers else {"temperature": 0.7} if key == "sampling" else "other"
-    found = leaderboard.boards([run("suffix"), run("calm", **{key: other})])
-    assert len(found) == 2 and len({board.heading for board in found}) == 2
+    found = leaderboard.groups([run("suffix"), run("calm", **{key: other})])
+    assert len(found) == 2 and len({group.heading for group in found}) == 2
 
 
 def test_where_a_data_set_was_found_is_no_difference() -> None:
     first, second = run("suffix"), run("calm")
-    assert len(leaderboard.boards([first, second])) == 1, "the lists of files differ, the content does not"
+    assert len(leaderboard.groups([first, second])) == 1, "the lists of files differ, the content does not"
     other = run("nat", dataset_revision={"content": "other"})
-    assert len(leaderboard.boards([first, second, other])) == 2
+    assert len(leaderboard.groups([first, second, other])) == 2
 
 
 @pytest.mark.parametrize(("method", "family"), [
@@ -113,30 +113,30 @@ def test_every_method_of_the_suite_has_a_family() -> None:
 
 
 def test_labels_tell_runs_of_one_method_apart() -> None:
-    (board,) = leaderboard.boards(
+    (group,) = leaderboard.groups(
         [run("suffix", settings={"gamma": 4}), run("suffix", settings={"gamma": 8}), run("calm")]
     )
-    assert sorted(entry.label for entry in board.entries) == ["calm", "suffix gamma=4", "suffix gamma=8"]
-    (board,) = leaderboard.boards([run("suffix"), run("suffix")])
-    assert len({entry.label for entry in board.entries}) == 2
+    assert sorted(row.label for row in group.rows) == ["calm", "suffix gamma=4", "suffix gamma=8"]
+    (group,) = leaderboard.groups([run("suffix"), run("suffix")])
+    assert len({row.label for row in group.rows}) == 2
 
 
 def test_winners_are_valid_ones() -> None:
     rows = [run("suffix", 1.2), run("suffix", 9.0, valid=False), run("calm", 1.1, valid=False)]
-    frame = leaderboard.winners(leaderboard.boards(rows)).set_index("family")
+    frame = leaderboard.winners(leaderboard.groups(rows)).set_index("family")
     assert frame.loc["speculative", ["speed-up", "valid runs", "not ranked"]].tolist() == ["1.20x", 1, 1]
     assert frame.loc["early exit", ["fastest", "speed-up", "valid runs"]].tolist() == ["-", "-", 0]
 
 
 def test_categories_are_those_of_the_summary() -> None:
-    (board,) = leaderboard.boards([run("suffix"), run("calm", valid=False)])
-    values = leaderboard.categories(board)
+    (group,) = leaderboard.groups([run("suffix"), run("calm", valid=False)])
+    values = leaderboard.categories(group)
     assert list(values.index) == ["suffix"] and sorted(values.columns) == ["a", "b"]
     # even prompts: 2 x 90 ms over 50 + 90 ms; odd ones over 30 + 70 ms
     assert values.loc["suffix", "a"] == pytest.approx(180 / 140) and values.loc["suffix", "b"] == pytest.approx(
         180 / 100
     )
-    assert "n=2" in leaderboard.categories(board, shown=True).loc["suffix", "a"]
+    assert "n=2" in leaderboard.categories(group, shown=True).loc["suffix", "a"]
 
 
 def test_a_market_joins_models_and_families_but_no_machines() -> None:
@@ -146,14 +146,16 @@ def test_a_market_joins_models_and_families_but_no_machines() -> None:
         run("nat", bleu=40.0, rate=999.0, hardware="A GPU"), run("suffix", bleu=1.0, dataset="wmt14"), run("suffix"),
     ]  # fmt: skip
     ours, other = sorted(
-        leaderboard.markets(leaderboard.boards(rows), "bleu", "multi30k"), key=lambda m: len(m.trades), reverse=True
+        leaderboard.quality_speed_plots(leaderboard.groups(rows), "bleu", "multi30k"),
+        key=lambda m: len(m.points),
+        reverse=True,
     )
-    assert len(ours.trades) == 5 and len(other.trades) == 1 and "models: deep_shallow, m" in ours.heading
+    assert len(ours.points) == 5 and len(other.points) == 1 and "models: deep_shallow, m" in ours.heading
     assert {name.split("-")[0] for name in ours.front} == {"suffix", "calm", "nat"} and len(ours.front) == 3
     assert rows[3].path.name not in ours.front, "slower and worse than the early exit"
     assert rows[4].path.name not in ours.front, "INVALID"
-    assert ours.trades[0].before == (8.0, 33.0)
-    assert leaderboard.markets(leaderboard.boards(rows[-1:]), "bleu", "multi30k") == []
+    assert ours.points[0].before == (8.0, 33.0)
+    assert leaderboard.quality_speed_plots(leaderboard.groups(rows[-1:]), "bleu", "multi30k") == []
 
 
 def test_undominated_keeps_ties() -> None:
@@ -168,9 +170,9 @@ def test_batch_series_need_two_sizes() -> None:
         run("calm"),
         run("suffix", batch_size=16, valid=False),
     ]
-    ((heading, lines),) = leaderboard.batch_series(leaderboard.boards(rows))
+    ((heading, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
     assert list(lines) == ["suffix"] and [e.summary["batch_size"] for e in lines["suffix"]] == [1, 8]
-    assert leaderboard.batch_series(leaderboard.boards(rows[2:])) == [] and heading.startswith("multi30k, m (A CPU")
+    assert leaderboard.batch_series(leaderboard.groups(rows[2:])) == [] and heading.startswith("multi30k, m (A CPU")
 
 
 def test_batch_coverage_names_what_is_not_recorded() -> None:
@@ -181,13 +183,13 @@ def test_batch_coverage_names_what_is_not_recorded() -> None:
         run("calm", valid=False),
     ]
     again = run("calm", 1.9, dataset_revision={"content": "another", "files": []})
-    ((heading, cells),) = leaderboard.batch_coverage(leaderboard.boards([*rows, again]), (1, 2, 8))
+    ((heading, cells),) = leaderboard.batch_coverage(leaderboard.groups([*rows, again]), (1, 2, 8))
     assert heading == "multi30k, m (A CPU, float32, 2 threads), greedy, 64 new tokens at most"
     assert list(cells) == ["B = 1", "B = 2", "B = 3", "B = 8"]
     assert cells.loc["suffix"].tolist() == ["1.60x", "-", "-", "1.20x"]
     assert cells.loc["calm"].tolist() == ["1.90x", "-", "2.00x", "-"], "the valid one of two"
-    assert leaderboard.batch_coverage(leaderboard.boards(rows[3:]), (1,))[0][1].loc["calm"].tolist() == ["INVALID"]
-    refilled = leaderboard.batch_coverage(leaderboard.boards([*rows, run("suffix", batch_size=8, refill=True)]), (8,))
+    assert leaderboard.batch_coverage(leaderboard.groups(rows[3:]), (1,))[0][1].loc["calm"].tolist() == ["INVALID"]
+    refilled = leaderboard.batch_coverage(leaderboard.groups([*rows, run("suffix", batch_size=8, refill=True)]), (8,))
     assert len(refilled) == 2 and sum(", refilled" in name for name, _ in refilled) == 1
 
 
@@ -195,8 +197,8 @@ def test_slopes_are_of_the_measured_passes() -> None:
     record = run("suffix")
     curve = CostCurve((1, 4, 8), 1, (64, 128), ((0.01, 0.0125, 0.02), (0.02, 0.025, 0.04)))
     record.manifest["cost_curve"] = curve.to_dict()
-    (board,) = leaderboard.boards([record, run("calm")])
-    assert leaderboard.slopes(board) == pytest.approx({1: 1.0, 4: 0.8, 8: 0.5})
+    (group,) = leaderboard.groups([record, run("calm")])
+    assert leaderboard.slopes(group) == pytest.approx({1: 1.0, 4: 0.8, 8: 0.5})
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -211,12 +213,14 @@ def ax() -> Iterator[Any]:
 
 def test_looks_are_fixed_and_tell_methods_apart() -> None:
     names = compose.groups()["method"]
-    assert len({look(name) for name in names}) == len(names) and look("of_a_stranger") == look("of_a_stranger")
+    assert len({style_of(name) for name in names}) == len(names) and style_of("of_a_stranger") == style_of(
+        "of_a_stranger"
+    )
 
 
 def test_intervals_draw_value_and_ends(ax: Any) -> None:
-    (board,) = leaderboard.boards([run("suffix", 2.0), run("calm", 1.5), run("nat", 7.0, valid=False)])
-    plots.intervals(ax, board)
+    (group,) = leaderboard.groups([run("suffix", 2.0), run("calm", 1.5), run("nat", 7.0, valid=False)])
+    plots.intervals(ax, group)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["suffix  (EXACT)", "calm  (RELAXED)"]
     bars = [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 2][:2]
     assert np.allclose(bars, [[1.9, 2.1], [1.4, 1.6]]) and ax.get_xscale() == "log"
@@ -231,11 +235,11 @@ def test_the_ecdf_is_of_the_conversations(ax: Any, tmp_path: Path) -> None:
     (folder / "samples.jsonl").write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in PAIRS))
     (folder / "manifest.json").write_text(json.dumps(record.manifest))
     (folder / "summary.json").write_text(json.dumps(record.summary))
-    (board,) = leaderboard.boards([Record(folder, record.manifest, record.summary), run("calm")])
+    (group,) = leaderboard.groups([Record(folder, record.manifest, record.summary), run("calm")])
     # baseline 90 ms; method 10 + 4 x 5i ms
-    assert plots.prompt_speedups(board.entries[0]) == pytest.approx(sorted(90 / (10 + 20 * i) for i in range(1, 5)))
-    assert len(plots.prompt_speedups(board.entries[1])) == 0, "its samples are gone"
-    plots.ecdf(ax, board)
+    assert plots.prompt_speedups(group.rows[0]) == pytest.approx(sorted(90 / (10 + 20 * i) for i in range(1, 5)))
+    assert len(plots.prompt_speedups(group.rows[1])) == 0, "its samples are gone"
+    plots.ecdf(ax, group)
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["suffix"]
 
 
@@ -244,8 +248,8 @@ def test_figures_of_few_and_of_many(draw: Any, ax: Any) -> None:
     one = [run("suffix")]
     many = [run(list(TARGETS)[i % 6], 1 + i / 30, settings={"gamma": i}, predicted_speedup=None) for i in range(60)]
     for rows in (one, many):
-        (board,) = leaderboard.boards(rows)
-        draw(ax, board)
+        (group,) = leaderboard.groups(rows)
+        draw(ax, group)
         ax.figure.canvas.draw()
 
 
@@ -259,17 +263,17 @@ def test_the_rates_of_a_market_are_free_of_drift_between_runs() -> None:
         with_baseline(4.0, run("calm", bleu=32.0, rate=9.0)),  # on a machine that was half as fast
         with_baseline(100.0, run("calm", bleu=32.5, rate=50.0, valid=False)),
     ]  # fmt: skip
-    (market,) = leaderboard.markets(leaderboard.boards(rows), "bleu", "multi30k")
-    found = {trade.entry.name: (trade.rate, trade.before) for trade in market.trades}
+    (plot,) = leaderboard.quality_speed_plots(leaderboard.groups(rows), "bleu", "multi30k")
+    found = {point.row.name: (point.rate, point.before) for point in plot.points}
     expected = zip(rows, (12.0, 40.0, 18.0, 4.0), strict=True)
     assert found == {row.path.name: (rate, (8.0, 33.0)) for row, rate in expected}
 
 
 def test_figures_across_boards(ax: Any) -> None:
     rows = [run("suffix", bleu=33.0), run("nat", bleu=30.0, rate=50.0, model="o"), run("suffix", batch_size=8)]
-    found = leaderboard.boards(rows)
-    (market, *_) = leaderboard.markets(found, "bleu", "multi30k")
-    plots.pareto(ax, market)
+    found = leaderboard.groups(rows)
+    (plot, *_) = leaderboard.quality_speed_plots(found, "bleu", "multi30k")
+    plots.pareto(ax, plot)
     assert sorted(text.get_text() for text in ax.get_legend().get_texts()) == [
         "nat (non-autoregressive)", "suffix (speculative)",
     ]  # fmt: skip

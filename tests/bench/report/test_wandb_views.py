@@ -28,17 +28,17 @@ def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def boards() -> list[leaderboard.Board]:
-    return leaderboard.boards(collect.read(RESULTS))
+def groups() -> list[leaderboard.ComparisonGroup]:
+    return leaderboard.groups(collect.read(RESULTS))
 
 
-def test_a_view_for_each_table_survives_the_way_there_and_back(boards: list[leaderboard.Board]) -> None:
-    for board, view in zip(boards, wandb_views.views(boards, "me", "p"), strict=True):
+def test_a_view_for_each_table_survives_the_way_there_and_back(groups: list[leaderboard.ComparisonGroup]) -> None:
+    for group, view in zip(groups, wandb_views.views(groups, "me", "p"), strict=True):
         model = view._to_model()
         sent = model.spec.model_dump_json(by_alias=True, exclude_none=True)
         spec = internal.WorkspaceViewspec.model_validate_json(sent)
         back = ws.Workspace._from_model(model.model_copy(update={"spec": spec}))
-        assert (back.entity, back.project, back.name) == ("me", "p", board.heading)
+        assert (back.entity, back.project, back.name) == ("me", "p", group.heading)
         names = [section.name for section in back.sections if section.name != "Quality"]
         assert names == ["Speed", "Fidelity and cost", "Texts and settings"]
         kinds = [type(panel).__name__ for section in back.sections for panel in section.panels]
@@ -47,14 +47,14 @@ def test_a_view_for_each_table_survives_the_way_there_and_back(boards: list[lead
         assert (scatter.x.name, scatter.y.name) == ("tokens_per_step", "speedup/total/value")
 
 
-def test_a_view_holds_only_what_may_stand_in_one_table(boards: list[leaderboard.Board]) -> None:
-    for board in boards:
-        wanted: dict[str, Any] = {filter.key.name: filter.value for filter in wandb_views._filters(board)}
+def test_a_view_holds_only_what_may_stand_in_one_table(groups: list[leaderboard.ComparisonGroup]) -> None:
+    for group in groups:
+        wanted: dict[str, Any] = {filter.key.name: filter.value for filter in wandb_views._filters(group)}
         assert wanted.pop("verdict/valid") is True
         named = {name.partition("/")[0] for name in wanted}
-        assert named == {key for key in terminal.JOIN_KEYS if board.first.get(key) is not None}
-        for entry in board.entries:
-            logged = dict(tracking.scalars(entry.summary))
+        assert named == {key for key in terminal.JOIN_KEYS if group.first.get(key) is not None}
+        for row in group.rows:
+            logged = dict(tracking.scalars(row.summary))
             assert {name: logged[name] for name in wanted} == wanted, "as the tracker sends them"
 
 
@@ -74,7 +74,7 @@ def test_views_are_written_without_a_login(no_login: None, tmp_path: Path, capsy
 
 
 def test_with_a_login_views_are_saved(
-    boards: Any, monkeypatch: pytest.MonkeyPatch, no_login: None, tmp_path: Path
+    groups: Any, monkeypatch: pytest.MonkeyPatch, no_login: None, tmp_path: Path
 ) -> None:
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password " + "0" * 40 + "\n")
     (tmp_path / ".netrc").chmod(0o600)
@@ -86,21 +86,21 @@ def test_with_a_login_views_are_saved(
 
     monkeypatch.setattr(ws.Workspace, "save", keep)
     monkeypatch.setattr(ws.Workspace, "url", property(lambda view: f"https://example/{view.entity}"))
-    assert wandb_views.push(boards, "me", "p") == ["https://example/me"] * len(boards) and len(sent) == len(boards)
+    assert wandb_views.push(groups, "me", "p") == ["https://example/me"] * len(groups) and len(sent) == len(groups)
 
     def refuse(view: Any) -> Any:
         raise ValueError("no such project")
 
     monkeypatch.setattr(ws.Workspace, "save", refuse)
     with pytest.raises(UserError, match="refused: ValueError: no such project"):
-        wandb_views.push(boards, "me", "p")
+        wandb_views.push(groups, "me", "p")
 
 
 def test_no_run_and_no_package_are_messages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boards: Any, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: Any, capsys: Any
 ) -> None:
     assert cli.main(["dashboard", f"paths.results={tmp_path}"]) == 2
     assert "No finished run to show" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     with pytest.raises(UserError, match=r"pip install 'decodebench\[dashboard\]'"):
-        wandb_views.views(boards, "me", "p")
+        wandb_views.views(groups, "me", "p")
