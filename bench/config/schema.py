@@ -6,8 +6,6 @@ range against the fields below. Groups that name a class are checked in ``bench.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +17,6 @@ from bench.config.typecheck import check_arguments
 from bench.errors import UserError
 
 DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
-_SHORT_HASH = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,24 +153,21 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, the inverse of ``from_dict``."""
-        found = asdict(self)  # ids and recorded configs stay what they were before there were these settings
-        if not self.measure.refill:
-            found["measure"] = {key: value for key, value in found["measure"].items() if not key.startswith("refill")}
-        if not self.hardware.compile:
-            del found["hardware"]["compile"]
-        return found
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """What a preparation needs beside model, machine and its own settings (``bench.train``).
+    """Settings of ``python -m bench train``, besides those of the method, the model and the machine.
 
     Attributes:
-        corpus: names and files with commas between them, see ``bench.tasks.corpus``; None: what the method declares, else
-            ``DEFAULT_CORPUS``.
-        corpus_limit: most dialogues.
-        out: folder of the part; None: where the method finds it by itself.
-        force: replace a finished part, and whatever was made with other settings.
+        corpus: dolly, dolly_15k, gsm8k (its train split), multi30k, shakespeare, FILE.jsonl or FILE.jsonl.gz, separated
+            by commas; NAME:COUNT takes COUNT of one; default: what the method declares
+        corpus_limit: maximum number of dialogues, drawn with the seed
+        out: folder of the result; default: where the method finds it
+        force: train again in place of a finished result, or of one with other settings
+        publish: int8, int6, int5 or int4: store the weights in fewer bits and measure the quality before and after
+        without: with publish, prefixes of tensor names to leave out, separated by commas
     """
 
     method: str
@@ -181,6 +175,8 @@ class TrainConfig:
     corpus_limit: int | None = None
     out: str | None = None
     force: bool = False
+    publish: Literal["int8", "int6", "int5", "int4"] | None = None
+    without: str = ""
 
     def __post_init__(self) -> None:
         _within("corpus_limit", self.corpus_limit, low=1)
@@ -192,26 +188,6 @@ _TYPED_GROUPS: dict[str, Callable[..., Any]] = {
     "hardware": HardwareConfig,
     "paths": PathsConfig,
 }
-_NOT_IDENTITY = frozenset({"paths", "tracker"})
-
-
-def identity(cfg: RunConfig) -> dict[str, Any]:
-    """What defines the run: everything but paths and tracker. Two runs with equal identity are the same run."""
-    return {key: value for key, value in cfg.to_dict().items() if key not in _NOT_IDENTITY}
-
-
-def run_id(cfg: RunConfig, **resolved: Any) -> str:
-    """``<method>-<dataset>-<model>-<12 hex of sha256 over the identity>``.
-
-    Args:
-        cfg: the run.
-        resolved: what the config leaves open and the machine decided, by name: model and data revision,
-            device, dtype; plain data. Part of the identity: results of two revisions never share a folder.
-    """
-    defining = {"config": identity(cfg), "resolved": dict(sorted(resolved.items()))}
-    digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()
-    names = (sanitise(str(part["name"])) for part in (cfg.method, cfg.dataset, cfg.model))
-    return "-".join((*names, digest[:_SHORT_HASH]))
 
 
 def sanitise(name: str) -> str:

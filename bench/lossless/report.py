@@ -1,32 +1,34 @@
-"""What an experiment leaves behind, and what it prints."""
+"""The record of an experiment, and its text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.config.schema import RunConfig, identity, sanitise
+from tabulate import tabulate
+
+from bench.config.identity import strip
+from bench.config.schema import RunConfig, sanitise
 from bench.utils import files
 
 if TYPE_CHECKING:
-    from bench.lossless.experiments import Lab
+    from bench.lossless.settings import LosslessConfig
     from bench.models.source import Loaded
 
 
 def defining(cfg: RunConfig) -> dict[str, Any]:
-    """What of the run's configuration an experiment depends on: it brings its own prompts."""
-    return {key: value for key, value in identity(cfg).items() if key != "dataset"}
+    """The configuration without the data set, since an experiment has its own prompts."""
+    return {key: value for key, value in strip(cfg.to_dict()).items() if key != "dataset"}
 
 
-def folder_name(experiment: str, cfg: RunConfig, lab: Lab, loaded: Loaded) -> str:
+def folder_name(experiment: str, cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> str:
     """``<experiment>-<method>-<model>-<12 hex of sha256 over what defines the experiment>``."""
-    parts = {"config": defining(cfg), "lab": asdict(lab), "revision": loaded.revision, "dtype": str(loaded.lm.dtype)}
+    parts = {"config": defining(cfg), "lab": asdict(config), "revision": loaded.revision, "dtype": str(loaded.lm.dtype)}
     if part := _part(cfg, loaded):
         parts["part"] = part["sha256"]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -35,7 +37,7 @@ def folder_name(experiment: str, cfg: RunConfig, lab: Lab, loaded: Loaded) -> st
 
 
 def _part(cfg: RunConfig, loaded: Loaded) -> dict[str, Any] | None:
-    """What was prepared for the method, if it takes such a part."""
+    """The checkpoint of the method, if it has one."""
     from bench.models import artifacts
 
     found = artifacts.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
@@ -46,7 +48,7 @@ def write(
     folder: Path,
     experiment: str,
     cfg: RunConfig,
-    lab: Lab,
+    config: LosslessConfig,
     loaded: Loaded,
     result: dict[str, Any],
     begin: datetime,
@@ -58,7 +60,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {
         "experiment": experiment,
-        "lab": asdict(lab),
+        "lab": asdict(config),
         "config": defining(cfg),
         "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
         **({"part": part} if (part := _part(cfg, loaded)) else {}),
@@ -66,7 +68,7 @@ def write(
         "hardware": machine.facts(loaded.lm.device),
         "versions": machine.versions(),
         "git": machine.git_state(),
-        "argv": redact.argv(["bench.lossless", *sys.argv[1:]]),
+        "argv": redact.argv(["bench", "lossless", *sys.argv[1:]]),
         "started_at": begin.isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
     }
@@ -76,58 +78,78 @@ def write(
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:
     """The result as text."""
-    body: Callable[[dict[str, Any]], list[str]] = {"greedy": _greedy, "sampling": rules_table, "joint": _joint}[
-        experiment
-    ]
+    table = {"greedy": _greedy, "sampling": rules_table, "joint": _joint}[experiment]
     verdict = "as promised" if result["passed"] else "NOT as promised"
     head = f"{cfg.model['name']}   {experiment}   method {cfg.method['name']}"
-    return "\n".join([head, "", *body(result), "", f"RESULT: {verdict}     {_shown(folder)}/"])
+    return "\n".join([head, "", *table(result), "", f"RESULT: {verdict}     {_shown(folder)}/"])
+
+
+_GREEDY = {
+    "tokens": "{tokens}",
+    "same": "{same}",
+    "near-ties": "{near_tie}",
+    "violations": "{violation}",
+    "first differs": "{first}",
+    "prompt": "{prompt:.40}",
+}
+_RULES = {
+    "rule": "{rule}",
+    "std deviation": "{standard_deviation:.3e}",
+    "expected": "{expected_deviation:.3e}",
+    "TV": "{total_variation:.4f}",
+    "smallest p": "{smallest_p:.2e}",
+    "failed": "{failed} of {cells}",
+    "verdict": "{verdict}",
+}
+_JOINT = {
+    "T": "{temperature:g}",
+    "continuations": "{continuations}",
+    "mass": "{mass:.3f}",
+    "TV": "{total_variation:.4f}",
+    "expected": "{expected_total_variation:.4f}",
+    "p": "{p_value:.3g}",
+    "prompt": "{prompt:.40}",
+}
+_VERDICTS = {
+    (True, True): "exact: passes",
+    (True, False): "exact: FAILS",
+    (False, True): "wrong rule: caught",
+    (False, False): "wrong rule: MISSED",
+}  # by (exact, as it should)
 
 
 def _greedy(result: dict[str, Any]) -> list[str]:
-    lines = [f"  {'tokens':>6}  {'same':>5}  {'near-ties':>9}  {'violations':>10}  {'first differs':>13}  prompt"]
+    rows = []
     for row in result["prompts"]:
-        first = "-" if row["first_divergence"] is None else str(row["first_divergence"])
-        same = "yes" if row["identical"] else "no"
-        counts = f"  {row['tokens']:>6}  {same:>5}  {row['near_tie']:>9}  {row['violation']:>10}"
-        lines.append(f"{counts}  {first:>13}  {row['prompt'][:40]}")
-    lines.append(
-        f"  {result['identical']} of {len(result['prompts'])} texts identical over {result['tokens']} tokens; "
-        f"{result['violations']} tokens outside the near-tie gap of {result['near_tie_gap']:g}"
-    )
-    return lines
+        first = "-" if row["first_divergence"] is None else row["first_divergence"]
+        rows.append(row | {"same": "yes" if row["identical"] else "no", "first": first})
+    return [
+        *_table(_GREEDY, rows),
+        f"  {result['identical']} of {len(rows)} texts identical over {result['tokens']} tokens; "
+        f"{result['violations']} tokens outside the near-tie gap of {result['near_tie_gap']:g}",
+    ]
 
 
 def rules_table(result: dict[str, Any]) -> list[str]:
-    """The table "rule, standard deviation, expected, verdict" of a sampling experiment, as lines."""
-    lines = [f"  {'rule':36}{'std deviation':>14}{'expected':>11}{'TV':>9}{'smallest p':>12}{'failed':>9}   verdict"]
-    for row in result["rules"]:
-        kind = "exact" if row["exact"] else "wrong rule"
-        caught = (
-            ("passes" if row["exact"] else "caught") if row["as_it_should"] else "FAILS" if row["exact"] else "MISSED"
-        )
-        lines.append(
-            f"  {row['rule']:36}{row['standard_deviation']:>14.3e}{row['expected_deviation']:>11.3e}"
-            f"{row['total_variation']:>9.4f}{row['smallest_p']:>12.2e}{row['failed']:>4} of {row['cells']:<2}"
-            f"  {kind}: {caught}"
-        )
-    lines.append(f"  A cell fails when p <= {result['bound']:.2e} (all exact tests together).")
-    return lines
+    """The table of a sampling experiment, as lines."""
+    rows = [row | {"verdict": _VERDICTS[row["exact"], row["as_it_should"]]} for row in result["rules"]]
+    return [*_table(_RULES, rows), f"  A cell fails when p <= {result['bound']:.2e} (all exact tests together)."]
 
 
 def _joint(result: dict[str, Any]) -> list[str]:
-    lines = [f"  {'T':>4}  {'told apart':>10}  {'mass':>6}  {'TV':>7}  {'expected':>8}  {'p':>9}  prompt"]
-    for row in result["cells"]:
-        lines.append(
-            f"  {row['temperature']:>4g}  {row['continuations']:>10}  {row['mass']:>6.3f}"
-            f"  {row['total_variation']:>7.4f}  {row['expected_total_variation']:>8.4f}  {row['p_value']:>9.3g}"
-            f"  {row['prompt'][:40]}"
-        )
-    return lines
+    return _table(_JOINT, result["cells"])
+
+
+def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> list[str]:
+    """Columns of words to the left, of numbers to the right."""
+    cells = [[form.format(**row) for form in columns.values()] for row in rows]
+    align = ["left" if name in ("rule", "prompt", "verdict") else "right" for name in columns]
+    text = tabulate(cells, list(columns), tablefmt="plain", disable_numparse=True, colalign=align)
+    return [f"  {line}" for line in text.splitlines()]
 
 
 def _shown(path: Path) -> str:
-    """Relative to the current folder where possible."""
+    """Relative to the current folder if possible."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:

@@ -6,15 +6,13 @@ unpacks its own.
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import os
-import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +92,7 @@ class Sample:
 _FIELDS = tuple(field.name for field in fields(Sample))
 MANIFEST, CONFIG, SAMPLES, SUMMARY = "manifest.json", "config.yaml", "samples.jsonl", "summary.json"
 PACKED = f"{SAMPLES}.gz"
+PAIRS = "pairs.json.gz"  # what ``bench.analysis.pairs.condense`` keeps of the samples
 _LOCK = ".lock"
 
 
@@ -106,7 +105,7 @@ class RunFolder:
         samples: everything recorded so far, as read back or appended.
     """
 
-    def __init__(self, path: Path, lock: int, manifest: dict[str, Any], samples: list[Sample]) -> None:
+    def __init__(self, path: Path, lock: ExitStack, manifest: dict[str, Any], samples: list[Sample]) -> None:
         self.path, self.manifest, self.samples = path, manifest, samples
         self._lock, self._done = lock, _keys(samples)
         self._file = os.open(path / SAMPLES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -132,20 +131,16 @@ class RunFolder:
             RunFailed: the folder cannot be written.
         """
         path = root / run_id
-        with machine_failures():
+        with machine_failures(), ExitStack() as lock:
             path.mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)
-        try:
-            with machine_failures():
-                for name in (MANIFEST, SUMMARY, SAMPLES, PACKED) if fresh else ():  # what calls it finished goes first
-                    (path / name).unlink(missing_ok=True)
-                _unpack(path)
-                folder = cls(path, lock, read_manifest(path) or {}, _recover(path / SAMPLES))
-                _replace(path / CONFIG, config_yaml)
-                folder.update(**manifest, run_id=run_id, schema_version=SCHEMA_VERSION, status="running", error=None)
-        except BaseException:
-            _unlock(path, lock)
-            raise
+            lock.enter_context(claimed(path))
+            for name in (MANIFEST, SUMMARY, SAMPLES, PACKED, PAIRS) if fresh else ():  # the manifest first
+                (path / name).unlink(missing_ok=True)
+            _unpack(path)
+            folder = cls(path, lock, read_manifest(path) or {}, _recover(path / SAMPLES))
+            files.atomic_write(path / CONFIG, config_yaml)
+            folder.update(**manifest, run_id=run_id, schema_version=SCHEMA_VERSION, status="running", error=None)
+            folder._lock = lock.pop_all()
         return folder
 
     def append(self, samples: Sequence[Sample]) -> None:
@@ -182,10 +177,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Let other processes write the folder again."""
-        if self._lock >= 0:
+        if self._file >= 0:
             os.close(self._file)
-            _unlock(self.path, self._lock)
-            self._lock = -1
+            self._lock.close()
+            self._file = -1
 
     def __enter__(self) -> RunFolder:
         return self
@@ -246,6 +241,11 @@ def read_samples(path: Path) -> list[Sample]:
     """
     file = samples_file(path) if path.is_dir() else path
     if not file.is_file():
+        if (path / PAIRS).is_file():
+            raise UserError(
+                f"The samples of {path.name} are not kept, only times and lengths of each prompt ({PAIRS}). Repeat the "
+                "run with --fresh to get its texts and steps."
+            )
         raise UserError(f"{file} does not exist; a run folder holds {SAMPLES}. Name the folder of a run.")
     return _parse(file)
 
@@ -367,7 +367,7 @@ def validate(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; validate wants the folder of a run. See results/.")
     try:
-        manifest, samples = read_manifest(folder), read_samples(folder)
+        manifest, samples = read_manifest(folder), [] if (folder / PAIRS).is_file() else read_samples(folder)
     except UserError as error:
         return [str(error)]
     return [*_manifest_problems(folder, manifest), *_pair_problems(samples), *_row_problems(samples, manifest or {})]
@@ -433,7 +433,7 @@ def _line(sample: Sample) -> str:
 
 def _replace(file: Path, content: str | bytes) -> None:
     with machine_failures():
-        files.replace(file, content)
+        files.atomic_write(file, content)
 
 
 def _write_all(file: int, data: bytes) -> None:
@@ -442,67 +442,24 @@ def _write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def claimed(folder: Path) -> AbstractContextManager[None]:
     """Be the only writer of a run folder meanwhile.
 
     Raises:
         UserError: another process is.
     """
-    lock = _lock(folder)
-    try:
-        yield
-    finally:
-        _unlock(folder, lock)
+    return files.locked(
+        folder / _LOCK,
+        f"{folder} is being written by another process; one run folder has one writer. Wait for it, or change what "
+        "defines the run.",
+    )
 
 
 def left_open(folder: Path) -> bool:
-    """Whether the last writer of a run folder is still at work, or was ended before it was through."""
+    """Whether the last writer of a run folder is still at work, or was killed."""
     return (folder / _LOCK).exists()
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process that is alive writes the folder; the lock of a killed one is free."""
-    try:
-        handle = os.open(folder / _LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
-
-
-def _lock(folder: Path) -> int:
-    """Claim a folder for this process; the system lets go of it when the process ends, however it ends."""
-    path = folder / _LOCK
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _take(handle):
-            os.close(handle)
-            raise UserError(
-                f"{folder} is being written by another process; one run folder has one writer. Wait for it, or change "
-                "what defines the run."
-            )
-        with suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(handle).st_ino:
-                return handle
-        os.close(handle)  # the former owner removed the file between our two calls
-
-
-def _take(handle: int) -> bool:
-    """Take a lock that is free, or that only ``is_held`` has, for a moment."""
-    for pause in (0.0, 0.05, 0.2):
-        time.sleep(pause)
-        with suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    return False
-
-
-def _unlock(folder: Path, handle: int) -> None:
-    (folder / _LOCK).unlink(missing_ok=True)
-    os.close(handle)
+    """Whether a living process writes the folder."""
+    return files.is_locked(folder / _LOCK)

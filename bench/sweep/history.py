@@ -1,176 +1,156 @@
-"""What the records under a results folder say of a configuration: done, cut, failed; and how long its like took.
+"""What earlier records say of a configuration: done, cut, failed; and how long similar runs took.
 
-A record belongs to a configuration if it has the id that the configuration would get with the revisions of the record,
-and if processor, threads, type and prepared part are those of today. What only a run finds out, a new revision of a
-model on the hub or other files of a data set, is not looked at.
+A record counts if it has the fingerprint that the configuration would get here: with the processor, threads and type of
+this machine, the checkpoint and the local files of today, and the revisions of the record. A new revision of a model on
+the hub or a changed data set is only found by the run itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import yaml
-
-from bench.config.schema import RunConfig, identity, run_id
+from bench.config import identity, instantiate
+from bench.config.schema import RunConfig
 from bench.errors import UserError
 from bench.models import artifacts
-from bench.records import run_folder
-from bench.utils import redact
+from bench.records import lookup, run_folder
+from bench.records.lookup import Entry
 
 State = Literal["new", "cut", "failed", "queued", "running", "done", "incompatible"]
 _PREFERRED: tuple[State, ...] = ("done", "running", "cut", "failed")  # of several records for one configuration
 _PARTS = ("loop", "warmup", "cost_curve", "quality", "agreement")  # that make up the time of a run
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A recorded run: where, its manifest, and its configuration as written."""
-
-    path: Path
-    manifest: dict[str, Any]
-    config: dict[str, Any]
 
 
 @dataclass(slots=True)
 class Archive:
-    """The records of one results folder, by configuration.
+    """The records of one results folder.
 
     Attributes:
+        entries: by the names of method, data set and model.
         here: jobs run on this machine, and only its own records count.
     """
 
-    entries: dict[str, list[Entry]] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)
+    entries: dict[tuple[str, ...], list[Entry]] = field(default_factory=dict)
     here: bool = True
-    _parts: dict[str, str | None] = field(default_factory=dict)
+    _grouped: dict[tuple[str, ...], tuple[dict[str, list[Entry]], dict[str, list[float]]]] = field(default_factory=dict)
+    _known: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, results: Path, *, here: bool) -> Archive:
         archive = cls(here=here)
-        for file in sorted(results.glob(f"*/{run_folder.MANIFEST}")):
-            config = _config(file.parent)
-            if config is not None:
-                archive._add(Entry(file.parent, run_folder.read_manifest(file.parent) or {}, config))
+        for entry in lookup.entries(results):
+            archive.entries.setdefault(identity.names(entry.config), []).append(entry)
         return archive
-
-    def _add(self, entry: Entry) -> None:
-        self.entries.setdefault(_key(entry.config), []).append(entry)
-        spent = entry.manifest.get("seconds") or {}
-        if entry.manifest.get("status") == "finished" and spent and (not self.here or _is_of_this_machine(entry)):
-            total = sum(spent.get(name, 0.0) for name in _PARTS)
-            for key in _kin(entry.config):
-                self.times.setdefault(key, []).append(total)
 
     def state(self, cfg: RunConfig) -> tuple[State, str, float]:
         """Of the job: its state, why it failed, and the share that is left."""
-        found = [_state_of(entry) for entry in self.entries.get(_key(_public(cfg)), []) if self._fits(entry, cfg)]
+        config, found = cfg.to_dict(), []
+        if (names := identity.names(config)) in self.entries:
+            known = self._group(names)[0].get(_key(identity.strip(config)), [])
+            found = [_state_of(entry) for entry in known if self._fits(entry, cfg)]
         return min(found, key=lambda each: _PREFERRED.index(each[0]), default=("new", "", 1.0))
 
-    def _fits(self, entry: Entry, cfg: RunConfig) -> bool:
-        if run_id(cfg, **_resolved(entry.manifest)) != entry.manifest.get("run_id"):
-            return False  # config.yaml shortens paths: two files of one name look the same in it, and have other ids
-        recorded = (entry.manifest.get("part") or {}).get("sha256")
-        return recorded == self._part(cfg) and (not self.here or _is_of_this_machine(entry, cfg))
-
-    def _part(self, cfg: RunConfig) -> str | None:
-        """sha256 of the part that the run would use, if its method takes one and has one."""
-        key = json.dumps([cfg.method, cfg.model["name"], cfg.paths.cache], sort_keys=True)
-        if key not in self._parts:
-            found = artifacts.find(cfg.method, str(cfg.model["name"]), None, cfg.paths)
-            self._parts[key] = found.sha256 if found else None
-        return self._parts[key]
-
     def seconds(self, cfg: RunConfig) -> float | None:
-        """What runs most like this one took: of the same method, else of any."""
-        for key in _kin(_public(cfg)):
-            if key in self.times:
-                return median(self.times[key])
+        """What the most similar runs took: of the same method, else of any."""
+        config = cfg.to_dict()
+        names = identity.names(config)
+        similar = [known for known in self.entries if known[1:] == names[1:]]
+        like = _similar(identity.strip(config)) if similar else ""
+        for found in ([names] if names in similar else [], similar):
+            if times := [time for known in found for time in self._group(known)[1].get(like, [])]:
+                return median(times)
         return None
 
+    def _group(self, names: tuple[str, ...]) -> tuple[dict[str, list[Entry]], dict[str, list[float]]]:
+        """Of the records with these names: by their settings, and the seconds of finished ones by ``_similar``."""
+        if names not in self._grouped:
+            by_settings: dict[str, list[Entry]] = {}
+            times: dict[str, list[float]] = {}
+            for entry in self.entries[names]:
+                by_settings.setdefault(_key(entry.settings), []).append(entry)
+                spent: dict[str, float] = entry.manifest.get("seconds") or {}
+                finished = spent and entry.manifest.get("status") == "finished"
+                if finished and (not self.here or _is_of_this_machine(entry)):
+                    total = sum(spent.get(part, 0.0) for part in _PARTS)
+                    times.setdefault(_similar(entry.settings), []).append(total)
+            self._grouped[names] = by_settings, times
+        return self._grouped[names]
 
-def _config(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = yaml.load((folder / run_folder.CONFIG).read_text(encoding="utf-8"), Loader=_LOADER)
-    except (OSError, yaml.YAMLError):
-        return None
-    return found if isinstance(found, dict) else None
+    def _fits(self, entry: Entry, cfg: RunConfig) -> bool:
+        """Whether the run would get the record's fingerprint here and now."""
+        try:
+            today = self._remembered("data", cfg.dataset, cfg) | self._remembered("method", cfg.method, cfg)
+            today |= _this_machine(cfg) if self.here else {}
+        except UserError:  # it cannot run here
+            return False
+        return identity.fingerprint(cfg.to_dict(), lookup.resolved(entry.manifest) | today) == entry.fingerprint
+
+    def _remembered(self, what: str, group: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
+        """What this machine has for the paths and the checkpoint of a group."""
+        key = json.dumps([group, cfg.model["name"], cfg.paths.cache, cfg.paths.data], sort_keys=True)
+        if key not in self._known:
+            self._known[key] = _data(cfg) if what == "data" else _checkpoint(cfg)
+        found: dict[str, Any] = self._known[key]
+        return found
 
 
-def _public(cfg: RunConfig) -> dict[str, Any]:
-    """The identity as config.yaml has it: without secrets and paths of the machine."""
-    found: dict[str, Any] = redact.tree(identity(cfg))
-    return found
+def _data(cfg: RunConfig) -> dict[str, Any]:
+    """The content of a data set that is a file of the user's; of all others the record's revision counts."""
+    if not isinstance(cfg.dataset.get("path"), str):
+        return {}
+    task = instantiate.build_task(cfg.dataset, cfg.paths)
+    task.load()
+    return {"data_revision": task.revision["content"]}
 
 
-def _key(config: dict[str, Any]) -> str:
-    return json.dumps({key: value for key, value in config.items() if key != "tracker"}, sort_keys=True, default=str)
+def _checkpoint(cfg: RunConfig) -> dict[str, Any]:
+    found = artifacts.find(cfg.method, str(cfg.model["name"]), None, cfg.paths)
+    return {"part": found.sha256 if found else None, "files": lookup.local_files(cfg.method)}
 
 
-def _kin(config: dict[str, Any]) -> Iterator[str]:
-    """Keys under which the time of a run is kept, the closest first."""
+def _key(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _similar(settings: dict[str, Any]) -> str:
+    """Equal for runs that differ in method, seed and sampling at most."""
     shared = ("model", "dataset", "measure", "hardware", "max_new_tokens", "batch_size")
-    like = [config.get(name) for name in shared]
-    name = (config.get("method") or {}).get("name")
-    yield json.dumps([*like, name], sort_keys=True, default=str)
-    yield json.dumps(like, sort_keys=True, default=str)
+    return _key({name: settings.get(name) for name in shared})
 
 
-def _resolved(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the recorded run's machine decided, under the names that ``bench.measure.run`` gives it in the id."""
-    part, dataset = manifest.get("part"), manifest.get("dataset") or {}
-    return {
-        **({"part": part.get("sha256")} if part else {}),
-        **({"calibration": trial["corpus"]["sha256"]} if (trial := manifest.get("calibration")) else {}),
-        "model_revision": (manifest.get("model") or {}).get("revision"),
-        "data_revision": (dataset.get("revision") or {}).get("content"),
-        "device": _processor(manifest),
-        "threads": str((manifest.get("hardware") or {}).get("threads")),
-        "dtype": manifest.get("dtype"),
-    }
+def _is_of_this_machine(entry: Entry) -> bool:
+    name = lookup.resolved(entry.manifest)["device"]
+    return name is not None and name in (_machine("cpu")["device"], _machine("cuda")["device"])
 
 
-def _processor(manifest: dict[str, Any]) -> str | None:
-    found = manifest.get("hardware") or {}
-    return (found.get("gpu") or {}).get("name") or found.get("cpu")
+def _this_machine(cfg: RunConfig) -> dict[str, Any]:
+    """What a run would get here: processor, cores, threads, type.
 
-
-def _is_of_this_machine(entry: Entry, cfg: RunConfig | None = None) -> bool:
-    """Same processor; for a configuration also the type and the threads it would get here."""
-    name, threads = _processor(entry.manifest), (entry.manifest.get("hardware") or {}).get("threads")
-    if cfg is None:
-        return name is not None and name in (_machine("cpu")[0], _machine("cuda")[0])
+    Raises:
+        UserError: it cannot run here.
+    """
     from bench.models import loading
 
-    try:
-        device, dtype = loading.resolve_hardware(cfg.to_dict()["hardware"])
-    except UserError:
-        return True  # it could not run here; that it did elsewhere is of use all the same
-    here, most = _machine(device.type)
-    found = (name, threads, entry.manifest.get("dtype"))
-    return found == (here, cfg.hardware.threads or most, str(dtype).removeprefix("torch."))
+    device, dtype = loading.resolve_hardware(cfg.to_dict()["hardware"])
+    here = _machine(device.type)
+    return here | {"threads": cfg.hardware.threads or here["threads"], "dtype": str(dtype).removeprefix("torch.")}
 
 
 @cache
-def _machine(kind: str) -> tuple[str | None, int]:
-    """Name of the processor or the GPU as a manifest has it, and the threads a run gets by default."""
+def _machine(kind: str) -> dict[str, Any]:
+    """Of this machine what distinguishes runs on its processor or GPU, with the threads a run gets by default."""
     import torch
 
     from bench.utils import machine
 
-    before = torch.get_num_threads()
-    threads = machine.set_threads(None)
-    torch.set_num_threads(before)
     if kind == "cuda" and not torch.cuda.is_available():
-        return None, threads
-    facts = machine.facts(torch.device(kind))
-    return facts["gpu"]["name"] if facts["gpu"] else facts["cpu"], threads
+        return {"device": None}
+    return lookup.machine_of(machine.facts(torch.device(kind)) | {"threads": machine.default_threads()})
 
 
 def _state_of(entry: Entry) -> tuple[State, str, float]:

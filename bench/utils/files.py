@@ -1,18 +1,25 @@
-"""Files that are there as a whole or not at all."""
+"""Files that appear whole or not at all, their digests, and locks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 
-def replace(file: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a crash, meets the old content or the new one; for one writer at a time."""
+from bench.errors import UserError
+
+_BLOCK = 1 << 20
+_PATIENCE_S = 0.3  # is_locked holds a free lock for a moment
+
+
+def atomic_write(file: Path, content: str | bytes) -> None:
+    """Write so that a reader, or a crash, sees the old content or the new one; for one writer at a time."""
     scratch = file.with_name(f".{file.name}.tmp")
     try:
         with open(scratch, "wb") as out:
@@ -36,11 +43,8 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-_BLOCK = 1 << 20
-
-
 def read_json(file: Path) -> dict[str, Any] | None:
-    """An object that ``write_json`` wrote; None without one."""
+    """A JSON object; None where the file has none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,20 +53,29 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write so that a reader sees the old file or the new one."""
-    replace(file, json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n")
+    """``atomic_write``; numbers of numpy and torch become Python's, anything else unknown becomes text."""
+    atomic_write(file, json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n")
 
 
-def digest(parts: Mapping[str, Path]) -> str:
-    """One sha256 over names and contents."""
-    whole = hashlib.sha256()
-    for name, path in sorted(parts.items()):
-        whole.update(f"{name}\0{file_sha256(path)}\n".encode())
-    return whole.hexdigest()
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------------ digests
+
+
+def sha256(content: str | bytes) -> str:
+    """Hex digest of bytes, or of a text in UTF-8."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def json_sha256(value: Any) -> str:
+    """Hex digest of plain data, independent of the order of keys."""
+    return sha256(json.dumps(value, sort_keys=True, default=str))
 
 
 def file_sha256(path: Path) -> str:
-    """Of a file's bytes, whatever its size."""
+    """Hex digest of a file's bytes, whatever its size."""
     found = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -70,6 +83,56 @@ def file_sha256(path: Path) -> str:
     return found.hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's; anything else as text: a card must not fail after hours of work."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def digest(parts: Mapping[str, Path]) -> str:
+    """One sha256 over names and contents."""
+    return sha256("".join(f"{name}\0{file_sha256(path)}\n" for name, path in sorted(parts.items())))
+
+
+def below(folder: Path) -> dict[str, Path]:
+    """All files of a folder by their path in it, in order; of a file, itself."""
+    if folder.is_file():
+        return {folder.name: folder}
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# -------------------------------------------------------------------------------------------------------------- locks
+
+
+@contextmanager
+def locked(file: Path, refusal: str | None = None, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold a lock file, and remove it afterwards; the system releases it when the process ends, however it ends.
+
+    Args:
+        refusal: message where another process has the lock; None: wait for it.
+        waiting: called once before waiting.
+
+    Raises:
+        UserError: another process has the lock, and there is a ``refusal``.
+    """
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=_PATIENCE_S)
+    except Timeout:
+        if refusal is not None:
+            raise UserError(refusal) from None
+        if waiting is not None:
+            waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a living process holds the lock; the file that a killed one left is free."""
+    if not file.exists():
+        return False
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from bench.config import compose, instantiate
-from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir, identity, run_id, sanitise
+from bench.config.identity import OUTSIDE, fingerprint, run_id, strip
+from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir, sanitise
 from bench.config.typecheck import check_arguments, describe, fits
 from bench.errors import UserError
 from bench.models import source
@@ -101,25 +102,29 @@ def test_own_defaults_are_read_from_local_yaml(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_what_defines_a_run_changes_its_id(override: str) -> None:
-    assert run_id(compose.compose([override])) != run_id(compose.compose([]))
+    assert fingerprint(compose.compose([override]).to_dict(), {}) != fingerprint(compose.compose([]).to_dict(), {})
 
 
 @pytest.mark.parametrize(
     "override", ["paths.results=/x", "paths.cache=/x", "paths.data=/x", "tracker=wandb", "hydra.verbose=true"]
 )
 def test_what_does_not_define_a_run_leaves_its_id(override: str) -> None:
-    assert run_id(compose.compose([override])) == run_id(compose.compose([]))
+    assert fingerprint(compose.compose([override]).to_dict(), {}) == fingerprint(compose.compose([]).to_dict(), {})
 
 
 def test_every_field_is_identity_but_paths_and_tracker() -> None:
     cfg = run_config()
-    assert set(identity(cfg)) == set(cfg.to_dict()) - {"paths", "tracker"}
+    changed = {key: {"name": "changed"} if isinstance(value, dict) else 99 for key, value in cfg.to_dict().items()}
+    found = {key for key in changed if strip(cfg.to_dict() | {key: changed[key]}) != strip(cfg.to_dict())}
+    assert found == set(changed) - OUTSIDE - {"measure", "hardware"}, "their names are labels"
 
 
 def test_id_is_readable_stable_and_depends_on_revisions() -> None:
     cfg = run_config()
-    assert run_id(cfg) == run_id(RunConfig.from_dict(cfg.to_dict())) == "m-d-org_Model_1-" + run_id(cfg)[-12:]
-    assert run_id(cfg, model="a", data="b") == run_id(cfg, data="b", model="a") != run_id(cfg, model="a", data="c")
+    first = run_id(cfg, {})
+    assert first == run_id(RunConfig.from_dict(cfg.to_dict()), {}) == "m-d-org_Model_1-" + first[-12:]
+    both = {"model": "a", "data": "b"}
+    assert run_id(cfg, both) == run_id(cfg, dict(reversed(both.items()))) != run_id(cfg, both | {"data": "c"})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,7 @@ def test_run_config_refuses(changes: dict[str, Any], words: str) -> None:
         "os.system",
         "subprocess.Popen",
         "bench.config.instantiate.importlib",
-        "bench.config.schema.run_id",
+        "bench.config.identity.run_id",
         "bench.config.schema.Path",
         "bench",
         3,
@@ -286,7 +291,7 @@ def test_nested_groups_are_checked_and_built(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_whole_number_becomes_a_float_where_one_is_wanted() -> None:
     whole, broken = (run_config(sampling={"temperature": value}) for value in (1, 1.0))
-    assert type(whole.sampling.temperature) is float and run_id(whole) == run_id(broken)
+    assert type(whole.sampling.temperature) is float and run_id(whole, {}) == run_id(broken, {})
 
 
 class NeedsModel:

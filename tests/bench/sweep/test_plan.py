@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from bench import cli
+from bench import cli, tasks
 from bench.config import compose
 from bench.config.identity import run_id
 from bench.config.schema import RunConfig, conf_dir
@@ -178,10 +178,19 @@ def test_the_machine_is_not_asked_where_the_jobs_run_elsewhere(words: list[str],
 
 def test_files_of_one_name_are_told_apart(words: list[str], tmp_path: Path) -> None:
     files = [tmp_path / folder / "prompts.jsonl" for folder in "ab"]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(json.dumps({"question_id": number, "category": "chat", "turns": ["Hello"]}) + "\n")
     first, second = planned([*words, "dataset=jsonl", f"dataset.path={files[0]},{files[1]}"]).jobs
-    record(first.cfg)
+    record(first.cfg, dataset={"revision": {"content": _content(files[0])}})
     again = planned([*words, "dataset=jsonl", f"dataset.path={files[0]},{files[1]}"])
     assert [job.state for job in again.jobs] == ["done", "new"]
+
+
+def _content(file: Path) -> str:
+    task = tasks.Jsonl(str(file))
+    task.load()
+    return str(task.revision["content"])
 
 
 def test_a_record_that_cannot_be_read_is_passed_over(words: list[str], results: Path) -> None:

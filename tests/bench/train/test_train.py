@@ -178,15 +178,15 @@ def test_the_group_is_listed_and_shown_but_no_part_of_a_run(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["method=prompt_lookup"], "Method 'prompt_lookup' has nothing to prepare. These have: counter."),
+        (["method=prompt_lookup"], "Method 'prompt_lookup' needs no training. Methods that do: counter."),
         (["method=conter"], "Unknown method 'conter'. Did you mean 'counter'?"),
-        (["method="], "No method is named. Name one: method=NAME. These have something to prepare: counter."),
+        (["method="], "train needs method=NAME, one of: counter."),
         (["corpsu=dolly"], "Unknown setting 'corpsu'. Did you mean 'corpus'?"),
         (["corpus=doly"], "Unknown corpus 'doly'. Did you mean 'dolly'? Known: dolly, dolly_15k, gsm8k, multi30k, "),
         (["corpus=dolly,,gsm8k"], "different names with commas between them are needed"),
         (["corpus_limit=0"], "corpus_limit came as 0; it must be at least 1"),
         (["corpus_limit=many"], "corpus_limit must be a whole number or null, got 'many' (text)"),
-        (["corpus_limit=[1"], "corpus_limit came as '[1'; it cannot be read"),
+        (["corpus_limit=[1"], "corpus_limit cannot be read, got '[1'."),
         (["force=perhaps"], "force must be true or false, got 'perhaps' (text)"),
         (["train.block=4"], "Unknown setting 'train.block'. Did you mean 'train.blocks'? (python -m bench show train/"),
         (["train.scale=2", "train.block=4"], "Unknown setting 'train.block'."),
@@ -195,8 +195,8 @@ def test_the_group_is_listed_and_shown_but_no_part_of_a_run(capsys: pytest.Captu
         (["train.scale=1", "model=smolm2"], "Unknown model 'smolm2'. Did you mean 'smollm2'?"),
         (["train.scale=1", "hardware.devcie=cpu"], "Unknown setting 'hardware.devcie'. Did you mean"),
         (["seed=x"], "seed must be a whole number, got 'x' (text)"),
-        (["dataset=mtbench"], "'dataset' does not matter to a preparation."),
-        (["method.gamma=3"], "'method.gamma' does not matter to a preparation. Settings of a preparation are"),
+        (["dataset=mtbench"], "'dataset' has no effect on a training."),
+        (["method.gamma=3"], "'method.gamma' has no effect on a training. Settings of the training are"),
         (["--force"], "Unknown option '--force'. A setting is written key=value"),
         (["what"], "Cannot read 'what'. A setting is written key=value"),
     ],
@@ -624,7 +624,7 @@ def test_a_decoder_gets_the_part_of_its_model(
         program.prepare(cfg)
     make()
     parts = program.prepare(cfg)
-    assert parts.method.part == folder
+    assert parts.method.checkpoint == folder
     noted = manifest.manifest(cfg, parts)["part"]
     assert noted["origin"] == "trained" and noted["sha256"] == card(folder)["sha256"] and noted["card"] == card(folder)
     assert manifest.resolved(parts)["part"] == noted["sha256"] and noted["warning"] is None
@@ -634,12 +634,12 @@ def test_a_decoder_gets_the_part_of_its_model(
 def test_a_shipped_part_comes_first(cfg: RunConfig, make: Callable[..., None], folder: Path, tmp_path: Path) -> None:
     shipped = tmp_path / "data" / "checkpoints" / "counter-random"
     make(f"out={shipped}", "train.scale=2")
-    assert program.prepare(cfg).method.part == shipped
+    assert program.prepare(cfg).method.checkpoint == shipped
     make()
     parts = program.prepare(cfg)
-    assert parts.method.part == shipped and manifest.manifest(cfg, parts)["part"]["origin"] == "shipped"
+    assert parts.method.checkpoint == shipped and manifest.manifest(cfg, parts)["part"]["origin"] == "shipped"
     (shipped / "card.json").unlink()
-    assert program.prepare(cfg).method.part == folder, "without a card it is not finished"
+    assert program.prepare(cfg).method.checkpoint == folder, "without a card it is not finished"
 
 
 def test_who_trains_beside_a_shipped_part_is_told_how_to_use_it(
@@ -703,15 +703,16 @@ def test_a_part_cannot_be_set(configs: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_laboratory_uses_the_part_and_notes_it(cfg: RunConfig, make: Callable[..., None], folder: Path) -> None:
     from bench.lossless import experiments, report
+    from bench.lossless.settings import LosslessConfig
     from bench.models import loading
 
     make()
     loaded = loading.load(cfg.model, {"device": "cpu", "dtype": "float32"}, cfg.paths)
     decoder = experiments._decoder(cfg, cfg.method, 0.0, loaded)
-    assert decoder.part == folder
-    first = report.folder_name("greedy", cfg, experiments.Lab(), loaded)
+    assert decoder.checkpoint == folder
+    first = report.folder_name("greedy", cfg, LosslessConfig(), loaded)
     make("train.scale=2", "force=true")
-    assert report.folder_name("greedy", cfg, experiments.Lab(), loaded) != first
+    assert report.folder_name("greedy", cfg, LosslessConfig(), loaded) != first
 
 
 def test_a_missing_part_names_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,157 @@
+"""Every committed record and every shipped checkpoint is found again from the configuration of today."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from bench.config import compose, identity, instantiate
+from bench.config.schema import RunConfig, checkout
+from bench.measure import preconditions
+from bench.models import loading
+from bench.records import lookup
+from bench.records.lookup import Entry
+from bench.sweep import history, plan
+from bench.utils.text import flatten
+
+ROOT = checkout()
+assert ROOT is not None
+RECORDS = list(lookup.entries(ROOT / "results"))
+CARDS = sorted((ROOT / "data" / "checkpoints").glob("*/card.json"))
+GROUPS = ("method", "model", "dataset", "sampling", "measure", "hardware", "paths")
+
+
+def words(stored: dict[str, Any]) -> list[str]:
+    """The command line that composes a stored configuration today."""
+    choices = [f"{group}={choice(group, stored[group])}" for group in ("method", "model", "dataset", "measure")]
+    choices += [f"hardware={stored['hardware']['name']}"]
+    theirs = dict(flatten({key: value for key, value in stored.items() if key != "tracker"}))
+    ours = composed(tuple(choices))
+    assert set(theirs) <= set(ours), f"settings that are gone: {set(theirs) - set(ours)}"
+    apart = {key for key in theirs if theirs[key] != ours[key] and not key.endswith(("_target_", ".name"))}
+    return [*choices, *(f"{key}={json.dumps(theirs[key])}" for key in sorted(apart))]
+
+
+def choice(group: str, stored: dict[str, Any]) -> str:
+    name = identity.MOVED_NAMES.get(group, {}).get(stored["name"], stored["name"])
+    return {file: label for label, file in names(group)}.get(name) or name
+
+
+@cache
+def names(group: str) -> list[tuple[str, str]]:
+    return [
+        (label, yaml.safe_load(compose.config_file(group, label).read_text())["name"])
+        for label in compose.groups()[group]
+        if group == "model"
+    ]
+
+
+@cache
+def composed(choices: tuple[str, ...]) -> dict[str, Any]:
+    return dict(flatten(compose.compose([*choices, *missing(choices)]).to_dict()))
+
+
+def missing(choices: tuple[str, ...]) -> list[str]:
+    return ["dataset.path=FILE"] if "dataset=jsonl" in choices else []
+
+
+@cache
+def today(entry_path: Path) -> RunConfig:
+    stored = next(entry.config for entry in RECORDS if entry.path == entry_path)
+    return compose.compose(words(stored))
+
+
+@pytest.mark.parametrize("entry", RECORDS, ids=lambda entry: entry.path.name)
+def test_a_committed_record_is_found_from_todays_configuration(entry: Entry) -> None:
+    cfg, decided = today(entry.path), lookup.resolved(entry.manifest)
+    assert identity.fingerprint(cfg.to_dict(), decided) == entry.fingerprint
+    assert identity.names(cfg.to_dict()) == identity.names(entry.config)
+
+
+def test_a_run_gets_the_folder_that_has_its_record() -> None:
+    for entry in (RECORDS[0], next(e for e in RECORDS if "6_1-" in e.path.name)):
+        cfg, decided = today(entry.path), lookup.resolved(entry.manifest)
+        assert lookup.find(entry.path.parent, cfg, decided) == entry.path
+        assert lookup.find(entry.path.parent, replace(cfg, seed=99), decided) is None
+
+
+def test_no_two_records_are_one_run() -> None:
+    assert len(RECORDS) >= 100 and len({entry.fingerprint for entry in RECORDS}) == len(RECORDS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "NVIDIA H200"}, {"device": "Intel(R) Xeon(R)"}, {"threads": 3}, {"cores": 64}, {"dtype": "float16"},
+        {"model_revision": "x"}, {"data_revision": "x"}, {"part": "x"}, {"calibration": "x"}, {"files": {"a": "x"}},
+    ],
+)  # fmt: skip
+def test_another_machine_or_revision_is_another_run(change: dict[str, Any]) -> None:
+    entry = RECORDS[0]
+    resolved = lookup.resolved(entry.manifest)
+    assert change.keys() <= resolved.keys()
+    assert identity.fingerprint(entry.config, resolved | change) != entry.fingerprint
+    assert lookup.find(entry.path.parent, today(entry.path), resolved | change) is None
+
+
+def test_what_is_not_measured_does_not_count() -> None:
+    stored = RECORDS[0].config
+    moved = json.loads(json.dumps(stored).replace("bench.", "bench.elsewhere."))
+    moved |= {"tracker": {"name": "wandb"}, "paths": {"results": "elsewhere"}}
+    moved["measure"] = moved["measure"] | {"name": "another label", "refill": False}
+    assert identity.strip(moved) == identity.strip(stored)
+    moved["measure"]["refill"] = True
+    assert identity.strip(moved) != identity.strip(stored)
+
+
+def test_a_class_of_another_package_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = RECORDS[0].config
+    theirs = stored | {"method": stored["method"] | {"_target_": "somewhere.Else"}}
+    assert identity.strip(theirs) != identity.strip(stored)
+
+
+def test_moved_keys_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = RECORDS[0].config
+    old = stored | {"method": {"name": "bild_6_1", "_target_": "old.path.Bild", "smallest": 3}}
+    new = stored | {"method": {"name": "bild", "_target_": "old.path.Bild", "least": 3}}
+    assert identity.strip(old) != identity.strip(new)
+    monkeypatch.setitem(identity.MOVED_KEYS, "method.bild", {"smallest": "least"})
+    assert identity.strip(old) == identity.strip(new)
+
+
+def test_a_sweep_over_the_records_is_done_on_their_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [e for e in RECORDS if e.config["dataset"]["name"] == "mtbench" and "part" not in e.manifest]
+    there = lookup.machine_of(entries[0].manifest["hardware"])
+    jobs = [(words(e.config), today(e.path)) for e in entries]
+    monkeypatch.setattr(compose, "compose_jobs", lambda _: jobs)
+    monkeypatch.setattr(preconditions, "check", lambda *_: [])
+    monkeypatch.setattr(loading, "_best_dtype", lambda _: torch.bfloat16)
+    for changed, state in (({}, "done"), ({"device": "another CPU"}, "new"), ({"threads": 64}, "new")):
+        machine = there | changed
+        monkeypatch.setattr(history, "_machine", lambda _, found=machine: found)
+        found = plan.make([], plan.Options()).jobs
+        assert len(found) >= 9 and {job.state for job in found} == {state}
+
+
+# --------------------------------------------------------------------------------------------------------------- cards
+
+
+@pytest.mark.parametrize("file", CARDS, ids=lambda file: file.parent.name)
+def test_a_shipped_card_is_accepted(file: Path) -> None:
+    """By today's configuration with the settings that its command names."""
+    card = json.loads(file.read_text())
+    theirs = card["definition"]
+    own = [word for word in shlex.split(card["command"]) if word.startswith("train.")]
+    _, train = compose.compose_training(own, theirs["method"])
+    ours = theirs | {"train": {"_target_": train["_target_"], **instantiate.arguments(train, compose.TRAIN)}}
+    assert identity.definition_sha256(ours) == identity.definition_sha256(theirs)
+    changed = ours | {"seed": 17}
+    assert identity.definition_sha256(changed) != identity.definition_sha256(theirs)
