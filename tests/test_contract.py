@@ -63,7 +63,7 @@ def texts_of(target):
 def rest(target, sampling, **options):
     with tempfile.TemporaryDirectory() as folder:
         Datastore.build(texts_of(target), target.vocab_size).save(Path(folder))
-        return Rest(target, sampling, part=Path(folder), **options)
+        return Rest(target, sampling, checkpoint=Path(folder), **options)
 
 
 @cache
@@ -74,13 +74,13 @@ def heads_of(target, vocabulary=None):
 def blockwise(target, sampling, vocabulary=None, **options):
     with tempfile.TemporaryDirectory() as folder:
         heads_of(target, vocabulary).save(Path(folder))
-        return Blockwise(target, sampling, part=Path(folder), **options)
+        return Blockwise(target, sampling, checkpoint=Path(folder), **options)
 
 
 def hash_ee_full(target, sampling):
     with tempfile.TemporaryDirectory() as folder:
         HashTable(np.full(target.vocab_size, target.n_layers), target.n_layers).save(Path(folder))
-        return HashEE(target, sampling, "hash", part=Path(folder))
+        return HashEE(target, sampling, "hash", checkpoint=Path(folder))
 
 
 DECODERS = {

@@ -17,7 +17,7 @@ from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.causal_lm import CausalLM
-from methods.engine.cuda_graphs import Graphs
+from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.sampling import Sampling
 from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.lookahead import Lookahead
@@ -36,13 +36,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def blockwise(target, sampling):
     with tempfile.TemporaryDirectory() as folder:
         blockwise_heads(target, []).save(Path(folder))
-        return Blockwise(target, sampling, part=Path(folder))
+        return Blockwise(target, sampling, checkpoint=Path(folder))
 
 
 def hash_ee(target, sampling, depths=(4,)):
     with tempfile.TemporaryDirectory() as folder:
         HashTable(np.resize(depths, target.vocab_size), target.n_layers).save(Path(folder))
-        return HashEE(target, sampling, "hash", head="lens", part=Path(folder))
+        return HashEE(target, sampling, "hash", head="lens", checkpoint=Path(folder))
 
 
 RELAXED = {
@@ -98,7 +98,7 @@ def test_text_by_graphs_is_that_of_the_cpu(make):
     batch = checks.prompts(reference.vocab_size, (5, 1, 14, 8))
     wanted = [checks.greedy_reference(reference, prompt, 40) for prompt in batch]
     target = CausalLM.from_hf(checks.tiny_target().hf.cuda())
-    target.graphs = Graphs(target)
+    target = GraphedLM.of(target)
     for _ in range(2):  # captured, then replayed over the same cache
         assert decode(make(target, Sampling()), batch, 40) == wanted
     assert target.graphs.captured > 0

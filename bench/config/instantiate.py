@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "decodebench.methods"  # where an installed package registers its decoders
 _OWN = ("methods.", "bench.")
 _FROM_RUN = {  # constructor arguments that the run provides: a YAML file may not set them
-    "method": frozenset({"target", "sampling", "part"}),
+    "method": frozenset({"target", "sampling"}),
     "dataset": frozenset({"data", "cache"}),  # paths must not get into the identity of a run
 }
 
@@ -70,7 +70,7 @@ def build_decoder(
     target: CausalLM,
     sampling: SamplingConfig,
     load_model: ModelLoader | None = None,
-    part: Path | None = None,
+    checkpoint: Path | None = None,
 ) -> Decoder:
     """The decoder under test, bound to its target.
 
@@ -79,8 +79,8 @@ def build_decoder(
         target: the model whose output is wanted.
         sampling: how its distribution is processed.
         load_model: turns a model's name into a model, for arguments like ``draft_model``; see ``model_loader``.
-        part: folder of what was prepared for this method and model (``bench.models.artifacts``), for a class that declares
-            an argument of that name.
+        checkpoint: what was prepared for this method and model (``bench.models.artifacts``); used where the settings
+            name nothing else.
 
     Raises:
         UserError: arguments the method does not take, or values it refuses.
@@ -88,7 +88,11 @@ def build_decoder(
     from methods.engine.sampling import Sampling
 
     processed = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
-    return _build(method, "method", {"target": target, "sampling": processed, "part": part}, load_model)
+    provided: dict[str, Any] = {"target": target, "sampling": processed}
+    replaced = ("checkpoint", *method_class(method).instead_of_checkpoint)
+    if checkpoint is not None and all(method.get(key) is None for key in replaced):
+        provided["checkpoint"] = checkpoint
+    return _build(method, "method", provided, load_model)
 
 
 def method_class(method: Mapping[str, Any]) -> type[Decoder]:

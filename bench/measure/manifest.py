@@ -20,6 +20,7 @@ from bench.records import lookup
 from bench.records.run_folder import Sample
 from bench.utils import machine, redact
 from methods.decoder import Decoder
+from methods.engine.cuda_graphs import GraphedLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,9 @@ def after(parts: Parts, before: dict[str, Any], samples: Sequence[Sample]) -> di
 
 def made_ahead(parts: Parts) -> dict[str, dict[str, float]]:
     """Graphs captured and functions compiled so far, and the time it took; later ones are in the measured times."""
-    graphs, compiled = parts.loaded.lm.graphs, parts.loaded.lm.compiled
-    found = {}
-    if graphs is not None:
-        found["graphs"] = {"captured": graphs.captured, "seconds": round(graphs.seconds, 3)}
+    lm, compiled, found = parts.loaded.lm, parts.loaded.compiled, {}
+    if isinstance(lm, GraphedLM):
+        found["graphs"] = {"captured": lm.graphs.captured, "seconds": round(lm.graphs.seconds, 3)}
     if compiled is not None:
         found["compiled"] = {"functions": compiled.counted, "seconds": round(compiled.seconds, 3)}
     return found

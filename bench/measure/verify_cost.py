@@ -57,7 +57,9 @@ def measure(
     points = [(context, count) for context in lengths for count in ordered]
     taken: dict[tuple[int, int], list[int]] = {point: [] for point in points}
     shuffler = random.Random(seed)
-    untimed = 1 if target.graphs is None else 2
+    from methods.engine.cuda_graphs import GraphedLM
+
+    untimed = 2 if isinstance(target, GraphedLM) else 1
     for repeat in range(untimed + repeats):
         shuffler.shuffle(points)
         for context, count in points:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from methods.engine.causal_lm import CausalLM
+    from methods.engine.compiled_layers import Compiled
 
 _BY_NAME = {"smollm2": "bench.models.embedded.EmbeddedModel", "random": "bench.models.random_weights.RandomModel"}
 _ELSE = "bench.models.hub.HubModel"
@@ -64,25 +65,24 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
     try:
         lm = _engine(weights.config).from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
-        if hardware.get("compile", False):
-            compile_layers(lm)
+        compiled = compile_layers(lm) if hardware.get("compile", False) else None
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
         raise UserError(str(error)) from error
-    _replay(lm, hardware)
-    return Loaded(lm, read.tokenizer, str(model["name"]), read.revision, read.sha256, read.languages)
+    name = str(model["name"])
+    return Loaded(_graphed(lm, hardware), read.tokenizer, name, read.revision, read.sha256, read.languages, compiled)
 
 
-def _replay(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
-    """Let passes be replayed as CUDA graphs, where that is possible and wanted."""
+def _graphed(lm: CausalLM, hardware: Mapping[str, Any]) -> CausalLM:
+    """The model with CUDA graphs, where that is possible and wanted."""
     from methods.engine.causal_lm import CausalLM
-    from methods.engine.cuda_graphs import Graphs
+    from methods.engine.cuda_graphs import GraphedLM
 
-    if lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto":
-        lm.graphs = Graphs(lm)
+    wanted = lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto"
+    return GraphedLM.of(lm) if wanted else lm
 
 
-def compile_layers(lm: CausalLM) -> None:
-    """Compile what stands between the products of its layers.
+def compile_layers(lm: CausalLM) -> Compiled:
+    """Compile what is between the products of a model's layers.
 
     Raises:
         ValueError: an encoder-decoder, or torch cannot compile here.
@@ -95,7 +95,7 @@ def compile_layers(lm: CausalLM) -> None:
             f"hardware.compile=true came with {lm.name}, an encoder-decoder; only layers of decoder-only models are "
             "compiled. Set hardware.compile=false."
         )
-    lm.compiled = Compiled(lm)
+    return Compiled(lm)
 
 
 def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool) -> None:

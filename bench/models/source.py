@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from methods.engine.causal_lm import CausalLM
+    from methods.engine.compiled_layers import Compiled
 
 
 class Read(NamedTuple):
@@ -48,6 +49,7 @@ class Loaded:
         revision: commit of the hub, hash of the files of a folder, or seed of random weights.
         sha256: of the weights where they are files we have; None where the hub's commit says it all.
         languages: what a translation model reads and writes (``en``, ``de``), where its card or its tokenizer tells.
+        compiled: what was compiled of it, if anything was.
     """
 
     lm: CausalLM
@@ -56,6 +58,7 @@ class Loaded:
     revision: str | None
     sha256: str | None
     languages: tuple[str, str] | None = None
+    compiled: Compiled | None = None
 
     @property
     def kind(self) -> Literal["causal", "seq2seq"]:

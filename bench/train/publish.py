@@ -88,7 +88,7 @@ def _measure(
     loaded = loading.load(model, asdict(cfg.hardware), cfg.paths)
     method = "autoregressive" if is_model else card["definition"]["method"]
     group = compose.compose([f"method={method}", "dataset=demo"]).method
-    decoder = instantiate.build_decoder(group, loaded.lm, SamplingConfig(), part=folder)
+    decoder = instantiate.build_decoder(group, loaded.lm, SamplingConfig(), checkpoint=folder)
     asked = [torch.tensor(_ids(dialogue, loaded), device=loaded.lm.device) for dialogue in dialogues]
     texts: list[list[int]] = []
     steps, layers = 0, 0.0

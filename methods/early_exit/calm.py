@@ -100,7 +100,6 @@ class Calm(EarlyExitDecoder, Calibrated):
         horizon: tokens over which it does; None: the limit of the run.
         calibration: a promise for which the threshold is chosen; it takes the place of ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
-        part: their folder, from the runner.
 
     Raises:
         ValueError: exits that are not trained, or an option out of range.
@@ -122,9 +121,8 @@ class Calm(EarlyExitDecoder, Calibrated):
         horizon: int | None = None,
         calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
-        trained = find_exits(target, checkpoint, part)
+        trained = find_exits(target, checkpoint)
         reader = find_reader("calm", head, target, trained)
         known = default_depths(target) if trained is None else trained.depths
         depths = known if exits is None else tuple(exits)

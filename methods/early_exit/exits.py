@@ -172,16 +172,13 @@ def default_depths(target: CausalLM) -> tuple[int, ...]:
     return tuple(range(max(1, target.n_layers // 2), target.n_layers, _EVERY))
 
 
-def find_exits(target: CausalLM, checkpoint: str | Path | None, part: Path | None) -> Exits | None:
-    """The exits in the user's own folder or, without one, in the part prepared for this method and model.
+def find_exits(target: CausalLM, checkpoint: str | Path | None) -> Exits | None:
+    """The exits of a checkpoint, if there is one.
 
     Raises:
-        ValueError: see ``Exits.load``; the user's own folder is none.
+        ValueError: see ``Exits.load``.
     """
-    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
-    if folder is None or (checkpoint is None and not (folder / NAMES[1]).exists()):
-        return None
-    return Exits.load(folder, target)
+    return None if checkpoint is None else Exits.load(Path(checkpoint).expanduser(), target)
 
 
 def find_reader(method: str, head: Head, target: CausalLM, exits: Exits | None) -> Reader:

@@ -68,7 +68,6 @@ class Free(ShallowDeepDecoder, Calibrated):
             none.
         calibration: a promise for which the threshold is chosen; it takes the place of ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
-        part: their folder, from the runner.
 
     Raises:
         ValueError: an exit that is not trained, or an option out of range.
@@ -92,9 +91,8 @@ class Free(ShallowDeepDecoder, Calibrated):
         vocabulary: Vocabulary = "auto",
         calibration: Promise | None = None,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
-        reader = find_reader("free", head, target, find_exits(target, checkpoint, part))
+        reader = find_reader("free", head, target, find_exits(target, checkpoint))
         chosen = _nearest(reader.depths or range(1, target.n_layers), target.n_layers / 4) if depth is None else depth
         require_depths((chosen,), target, reader, "method.depth")
         _check(accept, distance, rule, max_pending)

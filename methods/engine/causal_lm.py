@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,9 @@ from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, Un
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear, LinearForm, PackedLinear, make_linear
 
-if TYPE_CHECKING:
-    from methods.engine.compiled_layers import Compiled
-    from methods.engine.cuda_graphs import Graphs
-
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
+
+States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # after all layers, and after some
 
 _PREFILL_CHUNK = 512
 _SCORE_CHUNK = 256
@@ -80,8 +78,6 @@ class CausalLM:
         max_positions: longest context, in tokens.
         eos_ids: ids that end a text; empty if the model declares none.
         hf: the original model, or None where its weights were released.
-        graphs: what replays whole passes; None: they run kernel by kernel.
-        compiled: what stands between the products, compiled; None: as it is written.
     """
 
     def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
@@ -102,8 +98,6 @@ class CausalLM:
         self._residual = float(getattr(config, "residual_multiplier", 1.0))
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
-        self.graphs: Graphs | None = None
-        self.compiled: Compiled | None = None
         self._read(model, linear, keep_hf)
 
     @classmethod
@@ -189,7 +183,6 @@ class CausalLM:
         view.__dict__.update(self.__dict__)
         view.skipped_attention = self.skipped_attention | frozenset(attention)
         view.skipped_mlp = self.skipped_mlp | frozenset(mlp)
-        view.graphs = None if self.graphs is None else self.graphs.of(view)
         view.name = (
             f"{self.name} without {len(view.skipped_attention)} attention and {len(view.skipped_mlp)} mlp layers"
         )
@@ -197,8 +190,6 @@ class CausalLM:
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, drafts in flight included."""
-        if self.graphs is not None:
-            return self.graphs.new_cache(batch, capacity, self._make_cache)
         return self._make_cache(batch, capacity)
 
     def _make_cache(self, batch: int, capacity: int) -> Cache:
@@ -331,14 +322,22 @@ class CausalLM:
             levels: depth of the tree, if known; a smaller bound is cheaper.
             taps: layers whose outputs are wanted.
         """
-        found = None if self.graphs is None else self.graphs.states(tokens, parents, cache, levels, taps)
-        if found is None:
-            state = self.begin(tokens, parents, cache, levels)
-            seen = self.run(state, range(self.n_layers), taps)
-            found = state.hidden, seen
-        last, seen = found
+        last, seen = self.forward_layers(tokens, parents, cache, levels, taps)
         hidden = self.norm(last)
         return Output(self.head(hidden), hidden, seen)
+
+    def forward_layers(
+        self,
+        tokens: Int[Tensor, "B M"],
+        parents: Int[Tensor, "B N"] | None,
+        cache: Cache,
+        levels: int | None,
+        taps: Collection[int],
+    ) -> States:
+        """Hidden states after all layers, before the final norm, and those after ``taps``; see ``forward``."""
+        state = self.begin(tokens, parents, cache, levels)
+        seen = self.run(state, range(self.n_layers), taps)
+        return state.hidden, seen
 
     @torch.inference_mode()
     def prefill(
@@ -417,8 +416,7 @@ class CausalLM:
         batch, nodes, width = state.hidden.shape
         rows = state.hidden if attention.norm is None else attention.norm(state.hidden)
         heads = attention.qkv(rows.reshape(-1, width)).view(batch, nodes, self.heads + 2 * self.kv_heads, self.head_dim)
-        turn = self.turn if self.compiled is None else self.compiled.turn
-        heads = turn(attention, heads, state.cos, state.sin)
+        heads = self.turn(attention, heads, state.cos, state.sin)
         state.cache.write(index, heads[:, :, self.heads :], state.slots)
         keys, values = state.cache.view(index, state.end)
         mixed = self._mix(heads[:, :, : self.heads], keys, values, state.mask)
@@ -483,8 +481,7 @@ class CausalLM:
 
     def _feed(self, mlp: FeedForward, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M D"]:
         rows = hidden if mlp.norm is None else mlp.norm(hidden)
-        gate = self.gate if self.compiled is None else self.compiled.gate
-        update = mlp.down(gate(mlp.activation, mlp.gate_up(rows.reshape(-1, rows.shape[-1])))).view(hidden.shape)
+        update = mlp.down(self.gate(mlp.activation, mlp.gate_up(rows.reshape(-1, rows.shape[-1])))).view(hidden.shape)
         return update if mlp.post_norm is None else mlp.post_norm(update)
 
 

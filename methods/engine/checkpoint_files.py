@@ -113,28 +113,22 @@ def require_shapes(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[
         )
 
 
-def own_folder(
-    method: str, kind: str, checkpoint: str | Path | None, part: Path | None, published: bool = True
-) -> Path | None:
+def own_folder(method: str, kind: str, checkpoint: str | Path | None, published: bool = True) -> Path | None:
     """The folder of a part in our own format; None where the checkpoint is in another one.
 
     Args:
         kind: of thing the part is, for the message.
-        checkpoint: the user's; wins.
-        part: found for this method and model.
         published: whether other formats are known. If not, the checkpoint must be in ours.
 
     Raises:
-        MissingPart: there is neither.
+        MissingPart: there is no checkpoint.
     """
     if checkpoint is None:
-        if part is None:
-            named = "yours, or a published one: method.checkpoint=FOLDER_OR_HUB_ID" if published else ""
-            raise MissingPart(
-                f"{method} has no {kind} for this model, and cannot draft without. Train: {training_command(method)}; "
-                f"or name {named or 'yours: method.checkpoint=FOLDER (none were published)'}."
-            )
-        return part
+        named = "yours, or a published one: method.checkpoint=FOLDER_OR_HUB_ID" if published else ""
+        raise MissingPart(
+            f"{method} has no {kind} for this model, and cannot draft without. Train: {training_command(method)}; "
+            f"or name {named or 'yours: method.checkpoint=FOLDER (none were published)'}."
+        )
     folder = Path(checkpoint).expanduser()
     return folder if not published or (folder / WEIGHTS).is_file() else None
 

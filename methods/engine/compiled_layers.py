@@ -27,7 +27,7 @@ _ROWS, _NODES = 2, 3  # any numbers but 1, for which there is code of its own
 
 
 class Compiled:
-    """The compiled parts of one model and all its views.
+    """Compiles parts of a model, for it and all views that are made of it afterwards.
 
     Args:
         lm: a model whose weights have been read.
@@ -59,6 +59,7 @@ class Compiled:
                 raise
             raise ValueError(_refusal(lm.device.type, error)) from error
         self.seconds = time.perf_counter() - begin
+        lm.__dict__.update(turn=self.turn, gate=self.gate)
 
     @property
     def counted(self) -> int:

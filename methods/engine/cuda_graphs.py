@@ -17,24 +17,20 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
+from methods.engine.causal_lm import CausalLM, States
 from methods.engine.kv_cache import Cache
 from methods.engine.token_tree import closure_steps
-
-if TYPE_CHECKING:
-    from methods.engine.causal_lm import CausalLM
 
 _LEAST_BUCKET = 128
 _MOST_GRAPHS = 256  # of one pooled cache
 _COMES_AGAIN = 2  # a shape is captured when it comes for this time
 _WARM_UPS = 2  # libraries choose kernels and allocate work space in the first passes
-
-States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]
 
 
 class Form(NamedTuple):
@@ -94,7 +90,7 @@ class Graphs:
 
     Args:
         lm: whose passes are captured.
-        capture: make graphs; False: run their fixed form kernel by kernel, on any device.
+        capture: see ``GraphedLM.of``.
 
     Attributes:
         captured: number of graphs made.
@@ -103,14 +99,10 @@ class Graphs:
 
     def __init__(self, lm: CausalLM, capture: bool = True) -> None:
         assert not capture or lm.device.type == "cuda", "only CUDA has graphs"
-        self._lm, self._capture = weakref.ref(lm), capture
+        self._lm, self.capture = weakref.ref(lm), capture
         self._pooled: list[Pooled] = []
         self._memory = torch.cuda.graph_pool_handle() if capture else None
         self.captured, self.seconds = 0, 0.0
-
-    def of(self, view: CausalLM) -> Graphs:
-        """Those of another view of the same weights."""
-        return Graphs(view, self._capture)
 
     def new_cache(self, batch: int, capacity: int, make: Callable[[int, int], Cache]) -> Cache:
         """An empty cache where one was before, if one of that size is free; else a new one, by ``make``."""
@@ -165,7 +157,7 @@ class Graphs:
             seen = lm.run(state, range(lm.n_layers), form.taps)
             return state.hidden, seen
 
-        run, states = self._recorded(work) if self._capture else _repeated(work)
+        run, states = self._recorded(work) if self.capture else _repeated(work)
         pooled.replays[form] = Replay(own_tokens, own_parents, run, states, tables)
         self.captured += 1
         self.seconds += time.perf_counter() - began
@@ -183,6 +175,45 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._memory):
             states = work()
         return graph.replay, states
+
+
+class GraphedLM(CausalLM):
+    """A model that replays passes of fixed shape as CUDA graphs. Build it with ``of``."""
+
+    graphs: Graphs
+
+    @classmethod
+    def of(cls, lm: CausalLM, capture: bool = True) -> GraphedLM:
+        """The same weights with graphs.
+
+        Args:
+            lm: the model.
+            capture: make graphs; False: run their fixed form kernel by kernel, on any device.
+        """
+        view = object.__new__(cls)
+        view.__dict__.update(lm.__dict__)
+        view.graphs = Graphs(view, capture)
+        return view
+
+    def skip(self, attention: Collection[int] = (), mlp: Collection[int] = ()) -> CausalLM:
+        """See ``CausalLM.skip``; the view has graphs of its own."""
+        return GraphedLM.of(super().skip(attention, mlp), self.graphs.capture)
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """See ``CausalLM.new_cache``; one that is free is used again."""
+        return self.graphs.new_cache(batch, capacity, self._make_cache)
+
+    def forward_layers(
+        self,
+        tokens: Int[Tensor, "B M"],
+        parents: Int[Tensor, "B N"] | None,
+        cache: Cache,
+        levels: int | None,
+        taps: Collection[int],
+    ) -> States:
+        """See ``CausalLM.forward_layers``; a graph is replayed where this pass has one."""
+        found = self.graphs.states(tokens, parents, cache, levels, taps)
+        return super().forward_layers(tokens, parents, cache, levels, taps) if found is None else found
 
 
 def _repeated(work: Callable[[], States]) -> tuple[Callable[[], None], States]:

@@ -189,7 +189,6 @@ class Seq2SeqLM(CausalLM):
         self.hidden_size: int = config.d_model
         self.max_positions = seq2seq_layers.max_positions(config)
         self.eos_ids = eos_ids(model)
-        self.graphs = self.compiled = None
         self.start = _start(model)
         self.suppressed = _suppressed(model)
         self.skipped_attention: frozenset[int] = frozenset()

@@ -105,7 +105,7 @@ class Cmlm(NonAutoregressive):
     """Mask-predict.
 
     Args:
-        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse``, ``checkpoint`` and ``part``.
+        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse`` and ``checkpoint``.
         iterations: most passes.
         length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
 
@@ -126,11 +126,10 @@ class Cmlm(NonAutoregressive):
         rescore: bool = False,
         collapse: bool = False,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         require_at_least_one(iterations=iterations, length_beam=length_beam)
         writer = MaskPredict(iterations, length_beam)
-        super().__init__(target, sampling, CmlmStudent, writer, rescore, collapse, checkpoint, part)
+        super().__init__(target, sampling, CmlmStudent, writer, rescore, collapse, checkpoint)
         self.student.lengths.require(length_beam)
 
 

@@ -117,7 +117,7 @@ class Ctc(NonAutoregressive):
     """One pass over several places per source token.
 
     Args:
-        target, sampling, collapse, checkpoint, part: see ``NonAutoregressive``; there is one candidate.
+        target, sampling, collapse, checkpoint: see ``NonAutoregressive``; there is one candidate.
     """
 
     paper = "Libovicky & Helcl 2018, arXiv 1811.04719"
@@ -128,9 +128,8 @@ class Ctc(NonAutoregressive):
         sampling: Sampling,
         collapse: bool = False,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
-        super().__init__(target, sampling, CtcStudent, CtcPass(), False, collapse, checkpoint, part)
+        super().__init__(target, sampling, CtcStudent, CtcPass(), False, collapse, checkpoint)
 
 
 class CtcTraining(StudentTraining):

@@ -77,7 +77,6 @@ class Diffusion(Decoder):
     model_kind = "masked"
     paper = "Nie et al. 2025, arXiv 2502.09992; Wu et al. 2025, arXiv 2505.22618"
 
-
     def __init__(
         self,
         target: CausalLM,

@@ -99,7 +99,7 @@ class Glat(NonAutoregressive):
     """One pass, over the likeliest length or several.
 
     Args:
-        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse``, ``checkpoint`` and ``part``.
+        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse`` and ``checkpoint``.
         length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
 
     Raises:
@@ -118,10 +118,9 @@ class Glat(NonAutoregressive):
         rescore: bool = False,
         collapse: bool = False,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         require_at_least_one(length_beam=length_beam)
-        super().__init__(target, sampling, GlatStudent, OnePass(length_beam), rescore, collapse, checkpoint, part)
+        super().__init__(target, sampling, GlatStudent, OnePass(length_beam), rescore, collapse, checkpoint)
         self.student.lengths.require(length_beam)
 
 

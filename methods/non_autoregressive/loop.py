@@ -157,7 +157,6 @@ class NonAutoregressive(Decoder):
         rescore: let the target choose among several candidates.
         collapse: join equal neighbours.
         checkpoint: folder of a student; None: the one prepared for this target.
-        part: that folder, from the runner.
 
     Raises:
         ValueError: a temperature, no student, or a target that is none of its kind.
@@ -179,14 +178,13 @@ class NonAutoregressive(Decoder):
         rescore: bool,
         collapse: bool,
         checkpoint: str | Path | None,
-        part: Path | None,
     ) -> None:
         if not sampling.greedy:
             raise ValueError(
                 f"temperature={sampling.temperature} came; {kind.method} writes the likeliest tokens. Set "
                 "sampling=greedy, or choose another method."
             )
-        self.student, self.made = load_student(kind, target, checkpoint, part)
+        self.student, self.made = load_student(kind, target, checkpoint)
         assert isinstance(target, Seq2SeqLM), "a student is refused for any other"
         self._bytes = self.student.own_bytes()
         self.student.settle(target)

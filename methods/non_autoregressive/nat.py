@@ -167,7 +167,7 @@ class Nat(NonAutoregressive):
     """NAT with fertilities.
 
     Args:
-        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse``, ``checkpoint`` and ``part``.
+        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse`` and ``checkpoint``.
         decoding: how fertilities are chosen.
         samples: with ``npd``, translations among which is chosen.
 
@@ -186,12 +186,11 @@ class Nat(NonAutoregressive):
         rescore: bool = True,
         collapse: bool = False,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         require_at_least_one(samples=samples)
         rescored = rescore and decoding == "npd" and samples > 1
         writer = FertilityPass(decoding, samples)
-        super().__init__(target, sampling, NatStudent, writer, rescored, collapse, checkpoint, part)
+        super().__init__(target, sampling, NatStudent, writer, rescored, collapse, checkpoint)
 
 
 class NatTraining(StudentTraining):

@@ -264,7 +264,7 @@ def save_student(student: Student, folder: Path, target: CausalLM, facts: Mappin
 
 
 def load_student(
-    kind: Callable[..., S] | type[S], target: CausalLM, checkpoint: str | Path | None, part: Path | None
+    kind: Callable[..., S] | type[S], target: CausalLM, checkpoint: str | Path | None
 ) -> tuple[S, dict[str, Any]]:
     """A student ready to decode, on the target's device and in its type; and the facts it was saved with.
 
@@ -273,13 +273,12 @@ def load_student(
         ValueError: it cannot be read, or belongs to another target.
     """
     method: str = getattr(kind, "method")  # noqa: B009, a class is asked for an attribute of its own
-    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
-    if folder is None:
+    if checkpoint is None:
         raise MissingPart(
             f"{method} has no network for this model, and writes with nothing else. Train one: "
             f"{training_command(method)}; or name yours: method.checkpoint=FOLDER."
         )
-    shape = Shape.of(target)
+    folder, shape = Path(checkpoint).expanduser(), Shape.of(target)
 
     def parse(config: dict[str, Any]) -> tuple[S, dict[str, int], dict[str, Any]]:
         options = dict(config["options"])

@@ -208,7 +208,6 @@ class SpecDecNat(HeadsDecoder):
         redraft: ask the student anew before every round, with the text so far in its input.
         block: most tokens of a draft.
         checkpoint: folder of a student; None: the one prepared for this target.
-        part: that folder, from the runner.
 
     Raises:
         ValueError: no student, a block below one, or a student that cannot be asked anew.
@@ -226,7 +225,6 @@ class SpecDecNat(HeadsDecoder):
         redraft: bool = False,
         block: int = 6,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         require_at_least_one(block=block)
         kind, writer = _STUDENTS[drafter]
@@ -235,7 +233,7 @@ class SpecDecNat(HeadsDecoder):
                 f"redraft=true came with drafter={drafter}, which cannot be shown the text so far; glat, cmlm and depa "
                 "can. Set method.redraft=false, or method.drafter to one of these."
             )
-        student, self._made = load_student(kind, target, checkpoint, part)
+        student, self._made = load_student(kind, target, checkpoint)
         nbytes = student.own_bytes()
         student.settle(target)
         asked = Completion(student) if isinstance(student, LengthStudent) and redraft else OneGuess(student, writer)

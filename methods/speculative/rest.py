@@ -162,7 +162,6 @@ class Rest(SpeculativeDecoder):
         continuation: most tokens read behind an occurrence, the depth of the tree.
         occurrences: most occurrences read per round.
         checkpoint: folder of a datastore; None: the one prepared for this model.
-        part: that one's folder, from the runner.
 
     Raises:
         ValueError: an option out of range, or no datastore that fits.
@@ -183,7 +182,6 @@ class Rest(SpeculativeDecoder):
         continuation: int = 10,
         occurrences: int = 5000,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         if min(nodes, occurrences) < 1 or not 1 <= continuation <= LONGEST:
             raise ValueError(
@@ -196,7 +194,7 @@ class Rest(SpeculativeDecoder):
                 f"min_ngram={min_ngram} and max_ngram={max_ngram} came; 1 <= min_ngram <= max_ngram <= {LONGEST} is "
                 "allowed. Change one of the two."
             )
-        store = Datastore.load(_folder(checkpoint, part), target.vocab_size)
+        store = Datastore.load(_folder(checkpoint), target.vocab_size)
         drafter = RestDrafter(store, nodes, max_ngram, min_ngram, continuation, occurrences)
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
         self._store = store
@@ -206,11 +204,10 @@ class Rest(SpeculativeDecoder):
         return {"datastore_mapped": self._store.mapped_bytes, "datastore_resident": self._store.resident_bytes()}
 
 
-def _folder(checkpoint: str | Path | None, part: Path | None) -> Path:
-    folder = Path(checkpoint).expanduser() if checkpoint is not None else part
-    if folder is None:
+def _folder(checkpoint: str | Path | None) -> Path:
+    if checkpoint is None:
         raise MissingPart(
             "rest has no datastore for this model; it needs one to draft from. Make it: "
             "python -m bench.train method=rest model=MODEL; or name yours: method.checkpoint=FOLDER."
         )
-    return folder
+    return Path(checkpoint).expanduser()

@@ -215,7 +215,7 @@ def test_rows_are_read_by_the_map_of_the_exit_they_took(target: CausalLM, tmp_pa
     generator = torch.Generator().manual_seed(4)
     maps = {depth: (torch.randn(32, 32, generator=generator), torch.zeros(32)) for depth in (1, 2, 3)}
     Exits((1, 2, 3), maps).save(tmp_path, target)
-    checks.check_batch(lambda lm, s: Calm(lm, s, 0.3, part=tmp_path), target, limit=24)
+    checks.check_batch(lambda lm, s: Calm(lm, s, 0.3, checkpoint=tmp_path), target, limit=24)
 
 
 def test_rows_at_their_limit_do_not_decide_how_deep_others_go(target: CausalLM) -> None:
@@ -409,14 +409,14 @@ def test_trained_exits_are_read_where_they_lie(target: CausalLM, tmp_path: Path)
     weight, bias = torch.eye(32, dtype=torch.double), torch.arange(32, dtype=torch.double)
     exits = Exits((1, 3), {1: (weight, bias), 3: (2 * weight, -bias)}, (torch.ones(32), torch.tensor(0.5)), {"n": 3})
     exits.save(tmp_path, target)
-    decoder = Calm(target, GREEDY, part=tmp_path)
+    decoder = Calm(target, GREEDY, checkpoint=tmp_path)
     hidden, normed = torch.randn(2, 32, dtype=torch.double), target.norm
     torch.testing.assert_close(decoder.reader.read(1, hidden), normed(hidden) + bias)
     torch.testing.assert_close(decoder.reader.read(3, hidden), 2 * normed(hidden) - bias)
     torch.testing.assert_close(decoder.reader.read(4, hidden), normed(hidden))
     assert decoder.policy.stops([0]) == (1, 3, 4)
     assert Exits.load(tmp_path, target).facts == {"n": 3}
-    judged = Calm(target, GREEDY, confidence="classifier", part=tmp_path).policy.confidence(hidden, hidden)
+    judged = Calm(target, GREEDY, confidence="classifier", checkpoint=tmp_path).policy.confidence(hidden, hidden)
     torch.testing.assert_close(judged.confidence, torch.sigmoid(hidden.sum(1) + 0.5))
 
 
@@ -426,7 +426,7 @@ def test_exits_of_another_model_are_refused(target: CausalLM, tmp_path: Path) ->
         Calm(target, GREEDY, checkpoint=str(tmp_path))
     (tmp_path / "exits.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match="cannot be read as a part"):
-        Calm(target, GREEDY, part=tmp_path)
+        Calm(target, GREEDY, checkpoint=tmp_path)
 
 
 @pytest.mark.parametrize("make", [Calm, StaticDepth, Free])
@@ -757,7 +757,7 @@ def test_rows_hashed_to_different_depths_write_what_they_write_alone(
     target: CausalLM, hashed: Path, prompt: str
 ) -> None:
     def make(lm: CausalLM, sampling: Sampling) -> HashEE:
-        return HashEE(lm, sampling, prompt, head="lens", part=hashed)  # type: ignore[arg-type]
+        return HashEE(lm, sampling, prompt, head="lens", checkpoint=hashed)  # type: ignore[arg-type]
 
     checks.check_batch(make, target, limit=24)
     checks.check_no_leak(make, target)
@@ -768,7 +768,7 @@ def test_rows_hashed_to_different_depths_write_what_they_write_alone(
 
 
 def test_the_token_that_is_read_decides_and_nothing_comes_back_on_the_way(target: CausalLM, hashed: Path) -> None:
-    decoder = HashEE(target, GREEDY, head="lens", part=hashed)
+    decoder = HashEE(target, GREEDY, head="lens", checkpoint=hashed)
     prompt = checks.prompts(target.vocab_size, (6,))[0]
     text: list[int] = []
     for number, step in enumerate(decoder.decode([prompt], 20, torch.Generator())):
@@ -788,7 +788,7 @@ def test_hashed_prompts_freeze_each_token_at_its_own_depth(
 ) -> None:
     """Against the slow twin on the original model, in chunks and ragged rows."""
     monkeypatch.setattr("methods.early_exit.hash_ee._CHUNK", 4)
-    decoder = HashEE(target, GREEDY, "hash", head="lens", part=hashed)
+    decoder = HashEE(target, GREEDY, "hash", head="lens", checkpoint=hashed)
     prompts = checks.prompts(target.vocab_size, lengths)
     cache = target.new_cache(len(prompts), 16)
     with torch.inference_mode():
@@ -804,15 +804,17 @@ def test_hashed_prompts_freeze_each_token_at_its_own_depth(
 
 def test_a_table_of_the_whole_model_is_exact_and_needs_no_exits(target: CausalLM, tmp_path: Path) -> None:
     HashTable(np.full(61, 4), 4).save(tmp_path)
-    assert HashEE(target, GREEDY, part=tmp_path).guarantee is Guarantee.EXACT
+    assert HashEE(target, GREEDY, checkpoint=tmp_path).guarantee is Guarantee.EXACT
     for prompt in ("full", "hash"):
-        checks.check_greedy_identity(lambda lm, s, p=prompt: HashEE(lm, s, p, part=tmp_path), target, lengths=(2, 9))
+        checks.check_greedy_identity(
+            lambda lm, s, p=prompt: HashEE(lm, s, p, checkpoint=tmp_path), target, lengths=(2, 9)
+        )
 
 
 def test_hash_ee_refuses(target: CausalLM, hashed: Path) -> None:
     with pytest.raises(MissingPart, match=r"python -m bench\.train method=hash_ee"):
         HashEE(target, GREEDY)
     with pytest.raises(MissingPart, match="no trained exits"):
-        HashEE(target, GREEDY, part=hashed)
+        HashEE(target, GREEDY, checkpoint=hashed)
     with pytest.raises(ValueError, match="61 tokens and 4 layers"):
-        HashEE(checks.tiny_target(layers=5), GREEDY, head="lens", part=hashed)
+        HashEE(checks.tiny_target(layers=5), GREEDY, head="lens", checkpoint=hashed)

@@ -247,13 +247,13 @@ def test_what_training_writes_can_be_decoded_with(target: CausalLM, common: Path
     assert set(facts["classifier"]) == {"1", "2", "3"} and "distilled" not in facts
     assert facts["classifier"]["2"]["agreement"] == facts["closed_form"]["2"]["agreement"]
     for confidence in ("softmax", "saturation", "classifier"):
-        decoder = Calm(target, GREEDY, 0.3, confidence, part=tmp_path)  # type: ignore[arg-type]
+        decoder = Calm(target, GREEDY, 0.3, confidence, checkpoint=tmp_path)  # type: ignore[arg-type]
         assert [len(row) for row in checks.outputs(decoder, batch, 12)] == [12, 12]
     for make in (Free, StaticDepth):
-        decoder = make(target, GREEDY, depth=2, part=tmp_path)
+        decoder = make(target, GREEDY, depth=2, checkpoint=tmp_path)
         assert [len(row) for row in checks.outputs(decoder, batch, 12)] == [12, 12]
         with pytest.raises(ValueError, match=r"trained exits are behind \[1, 2, 3\]|1 to "):
-            make(target, GREEDY, depth=9, part=tmp_path)
+            make(target, GREEDY, depth=9, checkpoint=tmp_path)
     stored = (tmp_path / "exits.safetensors").stat().st_size
     assert stored < 3 * 2 * (32 * 32 + 32) + 2 * 33 + 1500, "16 bit each, and a header"
 
@@ -264,11 +264,11 @@ def test_exits_of_a_decoder_with_an_encoder(variant: str, tmp_path: Path) -> Non
     facts = ExitTraining([1, 3], classifier="geometric", tokens=200, answers=ANSWERS).fit(workshop(lm, tmp_path))
     for depth in ("1", "3"):
         assert facts["closed_form"][depth]["agreement"] >= facts["lens"][depth]["agreement"]
-    make = lambda model, sampling: Calm(model, sampling, 0.2, part=tmp_path)  # noqa: E731
+    make = lambda model, sampling: Calm(model, sampling, 0.2, checkpoint=tmp_path)  # noqa: E731
     checks.check_batch(make, lm, limit=12)
     (tmp_path / "hash").mkdir()
     HashTraining(buckets=2, tokens=200, answers=ANSWERS).fit(workshop(lm, tmp_path / "hash", tmp_path / "common"))
-    checks.check_batch(lambda model, sampling: HashEE(model, sampling, part=tmp_path / "hash"), lm, limit=12)
+    checks.check_batch(lambda model, sampling: HashEE(model, sampling, checkpoint=tmp_path / "hash"), lm, limit=12)
 
 
 # ------------------------------------------------------------------------------------------------------------ hash_ee
@@ -280,7 +280,7 @@ def test_tables_come_with_exits_to_match(
     target: CausalLM, kind: Any, balance: Any, common: Path, tmp_path: Path
 ) -> None:
     facts = HashTraining(kind, balance, buckets=3, tokens=200, answers=ANSWERS).fit(workshop(target, tmp_path, common))
-    decoder = HashEE(target, GREEDY, part=tmp_path)
+    decoder = HashEE(target, GREEDY, checkpoint=tmp_path)
     assert decoder.checksum == facts["table_sha256"] == decoder.stats()["table_sha256"]
     assert decoder.reader.depths == (1, 3) and set(decoder.table.depths.tolist()) == {1, 3, 4}
     assert len(checks.outputs(decoder, checks.prompts(61, (4,)), 9)[0]) == 9
@@ -316,7 +316,7 @@ def test_hashed_states_are_those_of_transformers_with_frozen_layers(
 def test_a_model_that_has_its_own_exits_gets_a_table_alone(target: CausalLM, common: Path, tmp_path: Path) -> None:
     HashTraining(maps=False, buckets=2, answers=ANSWERS).fit(workshop(target, tmp_path, common))
     assert not (tmp_path / "exits.json").exists()
-    HashEE(target, GREEDY, head="lens", part=tmp_path)
+    HashEE(target, GREEDY, head="lens", checkpoint=tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -9,7 +9,7 @@ import torch
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.engine.cuda_graphs import Graphs, bucket
+from methods.engine.cuda_graphs import GraphedLM, bucket
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import closure_steps
 from methods.speculative.prompt_lookup import PromptLookup
@@ -28,9 +28,7 @@ PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]
 
 
 def with_graphs(layers=4):
-    target = checks.tiny_target(layers=layers)
-    target.graphs = Graphs(target, capture=False)
-    return target
+    return GraphedLM.of(checks.tiny_target(layers=layers), capture=False)
 
 
 def decode(decoder, prompts, limit=40):
@@ -135,4 +133,4 @@ def test_levels_of_a_form_take_the_same_products():
 
 def test_only_cuda_captures():
     with pytest.raises(AssertionError, match="only CUDA"):
-        Graphs(checks.tiny_target())
+        GraphedLM.of(checks.tiny_target())

@@ -401,7 +401,7 @@ def test_answers_for_distillation_are_the_greedy_ones(pair):
 
 
 class AsText:
-    """The original model over source and target in one row, as the enumeration of ``bench.contract.checks`` feeds it."""
+    """The original model over source and target in one row, as ``bench.contract.checks`` enumerates them."""
 
     def __init__(self, model, lm, length):
         self.model, self.start, self.length = model, torch.tensor(lm.start), length

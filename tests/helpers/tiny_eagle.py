@@ -60,4 +60,4 @@ def eagle(
     """The method with such a network."""
     with tempfile.TemporaryDirectory() as folder:
         part_of(target, 3 if version == 3 else 1, tuple(map(tuple, texts)), vocabulary).save(Path(folder))
-        return Eagle(target, sampling, version, part=Path(folder), **options)
+        return Eagle(target, sampling, version, checkpoint=Path(folder), **options)

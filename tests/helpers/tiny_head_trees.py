@@ -61,11 +61,11 @@ def medusa(target: CausalLM, sampling: Sampling, texts: Sequence[Sequence[int]] 
     """The method with such heads."""
     with tempfile.TemporaryDirectory() as folder:
         heads_of(MedusaLearner, target, tuple(map(tuple, texts))).save(Path(folder), target, FACTS)
-        return Medusa(target, sampling, part=Path(folder), **options)
+        return Medusa(target, sampling, checkpoint=Path(folder), **options)
 
 
 def hydra(target: CausalLM, sampling: Sampling, texts: Sequence[Sequence[int]] = (), **options: Any) -> HydraHeads:
     """The method with such heads."""
     with tempfile.TemporaryDirectory() as folder:
         heads_of(HydraLearner, target, tuple(map(tuple, texts))).save(Path(folder), target, FACTS)
-        return HydraHeads(target, sampling, part=Path(folder), **options)
+        return HydraHeads(target, sampling, checkpoint=Path(folder), **options)

@@ -188,7 +188,7 @@ def test_a_part_decodes_as_it_was_trained(options: dict[str, Any], target: Seq2S
     for value in made.state_dict().values():
         if value.is_floating_point():
             value.copy_(value.half())
-    decoder = Depa(target, Sampling(), part=save(made, tmp_path, target, base="glat"), **options)
+    decoder = Depa(target, Sampling(), checkpoint=save(made, tmp_path, target, base="glat"), **options)
     rescorer = target if options.get("rescore") else None
     wanted = write(made, OnePass(options.get("length_beam", 1)), SOURCES, torch.Generator(), rescorer).texts
     (step,) = decoder.decode(SOURCES, 40, torch.Generator())
@@ -224,7 +224,7 @@ def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     facts = maker().fit(place)
     assert (facts["base"], facts["backward"], facts["target_words"], facts["data"]) == ("glat", 0.5, 8, "raw")
     assert set(facts["validation_bleu"]) == {"one_pass", "length_beam_5"}
-    decoder = Depa(target, Sampling(), part=place.folder)
+    decoder = Depa(target, Sampling(), checkpoint=place.folder)
     assert transforming(decoder.student).ids.tolist() == WORDS
     places = [place.folder, tmp_path / "again" / "part"]
     maker().fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "again"))
@@ -234,7 +234,7 @@ def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     assert len(step.tokens) == 5 and decoder.stats()["target_words"] == 8
     plain = maker(base="nat", transform=False).fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "plain"))
     assert plain["base"] == "nat" and "target_words" not in plain
-    loaded = Depa(target, Sampling(), part=tmp_path / "plain" / "part").student
+    loaded = Depa(target, Sampling(), checkpoint=tmp_path / "plain" / "part").student
     assert isinstance(loaded, DepaStudent) and loaded.ratio == (0.0, 0.0)
 
 

@@ -243,7 +243,7 @@ def test_iwd_chooses_by_its_estimate(target: Seq2SeqLM, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("decoding", ["argmax", "npd", "iwd"])
 def test_decoder_reports_the_work_of_the_flow(target: Seq2SeqLM, tmp_path: Path, decoding: str) -> None:
     folder = save(make(target), tmp_path / "part", target)
-    decoder = FlowSeq(target, Sampling(), decoding=decoding, part=folder)  # type: ignore[arg-type]
+    decoder = FlowSeq(target, Sampling(), decoding=decoding, checkpoint=folder)  # type: ignore[arg-type]
     (step,) = decoder.decode(SOURCES, 40, rng())
     facts = decoder.stats()
     assert facts.keys() >= tiny_students.HONESTY
@@ -262,7 +262,7 @@ def test_saved_student_writes_the_same_and_its_flow_still_inverts(family: str, t
     student = make(single)
     for value in student.state_dict().values():
         value.copy_(value.half())
-    decoder = FlowSeq(single, Sampling(), part=save(student, tmp_path / "part", single))
+    decoder = FlowSeq(single, Sampling(), checkpoint=save(student, tmp_path / "part", single))
     (step,) = decoder.decode(SOURCES, 40, rng())
     assert [row[:-1] for row in step.tokens] == write(student, FlowPass(), SOURCES, rng()).texts
 
@@ -332,7 +332,7 @@ def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     training = FlowSeqTraining(**SMALL, data="raw", recipe=recipe)
     facts = training.fit(place)
     assert set(facts["validation_bleu"]) == {"argmax", "iwd"} and facts["pairs_left_out"] == 0
-    decoder = FlowSeq(target, Sampling(), part=place.folder)
+    decoder = FlowSeq(target, Sampling(), checkpoint=place.folder)
     (step,) = decoder.decode(SOURCES, 40, rng())
     assert len(step.tokens) == 5 and step.draft_passes == 1 and decoder.stats()["data"] == "raw"
 
@@ -341,10 +341,10 @@ def test_a_part_without_its_posterior_decodes_and_refuses_iwd(tmp_path: Path) ->
     target = tiny_students.teacher()
     student = make(target)
     folder = save(student, tmp_path, target)
-    wanted = [step.tokens for step in FlowSeq(target, Sampling(), part=folder).decode(SOURCES, 40, rng())]
+    wanted = [step.tokens for step in FlowSeq(target, Sampling(), checkpoint=folder).decode(SOURCES, 40, rng())]
     pack_file(folder / WEIGHTS, 8, None, ["posterior."])
-    decoder = FlowSeq(target, Sampling(), part=folder, decoding="npd")
+    decoder = FlowSeq(target, Sampling(), checkpoint=folder, decoding="npd")
     assert decoder.student.posterior is None and decoder.stats()["posterior_layers"] == 1
     assert len(wanted) == len(list(decoder.decode(SOURCES, 40, rng())))
     with pytest.raises(ValueError, match="stored without it.*bench.train method=flowseq"):
-        FlowSeq(target, Sampling(), part=folder, decoding="iwd")
+        FlowSeq(target, Sampling(), checkpoint=folder, decoding="iwd")

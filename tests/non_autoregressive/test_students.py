@@ -308,8 +308,8 @@ def test_a_row_of_a_batch_is_what_it_is_alone(name: str, target: Seq2SeqLM, tmp_
     decoder, kind, options = DECODERS[name]
     made = student(KINDS[kind][0], target, **KINDS[kind][1])
     part = save(made, tmp_path, target)
-    alone = [texts(decoder(target, Sampling(), part=part, **options), [source])[0] for source in SOURCES]
-    used = decoder(target, Sampling(), part=part, **options)
+    alone = [texts(decoder(target, Sampling(), checkpoint=part, **options), [source])[0] for source in SOURCES]
+    used = decoder(target, Sampling(), checkpoint=part, **options)
     assert texts(used, SOURCES) == alone and texts(used, SOURCES[::-1]) == alone[::-1]
     assert len({tuple(text) for text in alone}) > 2 and all(text[-1] == 1 and 1 not in text[:-1] for text in alone)
     assert not {0, 2} & set(itertools.chain.from_iterable(alone)), "padding and mask are never written"
@@ -321,7 +321,7 @@ def test_a_part_decodes_as_it_was_trained(target: Seq2SeqLM, tmp_path: Path) -> 
     """Products in the engine's form, embedding borrowed: the same texts as the network that learns."""
     for own in (False, True):
         made = student(CmlmStudent, target, own=own)
-        loaded = Cmlm(target, Sampling(), part=save(made, tmp_path / str(own), target))
+        loaded = Cmlm(target, Sampling(), checkpoint=save(made, tmp_path / str(own), target))
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.copy_(parameter.half())
@@ -375,9 +375,9 @@ def test_mask_predict_is_that_of_the_paper(iterations: int, target: Seq2SeqLM) -
 
 def test_one_sample_is_the_likeliest(target: Seq2SeqLM, tmp_path: Path) -> None:
     part = save(student(NatStudent, target, **NAT), tmp_path, target)
-    argmax = texts(Nat(target, Sampling(), part=part), SOURCES)
-    assert texts(Nat(target, Sampling(), "npd", 1, part=part), SOURCES) == argmax
-    several = Nat(target, Sampling(), "npd", 8, part=part)
+    argmax = texts(Nat(target, Sampling(), checkpoint=part), SOURCES)
+    assert texts(Nat(target, Sampling(), "npd", 1, checkpoint=part), SOURCES) == argmax
+    several = Nat(target, Sampling(), "npd", 8, checkpoint=part)
     assert texts(several, SOURCES) == texts(several, SOURCES) != argmax
 
 
@@ -407,7 +407,7 @@ def test_the_teacher_chooses_what_it_finds_likeliest(target: Seq2SeqLM, tmp_path
 
 def test_equal_neighbours_are_joined_on_request(target: Seq2SeqLM, tmp_path: Path) -> None:
     part = save(student(NatStudent, target, **NAT), tmp_path, target)
-    plain, joined = (texts(Nat(target, Sampling(), part=part, collapse=on), SOURCES) for on in (False, True))
+    plain, joined = (texts(Nat(target, Sampling(), checkpoint=part, collapse=on), SOURCES) for on in (False, True))
     assert joined == [[token for token, _ in itertools.groupby(text)] for text in plain] != plain
 
 
@@ -428,7 +428,10 @@ def test_ctc_joins_like_a_loop() -> None:
 def test_every_method_says_what_its_speed_hides(name: str, target: Seq2SeqLM, tmp_path: Path) -> None:
     decoder, kind, options = DECODERS[name]
     used = decoder(
-        target, Sampling(), part=save(student(KINDS[kind][0], target, **KINDS[kind][1]), tmp_path, target), **options
+        target,
+        Sampling(),
+        checkpoint=save(student(KINDS[kind][0], target, **KINDS[kind][1]), tmp_path, target),
+        **options,
     )
     texts(used, SOURCES)
     facts, rescored = used.stats(), bool(options.get("rescore"))
@@ -441,7 +444,7 @@ def test_every_method_says_what_its_speed_hides(name: str, target: Seq2SeqLM, tm
 
 def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> None:
     part = save(student(GlatStudent, target, **GLAT), tmp_path, target, teacher_beams=1)
-    decoder = Glat(target, Sampling(), length_beam=3, rescore=True, part=part)
+    decoder = Glat(target, Sampling(), length_beam=3, rescore=True, checkpoint=part)
     (step,) = decoder.decode(SOURCES, 40, rng())
     assert (step.draft_passes, step.target_passes, step.layers) == (1, 1, [1.0] * 5)
     tokens = sum(map(len, step.tokens)) - 5
@@ -462,7 +465,7 @@ def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> No
     cross = sum(p.numel() for p in keys)  # multiplied once per source, and no part of a pass
     bytes_of = decoder.memory()
     assert bytes_of["of_the_teacher"] == pytest.approx(8 * (everything + embedding - cross))
-    alone = Glat(target, Sampling(), part=part).memory()
+    alone = Glat(target, Sampling(), checkpoint=part).memory()
     assert alone["student"] == bytes_of["student"] and alone["of_the_teacher"] == 8 * 2 * embedding
 
 
@@ -666,7 +669,7 @@ def test_what_cannot_work_is_refused(make: Any, said: str, target: Seq2SeqLM) ->
 @pytest.mark.parametrize("decoder", [Glat, Cmlm, Ctc, Nat])
 def test_a_causal_target_is_refused(decoder: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="encoder-decoders of the Marian or Pegasus family"):
-        decoder(checks.tiny_target(), Sampling(), part=tmp_path)
+        decoder(checks.tiny_target(), Sampling(), checkpoint=tmp_path)
 
 
 @pytest.mark.parametrize("decoder, kind, own", [(Glat, GlatStudent, GLAT), (Cmlm, CmlmStudent, {})])
@@ -675,17 +678,17 @@ def test_more_lengths_than_there_are_are_refused_before_anything_is_written(
 ) -> None:
     part = save(student(kind, target, **own), tmp_path, target)
     with pytest.raises(ValueError, match=r"length_beam=42 came; the length head knows 41 lengths"):
-        decoder(target, Sampling(), length_beam=42, part=part)
+        decoder(target, Sampling(), length_beam=42, checkpoint=part)
 
 
 def test_parts_of_others_are_refused(target: Seq2SeqLM, tmp_path: Path) -> None:
     part = save(student(CmlmStudent, target), tmp_path, target)
     with pytest.raises(ValueError, match="cannot be read as a part of method=glat"):
-        Glat(target, Sampling(), part=part)
+        Glat(target, Sampling(), checkpoint=part)
     config = json.loads((part / "config.json").read_text())
     (part / "config.json").write_text(json.dumps(config | {"layers": 3}))
     with pytest.raises(ValueError, match="all must be the same"):
-        Cmlm(target, Sampling(), part=part)
+        Cmlm(target, Sampling(), checkpoint=part)
     with pytest.raises(ValueError, match=r"Sources of 0 to 4 tokens came; 1 to 48"):
         write(student(CmlmStudent, target), MaskPredict(), [torch.tensor([], dtype=torch.long), SOURCES[3]], rng())
 
@@ -752,7 +755,7 @@ def test_a_student_is_made_and_decodes(
     fp32 = {"device": "cpu", "dtype": "float32", "threads": 1}
     loaded = loading.load({"name": str(machine["folder"])}, fp32, PathsConfig())
     group = dict(compose.compose([f"method={method}", "dataset=multi30k"]).method)
-    decoder = instantiate.build_decoder(group, loaded.lm, SamplingConfig(), part=folder)
+    decoder = instantiate.build_decoder(group, loaded.lm, SamplingConfig(), checkpoint=folder)
     source = torch.tensor(loaded.tokenizer("hund sieht ball")["input_ids"])
     (text,) = texts(decoder, [source])
     assert text[-1] == 1 and decoder.stats()["data"] == facts["data"]

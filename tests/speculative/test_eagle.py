@@ -507,7 +507,7 @@ def test_an_oracle_is_accepted_in_full(options, target, texts, folder, monkeypat
 
 
 def test_a_network_that_knows_the_text_drafts_most_of_it(target, texts, folder):
-    decoder = Eagle(target, Sampling(), version=version_of(folder), part=folder, tree="chain", gamma=3)
+    decoder = Eagle(target, Sampling(), version=version_of(folder), checkpoint=folder, tree="chain", gamma=3)
     steps = decode(decoder, texts)
     assert sum(len(row) for step in steps[1:] for row in step.tokens) > 1.8 * 4 * (len(steps) - 1) * 0.75
     assert [row[:20] for row in collected(steps)] == [text[-24:-4] for text in texts]
@@ -524,7 +524,7 @@ def collected(steps):
 def test_kept_tokens_are_read_again_with_true_features(target, texts, folder, monkeypatch):
     """Each round's catch-up is what one pass of the target over the committed text gives, pair by pair."""
     decoder = Eagle(
-        target, Sampling(), version=version_of(folder), part=folder, tree="dynamic", depth=3, top_k=3, nodes=8
+        target, Sampling(), version=version_of(folder), checkpoint=folder, tree="dynamic", depth=3, top_k=3, nodes=8
     )
     spec, seen = decoder.drafter.network.spec, []
     read = Reader.read
@@ -550,7 +550,7 @@ def test_kept_tokens_are_read_again_with_true_features(target, texts, folder, mo
     "options", [{"tree": "chain"}, {"tree": "static"}, {"tree": "dynamic", "nodes": 12, "depth": 3}]
 )
 def test_proposing_asks_nothing_of_the_device(options, target, folder):
-    decoder = Eagle(target, Sampling(), version=version_of(folder), part=folder, **{"top_k": 4, **options})
+    decoder = Eagle(target, Sampling(), version=version_of(folder), checkpoint=folder, **{"top_k": 4, **options})
     drafter = decoder.drafter
     context = context_of(drafter.network, target)
     drafter.reset([row[:-1] for row in context.tokens], 20)
@@ -569,28 +569,28 @@ def test_proposing_asks_nothing_of_the_device(options, target, folder):
     ],
 )
 def test_rules(sampling, options, rule, target, folder):
-    decoder = Eagle(target, sampling, version=version_of(folder), part=folder, **options)
+    decoder = Eagle(target, sampling, version=version_of(folder), checkpoint=folder, **options)
     assert type(decoder.rule) is rule and decoder.guarantee is Guarantee.EXACT
 
 
 @pytest.mark.parametrize("version, growth", [(1, Static), (2, Dynamic), (3, Dynamic)])
 def test_auto_takes_the_tree_of_the_version(version, growth, target, tmp_path):
     eagle_learner(target, version if version == 3 else 1).part().save(tmp_path)
-    decoder = Eagle(target, Sampling(), version=version, part=tmp_path)
+    decoder = Eagle(target, Sampling(), version=version, checkpoint=tmp_path)
     assert type(decoder.drafter.growth) is growth
     assert decoder.drafter.growth.nodes == (25 if version == 1 else 59)
 
 
 def test_own_bytes_count_what_is_held_beside_the_target(target, folder):
     version = version_of(folder)
-    held = Eagle(target, Sampling(), version=version, part=folder).memory()
+    held = Eagle(target, Sampling(), version=version, checkpoint=folder).memory()
     weights = sum(t.numel() for name, t in load_file(folder / WEIGHTS).items() if t.dim() == 2)
     assert held == {"draft_network": 8 * weights, "draft_output_matrix": 8 * 40 * 32}
 
 
 def test_the_whole_vocabulary_needs_no_matrix_of_its_own(target, tmp_path):
     eagle_learner(target, 1).part().save(tmp_path)
-    assert Eagle(target, Sampling(), version=1, part=tmp_path).memory()["draft_output_matrix"] == 0
+    assert Eagle(target, Sampling(), version=1, checkpoint=tmp_path).memory()["draft_output_matrix"] == 0
 
 
 # -- the preparation, and files ---------------------------------------------------------------------------------------
@@ -626,7 +626,9 @@ def test_training_writes_a_network_that_decodes(options, target, shop):
     stored = load_file(workshop.folder / WEIGHTS)
     assert ("lm_head.weight" in stored) == (options.get("output") == "own")
     checks.check_greedy_identity(
-        lambda t, s: Eagle(t, s, version=version, part=workshop.folder, depth=3, top_k=3, nodes=7), target, lengths=(5,)
+        lambda t, s: Eagle(t, s, version=version, checkpoint=workshop.folder, depth=3, top_k=3, nodes=7),
+        target,
+        lengths=(5,),
     )
 
 
@@ -672,7 +674,7 @@ def test_eagle_refuses(options, message, target, folder):
 def test_a_network_of_another_version_is_refused(target, folder):
     other = 1 if version_of(folder) == 3 else 3
     with pytest.raises(ValueError, match=rf"version={other} came, and .* must be the same\. Set method\.version="):
-        Eagle(target, Sampling(), version=other, part=folder)
+        Eagle(target, Sampling(), version=other, checkpoint=folder)
 
 
 def of_other_target(folder):

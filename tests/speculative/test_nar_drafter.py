@@ -111,7 +111,7 @@ def spread(count: int, places: int) -> list[int]:
 def decoder(lm: CausalLM, sampling: Sampling, name: str, **options: Any) -> SpecDecNat:
     assert isinstance(lm, Seq2SeqLM)
     with tempfile.TemporaryDirectory() as folder:
-        return SpecDecNat(lm, sampling, name, part=save(learnt(name, lm), Path(folder), lm), **options)  # type: ignore[arg-type]
+        return SpecDecNat(lm, sampling, name, checkpoint=save(learnt(name, lm), Path(folder), lm), **options)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------- the alignment
@@ -294,7 +294,7 @@ def test_part_is_that_of_the_method_that_drafts(tmp_path: Path) -> None:
     found = artifacts.find(group, "own", None, paths)
     assert found is not None and found.folder == folder
     assert artifacts.find(dict(compose.compose(words).method), "own", None, paths) is None
-    made: Any = instantiate.build_decoder(group, lm, SamplingConfig(), part=found.folder)
+    made: Any = instantiate.build_decoder(group, lm, SamplingConfig(), checkpoint=found.folder)
     assert made.stats()["data"] == "distilled" and set(made.memory()) == {"student"}
     assert isinstance(load_student(CmlmStudent, lm, None, folder)[0], CmlmStudent)
 
@@ -315,4 +315,4 @@ def test_refusals(options: dict[str, Any], said: str) -> None:
 
 def test_a_causal_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="encoder-decoders of the Marian or Pegasus family"):
-        SpecDecNat(checks.tiny_target(), GREEDY, part=tmp_path)
+        SpecDecNat(checks.tiny_target(), GREEDY, checkpoint=tmp_path)

@@ -14,7 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.config import compose, instantiate
+from bench.config.schema import SamplingConfig
 from bench.contract import checks
+from bench.errors import UserError
 from methods.autoregressive import Autoregressive
 from methods.drafting import ABSENT, Context
 from methods.engine.causal_lm import Output
@@ -227,7 +230,7 @@ def test_files_give_back_what_was_built(folder):
 
 
 def test_resident_memory_is_part_of_the_files(folder, target):
-    decoder = Rest(target, Sampling(), part=folder)
+    decoder = Rest(target, Sampling(), checkpoint=folder)
     checks.outputs(decoder, [torch.tensor([5, 6, 7])], 5)
     own = decoder.memory()
     assert own["datastore_mapped"] == Datastore.build(DOCUMENTS, 61).mapped_bytes
@@ -265,7 +268,7 @@ def edit_header(folder, **changes):
 def test_files_that_are_not_what_was_written_are_refused(harm, message, folder, target):
     harm(folder)
     with pytest.raises(ValueError, match=message) as refused:
-        Rest(target, Sampling(), part=folder)
+        Rest(target, Sampling(), checkpoint=folder)
     assert "python -m bench.train method=rest" in str(refused.value)
 
 
@@ -285,17 +288,21 @@ def test_text_of_the_target_is_drafted_in_full(target, tmp_path):
     prompt = checks.prompts(target.vocab_size, (9,))[0]
     text = checks.outputs(Autoregressive(target, Sampling()), [prompt], 40)[0]
     Datastore.build([prompt.tolist() + text], target.vocab_size).save(tmp_path)
-    decoder = Rest(target, Sampling(), nodes=6, continuation=6, part=tmp_path)
+    decoder = Rest(target, Sampling(), nodes=6, continuation=6, checkpoint=tmp_path)
     steps = list(decoder.decode([prompt], 22, torch.Generator()))
     assert [step.accepted for step in steps[1:]] == [[6]] * 3 and all(step.draft_ns for step in steps[1:])
 
 
 def test_own_checkpoint_comes_before_the_prepared_part(folder, tmp_path, target):
     Datastore.build([[1, 2, 3]], 61).save(tmp_path / "own")
-    decoder = Rest(target, Sampling(), checkpoint=str(tmp_path / "own"), part=folder)
-    assert decoder.drafter.store.n_tokens == 3
-    with pytest.raises(ValueError, match="nowhere holds no datastore"):
-        Rest(target, Sampling(), checkpoint=str(tmp_path / "nowhere"), part=folder)
+
+    def build(name):
+        group = compose.compose(["method=rest", f"method.checkpoint={tmp_path / name}"]).method
+        return instantiate.build_decoder(group, target, SamplingConfig(), checkpoint=folder)
+
+    assert build("own").drafter.store.n_tokens == 3
+    with pytest.raises(UserError, match="nowhere holds no datastore"):
+        build("nowhere")
 
 
 def test_without_a_datastore_the_command_is_named(target):
@@ -317,7 +324,7 @@ def test_without_a_datastore_the_command_is_named(target):
 )
 def test_rest_refuses(options, folder, target):
     with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
-        Rest(target, Sampling(), part=folder, **options)
+        Rest(target, Sampling(), checkpoint=folder, **options)
 
 
 # -- the preparation --------------------------------------------------------------------------------------------------
@@ -337,7 +344,7 @@ def test_preparation_writes_what_the_decoder_reads(target, tmp_path):
     assert facts == {"tokens": 18, "documents": 5, "bytes": store.mapped_bytes}
     assert stages[:5] == [("tokens", done, 5) for done in range(1, 6)]
     assert stages[5:] == [("suffix array", 0, 1), ("suffix array", 1, 1)]
-    assert checks.outputs(Rest(target, Sampling(), part=tmp_path), [torch.tensor([5, 6])], 3)
+    assert checks.outputs(Rest(target, Sampling(), checkpoint=tmp_path), [torch.tensor([5, 6])], 3)
 
 
 def test_documents_are_answers_or_whole_dialogues(target, tmp_path):

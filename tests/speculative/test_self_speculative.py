@@ -6,10 +6,13 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench.config import instantiate
+from bench.config.schema import SamplingConfig
 from bench.contract import checks
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -65,10 +68,10 @@ def part(tmp_path: Path) -> Path:
 
 
 def test_prepared_part_brings_its_draft_length_and_threshold(target: CausalLM, part: Path) -> None:
-    decoder = build(target, part=part)
+    decoder = build(target, checkpoint=part)
     assert (decoder.skips.attention, decoder.skips.mlp) == ((2,), (1, 3))
     assert (decoder.drafter.nodes, decoder.drafter.confidence) == (5, 0.25)  # type: ignore[attr-defined]
-    own = build(target, part=part, gamma=2, confidence=0.0)
+    own = build(target, checkpoint=part, gamma=2, confidence=0.0)
     assert (own.drafter.nodes, own.drafter.confidence) == (2, 0.0)  # type: ignore[attr-defined]
 
 
@@ -88,18 +91,16 @@ def test_without_a_recommendation_the_papers_draft_length_and_threshold(target: 
 def test_what_the_user_names_goes_before_the_part(
     options: dict, attention: tuple, mlp: tuple, target: CausalLM, part: Path
 ) -> None:
-    found = build(target, part=part, **options)
+    group = {"name": "self_speculative", "_target_": f"{SelfSpeculative.__module__}.SelfSpeculative", **options}
+    found: Any = instantiate.build_decoder(group, target, SamplingConfig(), checkpoint=part)
     assert (found.skips.attention, found.skips.mlp) == (attention, mlp)
-    assert found.drafter.model.skipped_attention == set(attention)  # type: ignore[attr-defined]
+    assert found.drafter.model.skipped_attention == set(attention)
 
 
-def test_checkpoint_may_be_a_folder_or_a_file_and_goes_before_the_part(
-    target: CausalLM, part: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    own = tmp_path_factory.mktemp("own")
-    SkipSet(4, (0,), ()).save(own)
-    for path in (own, own / SKIP_SET, str(own)):
-        assert build(target, part=part, checkpoint=path).skips == SkipSet(4, (0,), ())
+def test_checkpoint_may_be_a_folder_or_a_file(target: CausalLM, tmp_path: Path) -> None:
+    SkipSet(4, (0,), ()).save(tmp_path)
+    for path in (tmp_path, tmp_path / SKIP_SET, str(tmp_path)):
+        assert build(target, checkpoint=path).skips == SkipSet(4, (0,), ())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_refuses(options: dict, words: str, target: CausalLM) -> None:
 def test_a_file_that_is_no_skip_set_is_refused(text: str, target: CausalLM, tmp_path: Path) -> None:
     (tmp_path / SKIP_SET).write_text(text)
     with pytest.raises(ValueError, match="cannot be read as a skip set"):
-        build(target, part=tmp_path)
+        build(target, checkpoint=tmp_path)
 
 
 def test_presets_have_the_published_sizes() -> None:
@@ -425,7 +426,7 @@ def test_search_ends_with_a_finalist_and_facts_of_held_out_prompts(
     assert facts["pays"] == (facts["held_out"]["speedup_measured"] > 1)
     assert set(facts["held_out"]) == {"speedup", "speedup_measured", "uniform", "random_mean", "random_best"}
     assert (folder / "making" / "search.png").stat().st_size > 5_000
-    checks.check_greedy_identity(lambda t, s: SelfSpeculative(t, s, part=folder), target, lengths=(5,))
+    checks.check_greedy_identity(lambda t, s: SelfSpeculative(t, s, checkpoint=folder), target, lengths=(5,))
 
 
 def test_search_tries_no_set_twice_once_the_sampler_leads(searched: tuple[Path, dict]) -> None:

@@ -86,7 +86,7 @@ def specdec(lm: CausalLM, sampling: Sampling, **options: Any) -> SpecDec:
     assert isinstance(lm, Seq2SeqLM)
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder), *learnt(lm))
-        return SpecDec(lm, sampling, part=Path(folder), **options)
+        return SpecDec(lm, sampling, checkpoint=Path(folder), **options)
 
 
 @pytest.fixture(scope="module", params=["marian", "bart_forced", "t5"])
@@ -430,7 +430,7 @@ def test_a_drafter_is_trained_found_and_used(track: SimpleNamespace, capsys: pyt
     assert command.main(track.words) == 0 and "is already there" in capsys.readouterr().out
 
     target, group = track.loaded.lm, {"name": "specdec", "_target_": "methods.speculative.specdec.decoder.SpecDec"}
-    decoder = instantiate.build_decoder(group, target, SamplingConfig(), part=folder)
+    decoder = instantiate.build_decoder(group, target, SamplingConfig(), checkpoint=folder)
     sources = [torch.tensor(track.loaded.tokenizer(source)["input_ids"]) for source, _ in sentences(24, seed=9)]
     (end,), wanted = target.eos_ids, checks.outputs(Autoregressive(target, GREEDY), sources, 20)
     assert checks.outputs(decoder, sources, 20) == wanted
@@ -503,7 +503,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], said: str, ma
 def test_targets_and_parts_that_do_not_fit_are_refused(marian: Seq2SeqLM, tmp_path: Path) -> None:
     causal = checks.tiny_target()
     with pytest.raises(ValueError, match="a causal model; its drafter reads what an encoder.*model=multi30k_4_4"):
-        SpecDec(causal, GREEDY, part=tmp_path)
+        SpecDec(causal, GREEDY, checkpoint=tmp_path)
     with pytest.raises(MissingPart, match="python -m bench.train method=specdec model=MODEL"):
         SpecDec(marian, GREEDY)
     save(tmp_path, *learnt(marian))

@@ -299,7 +299,7 @@ class FlowSeq(NonAutoregressive):
     """One pass through flow and decoder, over one latent sequence or several.
 
     Args:
-        target, sampling: see ``NonAutoregressive``, as for ``collapse``, ``checkpoint`` and ``part``.
+        target, sampling: see ``NonAutoregressive``, as for ``collapse`` and ``checkpoint``.
         decoding: see above.
         lengths: with ``npd`` and ``iwd``, lengths that are tried.
         samples: with these, latent sequences for each length.
@@ -325,14 +325,13 @@ class FlowSeq(NonAutoregressive):
         importance: int = 4,
         collapse: bool = False,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         require_at_least_one(lengths=lengths, samples=samples, importance=importance)
         writer = FlowPass() if decoding == "argmax" else FlowPass(lengths, samples, temperature)
         if decoding == "iwd":
             writer = replace(writer, importance=importance)
         rescored = decoding == "npd" and lengths * samples > 1
-        super().__init__(target, sampling, FlowSeqStudent, writer, rescored, collapse, checkpoint, part)
+        super().__init__(target, sampling, FlowSeqStudent, writer, rescored, collapse, checkpoint)
         if writer.importance and self.student.posterior is None:
             raise ValueError(
                 "method.decoding=iwd needs FlowSeq's posterior, and this checkpoint is stored without it. Train one "

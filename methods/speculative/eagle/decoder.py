@@ -105,7 +105,6 @@ class Eagle(HeadsDecoder):
         draw: at a temperature, draw the nodes of a chain or a static tree.
         checkpoint: folder of a trained network, or a published one by path or hub id; None: the one prepared for this
             model.
-        part: its folder, from the runner.
 
     Raises:
         MissingPart: no network.
@@ -127,9 +126,8 @@ class Eagle(HeadsDecoder):
         nodes: int = 59,
         draw: bool = False,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
-        folder = own_folder("eagle", "draft network", checkpoint, part)
+        folder = own_folder("eagle", "draft network", checkpoint)
         found = _part(folder, checkpoint, target)
         _require_version(version, found.spec.version)
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")

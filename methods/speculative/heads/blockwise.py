@@ -181,7 +181,6 @@ class Blockwise(HeadsDecoder):
         minimum_block: tokens of a block that stay whatever the criterion says, the first one included (sec. 5.3); 1
             forces none. More change the text.
         checkpoint: folder of trained heads; None: those prepared for this model. No published ones exist.
-        part: their folder, from the runner.
 
     Raises:
         ValueError: no heads, heads of another target, or an option out of range.
@@ -202,9 +201,8 @@ class Blockwise(HeadsDecoder):
         epsilon: int = 2,
         minimum_block: int = 1,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
-        folder = own_folder(self.prepared_as, "heads", checkpoint, part, published=False)
+        folder = own_folder(self.prepared_as, "heads", checkpoint, published=False)
         assert folder is not None, "there is one format"
         heads = Heads.load(folder, target)
         k = _block(k, heads.shape.k, minimum_block)

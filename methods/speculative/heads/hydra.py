@@ -259,7 +259,6 @@ class HydraHeads(HeadsDecoder):
         tree, nodes, costs, draft_cost, acceptance, epsilon, delta: see ``methods.speculative.heads.medusa.Medusa``.
         level_cost: what each level of the tree adds to the time of drafting, over that of a pass over one node.
         checkpoint: folder of trained heads, or published ones by path or hub id; None: those prepared for this model.
-        part: their folder, from the runner.
 
     Raises:
         ValueError: no heads, heads of another target, or an option out of range.
@@ -281,9 +280,8 @@ class HydraHeads(HeadsDecoder):
         epsilon: float = 0.09,
         delta: float = 0.3,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
-        folder = own_folder("hydra_heads", "heads", checkpoint, part)
+        folder = own_folder("hydra_heads", "heads", checkpoint)
         heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
         limits = len(heads.blocks), len(heads.vocabulary)
         self.tree = choose_tree(tree, nodes, heads.ranks, limits, costs, draft_cost, level_cost)

@@ -217,7 +217,6 @@ class Medusa(HeadsDecoder):
         acceptance: ``exact``, or ``typical``: keep what the target finds likely enough; that changes the text.
         epsilon, delta: of the typical acceptance: p > min(epsilon, delta * exp(-entropy)).
         checkpoint: folder of trained heads, or published ones by path or hub id; None: those prepared for this model.
-        part: their folder, from the runner.
 
     Raises:
         ValueError: no heads, heads of another target, or an option out of range.
@@ -238,9 +237,8 @@ class Medusa(HeadsDecoder):
         epsilon: float = 0.09,
         delta: float = 0.3,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
-        folder = own_folder("medusa", "heads", checkpoint, part)
+        folder = own_folder("medusa", "heads", checkpoint)
         heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
         limits = len(heads.blocks), len(heads.vocabulary)
         self.tree = choose_tree(tree, nodes, heads.ranks, limits, costs, draft_cost)

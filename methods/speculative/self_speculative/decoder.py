@@ -27,7 +27,7 @@ Command: ``python -m bench method=self_speculative dataset=mtbench``
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal

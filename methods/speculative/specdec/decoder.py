@@ -84,7 +84,6 @@ class SpecDec(HeadsDecoder):
         top_beta: a drafted token must be among so many most likely ones of the target; 1 is the target's own text.
         tau: most nats that its log-probability may be below that of the most likely one.
         checkpoint: folder of a trained drafter; None: the one prepared for this model. None were published.
-        part: its folder, from the runner.
 
     Raises:
         ValueError: a causal target, no drafter or one of another target, or an option out of range.
@@ -101,11 +100,10 @@ class SpecDec(HeadsDecoder):
         top_beta: int = 1,
         tau: float = 1.0,
         checkpoint: str | Path | None = None,
-        part: Path | None = None,
     ) -> None:
         model = translates(target)
         rule = _rule(sampling, top_beta, tau)
-        folder = own_folder("specdec", "drafter", checkpoint, part, published=False)
+        folder = own_folder("specdec", "drafter", checkpoint, published=False)
         assert folder is not None, "there is one format"
         decoder, vocabulary = load(folder, model)
         drafter = SpecDrafter(DraftPass(model, decoder, vocabulary), _block(block, decoder.shape.block))

@@ -66,7 +66,7 @@ def prompts_of(texts):
 
 
 def test_heads_that_know_the_text_draft_most_of_it(target, texts, folder):
-    steps = decode(Blockwise(target, Sampling(), part=folder), prompts_of(texts))
+    steps = decode(Blockwise(target, Sampling(), checkpoint=folder), prompts_of(texts))
     accepted, drafted = (sum(sum(getattr(step, name)) for step in steps) for name in ("accepted", "drafted"))
     assert accepted > 0.5 * drafted, f"{accepted} of {drafted}"
     assert [row for step in steps for row in step.draft_passes * [1]] == [1] * (len(steps) - 1)
@@ -84,7 +84,7 @@ def test_each_block_comes_from_the_state_that_wrote_its_root(target, texts, head
         return draft
 
     monkeypatch.setattr(BlockwiseDrafter, "propose", watched)
-    decode(Blockwise(target, Sampling(), part=folder), prompts_of(texts))
+    decode(Blockwise(target, Sampling(), checkpoint=folder), prompts_of(texts))
     stored = Heads.load(folder, target)
     for committed, drafts in proposed:
         full = batch_of(target, committed, [1] * len(committed))
@@ -102,7 +102,7 @@ def plain_proposal(heads, target, state):
 
 
 def test_fewer_heads_are_the_first_ones(target, texts, folder):
-    steps = decode(Blockwise(target, Sampling(), k=3, part=folder), prompts_of(texts))
+    steps = decode(Blockwise(target, Sampling(), k=3, checkpoint=folder), prompts_of(texts))
     assert max(step.nodes for step in steps) == 3
     context = context_of(torch.randn(2, 1, 32, dtype=torch.double, generator=torch.Generator().manual_seed(1)))
     heads = Heads.load(folder, target)
@@ -141,7 +141,7 @@ def test_proposing_asks_nothing_of_the_device(target, folder):
 
 
 def test_own_bytes_count_what_is_held_beside_the_target(target, folder):
-    found = Blockwise(target, Sampling(), k=3, part=folder).memory()
+    found = Blockwise(target, Sampling(), k=3, checkpoint=folder).memory()
     assert found == {"heads": 8 * (64 * 32 + 2 * 32 * 64), "draft_output_matrix": 8 * 61 * 32}
 
 
@@ -159,38 +159,38 @@ def test_own_bytes_count_what_is_held_beside_the_target(target, folder):
     ],
 )
 def test_the_guarantee_is_the_rules(options, rule, target, folder):
-    decoder = Blockwise(target, Sampling(), part=folder, **options)
+    decoder = Blockwise(target, Sampling(), checkpoint=folder, **options)
     assert type(decoder.rule) is rule
     assert decoder.guarantee is (Guarantee.EXACT if rule is verification.Greedy else Guarantee.RELAXED)
 
 
 def test_behind_a_minimum_block_the_criterion_decides(target, folder):
     for options, rule in (({}, 1), ({"criterion": "top_k", "top": 3}, 3)):
-        decoder = Blockwise(target, Sampling(), minimum_block=3, part=folder, **options)
+        decoder = Blockwise(target, Sampling(), minimum_block=3, checkpoint=folder, **options)
         assert decoder.rule.length == 2 and decoder.rule.rule.k == rule
 
 
 def test_exact_at_a_temperature(target, folder):
-    decoder = Blockwise(target, Sampling(1.0), part=folder)
+    decoder = Blockwise(target, Sampling(1.0), checkpoint=folder)
     assert type(decoder.rule) is verification.DeterministicTree and decoder.guarantee is Guarantee.EXACT
 
 
 @pytest.mark.parametrize("options", [{"criterion": "top_k", "top": 1}, {"criterion": "distance", "epsilon": 0}])
 def test_the_tightest_criteria_change_nothing(options, target, folder):
-    checks.check_greedy_identity(lambda t, s: Blockwise(t, s, part=folder, **options), target)
+    checks.check_greedy_identity(lambda t, s: Blockwise(t, s, checkpoint=folder, **options), target)
 
 
 @pytest.mark.parametrize("options", [{"criterion": "top_k", "top": 5}, {"criterion": "distance", "epsilon": 20}])
 def test_looser_criteria_keep_more(options, target, texts, folder):
     prompts = checks.prompts(target.vocab_size, (4, 7, 12, 6), seed=9)
-    rounds = [len(decode(Blockwise(target, Sampling(), part=folder, **o), prompts, 40)) for o in ({}, options)]
+    rounds = [len(decode(Blockwise(target, Sampling(), checkpoint=folder, **o), prompts, 40)) for o in ({}, options)]
     assert rounds[1] < rounds[0]
 
 
 def test_a_minimum_block_is_always_kept(target, folder):
     prompts = checks.prompts(target.vocab_size, (4, 7), seed=9)
     for length in (2, 4):
-        steps = decode(Blockwise(target, Sampling(), minimum_block=length, part=folder), prompts, 17)
+        steps = decode(Blockwise(target, Sampling(), minimum_block=length, checkpoint=folder), prompts, 17)
         assert all(len(row) >= length for step in steps[1:] for row in step.tokens if row)
         assert any(len(row) == length for step in steps[1:] for row in step.tokens)
 
@@ -307,7 +307,7 @@ def test_training_writes_heads_that_decode(target, shop):
     losses = [point["loss"] for point in points if "loss" in point]
     assert losses[-1] < losses[0]
     assert len(facts["acceptance"]) == 2 and facts["draft_vocabulary"] <= 40 and 0 < facts["held_out_coverage"] <= 1
-    checks.check_greedy_identity(lambda t, s: Blockwise(t, s, part=workshop.folder), target, lengths=(5,))
+    checks.check_greedy_identity(lambda t, s: Blockwise(t, s, checkpoint=workshop.folder), target, lengths=(5,))
 
 
 def test_an_interrupted_training_ends_as_if_it_had_not_been(target, shop, tmp_path):
@@ -368,14 +368,14 @@ def test_missing_heads_name_the_command(target):
 )
 def test_blockwise_refuses(options, message, target, folder):
     with pytest.raises(ValueError, match=message):
-        Blockwise(target, Sampling(), part=folder, **options)
+        Blockwise(target, Sampling(), checkpoint=folder, **options)
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 62}, {"layers": 3}])
 def test_heads_of_another_model_are_refused(change, folder):
     other = checks.tiny_target(**{"vocab_size": 61, "layers": 4} | change)
     with pytest.raises(ValueError, match="all must be the same"):
-        Blockwise(other, Sampling(), part=folder)
+        Blockwise(other, Sampling(), checkpoint=folder)
 
 
 def without_bias(folder):

@@ -187,7 +187,7 @@ def test_the_text_is_the_fine_tuned_models_to_the_letter_and_not_promised_to_be_
 ) -> None:
     from transformers import AutoModelForSeq2SeqLM
 
-    decoder = BlockwiseTranslation(target, Sampling(), part=tuned[0])
+    decoder = BlockwiseTranslation(target, Sampling(), checkpoint=tuned[0])
     assert decoder.guarantee is Guarantee.RELAXED and type(decoder.rule) is verification.Greedy
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(tuned[0] / "trunk", dtype=torch.float32)
     for prompt in PROMPTS:
@@ -205,7 +205,7 @@ def test_the_text_is_the_fine_tuned_models_to_the_letter_and_not_promised_to_be_
 def test_criteria_that_change_the_text_promise_no_models(
     options: dict[str, Any], target: Seq2SeqLM, tuned: tuple[Path, dict[str, Any], list[Any]]
 ) -> None:
-    decoder = BlockwiseTranslation(target, Sampling(), part=tuned[0], **options)
+    decoder = BlockwiseTranslation(target, Sampling(), checkpoint=tuned[0], **options)
     assert decoder.guarantee is Guarantee.RELAXED and decoder.reference_model() is None
     assert len(checks.outputs(decoder, PROMPTS, LIMIT)) == len(PROMPTS)
 
@@ -230,7 +230,7 @@ def test_a_frozen_part_keeps_the_targets_text(target: Seq2SeqLM, tmp_path: Path)
     folder, facts, _ = fitted(target, tmp_path, trunk="frozen")
     assert not (folder / "trunk").exists() and load_trunk(folder, target) is None
     assert facts["validation_bleu"] == pytest.approx(facts["validation_bleu_of_the_original"], abs=0.01)
-    decoder = Blockwise(target, Sampling(), part=folder)
+    decoder = Blockwise(target, Sampling(), checkpoint=folder)
     assert decoder.guarantee is Guarantee.EXACT and decoder.target is target and "trunk" not in decoder.memory()
     wanted = [checks.outputs(Autoregressive(target, Sampling()), [prompt], LIMIT)[0] for prompt in PROMPTS]
     assert checks.outputs(decoder, PROMPTS, LIMIT) == wanted
@@ -244,7 +244,7 @@ def test_damaged_and_foreign_parts_are_refused(
     folder = shutil.copytree(tuned[0], tmp_path / "part")
     (folder / "trunk" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="cannot be read as a fine-tuned model"):
-        BlockwiseTranslation(target, Sampling(), part=folder)
+        BlockwiseTranslation(target, Sampling(), checkpoint=folder)
     with pytest.raises(ValueError, match="method=blockwise_translation model=MODEL"):
         BlockwiseTranslation(target, Sampling())
     with pytest.raises(ValueError, match="is a causal model"):

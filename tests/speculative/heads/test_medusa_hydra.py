@@ -261,7 +261,7 @@ def test_drafts_are_those_of_the_formulas(name, target, texts, tmp_path, monkeyp
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
-    decoder = DECODERS[name](target, Sampling(), part=stored(name, target, texts, tmp_path), nodes=9)
+    decoder = DECODERS[name](target, Sampling(), checkpoint=stored(name, target, texts, tmp_path), nodes=9)
     unknown = checks.prompts(target.vocab_size, (6, 11, 8), seed=9)
     batch = [*prompts_of(texts)[:2], *unknown]
     steps = decode(decoder, batch)
@@ -454,7 +454,7 @@ def test_training_learns_a_periodic_text(name, labels, counter, tmp_path):
     assert facts["accuracies"][2][0] > 0.9 and facts["held_out_coverage"] == 1.0
     assert facts["tokens_per_step_of_trees"]["63"] > 3.4, "near the end of an answer a draft reaches beyond it"
     assert sorted(path.name for path in (tmp_path / "part").iterdir()) == [CONFIG, WEIGHTS]
-    decoder = DECODERS[name](counter, Sampling(), part=tmp_path / "part", costs=[[1, 1.0], [64, 1.01]])
+    decoder = DECODERS[name](counter, Sampling(), checkpoint=tmp_path / "part", costs=[[1, 1.0], [64, 1.01]])
     steps = decode(decoder, [torch.tensor([4]), torch.tensor([3, 9, 13])], 21)
     assert len(steps) <= 7, "one token, then about four a pass"
 
@@ -524,7 +524,7 @@ def test_heads_of_another_model_are_refused(name, target, texts, tmp_path):
     stored(name, target, texts, tmp_path)
     other = checks.tiny_target(layers=2)
     with pytest.raises(ValueError, match=r"is of a model with .*'layers': 4.*'layers': 2.*must be the same\. Train"):
-        DECODERS[name](other, Sampling(), part=tmp_path)
+        DECODERS[name](other, Sampling(), checkpoint=tmp_path)
 
 
 @both
@@ -535,7 +535,7 @@ def test_damaged_files_are_refused(name, target, texts, tmp_path):
     for changed in ({key: tensors[key][:1].contiguous()}, {"more": torch.ones(1)}, {"ranks": tensors["ranks"][:, :2]}):
         save_file({name: t.contiguous() for name, t in (tensors | changed).items()}, tmp_path / WEIGHTS)
         with pytest.raises(ValueError, match=rf"{next(iter(changed))}.* announced .*Copy both files again"):
-            DECODERS[name](target, Sampling(), part=tmp_path)
+            DECODERS[name](target, Sampling(), checkpoint=tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"nothing")
     with pytest.raises(ValueError, match="cannot be read as a part .* must hold config.json .*Name another folder"):
         DECODERS[name](target, Sampling(), checkpoint=str(tmp_path))
@@ -545,7 +545,7 @@ def test_heads_of_the_other_method_are_refused(target, texts, tmp_path):
     for name, other in itertools.permutations(DECODERS):
         stored(other, target, texts, tmp_path)
         with pytest.raises(ValueError, match="Copy both files again"):
-            DECODERS[name](target, Sampling(), part=tmp_path)
+            DECODERS[name](target, Sampling(), checkpoint=tmp_path)
 
 
 @both
@@ -591,7 +591,10 @@ def test_published_heads_of_medusa(counter, tmp_path):
     assert decoder.tree.paths == TREES["mc_sim_7b_63"][:12] and decoder.tree.levels == 3
     assert len(decode(decoder, [torch.tensor([5, 6])], 13)) == 4
     assert decoder.memory()["draft_output_matrix"] == 3 * 29 * 32 * 8
-    assert "drafts implausibly badly" in decoder.acceptance_warning([[0.05, 0.0]] * 3) and decoder.acceptance_warning([[0.6, 0.3]] * 3) is None
+    assert (
+        "drafts implausibly badly" in decoder.acceptance_warning([[0.05, 0.0]] * 3)
+        and decoder.acceptance_warning([[0.6, 0.3]] * 3) is None
+    )
     with pytest.raises(ValueError, match="holds MedusaWeights; method=hydra_heads takes heads of Hydra. Use"):
         HydraHeads(counter, Sampling(), checkpoint=checkpoint)
 
