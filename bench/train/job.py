@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -19,6 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from bench.config import compose, instantiate
+from bench.config.identity import definition_sha256
 from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, sanitise
 from bench.errors import UserError
 from bench.measure import preconditions
@@ -139,8 +137,8 @@ class Job:
 
     @property
     def definition_sha256(self) -> str:
-        """What ``already there`` is decided by: the card's own copy of the definition lacks the machine's paths."""
-        return hashlib.sha256(json.dumps(self.definition, sort_keys=True, default=str).encode()).hexdigest()
+        """Jobs with an equal one make the same checkpoint."""
+        return definition_sha256(self.definition)
 
     def claim(self) -> bool:
         """Make the folder ready for this job; False if the finished part is there already.
@@ -153,9 +151,9 @@ class Job:
         """
         card, plan = artifacts.read_card(self.folder), files.read_json(self.folder / PLAN)
         left = card or plan or {}
-        if "definition_sha256" not in left:
+        if "definition" not in left:
             self._require_empty()
-        elif left["definition_sha256"] != self.definition_sha256:
+        elif definition_sha256(left["definition"]) != self.definition_sha256:
             self._require_force(left)
             _empty(self.folder)
         elif card:
@@ -176,8 +174,8 @@ class Job:
     def _require_force(self, left: Mapping[str, Any]) -> None:
         if self.settings.force:
             return
-        theirs, ours = left.get("definition") or {}, redact.tree(self.definition)
-        differing = ", ".join(key for key in ours if theirs.get(key) != ours[key]) or "a path"
+        theirs, ours = left["definition"], redact.tree(self.definition)
+        differing = ", ".join(key for key in ours if theirs.get(key) != ours[key])
         raise UserError(
             f"{self.folder} holds a part that was made otherwise ({differing}). force=true puts this one in its "
             "place, out=FOLDER puts it elsewhere."
@@ -320,7 +318,7 @@ class PartJob(Job):
         """What depends on model, corpus and seed alone is made once, whatever method needs it."""
         shared = {key: self.definition[key] for key in ("model", "corpus", "seed")}
         shared |= {"dtype": str(self.loaded.lm.dtype), "sha256": self.loaded.sha256}
-        digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]
+        digest = files.json_sha256(shared)[:12]
         return Path(self.cfg.paths.cache) / "common" / f"{sanitise(self.loaded.name)}-{digest}"
 
     def _corpus(self) -> Corpus:
@@ -336,34 +334,15 @@ class PartJob(Job):
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Claim a folder for this process; the system lets go of it when the process ends, however it ends.
+    """Claim a folder for this process.
 
     Raises:
         UserError: another process has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if not _locked(handle, path):
-            raise UserError(
-                f"{folder} is being filled by another process; one folder has one writer. Wait, or set out=FOLDER."
-            )
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
-
-
-def _locked(handle: int, path: Path) -> bool:
-    """Whether the lock is ours, and still the file of that name: its former owner removes it in the end."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.stat(path).st_ino == os.fstat(handle).st_ino
-    except (BlockingIOError, FileNotFoundError):
-        return False
+    refusal = f"{folder} is being filled by another process; one folder has one writer. Wait, or set out=FOLDER."
+    with files.locked(folder / LOCK, refusal):
+        yield
 
 
 def _empty(folder: Path) -> None:
