@@ -1,19 +1,23 @@
 """Bring the notebooks up to date: every percent-format source beside this file is executed into its ``.ipynb``.
 
 ``python notebooks/execute.py``. The result depends on source and records only: cell ids and those of tables are
-numbers, times, versions and addresses in memory are left out.
+numbers, times, versions and addresses in memory are left out. Pictures have few colours and at most 100 kB.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from pathlib import Path
 
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from PIL import Image
 
 HERE = Path(__file__).parent
+COLOURS, MOST_BYTES = 32, 100_000  # of a picture
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -43,6 +47,19 @@ def _settle(cell: nbformat.NotebookNode) -> None:
             data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", plain)
         if html := data.get("text/html"):
             data["text/html"] = re.sub(r"\bT_[0-9a-f]{5}", f"T_{cell['id']}_{number}", html)
+        if png := data.get("image/png"):
+            data["image/png"] = base64.b64encode(smaller(base64.b64decode(png))).decode()
+
+
+def smaller(png: bytes) -> bytes:
+    """The picture with a palette, in as many pixels as fit into ``MOST_BYTES``."""
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    while True:
+        stream = io.BytesIO()
+        picture.quantize(COLOURS, dither=Image.Dither.NONE).save(stream, "PNG", optimize=True)
+        if stream.tell() <= MOST_BYTES:
+            return stream.getvalue()
+        picture = picture.resize((picture.width * 4 // 5, picture.height * 4 // 5), Image.Resampling.LANCZOS)
 
 
 def main() -> None:
