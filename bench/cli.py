@@ -155,7 +155,7 @@ def _sub_command(command: Command, words: list[str]) -> int:
     if command.example and ("-h" in words or "--help" in words):
         named = {"Options": command.options} if command.options else {}
         summary = command.summary[0].upper() + command.summary[1:] + "."
-        return _print(options.help_text(command.usage, summary, [f"python -m bench {command.example}"], **named))
+        return _print(options.help_text(command.usage, summary, [f"python -m bench {command.example}"], named))
     return command.main(words)
 
 

@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
@@ -16,7 +16,8 @@ from bench.config.typecheck import check_arguments, did_you_mean, fits, hint_of
 from bench.errors import UserError
 
 T = TypeVar("T")
-_COLUMN, _WIDTH = 26, 110  # of a help screen: where meanings start, and where lines end
+_PLACEHOLDERS = {Path: "PATH", tuple: "N,N", int: "N", float: "N"}
+_COLUMN, _WIDTH = 27, 110  # of a help screen: where meanings start, and where lines end
 
 
 def keys(kind: type) -> dict[str, str]:
@@ -102,20 +103,18 @@ def _built(value: Any, hint: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------------- help
 
 
-def help_text(usage: str, summary: str, examples: Sequence[str] = (), **options: type) -> str:
+def help_text(usage: str, summary: str, examples: Sequence[str], options: Mapping[str, type]) -> str:
     """The ``--help`` of a command.
 
     Args:
         usage: what follows ``python -m bench``.
         summary: what it does.
         examples: command lines.
-        options: heading of each group of options, and its dataclass; underscores are spaces.
+        options: heading of each group of options, and its dataclass.
     """
     parts = [f"Usage: python -m bench {usage}", summary.strip()]
-    parts += [f"{name.replace('_', ' ')}:\n{describe(kind)}" for name, kind in options.items()]
-    if examples:
-        parts.append("\n".join(["Example:", *(f"  {line}" for line in examples)]))
-    return "\n\n".join(parts)
+    parts += [f"{name}:\n{describe(kind)}" for name, kind in options.items()]
+    return "\n\n".join([*parts, "\n".join(["Example:", *(f"  {line}" for line in examples)])])
 
 
 def describe(kind: type) -> str:
@@ -126,20 +125,21 @@ def describe(kind: type) -> str:
         meanings |= dict(re.findall(r"^ {4}(\w+): ((?:.+\n?)(?: {8}.+\n?)*)", documented, re.MULTILINE))
     defaults = {field.name: field.default for field in fields(kind)}
     return "\n".join(
-        _line(f"{key}={_shown(defaults[name])}", meanings[name]) for key, name in keys(kind).items() if name in meanings
+        _line(f"{key}={_shown(defaults[name], hint_of(kind, name))}", meanings[name])
+        for key, name in keys(kind).items()
+        if name in meanings
     )
 
 
 def _line(option: str, meaning: str) -> str:
-    lines = textwrap.wrap(" ".join(meaning.split()), _WIDTH - _COLUMN)
-    head = f"  {option}".ljust(_COLUMN - 1)
-    start = [head] if len(head) >= _COLUMN else [f"{head} {lines.pop(0)}"]
-    return "\n".join([*start, *(" " * _COLUMN + line for line in lines)])
+    first, rest = f"  {option}".ljust(_COLUMN - 1) + " ", " " * _COLUMN
+    return textwrap.fill(" ".join(meaning.split()), _WIDTH, initial_indent=first, subsequent_indent=rest)
 
 
-def _shown(default: Any) -> str:
-    if default is None or default is MISSING:
-        return "VALUE"
+def _shown(default: Any, hint: Any) -> str:
+    if default in (None, MISSING, ""):
+        kinds = {typing.get_origin(kind) or kind for kind in (hint, *typing.get_args(hint))}
+        return next((name for kind, name in _PLACEHOLDERS.items() if kind in kinds), "NAME")
     if isinstance(default, tuple):
         return f"[{','.join(map(str, default))}]"
     return str(default).lower() if isinstance(default, bool) else str(default)

@@ -44,8 +44,7 @@ def help_text() -> str:
         "cost [key=value ...] [--fresh]\n       python -m bench cost what-if RUN [key=value ...]",
         _SUMMARY,
         _EXAMPLES,
-        Options=Grid,
-        Options_of_what_if=WhatIfQuery,
+        {"Options": Grid, "Options of what-if": WhatIfQuery},
     )
 
 

@@ -32,7 +32,9 @@ _EXAMPLES = (
 
 
 def help_text() -> str:
-    return options.help_text("lossless experiment=NAME [key=value ...]", _SUMMARY, _EXAMPLES, Options=LosslessConfig)
+    return options.help_text(
+        "lossless experiment=NAME [key=value ...]", _SUMMARY, _EXAMPLES, {"Options": LosslessConfig}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +58,9 @@ def split(words: Sequence[str]) -> tuple[str, LosslessConfig, list[str]]:
         UserError: no experiment, an unknown one, or a wrong value.
     """
     if not any(word.startswith("experiment=") for word in words):
-        raise UserError("experiment is needed. Choose one: experiment=greedy|sampling|joint (python -m bench lossless --help)")
+        raise UserError(
+            "experiment is needed. Choose one: experiment=greedy|sampling|joint (python -m bench lossless --help)"
+        )
     choice, others = options.parse(Choice, words)
     config, overrides = options.parse(LosslessConfig, others)
     known = {*compose.groups(), *(field.name for field in fields(RunConfig))}

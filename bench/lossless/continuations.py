@@ -1,4 +1,4 @@
-"""Whole short continuations by the full decoder, against the target's exact joint distribution.
+"""Short continuations by the whole decoder, against the target's exact joint distribution.
 
 Of the V^h continuations of h tokens, those with at least ``floor`` probability are found by expanding the tree of
 prefixes breadth first; their probabilities are exact products of the target's own conditionals. Everything
@@ -26,10 +26,7 @@ _WIDTH = 128  # prefixes expanded in one pass
 def likely_continuations(
     target: CausalLM, prompt: list[int], sampling: Sampling, horizon: int, floor: float
 ) -> Sequences:
-    """Continuations of ``horizon`` tokens with probability >= ``floor``, exact.
-
-    A prefix is never more likely than what it starts, so cutting prefixes below the floor loses nothing above it.
-    """
+    """Continuations with probability >= ``floor``, exactly: none is likelier than its prefix."""
     alive: Sequences = {(): 1.0}
     for _ in range(horizon):
         grown: Sequences = {}
@@ -43,7 +40,7 @@ def likely_continuations(
 
 
 def _next_probs(target: CausalLM, prompt: list[int], prefixes: list[tuple[int, ...]], sampling: Sampling) -> Tensor:
-    """Prompt and prefix apart: an encoder-decoder reads the one and writes the other."""
+    """Prompt and prefix are separate passes, since an encoder-decoder reads one and writes the other."""
     cache = target.new_cache(len(prefixes), len(prompt) + len(prefixes[0]))
     logits = target.prefill([torch.tensor(prompt, device=target.device)] * len(prefixes), cache).logits
     if prefixes[0]:
@@ -68,7 +65,7 @@ def drawn_continuations(
     device: torch.device,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[tuple[int, ...], int]:
-    """How often the decoder writes each continuation, ``batch`` independent rows at a time."""
+    """Counts of the decoder's continuations, ``batch`` independent rows at a time."""
     counts: dict[tuple[int, ...], int] = {}
     rng = torch.Generator(device=device).manual_seed(seed)
     left = draws

@@ -1,4 +1,4 @@
-"""The three experiments, from a loaded model to a result that can be written as JSON."""
+"""The three experiments: from a loaded model to a result for JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from bench.config.schema import RunConfig, SamplingConfig
 from bench.errors import UserError
 from bench.lossless import continuations, greedy, wrong_rules
 from bench.lossless.sampling import LIMIT, Arrangement, first_tokens, root_distributions
+from bench.lossless.settings import LosslessConfig
 from bench.lossless.statistics import Comparison, compare
 from bench.measure import agreement
 from bench.models import artifacts
@@ -38,7 +39,7 @@ PROMPTS = (
     "Write a short poem about the sea at night.",
     "Explain to a child why the leaves of many trees turn red in autumn.",
 )
-"""The first stands in the article whose question is asked here."""
+"""The first is from the article whose question the experiments answer."""
 MORE_PROMPTS = (
     "List five things to pack for a week in the mountains.",
     "Write a Python function that returns the second largest number of a list.",
@@ -51,65 +52,29 @@ SENTENCES = (
     "A woman is selling fruit at a market.",
     "Several people stand on a bridge and look at the water.",
 )
-"""What a model that reads and writes apart, a translator, is asked in place of ``PROMPTS``: it follows no request."""
+"""Instead of ``PROMPTS`` for encoder-decoder models, which translate and follow no instructions."""
 MORE_SENTENCES = (
     "A girl rides a bicycle down the street.",
     "The band plays on a small stage.",
     "Three workers in yellow helmets repair the roof.",
     "An old man is reading a newspaper on a bench.",
 )
-_A_CHANCE = 1e-9  # below it, siblings cannot be told apart from rounding
+_A_CHANCE = 1e-9  # a lower probability may be rounding
 _TOP = 12  # tokens per prompt whose three bars are recorded
 
 
-@dataclass(frozen=True, slots=True)
-class Lab:
-    """What an experiment needs beside the run's own configuration.
-
-    Attributes:
-        draws: sample size per prompt, temperature and rule.
-        temperatures: at which tokens are drawn.
-        level: chance of a false alarm over all tests of exact rules together (Bonferroni).
-        children: siblings per draft of the tree rules.
-        horizon: tokens of a whole continuation.
-        floor: continuations at least this likely are told apart.
-        controls: run the known-wrong rules too, at the highest temperature.
-    """
-
-    draws: int = 1_000_000
-    temperatures: tuple[float, ...] = (0.7, 1.0)
-    level: float = 0.01
-    children: int = 3
-    horizon: int = 3
-    floor: float = 1e-3
-    controls: bool = True
-
-    def __post_init__(self) -> None:
-        bad = [name for name in ("draws", "children", "horizon") if getattr(self, name) < 1]
-        if bad:
-            raise UserError(f"{bad[0]} came as {getattr(self, bad[0])}; at least 1 is needed. Set {bad[0]}=NUMBER.")
-        if not self.temperatures or min(self.temperatures) <= 0:
-            raise UserError(
-                f"temperatures came as {list(self.temperatures)}; numbers above 0 are needed, for at 0 nothing is "
-                "drawn. Use experiment=greedy for temperature 0."
-            )
-        if not 0 < self.level < 1 or not 0 < self.floor < 1:
-            raise UserError(f"level={self.level}, floor={self.floor} came; both lie between 0 and 1. Set them so.")
-
-
 def require_exact(decoder: Decoder, name: str) -> None:
-    """Only a method that promises the target's own output can be held to it."""
     if decoder.guarantee is not Guarantee.EXACT:
         raise UserError(
-            f"Method '{name}' promises {decoder.guarantee.value} output, and this laboratory tests EXACT methods. "
-            "Choose a method or a rule that is exact; a relaxed one is judged by its quality (python -m bench)."
+            f"method must be EXACT, got '{name}', which is {decoder.guarantee.value}. Choose an exact method or rule; "
+            "python -m bench measures the quality of others."
         )
 
 
 # ------------------------------------------------------------------------------------------------------------- greedy
 
 
-def greedy_identity(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
+def greedy_identity(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> dict[str, Any]:
     """Target alone against method at temperature 0, over eight prompts."""
     baseline, method = (_decoder(cfg, group, 0.0, loaded) for group in (BASELINE, cfg.method))
     gap = agreement.near_tie_gap(loaded.lm.dtype, cfg.measure.near_tie_gap)
@@ -135,12 +100,12 @@ def greedy_identity(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- sampling
 
 
-def first_token_sampling(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
-    """Draws of the first token by every rule that fits the method's drafts, and by the known-wrong ones."""
-    cells = list(_cells(cfg, lab, loaded))
+def first_token_sampling(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> dict[str, Any]:
+    """The first token by every rule that fits the method's drafts, and by the known-wrong rules."""
+    cells = list(_cells(cfg, config, loaded))
     with Progress("sampling", len(cells)) as progress:
         rows = _in_parallel(cells, progress)
-    bound = lab.level / max(1, sum(row["exact"] for row in rows))
+    bound = config.level / max(1, sum(row["exact"] for row in rows))
     for row in rows:
         row["passed"] = row["p_value"] > bound
     table = _by_rule(rows)
@@ -162,13 +127,13 @@ class Cell:
     texts: dict[int, str]
 
 
-def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
-    for temperature in lab.temperatures:
+def _cells(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> Iterator[Cell]:
+    for temperature in config.temperatures:
         decoder = _decoder(cfg, cfg.method, temperature, loaded)
         if not isinstance(decoder, SpeculativeDecoder):
             raise UserError(
-                f"Method '{cfg.method['name']}' does not show its drafts, so its rule cannot be sampled alone. "
-                "Use experiment=joint, which draws through the whole decoder."
+                f"experiment=sampling needs a method with a drafter, got '{cfg.method['name']}'. Use experiment=joint, "
+                "which draws through the whole decoder."
             )
         sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
         for number, text in enumerate(_prompts(loaded)):
@@ -176,9 +141,9 @@ def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
             target, draft, given = root_distributions(decoder, ids, sampling, cfg.seed)
             known = target if draft is None else draft
             if draft is not None:
-                _check_children(lab, int((draft > _A_CHANCE).sum()))
-            for arrangement in arrangements(draft is not None, len(given) if given is not None else 0, lab):
-                if not arrangement.exact and temperature < max(lab.temperatures):
+                _check_children(config, int((draft > _A_CHANCE).sum()))
+            for arrangement in arrangements(draft is not None, len(given) if given is not None else 0, config):
+                if not arrangement.exact and temperature < max(config.temperatures):
                     continue
                 seed = _seed(cfg.seed, temperature, number, arrangement.name)
                 yield Cell(
@@ -188,28 +153,28 @@ def _cells(cfg: RunConfig, lab: Lab, loaded: Loaded) -> Iterator[Cell]:
                     known.cpu().numpy(),
                     None if given is None else given.cpu().numpy(),
                     arrangement,
-                    lab.draws,
+                    config.draws,
                     seed,
                     _top_texts(loaded, target, known),
                 )
 
 
 def _seed(*parts: object) -> int:
-    """A seed of its own for each cell: with a shared one, chain and block would judge the very same drafts."""
+    """A seed for each cell; with a shared one, chain and block would judge the same drafts."""
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
-def _check_children(lab: Lab, likely: int) -> None:
-    if lab.children > likely:
+def _check_children(config: LosslessConfig, likely: int) -> None:
+    if config.children > likely:
         raise UserError(
-            f"children came as {lab.children}; the draft gives only {likely} tokens a chance. Set children={likely} "
-            "or less."
+            f"children must be at most {likely}, the tokens to which the draft gives a probability, got "
+            f"{config.children}. Set children={likely} or less."
         )
 
 
-def arrangements(drawn: bool, tokens: int, lab: Lab) -> list[Arrangement]:
-    """The rules that fit: all of them where the drafter has a distribution, else the deterministic one."""
-    k = lab.children
+def arrangements(drawn: bool, tokens: int, config: LosslessConfig) -> list[Arrangement]:
+    """The rules that fit: all if the drafter has a distribution, else the deterministic one."""
+    k = config.children
     if not drawn:
         if tokens:
             return [Arrangement("deterministic draft", "given", verification.DeterministicTree(), tokens)]
@@ -221,37 +186,28 @@ def arrangements(drawn: bool, tokens: int, lab: Lab) -> list[Arrangement]:
         Arrangement("tree, without replacement", "without_replacement", verification.TreeWithoutReplacement(), k),
         Arrangement("tree, deterministic", "top", verification.DeterministicTree(), k),
     ]
+    unmasked = wrong_rules.UnmaskedWithoutReplacement()
     wrong = [
-        Arrangement("independent draw per path", "top", wrong_rules.IndependentPaths(), k, exact=False),
-        Arrangement(
-            "argmax draft judged with softmax q", "top_as_drawn", verification.ChainRejection(), 1, exact=False
-        ),
-        Arrangement(
-            "top-k children judged as drawn", "top_as_drawn", verification.TreeWithReplacement(), k, exact=False
-        ),
-        Arrangement(
-            "without replacement, unmasked q",
-            "without_replacement",
-            wrong_rules.UnmaskedWithoutReplacement(),
-            k,
-            exact=False,
-        ),
-        Arrangement("rejection without the residual", "chain", wrong_rules.UncorrectedRejection(), exact=False),
+        Arrangement("independent draw per path", "top", wrong_rules.IndependentPaths(), k),
+        Arrangement("argmax draft judged with softmax q", "top_as_drawn", verification.ChainRejection()),
+        Arrangement("top-k children judged as drawn", "top_as_drawn", verification.TreeWithReplacement(), k),
+        Arrangement("without replacement, unmasked q", "without_replacement", unmasked, k),
+        Arrangement("rejection without the residual", "chain", wrong_rules.UncorrectedRejection()),
     ]
-    return exact + wrong * lab.controls
+    return exact + [replace(rule, exact=False) for rule in wrong] * config.controls
 
 
 def _in_parallel(cells: Sequence[Cell], progress: Progress) -> list[dict[str, Any]]:
-    """One cell per core: they are independent, and one thread each wastes nothing on waiting for the other."""
+    """One cell per core, with one thread each."""
     workers = min(usable_cores(), len(cells))
     if workers <= 1 or sum(cell.draws for cell in cells) < 200_000:
-        return [_advance(run_cell(cell), progress) for cell in cells]
+        return [_counted(run_cell(cell), progress) for cell in cells]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
-        return [_advance(row, progress) for row in pool.map(run_cell, cells)]
+        return [_counted(row, progress) for row in pool.map(run_cell, cells)]
 
 
-def _advance(row: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def _counted(row: dict[str, Any], progress: Progress) -> dict[str, Any]:
     progress.advance()
     return row
 
@@ -294,7 +250,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per rule: mean standard deviation beside what exact sampling gives, smallest p-value, how many cells failed."""
+    """Per rule: mean standard deviation and that of exact sampling, smallest p-value, number of failed cells."""
     table = []
     for rule in dict.fromkeys(row["rule"] for row in rows):
         mine = [row for row in rows if row["rule"] == rule]
@@ -319,18 +275,18 @@ def _by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 # -------------------------------------------------------------------------------------------------------------- joint
 
 
-def joint_sampling(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
+def joint_sampling(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> dict[str, Any]:
     """Whole short continuations by the full decoder, against the target's exact joint distribution."""
     rows = []
     texts = _prompts(loaded)
-    n_tests = len(lab.temperatures) * len(texts)
-    with Progress("joint", lab.draws * n_tests) as progress:
-        for temperature in lab.temperatures:
+    n_tests = len(config.temperatures) * len(texts)
+    with Progress("joint", config.draws * n_tests) as progress:
+        for temperature in config.temperatures:
             decoder = _decoder(cfg, cfg.method, temperature, loaded)
             sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
             for text in texts:
-                rows.append(_joint_row(cfg, lab, loaded, decoder, sampling, text, progress.advance))
-    bound = lab.level / n_tests
+                rows.append(_joint_row(cfg, config, loaded, decoder, sampling, text, progress.advance))
+    bound = config.level / n_tests
     for row in rows:
         row["passed"] = row["p_value"] > bound
     return {"bound": bound, "cells": rows, "passed": all(row["passed"] for row in rows)}
@@ -338,21 +294,21 @@ def joint_sampling(cfg: RunConfig, lab: Lab, loaded: Loaded) -> dict[str, Any]:
 
 def _joint_row(
     cfg: RunConfig,
-    lab: Lab,
+    config: LosslessConfig,
     loaded: Loaded,
     decoder: Decoder,
     sampling: Sampling,
     text: str,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    ids, lm = _encode(loaded, text, lab.horizon), loaded.lm
-    exact = continuations.likely_continuations(lm, ids, sampling, lab.horizon, lab.floor)
+    ids, lm = _encode(loaded, text, config.horizon), loaded.lm
+    exact = continuations.likely_continuations(lm, ids, sampling, config.horizon, config.floor)
     counts = continuations.drawn_continuations(
-        decoder, ids, lab.horizon, lab.draws, cfg.seed, cfg.batch_size, lm.device, progress
+        decoder, ids, config.horizon, config.draws, cfg.seed, cfg.batch_size, lm.device, progress
     )
     found = compare(*continuations.as_arrays(exact, counts))
     best = sorted(exact, key=lambda sequence: -exact[sequence])[:_TOP]
-    top = [{"text": _text(loaded, s), "target": exact[s], "empirical": counts.get(s, 0) / lab.draws} for s in best]
+    top = [{"text": _text(loaded, s), "target": exact[s], "empirical": counts.get(s, 0) / config.draws} for s in best]
     return {
         "prompt": text,
         "temperature": sampling.temperature,
@@ -380,11 +336,7 @@ def _prompts(loaded: Loaded) -> tuple[str, ...]:
 
 
 def _encode(loaded: Loaded, text: str, limit: int) -> list[int]:
-    """Ids of a prompt that leaves room for ``limit`` more.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Ids of a prompt; UserError if it leaves no room for ``limit`` more."""
     ids = prompts.encode(loaded.tokenizer, [{"role": "user", "content": text}])
     prompts.fits(f"'{text}'", len(ids), limit, loaded.lm.max_positions, apart=loaded.kind == "seq2seq")
     return ids

@@ -1,4 +1,4 @@
-"""Greedy identity: the target alone and the method at temperature 0 over the same prompts, token for token."""
+"""Greedy identity: the target alone and the method at temperature 0, token by token."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Identity:
     """One prompt, decoded twice.
 
     Attributes:
-        tokens: tokens compared, up to the end-of-sequence token or the limit.
-        identical: whether every one of them is the same.
+        tokens: number of tokens, up to the end-of-sequence token or the limit.
+        identical: whether all are equal.
         first_divergence: index of the first that differs; None if none does.
-        exact, near_tie, violation: the method's tokens under teacher forcing: the target's argmax, within the stated
+        exact, near_tie, violation: the method's tokens under teacher forcing: the target's argmax, within the near-tie
             gap of it, or neither.
-        max_gap: largest log-probability the method's token lay behind the argmax.
+        max_gap: largest difference of log-probability between the argmax and the method's token.
     """
 
     prompt: str
@@ -41,7 +41,6 @@ class Identity:
 def compare_prompt(
     baseline: Decoder, method: Decoder, lm: CausalLM, name: str, prompt: list[int], limit: int, tolerance: float
 ) -> Identity:
-    """Decode one prompt by both and compare."""
     wanted, found = (decode(d, prompt, limit, lm) for d in (baseline, method))
     length = min(len(wanted), len(found))
     differs = [i for i in range(length) if wanted[i] != found[i]]
@@ -53,7 +52,7 @@ def compare_prompt(
 
 
 def decode(decoder: Decoder, prompt: list[int], limit: int, lm: CausalLM) -> list[int]:
-    """Ids of one prompt, cut behind the end-of-sequence token and at the limit."""
+    """Ids of one prompt, up to the end-of-sequence token or the limit."""
     ids: list[int] = []
     for step in decoder.decode([torch.tensor(prompt)], limit, torch.Generator(device=lm.device).manual_seed(0)):
         ids += step.tokens[0]

@@ -1,8 +1,8 @@
 """A million first tokens by speculative sampling, through the verification code that decoding uses.
 
-The target's distribution p and the drafter's q behind a prompt are computed once; then drafts are drawn and
-judged in large batches, and the token each round commits first is counted. By the theorem of speculative
-sampling (Leviathan et al. 2023, arXiv 2211.17192, appendix A.1) these counts are draws from p, whatever q is.
+The target's distribution p and the drafter's q after a prompt are computed once; then drafts are drawn and judged in
+large batches, and the first token of each round is counted. By the theorem of speculative sampling (Leviathan et al.
+2023, arXiv 2211.17192, appendix A.1) these counts are draws from p for any q.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from methods.engine.sampling import Sampling, argmax
 from methods.speculative.verification import ExactRule
 
 Kind = Literal["chain", "with_replacement", "without_replacement", "top", "top_as_drawn", "given"]
-LIMIT = 8  # tokens that a drafter is told to make room for
-_ROWS = 32  # rounds judged at once: so many rows of 49,152 probabilities stay near the processor
+LIMIT = 8  # tokens to generate, as passed to the drafter
+_ROWS = 32  # rounds judged at once: 32 rows of 49,152 probabilities fit the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def first_tokens(
     """Counts of the first committed token over ``draws`` rounds.
 
     Args:
-        target_probs: p, the processed target distribution behind the prompt.
+        target_probs: p, the processed target distribution after the prompt.
         draft_probs: q, the drafter's.
         given: the tokens of a deterministic draft, for ``kind="given"``.
         progress: called with the number of draws done.
@@ -84,7 +84,7 @@ def _batches(draws: int) -> Iterator[int]:
 
 
 class _Source:
-    """Makes drafts of one arrangement for any number of rows."""
+    """Drafts of one arrangement."""
 
     def __init__(
         self, probs: Float[Tensor, "V"], arrangement: Arrangement, given: Int[Tensor, "k"] | None, rng: Generator
@@ -118,20 +118,19 @@ class _Source:
         return torch.rand(count, dtype=torch.double, device=self.probs.device, generator=self.rng)
 
     def _at(self, spots: Float[Tensor, "n"]) -> Int[Tensor, "n"]:
-        """The tokens whose shares of the cumulative distribution hold the spots."""
         return torch.searchsorted(self._cumulative, spots, right=True).clamp(max=self._last)
 
     def _distinct(self, rows: int) -> Int[Tensor, "B k"]:
-        """Siblings drawn one after the other, each from q without those before it."""
+        """Siblings drawn one by one, each from q without the earlier ones."""
         tokens = self._at(self._uniform(rows) * self._cumulative[-1])[:, None]
         while tokens.shape[1] < self.arrangement.children:
             tokens = torch.cat([tokens, self._another(tokens)[:, None]], dim=1)
         return tokens
 
     def _another(self, taken: Int[Tensor, "B k"]) -> Int[Tensor, "B"]:
-        """One more token per row: the spot falls on what q leaves, and jumps over the shares of those taken.
+        """One more token per row, drawn from the rest of q by skipping the shares of the tokens taken.
 
-        Redrawing until the token is new has the same law, but takes for ever where one token has nearly all of q.
+        Redrawing until the token is new has the same distribution, but does not end if one token has nearly all of q.
         """
         taken = taken.sort(1).values
         share = self.probs.double()[taken]
@@ -145,11 +144,11 @@ class _Source:
 def root_distributions(
     decoder: object, prompt: list[int], sampling: Sampling, seed: int
 ) -> tuple[Float[Tensor, "V"], Float[Tensor, "V"] | None, Int[Tensor, "k"] | None]:
-    """p behind the prompt, and what the decoder's own drafter proposes there: q, or tokens without one.
+    """p after the prompt, and the draft of the decoder's drafter: its q, or its tokens if it has no q.
 
-    The round is the loop's own: the cache holds the prompt but its last token, the drafter proposes, and the target
-    scores root and draft in one pass. An encoder-decoder reads the whole prompt; the token it most likely begins with
-    is the root.
+    As in the decoding loop, the cache contains the prompt without its last token, the drafter proposes, and the target
+    scores root and draft in one pass. For an encoder-decoder, which reads the whole prompt, the root is its most likely
+    first token.
     """
     from methods.drafting import Context
     from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -161,7 +160,7 @@ def root_distributions(
     apart = isinstance(target, Seq2SeqLM)
     read = prompt if apart else prompt[:-1]
     cache = target.new_cache(1, len(prompt) + drafter.nodes + 2)
-    before = target.prefill([torch.tensor(read, device=device)], cache, taps=drafter.taps)
+    before = target.prefill([torch.tensor(read, device=device)], cache, hidden_layers=drafter.hidden_layers)
     root = argmax(before.logits[:, -1]) if apart else torch.tensor([prompt[-1]], device=device)
     draft = drafter.propose(Context([[*read, *root.tolist()]], root, before, None, sampling, rng))
     nodes = torch.cat([root[:, None], draft.tokens.clamp(min=0)], dim=1)

@@ -1,108 +1,76 @@
-"""``python -m bench.train method=NAME``: the one entry for whatever must be prepared before decoding.
+"""``python -m bench train method=NAME``: train or build what a method needs before decoding.
 
-The class behind conf/train/NAME.yaml does the work, ``bench.train.job`` is what surrounds it, and here is the command
-line. Nothing here imports torch before a preparation or the listing needs it.
+The class named in conf/train/NAME.yaml does the work, in a job of ``bench.train.job``. Nothing here imports torch
+before a job or the list of methods needs it.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
-from bench import errors
-from bench.config import compose
-from bench.config.schema import DEFAULT_CORPUS, TrainConfig
-from bench.config.typecheck import check_arguments, did_you_mean
-from bench.errors import INTERRUPTED, OK, RunFailed, UserError, report_failure
+from bench.config import compose, options
+from bench.config.schema import TrainConfig
+from bench.config.typecheck import did_you_mean
+from bench.errors import OK, UserError, guard
 
-_HELP = """\
-Prepare what a method needs before it can decode: a datastore, a search, trained heads; or a translation model.
+_SUMMARY = """\
+Trains or builds what a method needs: heads, exits, a datastore, a search; or a translation model.
+Without arguments: what each method needs and how long that takes.
 
-Try:
-  python -m bench.train                                        what can be prepared, and how long it takes
-  python -m bench.train method={example}
-  python -m bench.train method={example} corpus=dolly,gsm8k corpus_limit=2000 seed=1
-  python -m bench.train method=teacher corpus=multi30k
+Methods:
+{methods}
 
-Methods: {methods}
+method=NAME is needed; train.KEY=VALUE are the method's own settings (python -m bench show train/NAME).
+model, hardware, tracker, paths and seed are as in python -m bench. The same command resumes an interrupted job."""
 
-Settings:
-  method=NAME            what to prepare; its own settings are train.KEY=VALUE (python -m bench show train/NAME)
-  corpus={corpus}     dolly, dolly_15k, gsm8k (its train split), multi30k and FILE.jsonl or FILE.jsonl.gz, with commas
-                         between; NAME:COUNT takes so many of one. Unless set: what the method declares
-  corpus_limit=N         most dialogues, drawn by the seed
-  out=FOLDER             where the part goes; else where the method finds it by itself
-  force=true             make a finished part anew, or in place of one with other settings
-  publish=int8           store the weights in 8, 6, 5 or 4 bits; the card shows the quality before and after
-  without=NAME           with publish, leave out tensors whose names begin so
-  and model, hardware, tracker, paths and seed as in python -m bench
-
-An interrupted preparation goes on with the same command. Exit codes: 0 fine, 1 failed, 2 bad input, 130 interrupted."""
-
-_OF_A_RUN = ("model", "hardware", "tracker", "paths", "seed")  # of a run's configuration, what a preparation needs
-_OWN = tuple(setting.name for setting in fields(TrainConfig))
-_TEXTS = ("method", "corpus", "out", "publish", "without")
-_KEPT = "What is prepared so far is kept; the same command goes on"
+_OF_A_RUN = ("model", "hardware", "tracker", "paths", "seed")
+_KNOWN = (*options.keys(TrainConfig), compose.TRAIN, *_OF_A_RUN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare one method; returns the exit code."""
+    """Train one method; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if "-h" in words or "--help" in words:
-            return _show(help_text())
-        if words in ([], ["list"]):
-            return _show(listing())
+    return guard(lambda: _main(words), measures=False)
+
+
+def _main(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        print(help_text())
+    elif words in ([], ["list"]):
+        print(listing())
+    else:
         settings, overrides = split(words)
         from bench.train.job import prepare
+        from bench.utils.memory import keep_freed_memory
 
-        return _show(prepare(settings, overrides, words))
-    except KeyboardInterrupt:
-        print(f"Interrupted. {_KEPT}.", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        return report_failure(_in_words(error))
-
-
-def _show(text: str) -> int:
-    print(text)
+        keep_freed_memory()
+        print(prepare(settings, overrides, words))
     return OK
 
 
-def _in_words(error: Exception) -> Exception:
-    """What the machine refused, with what that means for a preparation."""
-    if isinstance(error, RunFailed) or (found := errors.explain(error)) is None:
-        return error
-    what = str(found).partition(errors.kept_prompts(None))[0].strip()
-    failed = RunFailed(f"{what} {_KEPT}.")
-    failed.__cause__ = error
-    return failed
-
-
-# -------------------------------------------------------------------------------------------------- the command line
-
-
 def help_text() -> str:
-    """What ``--help`` prints."""
-    methods = trainings()
-    return _HELP.format(example=(methods or ["NAME"])[0], methods=", ".join(methods) or "none", corpus=DEFAULT_CORPUS)
+    example = f"python -m bench train method={(trainings() or ['NAME'])[0]}"
+    examples = (example, f"{example} corpus=dolly,gsm8k corpus_limit=2000 seed=1")
+    summary = _SUMMARY.format(methods=textwrap.fill(", ".join(trainings()) or "none", 110))
+    return options.help_text("train method=NAME [key=value ...]", summary, examples, {"Options": TrainConfig})
 
 
 def trainings() -> list[str]:
-    """The methods that have something to prepare."""
+    """The methods that can be trained."""
     return compose.every_group().get(compose.TRAIN, [])
 
 
 def listing() -> str:
-    """What each method prepares, and how long it takes; imports the classes."""
+    """What is made for each method, and how long it takes; imports the classes."""
     rows = [(name, *_describe(name)) for name in trainings()]
     if not rows:
-        return "No method has anything to prepare."
+        return "No method has anything to train."
     width = max(len(name) for name, _, _ in rows)
     lines = [f"  {name:{width}}  {part}\n  {'':{width}}  takes {takes}" for name, part, takes in rows]
-    return "\n".join(["What can be prepared, and how long it takes (python -m bench.train method=NAME):", *lines])
+    return "\n".join(["What can be trained, and how long it takes (python -m bench train method=NAME):", *lines])
 
 
 def _describe(name: str) -> tuple[str, str]:
@@ -116,66 +84,37 @@ def _describe(name: str) -> tuple[str, str]:
 
 
 def split(words: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """The settings of a preparation, and the rest, which configures model and machine.
+    """The settings of a training, and the words that configure method, model and machine.
 
     Raises:
-        UserError: no method, one that has nothing to prepare, an unknown setting, a value of the wrong type.
+        UserError: no method, one that cannot be trained, an unknown setting, a value of the wrong type.
     """
-    settings: dict[str, Any] = {}
-    overrides = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and key in _OWN:
-            settings[key] = value if key in _TEXTS else _read(key, value)
-        elif _belongs(key.lstrip("+~")) or not (equals or word.startswith("-")):
-            overrides.append(word)  # a word that is no setting at all is refused where all the others are read
-        else:
+    named = [word for word in words if word.startswith("method=")]
+    _check_method(named[-1].partition("=")[2] if named else "")
+    settings, overrides = options.parse(TrainConfig, words)
+    for word in overrides:
+        key, equals, _ = word.lstrip("+~").partition("=")
+        if word.startswith("-"):
+            raise UserError(f"Unknown option '{word}'. A setting is written key=value (python -m bench train --help)")
+        if equals and key.split(".")[0] not in _KNOWN:
             raise _unknown(word, key)
-    if not settings.get("method"):
-        raise UserError(f"No method is named. Name one: method=NAME. These have something to prepare: {_names()}.")
-    _check_method(settings["method"])
-    return TrainConfig(**check_arguments(TrainConfig, settings)), overrides
-
-
-def _belongs(key: str) -> bool:
-    return key.split(".")[0] in (compose.TRAIN, *_OF_A_RUN)
-
-
-def _read(key: str, value: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise UserError(f"{key} came as '{value}'; it cannot be read. Set {key}=VALUE.") from None
+    return settings, overrides
 
 
 def _unknown(word: str, key: str) -> UserError:
-    if word.startswith("-"):
-        return UserError(f"Unknown option '{word}'. A setting is written key=value (python -m bench.train --help)")
-    known = (*_OWN, compose.TRAIN, *_OF_A_RUN)
-    of_a_run = {*compose.groups(), "max_new_tokens", "batch_size", "max_context"}
-    if key.split(".")[0] in of_a_run:
-        train = " Settings of a preparation are train.KEY=VALUE." if key.startswith("method.") else ""
-        return UserError(f"'{key}' does not matter to a preparation.{train} Allowed: {', '.join(known)}. Leave it out.")
-    return UserError(f"Unknown setting '{key}'.{did_you_mean(key, known)} (python -m bench.train --help)")
+    if key.split(".")[0] in {*compose.groups(), "max_new_tokens", "batch_size", "max_context"}:
+        own = " Settings of the training are train.KEY=VALUE." if key.startswith("method.") else ""
+        return UserError(f"'{key}' has no effect on a training.{own} Allowed: {', '.join(_KNOWN)}. Leave it out.")
+    return UserError(f"Unknown setting '{key}'.{did_you_mean(key, _KNOWN)} (python -m bench train --help)")
 
 
 def _check_method(name: str) -> None:
+    known = ", ".join(trainings()) or "none"
+    if not name:
+        raise UserError(f"train needs method=NAME, one of: {known}.")
     if name in trainings():
         return
-    if name in compose.groups().get("method", []):
-        raise UserError(f"Method '{name}' has nothing to prepare. These have: {_names()}.")
-    hint = did_you_mean(name, [*trainings(), *compose.groups().get("method", [])])
-    raise UserError(f"Unknown method '{name}'.{hint} These have something to prepare: {_names()}.")
-
-
-def _names() -> str:
-    return ", ".join(trainings()) or "none"
-
-
-if __name__ == "__main__":
-    from bench.utils.memory import keep_freed_memory
-
-    keep_freed_memory()
-    sys.exit(main())
+    methods = compose.groups().get("method", [])
+    if name in methods:
+        raise UserError(f"Method '{name}' needs no training. Methods that do: {known}.")
+    raise UserError(f"Unknown method '{name}'.{did_you_mean(name, [*trainings(), *methods])} Trainable: {known}.")

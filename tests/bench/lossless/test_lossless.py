@@ -15,8 +15,9 @@ from bench.contract import checks
 from bench.errors import UserError
 from bench.lossless import command as lossless
 from bench.lossless import continuations, experiments, greedy, report
-from bench.lossless.experiments import Cell, Lab, arrangements, run_cell
+from bench.lossless.experiments import Cell, arrangements, run_cell
 from bench.lossless.sampling import Arrangement, _Source, first_tokens, root_distributions
+from bench.lossless.settings import LosslessConfig
 from bench.lossless.statistics import compare, goodness_of_fit, mean_absolute_deviation
 from bench.lossless.wrong_rules import UncorrectedRejection
 from methods.autoregressive import Autoregressive
@@ -28,7 +29,7 @@ from methods.speculative.verification import ChainRejection
 
 VOCAB = 50
 DRAWS = 60_000
-ARRANGEMENTS = arrangements(True, 0, Lab())
+ARRANGEMENTS = arrangements(True, 0, LosslessConfig())
 
 # ------------------------------------------------------------------------------------------------------- statistics
 
@@ -109,7 +110,7 @@ def test_wrong_rules_are_caught(arrangement):
 
 
 def test_a_deterministic_draft_and_none_at_all_pass():
-    known, nothing = (arrangements(False, tokens, Lab())[0] for tokens in (2, 0))
+    known, nothing = (arrangements(False, tokens, LosslessConfig())[0] for tokens in (2, 0))
     assert p_value(known, given=torch.tensor([7, 3])) > 1e-3
     assert p_value(nothing) > 1e-3
 
@@ -288,7 +289,7 @@ def test_joint_from_the_command_line(tmp_path, capsys):
     assert lossless.main(words(tmp_path, "experiment=joint", *SKIPPING, *more)) == 0
     _, result = recorded(tmp_path, "joint")
     assert len(result["cells"]) == 4 and all(0 <= cell["mass"] <= 1 for cell in result["cells"])
-    assert "told apart" in capsys.readouterr().out
+    assert "continuations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -296,11 +297,11 @@ def test_joint_from_the_command_line(tmp_path, capsys):
     [
         (["experiment=samplng"], "Did you mean 'sampling'"),
         ([], "experiment=greedy|sampling|joint"),
-        (["experiment=sampling", "draws=0"], "at least 1"),
+        (["experiment=sampling", "draws=0"], "draws must be at least 1, got 0"),
         (["experiment=sampling", "draws=many"], "draws"),
         (["experiment=sampling", "temperatures=[0.0]"], "experiment=greedy for temperature 0"),
         (["experiment=sampling", "temperatures=[]"], "above 0"),
-        (["experiment=sampling", "level=1"], "between 0 and 1"),
+        (["experiment=sampling", "level=1"], "level must be between 0 and 1, got 1.0"),
         (["experiment=sampling", "drws=10"], "Did you mean 'draws'"),
         (["experiment=sampling", "draws=["], "cannot be read"),
         (["experiment=sampling", "method=prompt_lokup"], "Did you mean 'prompt_lookup'"),
@@ -318,7 +319,7 @@ def test_bad_input_gets_one_message(said, answer, tmp_path, capsys):
 def test_a_relaxed_method_is_refused(target):
     decoder = Autoregressive(target, Sampling())
     decoder.guarantee = type(decoder.guarantee).RELAXED
-    with pytest.raises(UserError, match="promises RELAXED output"):
+    with pytest.raises(UserError, match="method must be EXACT, got 'typical', which is RELAXED"):
         experiments.require_exact(decoder, "typical")
 
 
