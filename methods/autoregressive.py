@@ -5,28 +5,19 @@ Command: ``python -m bench method=autoregressive`` measures it against itself (t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
-from methods.drafting import Context, Draft
+from methods.drafting import Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import Greedy
 
 
-class NoDraft:
+class NoDraft(StatelessDrafter):
     """Proposes nothing, so every round is one token of the target."""
 
     nodes = 0
-    taps: Sequence[int] = ()
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """Nothing to forget."""
-
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
-        """Nothing to forget."""
 
     def propose(self, context: Context) -> Draft:
         """The empty chain."""

@@ -15,21 +15,19 @@ if TYPE_CHECKING:
     from methods.engine.sampling import Sampling
 from methods.decoder import Guarantee
 
-ABSENT = -1  # in Draft.tokens: no node here; in Verdict.path: no further node; in parents: the root
+ABSENT = -1  # in Draft.tokens: no node here; in Verification.path: no further node; in parents: the root
 
 
 @dataclass(frozen=True, slots=True)
-class Scouts:
-    """Nodes that are scored in the same pass as a draft and never judged: no rule sees them, no text holds them.
-
-    They are what a drafter wants the target's opinion on without proposing it, e.g. a window of Jacobi iterations.
+class AuxiliaryNodes:
+    """Nodes scored in the same pass as a draft, never judged and never committed, e.g. a window of Jacobi iterations.
 
     Attributes:
         tokens: [B, S] ids, all present.
-        parents: [B, S] column of the parent node, counted through the draft and on through the scouts; -1 is the root.
-        levels: nodes on the longest path from the root to a scout.
-        asked: the target's most likely token behind each of the last ``asked`` scouts comes back to the host, in the
-            one read the loop makes per round (``Context.scouted``).
+        parents: [B, S] column of the parent, counted through the draft and then these nodes; -1 is the root.
+        levels: nodes on the longest path from the root to one of them.
+        asked: the target's most likely token after each of the last ``asked`` nodes is read back to the host
+            (``Context.auxiliary_tokens``).
     """
 
     tokens: Int[Tensor, "B S"]
@@ -42,20 +40,20 @@ class Scouts:
 class Draft:
     """A tree of draft tokens per row; a chain is the tree whose parents are -1, 0, 1, ...
 
-    Children stand behind their parents (``parents[b, i] < i``).
+    Children come after their parents (``parents[b, i] < i``).
 
     Attributes:
-        tokens: [B, N] ids; ``ABSENT`` marks a column that holds no node in this row. Absent nodes stand
-            behind the present ones, are never accepted and never drawn.
+        tokens: [B, N] ids; ``ABSENT`` marks a column without a node in this row. Absent nodes come after the present
+            ones and are never accepted.
         parents: [B, N] column of the parent node; -1 is the root, the row's last committed token.
-        probs: [B, N, V] float32, the distribution each node was really drawn from. None: the nodes were
-            chosen deterministically (n-grams, retrieval, argmax, top-k), which the rules treat as q = 1.
+        probs: [B, N, V] float32, the distribution each node was drawn from. None: nodes chosen deterministically
+            (n-grams, retrieval, argmax, top-k), which the rules treat as q = 1.
         sizes: per row, how many nodes are present (host side); None: all N in every row.
         depths: per row, nodes on the longest path (host side); None: the same as ``sizes`` (a chain).
         levels: nodes on the longest path over all rows; None: N (a chain).
         width: most children a node has; None: N. Rules that try siblings in turn take as many turns.
         passes: forward passes the drafter spent.
-        scouts: nodes that go through the target behind the draft and are not part of it; N does not count them.
+        auxiliary: nodes scored along with the draft; N does not count them.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -66,7 +64,7 @@ class Draft:
     levels: int | None = None
     width: int | None = None
     passes: int = 0
-    scouts: Scouts | None = None
+    auxiliary: AuxiliaryNodes | None = None
 
     @classmethod
     def chain(
@@ -107,7 +105,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verification:
     """What a verification rule decided, still on the device.
 
     Attributes:
@@ -123,12 +121,14 @@ class Verdict:
 
 
 @runtime_checkable
-class Rule(Protocol):
+class AcceptanceRule(Protocol):
     """A verification rule: which drafted tokens may stay. Pure, vectorised over rows, no host read."""
 
     guarantee: ClassVar[Guarantee]
 
-    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verification:
         """Judge ``draft`` by the target's ``logits``.
 
         ``logits[:, 0]`` are the target's for the children of the root, ``logits[:, 1 + i]`` for the children
@@ -149,8 +149,8 @@ class Context:
             None after the prefill, where every position was kept.
         sampling: how the target's distribution is processed; a drafter that samples uses the same.
         rng: generator on the target's device.
-        scouted: per row, the target's most likely tokens behind the scouts it was asked about in the last pass
-            (host side); empty where that pass had none, as is that of a row which began anew behind it.
+        auxiliary_tokens: per row, the target's most likely tokens after the auxiliary nodes of the last pass (host
+            side); empty where that pass had none, or the row got a new prompt after it.
     """
 
     tokens: list[list[int]]
@@ -159,13 +159,13 @@ class Context:
     path: Int[Tensor, "B P"] | None
     sampling: Sampling
     rng: Generator
-    scouted: list[list[int]] = field(default_factory=list)
+    auxiliary_tokens: list[list[int]] = field(default_factory=list)
 
     @property
     def last_hidden(self) -> Float[Tensor, "B D"]:
         """The target's hidden state that the root was chosen from: behind the last kept node of the last pass."""
         hidden = self.output.hidden
-        if self.path is None:  # after the prefill: the end of the prompt, and nothing else without taps
+        if self.path is None:  # after the prefill: the end of the prompt, and nothing else without hidden_layers
             return hidden[:, -1]
         last = (self.path >= 0).sum(1, keepdim=True) - 1
         node = self.path.gather(1, last)
@@ -177,12 +177,12 @@ class Drafter(Protocol):
     """What proposes: a model, heads, a table, a search in the text so far.
 
     Attributes:
-        nodes: the most nodes one proposal may hold, scouts included; the loop sizes the caches by it.
-        taps: layers of the target whose hidden states the drafter reads from ``Context.output``.
+        nodes: the most nodes one proposal may hold, auxiliary included; the loop sizes the caches by it.
+        hidden_layers: layers of the target whose hidden states the drafter reads from ``Context.output``.
     """
 
     nodes: int
-    taps: Sequence[int]
+    hidden_layers: Sequence[int]
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         """Forget everything of earlier prompts and make room for ``limit`` tokens on top of these."""
@@ -194,12 +194,24 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Renewable(Drafter, Protocol):
+class RowDrafter(Drafter, Protocol):
     """A drafter for ``Refillable`` decoders."""
 
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
-        """Forget the text of some rows; each begins anew with a prompt, as after ``reset``.
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
+        """Forget the text of some rows; each starts with a new prompt, as after ``reset``.
 
         In the next context, the last pass of such a row has one node that counts: the end of its prompt, on its path.
         """
         ...
+
+
+class StatelessDrafter:
+    """Base of drafters that keep nothing between rounds."""
+
+    hidden_layers: Sequence[int] = ()
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        """Nothing to forget."""
+
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
+        """Nothing to forget."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from methods.decoder import Decoder, Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Step, generate
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
@@ -58,11 +58,7 @@ def prompts(vocab_size: int, lengths: Sequence[int], seed: int = 1) -> list[Tens
 
 def outputs(decoder: Decoder, batch: list[Tensor], limit: int, seed: int = 0) -> list[list[int]]:
     """Ids of each row, cut at the limit."""
-    rows: list[list[int]] = [[] for _ in batch]
-    for step in decoder.decode(batch, limit, torch.Generator().manual_seed(seed)):
-        for row, new in zip(rows, step.tokens, strict=True):
-            row.extend(new)
-    return [row[:limit] for row in rows]
+    return generate(decoder, batch, limit, rng=torch.Generator().manual_seed(seed))
 
 
 def greedy_reference(target: CausalLM, prompt: Tensor, limit: int) -> list[int]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from methods.decoder import Decoder
+from methods.decoder import Decoder, generate
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
@@ -70,12 +70,8 @@ def drawn_continuations(
     rng = torch.Generator(device=device).manual_seed(seed)
     left = draws
     while left > 0:
-        rows: list[list[int]] = [[] for _ in range(min(batch, left))]
-        for step in decoder.decode([torch.tensor(prompt)] * len(rows), horizon, rng):
-            for row, new in zip(rows, step.tokens, strict=True):
-                row.extend(new)
-        for row in rows:
-            key = tuple(row[:horizon])
+        rows = generate(decoder, [torch.tensor(prompt)] * min(batch, left), horizon, rng=rng)
+        for key in map(tuple, rows):
             counts[key] = counts.get(key, 0) + 1
         left -= len(rows)
         progress(len(rows))

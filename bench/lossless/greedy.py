@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.measure.agreement import check
-from methods.decoder import Decoder
+from methods.decoder import Decoder, generate
 from methods.engine.causal_lm import CausalLM
 
 
@@ -53,10 +53,5 @@ def compare_prompt(
 
 def decode(decoder: Decoder, prompt: list[int], limit: int, lm: CausalLM) -> list[int]:
     """Ids of one prompt, up to the end-of-sequence token or the limit."""
-    ids: list[int] = []
-    for step in decoder.decode([torch.tensor(prompt)], limit, torch.Generator(device=lm.device).manual_seed(0)):
-        ids += step.tokens[0]
-        ends = [i for i, token in enumerate(ids) if token in lm.eos_ids]
-        if ends:
-            return ids[: min(ends[0] + 1, limit)]
-    return ids[:limit]
+    rng = torch.Generator(lm.device).manual_seed(0)
+    return generate(decoder, [torch.tensor(prompt)], limit, lm.eos_ids, rng)[0]

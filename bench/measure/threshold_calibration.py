@@ -26,7 +26,6 @@ from jaxtyping import Float
 
 from bench.config.schema import RunConfig, sanitise
 from bench.errors import UserError
-from bench.measure.timing import Row
 from bench.models.artifacts import Prepared
 from bench.scoring import SCORERS
 from bench.scoring.rouge import rouge_l
@@ -35,7 +34,7 @@ from bench.tasks.corpus import Dialogue
 from bench.tasks.sources import Sources
 from bench.utils import files, machine
 from bench.utils.progress import Progress
-from methods.decoder import Calibrated, Calibrator, Decoder
+from methods.decoder import Calibrated, Calibrator, Decoder, generate
 
 _FORM = 1  # of the cached losses
 _USUAL = {"causal": "rougeL", "seq2seq": "bleu"}
@@ -86,17 +85,12 @@ class Writer:
 
     def write(self, decoder: Decoder, rows: Sequence[Sequence[int]], label: str) -> list[list[int]]:
         """What a decoder answers to each prompt, cut as in the run."""
-        device, found = self.loaded.lm.device, []
+        device = self.loaded.lm.device
+        found: list[list[int]] = []
         with Progress(label, len(rows)) as progress:
             for start in range(0, len(rows), self.batch_size):
                 batch = [torch.tensor(row, device=device) for row in rows[start : start + self.batch_size]]
-                kept = [Row(self.limit, frozenset(self.eos_ids)) for _ in batch]
-                for step in decoder.decode(batch, self.limit, torch.Generator(device).manual_seed(0)):
-                    for row, tokens in zip(kept, step.tokens, strict=True):
-                        row.take(tokens)
-                    if all(row.finish for row in kept):
-                        break
-                found += [row.ids for row in kept]
+                found += generate(decoder, batch, self.limit, self.eos_ids)
                 progress.advance(len(batch))
         return found
 

@@ -36,6 +36,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from methods.decoder import generate
 from methods.early_exit.calm import Calm
 from methods.early_exit.hash_tables import Corpus, HashTable, even_depths, make_table
 from methods.early_exit.training_states import Recipe
@@ -269,8 +270,8 @@ def prompts_of(text: str, length: int) -> list[dict[str, Any]]:
 def exits_of(target: CausalLM, texts: Int[Tensor, "n W"]) -> dict[str, dict[str, float]]:
     """How good each layer is, read by the lens, over whole texts."""
     rows, layers = list(texts[:, :-1]), range(target.n_layers)
-    output = target.prefill(rows, target.new_cache(len(rows), len(rows[0])), taps=layers)
-    exits = {layer + 1: output.taps[layer].flatten(0, 1) for layer in layers[:-1]}
+    output = target.prefill(rows, target.new_cache(len(rows), len(rows[0])), hidden_layers=layers)
+    exits = {layer + 1: output.hidden_layers[layer].flatten(0, 1) for layer in layers[:-1]}
     seen = judge(target.head, {"": lambda _, states: target.norm(states)}, exits, output.hidden.flatten(0, 1))[""]
     return {str(depth): quality(*found) for depth, found in seen.items()}
 
@@ -283,11 +284,8 @@ def frontier(target: CausalLM, texts: Int[Tensor, "n W"], positions: int) -> lis
     found = []
     for threshold in _THRESHOLDS:
         decoder = Calm(target, Sampling(), threshold, exits=range(1, target.n_layers), head="lens")
-        written: list[list[int]] = [[] for _ in prompts]
-        for step in decoder.decode(prompts, limit, Generator(target.device)):
-            for row, new in zip(written, step.tokens, strict=True):
-                row += new
-        counts = decoder.tally.exits
+        written = generate(decoder, prompts, limit)
+        counts = decoder.counters.exits
         losses = [1 - overlap(ours, theirs) for ours, theirs in zip(written, whole, strict=True)]
         layers = sum(depth * count for depth, count in counts.items()) / sum(counts.values())
         exact = sum(ours == theirs for ours, theirs in zip(written, whole, strict=True)) / len(whole)

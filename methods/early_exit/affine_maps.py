@@ -72,7 +72,7 @@ def gather(workshop: Workshop, depths: Sequence[int], recipe: AnswerRecipe, toke
     held_out = min(HELD_OUT, -(-tokens // 8))
     parts = states_over_answers(workshop, [depth - 1 for depth in depths], recipe, tokens, held_out)
     train, judged = (
-        Places({depth: part.taps[depth - 1] for depth in depths}, part.hidden, part.tokens) for part in parts
+        Places({depth: part.hidden_layers[depth - 1] for depth in depths}, part.hidden, part.tokens) for part in parts
     )
     return train, judged
 

@@ -38,7 +38,7 @@ from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.confidence import Confidence, Measure, Vocabulary, make_confidence
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
-from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision
 from methods.early_exit.threshold import Decay, Threshold
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -69,7 +69,7 @@ class CalmPolicy:
         ready: Float[Tensor, "B D"],
         roots: list[int],
         rows: Sequence[bool],
-    ) -> Look:
+    ) -> ExitDecision:
         """Costs one host read, and one more where a screen lets somebody pass: whether to go on is for the data."""
         least = self.threshold.at(self._place, self._limit)
 
@@ -79,8 +79,8 @@ class CalmPolicy:
 
         opinion = self.confidence(hidden, ready, tempts)
         if opinion.confidence is None:
-            return Look([False] * len(hidden))
-        return Look((opinion.confidence > least).tolist(), opinion.logits, opinion.columns)
+            return ExitDecision([False] * len(hidden))
+        return ExitDecision((opinion.confidence > least).tolist(), opinion.logits, opinion.columns)
 
 
 class Calm(EarlyExitDecoder, Calibrated):

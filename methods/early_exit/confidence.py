@@ -32,6 +32,7 @@ from methods.early_exit.exits import Exits
 from methods.early_exit.loop import head_share
 from methods.engine.causal_lm import CausalLM
 from methods.engine.linear import Linear, make_linear
+from methods.engine.sampling import in_float
 from methods.training.exit_quality import gap
 
 Measure = Literal["softmax", "saturation", "classifier"]
@@ -128,7 +129,7 @@ class Saturation:
         before, self._before = self._before, hidden
         if before is None:
             return Opinion(None)
-        return Opinion(F.cosine_similarity(_exact(before), _exact(hidden), dim=-1))
+        return Opinion(F.cosine_similarity(in_float(before), in_float(hidden), dim=-1))
 
 
 class Classifier:
@@ -144,7 +145,7 @@ class Classifier:
     def __call__(
         self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
     ) -> Opinion:
-        rows = _exact(ready)
+        rows = in_float(ready)
         return Opinion(torch.sigmoid(rows @ self._weight.to(rows.dtype) + self._bias.to(rows.dtype)))
 
 
@@ -190,7 +191,3 @@ def reduced_head(target: CausalLM, vocabulary: int) -> Linear:
         )
     weight, bias = target.output_rows(torch.arange(vocabulary, device=target.device))
     return make_linear([weight], [bias])
-
-
-def _exact(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()

@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 
 from methods.early_exit.exits import Reader
 from methods.early_exit.free_loop import ShallowDeepDecoder
-from methods.early_exit.loop import EarlyExitDecoder, Tally
+from methods.early_exit.loop import DecodeStats, EarlyExitDecoder
 from methods.engine.causal_lm import CausalLM
 from methods.engine.stopwatch import Stopwatch
 
@@ -75,7 +75,7 @@ def confidence_share(
         ``confidence_share``, of the time behind the prompts, and ``looks_per_step``.
     """
     twin, watch = copy.copy(decoder), _Watch(decoder.reader, decoder.target)
-    twin.target, twin.reader, twin.tally = watch.target, watch, Tally()
+    twin.target, twin.reader, twin.counters = watch.target, watch, DecodeStats()
     whole, ends, steps = Stopwatch(decoder.target.device), decoder.target.eos_ids, 0
     open_rows = set(range(len(prompts)))
     for steps, step in enumerate(twin.decode(prompts, limit, rng)):

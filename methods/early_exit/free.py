@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from methods.decoder import Calibrated
-from methods.drafting import Rule
+from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import GRID, Promise
 from methods.early_exit.confidence import Vocabulary
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
@@ -85,7 +85,7 @@ class Free(ShallowDeepDecoder, Calibrated):
         adaptive: AdaptiveThreshold | None = None,
         remember: bool = False,
         distance: float = 2.0,
-        rule: Rule | None = None,
+        rule: AcceptanceRule | None = None,
         max_pending: int = 16,
         head: Head = "trained",
         vocabulary: Vocabulary = "auto",
@@ -112,7 +112,7 @@ def _nearest(depths: Sequence[int], wished: float) -> int:
     return min(depths, key=lambda depth: abs(depth - wished))
 
 
-def _check(accept: Accept, distance: float, rule: Rule | None, max_pending: int) -> None:
+def _check(accept: Accept, distance: float, rule: AcceptanceRule | None, max_pending: int) -> None:
     if distance < 0 or max_pending < 0:
         raise ValueError(
             f"distance={distance}, max_pending={max_pending} came; both must be at least 0. max_pending=0 runs the "

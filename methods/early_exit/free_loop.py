@@ -34,14 +34,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Decoder, Guarantee, Step
-from methods.drafting import ABSENT, Draft, Rule, Verdict
+from methods.drafting import ABSENT, AcceptanceRule, Draft, Verification
 from methods.early_exit.confidence import Softmax, Vocabulary
 from methods.early_exit.exits import Reader
-from methods.early_exit.loop import Tally
+from methods.early_exit.loop import DecodeStats
 from methods.early_exit.threshold import FULL_MODEL
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
-from methods.engine.sampling import Sampling, argmax, draw
+from methods.engine.sampling import Sampling, argmax, draw, in_float
 from methods.engine.stopwatch import Stopwatch
 
 Accept = Literal["all", "rollback", "verify"]
@@ -78,8 +78,10 @@ class Agreement:
 
     guarantee: ClassVar[Guarantee] = Guarantee.EXACT
 
-    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
-        """See ``methods.drafting.Rule``."""
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verification:
+        """See ``methods.drafting.AcceptanceRule``."""
         wanted = sampling.pick(logits, rng)
         return _leading(draft.tokens == wanted[:, :-1], wanted)
 
@@ -94,7 +96,7 @@ class Rollback:
         self, tokens: Int[Tensor, "B W"], logits: Float[Tensor, "B W V"], sampling: Sampling
     ) -> Bool[Tensor, "B W"]:
         """Which tokens meet it; p is at the sampling temperature (at 1 when greedy)."""
-        exact = logits if logits.dtype == torch.float64 else logits.float()
+        exact = in_float(logits)
         log_probs = (exact / (sampling.temperature or 1.0)).log_softmax(-1)
         return -log_probs.gather(2, tokens[:, :, None])[:, :, 0] <= self.distance
 
@@ -138,7 +140,7 @@ class Options:
     depth: int
     accept: Accept
     threshold: AdaptiveThreshold
-    rule: Rule
+    rule: AcceptanceRule
     distance: float = 2.0
     max_pending: int = 16
     vocabulary: Vocabulary = None
@@ -150,7 +152,7 @@ class ShallowDeepDecoder(Decoder):
 
     Attributes:
         guarantee: EXACT where every token is judged by an exact rule, or none exits.
-        tally: what the steps so far have cost.
+        counters: what the steps so far have cost.
     """
 
     guarantee = Guarantee.RELAXED
@@ -172,7 +174,7 @@ class ShallowDeepDecoder(Decoder):
 
     def restart(self, options: Options) -> None:
         """Decode by these options from now on, and count anew."""
-        self.options, self.tally = options, Tally()
+        self.options, self.counters = options, DecodeStats()
         self._learns = not isinstance(options.threshold, FixedThreshold)
         self._never = not self._learns and options.threshold.threshold() >= FULL_MODEL
         screens = not (self._never or self._learns)  # what learns sees the whole distribution
@@ -182,7 +184,7 @@ class ShallowDeepDecoder(Decoder):
 
     def stats(self) -> dict[str, Any]:
         """What the steps so far have cost, and where tokens came from."""
-        found = self.tally.stats(self.target)
+        found = self.counters.stats(self.target)
         if self.options.accept != "all":
             found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
         return found
@@ -240,16 +242,16 @@ class ShallowDeepDecoder(Decoder):
         """One token per row through the layers below the exit, and what the exit says."""
         state = self.target.begin(root[:, None], None, cache)
         self.target.run(state, range(self.options.depth))
-        self.tally.layers += self.options.depth
+        self.counters.layers += self.options.depth
         cache.advance([1] * len(root))
         found = Shallow(root, state.hidden)
         if self._never:
             return found
         hidden = state.hidden[:, 0]
         ready = self.reader.read(self.options.depth, hidden)
-        self.tally.maps += self.reader.maps(self.options.depth)
+        self.counters.maps += self.reader.maps(self.options.depth)
         opinion = self._softmax(hidden, ready, text.tempted)
-        self.tally.columns += opinion.columns
+        self.counters.columns += opinion.columns
         assert opinion.confidence is not None
         found.confidence = opinion.confidence.tolist()
         if opinion.logits is None:  # nobody is sure, and nobody takes a token from here
@@ -265,8 +267,8 @@ class ShallowDeepDecoder(Decoder):
         rows = text.open
         tokens = [[new] if is_open else [] for new, is_open in zip(token.tolist(), rows, strict=True)]
         text.commit(tokens)
-        self.tally.steps += 1
-        self.tally.exits[self.options.depth] += sum(rows)
+        self.counters.steps += 1
+        self.counters.exits[self.options.depth] += sum(rows)
         return _step(tokens, rows, layers=self.options.depth / self.target.n_layers)
 
     def _deep(
@@ -277,14 +279,14 @@ class ShallowDeepDecoder(Decoder):
         state = target.begin(torch.stack([p.root for p in passes], dim=1), None, cache)
         state.hidden = torch.cat([p.state for p in passes], dim=1)
         target.run(state, range(depth, target.n_layers))
-        self.tally.layers += target.n_layers - depth
+        self.counters.layers += target.n_layers - depth
         judged = self.options.accept != "all"
         asked = state.hidden if judged or self._learns else state.hidden[:, -1:]
         logits = target.head(target.norm(asked))
-        self.tally.columns += target.vocab_size * asked.shape[1]
-        verdict = self._judge(passes, sure, logits, rng)
+        self.counters.columns += target.vocab_size * asked.shape[1]
+        verification = self._judge(passes, sure, logits, rng)
         rows = text.open
-        kept, accepted = _read(passes, verdict, rows)
+        kept, accepted = _read(passes, verification, rows)
         if self._learns:
             self._learn(passes, logits, [a + 1 if judged else len(passes) for a in accepted], text)
         text.commit(kept)
@@ -292,11 +294,11 @@ class ShallowDeepDecoder(Decoder):
         drafted = len(passes) - 1 if judged else 0
         timed = text.watch.ns() if drafted else 0
         step = _step(kept, rows, accepted, drafted, nodes=len(passes), draft_ns=timed if judged else None)
-        return step, verdict.bonus
+        return step, verification.bonus
 
     def _judge(
         self, passes: list[Shallow], sure: Sequence[bool], logits: Float[Tensor, "B W V"], rng: Generator
-    ) -> Verdict:
+    ) -> Verification:
         """Which waiting tokens stay, and the token behind them: of a row that was sure, possibly its shallow one."""
         options, last = self.options, passes[-1].token
         if last is None or options.accept == "verify":
@@ -305,7 +307,7 @@ class ShallowDeepDecoder(Decoder):
         if options.accept == "all":
             bonus = torch.where(certain, last, self.sampling.pick(logits[:, -1], rng))
             empty = last.new_empty(len(last), 0)
-            return Verdict(empty, torch.zeros_like(last), bonus)
+            return Verification(empty, torch.zeros_like(last), bonus)
         tokens = torch.stack([p.token for p in passes if p.token is not None], dim=1)
         fits = Rollback(options.distance).fits(tokens, logits, self.sampling)
         own = self.sampling.pick(logits, rng)
@@ -323,11 +325,11 @@ class ShallowDeepDecoder(Decoder):
         text.refresh()
 
     def _count(self, kept: list[list[int]], accepted: list[int], sure: list[bool], judged: bool) -> None:
-        self.tally.steps += 1
+        self.counters.steps += 1
         rows = [row for row, new in enumerate(kept) if new]
         shallow = sum(accepted[row] for row in rows) if judged else sum(sure[row] for row in rows) * (not self._never)
-        self.tally.exits[self.options.depth] += shallow
-        self.tally.exits[self.target.n_layers] += sum(len(kept[row]) for row in rows) - shallow
+        self.counters.exits[self.options.depth] += shallow
+        self.counters.exits[self.target.n_layers] += sum(len(kept[row]) for row in rows) - shallow
 
 
 class _Text:
@@ -382,18 +384,18 @@ def _draft(passes: list[Shallow]) -> Draft:
     return Draft.chain(tokens, torch.stack(drawn, dim=1) if drawn else None, passes=len(waiting))
 
 
-def _leading(kept: Bool[Tensor, "B N"], wanted: Int[Tensor, "B M"]) -> Verdict:
+def _leading(kept: Bool[Tensor, "B N"], wanted: Int[Tensor, "B M"]) -> Verification:
     """Keep what stands before the first failure; ``wanted`` holds the token behind every node."""
     accepted = kept.long().cumprod(1).sum(1)
     columns = torch.arange(kept.shape[1], device=kept.device)
     path = torch.where(columns < accepted[:, None], columns, ABSENT)
-    return Verdict(path, accepted, wanted.gather(1, accepted[:, None])[:, 0])
+    return Verification(path, accepted, wanted.gather(1, accepted[:, None])[:, 0])
 
 
-def _read(passes: list[Shallow], verdict: Verdict, rows: list[bool]) -> tuple[list[list[int]], list[int]]:
+def _read(passes: list[Shallow], verification: Verification, rows: list[bool]) -> tuple[list[list[int]], list[int]]:
     """Tokens to commit, and how many of them waited; the one host read of a deep pass."""
     waiting = [p.token for p in passes[:-1] if p.token is not None]
-    report = torch.stack([verdict.accepted, verdict.bonus, *waiting], dim=1).tolist()
+    report = torch.stack([verification.accepted, verification.bonus, *waiting], dim=1).tolist()
     kept = [[*row[2 : 2 + row[0]], row[1]] if is_open else [] for row, is_open in zip(report, rows, strict=True)]
     return kept, [row[0] * is_open for row, is_open in zip(report, rows, strict=True)]
 

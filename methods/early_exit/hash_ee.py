@@ -40,7 +40,7 @@ from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import Promise
 from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
-from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import MissingPart
 from methods.engine.kv_cache import Cache
@@ -75,9 +75,9 @@ class HashPolicy:
         ready: Float[Tensor, "B D"],
         roots: list[int],
         rows: Sequence[bool],
-    ) -> Look:
+    ) -> ExitDecision:
         """Known on the host: nothing is read back."""
-        return Look([self._depths[token] == depth for token in roots])
+        return ExitDecision([self._depths[token] == depth for token in roots])
 
 
 class HashEE(EarlyExitDecoder, Calibrated):

@@ -35,7 +35,7 @@ from methods.engine.seq2seq_lm import DecoderPass
 
 
 @dataclass(slots=True)
-class Tally:
+class DecodeStats:
     """What the steps behind the prompts have cost since the decoder was made.
 
     Attributes:
@@ -80,7 +80,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ExitDecision:
     """What a policy decides at a depth.
 
     Attributes:
@@ -127,7 +127,7 @@ class Policy(Protocol):
         ready: Float[Tensor, "B D"],
         roots: list[int],
         rows: Sequence[bool],
-    ) -> Look:
+    ) -> ExitDecision:
         """Who leaves behind ``depth`` layers; not asked at the last stop.
 
         Args:
@@ -145,7 +145,7 @@ class EarlyExitDecoder(Decoder):
 
     Attributes:
         guarantee: what the policy promises.
-        tally: what the steps so far have cost.
+        counters: what the steps so far have cost.
     """
 
     guarantee = Guarantee.RELAXED
@@ -164,11 +164,11 @@ class EarlyExitDecoder(Decoder):
 
     def restart(self, policy: Policy) -> None:
         """Decode by this policy from now on, and count anew."""
-        self.policy, self.guarantee, self.tally = policy, policy.guarantee, Tally()
+        self.policy, self.guarantee, self.counters = policy, policy.guarantee, DecodeStats()
 
     def stats(self) -> dict[str, Any]:
         """What the steps so far have cost, and where tokens left."""
-        return self.tally.stats(self.target)
+        return self.counters.stats(self.target)
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's."""
@@ -216,24 +216,24 @@ class EarlyExitDecoder(Decoder):
         for depth in stops:
             walk.to(depth)
             ready = self.reader.read(depth, walk.state.hidden[:, 0])
-            self.tally.maps += self.reader.maps(depth)
+            self.counters.maps += self.reader.maps(depth)
             if depth == stops[-1]:
-                look = Look([True] * len(rows))
+                look = ExitDecision([True] * len(rows))
             else:
                 look = self.policy.look(depth, walk.state.hidden[:, 0], ready, roots, walk.open)
-                self.tally.columns += look.columns
+                self.counters.columns += look.columns
             alone = walk.waiting == 0  # nobody left before: what was computed here is what everybody takes
-            self.tally.exits[depth] += walk.leave(look.leaves, ready)
+            self.counters.exits[depth] += walk.leave(look.leaves, ready)
             if not walk.staying:
                 logits = look.logits if alone else None
                 break
-        self.tally.steps += 1
-        self.tally.layers += walk.depth
+        self.counters.steps += 1
+        self.counters.layers += walk.depth
         above = range(walk.depth, self.policy.deepest)
         target.fill(walk.state, above)
-        self.tally.fills += len(above)
+        self.counters.fills += len(above)
         if logits is None:
-            self.tally.columns += target.vocab_size
+            self.counters.columns += target.vocab_size
             logits = target.head(walk.ready)
         return logits, walk.depth
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import Promise
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
-from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
@@ -56,7 +56,7 @@ class StaticPolicy:
         ready: Float[Tensor, "B D"],
         roots: list[int],
         rows: Sequence[bool],
-    ) -> Look:
+    ) -> ExitDecision:
         raise AssertionError("there is one stop, and all rows leave at it")
 
 

@@ -28,16 +28,16 @@ class States:
     Attributes:
         tokens: what it chose.
         hidden: behind the whole model and its norm.
-        taps: raw, by 0-based layer.
+        hidden_layers: raw, by 0-based layer.
     """
 
     tokens: Int[Tensor, "N"]
     hidden: Float[Tensor, "N D"]
-    taps: dict[int, Float[Tensor, "N D"]]
+    hidden_layers: dict[int, Float[Tensor, "N D"]]
 
 
 def states_over_answers(
-    workshop: Workshop, taps: Sequence[int], recipe: AnswerRecipe, tokens: int, held_out: int
+    workshop: Workshop, hidden_layers: Sequence[int], recipe: AnswerRecipe, tokens: int, held_out: int
 ) -> tuple[States, States]:
     """States to learn from and states to judge by, of different dialogues that the seed draws.
 
@@ -47,7 +47,7 @@ def states_over_answers(
         ValueError: the corpus has too few prompts.
     """
     answers = own_answers(workshop, recipe)
-    found = CachedFeatures.make(workshop, _some(answers, tokens, held_out, workshop.seed), taps)
+    found = CachedFeatures.make(workshop, _some(answers, tokens, held_out, workshop.seed), hidden_layers)
     counts = [len(row.answer) for row in found.answers.rows]
     split, judged = len(counts), 0
     while split and judged < held_out:
@@ -81,12 +81,12 @@ def _some(answers: Answers, tokens: int, held_out: int, seed: int) -> Answers:
 def _read(found: Features, rows: Sequence[int], dtype: torch.dtype) -> States:
     tokens: list[Tensor] = []
     hidden: list[Tensor] = []
-    taps: dict[int, list[Tensor]] = {}
+    hidden_layers: dict[int, list[Tensor]] = {}
     for start in range(0, len(rows), _BATCH):
         batch = found.batch(rows[start : start + _BATCH], dtype)
         labels, chosen = batch.shifted(1)
         tokens.append(labels[chosen])
         hidden.append(batch.hidden[chosen])
-        for tap, states in batch.taps.items():
-            taps.setdefault(tap, []).append(states[chosen])
-    return States(torch.cat(tokens), torch.cat(hidden), {tap: torch.cat(parts) for tap, parts in taps.items()})
+        for tap, states in batch.hidden_layers.items():
+            hidden_layers.setdefault(tap, []).append(states[chosen])
+    return States(torch.cat(tokens), torch.cat(hidden), {tap: torch.cat(parts) for tap, parts in hidden_layers.items()})

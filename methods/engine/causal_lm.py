@@ -37,15 +37,15 @@ class Output:
     Attributes:
         logits: [B, M, V] of every scored node; after a prefill [B, 1, V] of each row's last token.
         hidden: [B, P, D] behind the final norm (what the output matrix multiplies); P = M, but after a prefill
-            with taps it covers all positions of the prompts, rows padded at the end.
-        taps: hidden states behind the layers asked for, over the same positions.
+            with hidden_layers it covers all positions of the prompts, rows padded at the end.
+        hidden_layers: hidden states behind the layers asked for, over the same positions.
         memory: [B, S, D] what the encoder made of the sources, rows padded at the end; only after a prefill of an
             encoder-decoder.
     """
 
     logits: Float[Tensor, "B M V"]
     hidden: Float[Tensor, "B P D"]
-    taps: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
+    hidden_layers: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
     memory: Float[Tensor, "B S D"] | None = None
 
 
@@ -240,8 +240,10 @@ class CausalLM:
         """Make rotary tables that long; they stay where they are as long as somebody holds them."""
         return self._rope.slice(0, positions)
 
-    def run(self, state: Pass, layers: Iterable[int], taps: Collection[int] = ()) -> dict[int, Float[Tensor, "B M D"]]:
-        """Push a pass through ``layers``; returns the hidden states behind those in ``taps``."""
+    def run(
+        self, state: Pass, layers: Iterable[int], hidden_layers: Collection[int] = ()
+    ) -> dict[int, Float[Tensor, "B M D"]]:
+        """Push a pass through ``layers``; returns the hidden states behind those in ``hidden_layers``."""
         seen = {}
         for index in layers:
             layer = self.layers[index]
@@ -249,7 +251,7 @@ class CausalLM:
                 state.hidden = self._add(state.hidden, self._attend(layer.attention, index, state))
             if index not in self.skipped_mlp:
                 state.hidden = self._add(state.hidden, self._feed(layer.mlp, state.hidden))
-            if index in taps:
+            if index in hidden_layers:
                 seen[index] = state.hidden
         return seen
 
@@ -312,7 +314,7 @@ class CausalLM:
         cache: Cache,
         *,
         levels: int | None = None,
-        taps: Collection[int] = (),
+        hidden_layers: Collection[int] = (),
     ) -> Output:
         """Score M nodes per row behind the cache; the cache's lengths stay where they are.
 
@@ -320,9 +322,9 @@ class CausalLM:
             tokens: [B, M] ids; node 0 is the root.
             parents: [B, M - 1] draft columns of the parents, or None for a chain.
             levels: depth of the tree, if known; a smaller bound is cheaper.
-            taps: layers whose outputs are wanted.
+            hidden_layers: layers whose outputs are wanted.
         """
-        last, seen = self.forward_layers(tokens, parents, cache, levels, taps)
+        last, seen = self.forward_layers(tokens, parents, cache, levels, hidden_layers)
         hidden = self.norm(last)
         return Output(self.head(hidden), hidden, seen)
 
@@ -332,11 +334,11 @@ class CausalLM:
         parents: Int[Tensor, "B N"] | None,
         cache: Cache,
         levels: int | None,
-        taps: Collection[int],
+        hidden_layers: Collection[int],
     ) -> States:
-        """Hidden states after all layers, before the final norm, and those after ``taps``; see ``forward``."""
+        """Hidden states after all layers, before the final norm, and those after ``hidden_layers``; see ``forward``."""
         state = self.begin(tokens, parents, cache, levels)
-        seen = self.run(state, range(self.n_layers), taps)
+        seen = self.run(state, range(self.n_layers), hidden_layers)
         return state.hidden, seen
 
     @torch.inference_mode()
@@ -345,7 +347,7 @@ class CausalLM:
         prompts: Sequence[Int[Tensor, "_"]],
         cache: Cache,
         *,
-        taps: Collection[int] = (),
+        hidden_layers: Collection[int] = (),
         chunk: int = _PREFILL_CHUNK,
     ) -> Output:
         """Read whole prompts, ragged, in chunks; afterwards each row of the cache holds its prompt.
@@ -362,21 +364,21 @@ class CausalLM:
         states: list[tuple[Tensor, dict[int, Tensor]]] = []
         for start in range(0, max(lengths), chunk):
             state = self.begin(tokens[:, start : start + chunk], None, cache)
-            seen = self.run(state, range(self.n_layers), taps)
+            seen = self.run(state, range(self.n_layers), hidden_layers)
             width = state.hidden.shape[1]
             here = (last >= start) & (last < start + width)
             picked = state.hidden.gather(1, (last - start).clamp(0, width - 1)[:, None, None].expand_as(final))
             final = torch.where(here[:, None, None], picked, final)
-            if taps:
+            if hidden_layers:
                 states.append((state.hidden, seen))
             cache.advance([width] * len(prompts))
         cache.set_lengths(lengths)
         hidden = self.norm(final)
         logits = self.head(hidden)
-        if not taps:
+        if not hidden_layers:
             return Output(logits, hidden)
         every = self.norm(torch.cat([h for h, _ in states], 1))
-        return Output(logits, every, {t: torch.cat([s[t] for _, s in states], 1) for t in taps})
+        return Output(logits, every, {t: torch.cat([s[t] for _, s in states], 1) for t in hidden_layers})
 
     def prefill_rows(self, prompts: Mapping[int, Int[Tensor, "_"]], cache: Cache) -> Output:
         """Read whole prompts into some rows of a cache, in place of what these held; the others stay as they are.
@@ -385,7 +387,7 @@ class CausalLM:
             prompts: by row.
 
         Returns:
-            Of the rows named, in their order, as ``prefill`` does without taps.
+            Of the rows named, in their order, as ``prefill`` does without hidden_layers.
         """
         own = self._make_cache(len(prompts), max(map(len, prompts.values())))
         output = self.prefill(list(prompts.values()), own)

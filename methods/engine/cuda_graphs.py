@@ -40,13 +40,13 @@ class Form(NamedTuple):
         nodes: M.
         closure: products that the tree's closure takes (``tree.closure_steps``); None: a chain.
         end: slots that attention reads, a bucket.
-        taps: layers whose states are wanted.
+        hidden_layers: layers whose states are wanted.
     """
 
     nodes: int
     closure: int | None
     end: int
-    taps: tuple[int, ...]
+    hidden_layers: tuple[int, ...]
 
 
 class Replay(NamedTuple):
@@ -119,16 +119,16 @@ class Graphs:
         parents: Int[Tensor, "B N"] | None,
         cache: Cache,
         levels: int | None,
-        taps: Collection[int],
+        hidden_layers: Collection[int],
     ) -> States | None:
-        """Hidden states behind all layers, and those of ``taps``; None where this pass has no fixed form (yet)."""
+        """Hidden states after all layers and after ``hidden_layers``; None where this pass has no fixed form (yet)."""
         pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
         nodes = tokens.shape[1]
         end = bucket(max(cache.lengths) + nodes)
         if pooled is None or end > cache.capacity or cache.length is not pooled.cache.length:
             return None
         closure = None if parents is None else closure_steps(levels or nodes)
-        form = Form(nodes, closure, end, tuple(sorted(taps)))
+        form = Form(nodes, closure, end, tuple(sorted(hidden_layers)))
         replay = pooled.replays.get(form) or self._made(pooled, form, tokens, parents)
         if replay is None:
             return None
@@ -154,7 +154,7 @@ class Graphs:
 
         def work() -> States:
             state = lm.begin(own_tokens, own_parents, pooled.cache, levels, end=form.end)
-            seen = lm.run(state, range(lm.n_layers), form.taps)
+            seen = lm.run(state, range(lm.n_layers), form.hidden_layers)
             return state.hidden, seen
 
         run, states = self._recorded(work) if self.capture else _repeated(work)
@@ -209,11 +209,11 @@ class GraphedLM(CausalLM):
         parents: Int[Tensor, "B N"] | None,
         cache: Cache,
         levels: int | None,
-        taps: Collection[int],
+        hidden_layers: Collection[int],
     ) -> States:
         """See ``CausalLM.forward_layers``; a graph is replayed where this pass has one."""
-        found = self.graphs.states(tokens, parents, cache, levels, taps)
-        return super().forward_layers(tokens, parents, cache, levels, taps) if found is None else found
+        found = self.graphs.states(tokens, parents, cache, levels, hidden_layers)
+        return super().forward_layers(tokens, parents, cache, levels, hidden_layers) if found is None else found
 
 
 def _repeated(work: Callable[[], States]) -> tuple[Callable[[], None], States]:
@@ -221,9 +221,9 @@ def _repeated(work: Callable[[], States]) -> tuple[Callable[[], None], States]:
     hidden, seen = work()
 
     def run() -> None:
-        again, taps = work()
+        again, hidden_layers = work()
         hidden.copy_(again)
-        for tap, state in taps.items():
+        for tap, state in hidden_layers.items():
             seen[tap].copy_(state)
 
     return run, (hidden, seen)

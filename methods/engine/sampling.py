@@ -46,7 +46,7 @@ class Sampling:
 
     def probs(self, logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
         """The processed distribution, float32 (float64 for float64 logits). One-hot when greedy."""
-        exact = logits if logits.dtype == torch.float64 else logits.float()
+        exact = in_float(logits)
         if self.greedy:
             return torch.zeros_like(exact).scatter_(-1, argmax(exact)[..., None], 1.0)
         probs = (exact / self.temperature).softmax(-1)
@@ -57,6 +57,11 @@ class Sampling:
     def pick(self, logits: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:
         """One token from the processed distribution; argmax when greedy."""
         return argmax(logits) if self.greedy else draw(self.probs(logits), rng)
+
+
+def in_float(values: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """At least 32 bit."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:

@@ -315,9 +315,9 @@ class Seq2SeqLM(CausalLM):
         return DecoderPass(hidden, mask, slots, end, cache)
 
     def run(  # type: ignore[override]
-        self, state: DecoderPass, layers: Iterable[int], taps: Collection[int] = ()
+        self, state: DecoderPass, layers: Iterable[int], hidden_layers: Collection[int] = ()
     ) -> dict[int, Float[Tensor, "B M D"]]:
-        """Push a pass through ``layers`` of the decoder; returns the hidden states behind those in ``taps``."""
+        """Run ``layers`` of the decoder; returns the hidden states after those in ``hidden_layers``."""
         seen = {}
         for index in layers:
             layer = self._decoder.layers[index]
@@ -326,7 +326,7 @@ class Seq2SeqLM(CausalLM):
                 state.hidden = layer.close_cross(state.hidden, self._look(index, state))
             if index not in self.skipped_mlp:
                 state.hidden = layer.close_mlp(state.hidden, _feed(layer.mlp, state.hidden))
-            if index in taps:
+            if index in hidden_layers:
                 seen[index] = state.hidden
         return seen
 
@@ -345,11 +345,16 @@ class Seq2SeqLM(CausalLM):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache, *, taps: Collection[int] = (), chunk: int | None = None
+        self,
+        prompts: Sequence[Int[Tensor, "_"]],
+        cache: Cache,
+        *,
+        hidden_layers: Collection[int] = (),
+        chunk: int | None = None,
     ) -> Output:
         """Encode whole sources, ragged, and score the decoder's start; afterwards each row holds its source.
 
-        Hidden states and taps are those of the start tokens, the last of which predicts the first token. ``chunk``
+        Hidden states are those of the start tokens, the last of which predicts the first token. ``chunk``
         has no meaning here: an encoder reads a source at once.
         """
         assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
@@ -357,10 +362,10 @@ class Seq2SeqLM(CausalLM):
         self.open(source, cache)
         start = torch.tensor(self.start, device=self.device).expand(len(prompts), -1)
         state = self.begin(start, None, cache)
-        seen = self.run(state, range(self.n_layers), taps)
+        seen = self.run(state, range(self.n_layers), hidden_layers)
         cache.advance([len(self.start)] * len(prompts))
         hidden = self.norm(state.hidden)
-        return Output(self.head(hidden[:, -1:]), hidden if taps else hidden[:, -1:], seen, source.states)
+        return Output(self.head(hidden[:, -1:]), hidden if hidden_layers else hidden[:, -1:], seen, source.states)
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:

@@ -45,7 +45,7 @@ from methods.decoder import Decoder, Guarantee, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.masked_lm import MaskedLM
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, in_float
 from methods.non_autoregressive.diffusion_canvas import Canvas
 
 Reuse = Literal["auto", "none", "prefix", "dual", "exact"]
@@ -175,7 +175,7 @@ def confidences(
     """How sure the model is of the tokens; larger is surer."""
     if kind == "random":
         return torch.rand(tokens.shape, device=tokens.device, generator=rng)
-    probs = (logits if logits.dtype == torch.float64 else logits.float()).softmax(-1)
+    probs = in_float(logits).softmax(-1)
     if kind == "probability":
         return probs.gather(-1, tokens[..., None])[..., 0]
     if kind == "margin":

@@ -101,7 +101,7 @@ def _best(found: Candidates, scores: Tensor) -> list[list[int]]:
 
 
 @dataclass(slots=True)
-class Tally:
+class DecodeStats:
     """What decoding took since the decoder was made; passes count once for every row of their batch."""
 
     sentences: int = 0
@@ -189,12 +189,12 @@ class NonAutoregressive(Decoder):
         self._bytes = self.student.own_bytes()
         self.student.settle(target)
         self.target, self.writer, self.rescore, self.collapse = target, writer, rescore, collapse
-        self.tally = Tally()
+        self.counters = DecodeStats()
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; one step, behind which every text has ended."""
         written = write(self.student, self.writer, prompts, rng, self.target if self.rescore else None, self.collapse)
-        self.tally.add(written)
+        self.counters.add(written)
         none = [0] * len(prompts)
         end = self.student.network.shape.end
         yield Step(
@@ -225,4 +225,4 @@ class NonAutoregressive(Decoder):
         asked = {"rescored_by_teacher": self.rescore, "repeats_collapsed": self.collapse}
         layers = len(self.student.network.encoder), len(self.student.network.decoder)
         sizes = {"encoder_layers": layers[0], "decoder_layers": layers[1], "student_bytes": self._bytes}
-        return self.made | asked | sizes | self.tally.stats(layers[1], self.target.n_layers)
+        return self.made | asked | sizes | self.counters.stats(layers[1], self.target.n_layers)

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from methods.engine.sampling import in_float
 from methods.engine.seq2seq_lm import Seq2SeqLM, Source
 from methods.non_autoregressive.network import present_up_to
 from methods.non_autoregressive.student import mean_over
@@ -32,7 +33,7 @@ def teacher_log_probs(target: Seq2SeqLM, source: Source, tokens: Int[Tensor, "R 
     target.open(Source(source.states.repeat_interleave(times, 0), mask, lengths), cache)
     start = torch.tensor(target.start, device=tokens.device).expand(len(tokens), -1)
     logits = target.forward(torch.cat([start, tokens], 1), None, cache).logits[:, len(target.start) - 1 :]
-    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    return in_float(logits).log_softmax(-1)
 
 
 def score(

@@ -4,7 +4,7 @@ Fu et al. 2024, arXiv 2402.02057, sec. 3 and alg. 2. A window of N - 1 levels an
 tokens: level 0 is one run of tokens behind the root, level l of a column what the target made of the levels below. Each
 pass computes one more level, so every column yields an n-gram of N tokens: its token on level 0, which is the key,
 and the N - 1 that follow. The pool keeps the last G n-grams of a key; those of the root are the draft. Window and
-draft go through the target together, as branches of one token tree; the window's nodes are scouts, which no rule
+draft go through the target together, as branches of one token tree; the window's nodes are auxiliary, which no rule
 ever sees. Nothing is trained.
 
 Published: up to 1.8x on MT-bench on one A100, with N = 5, W = G = 15 for 7B. Spec-Bench with Vicuna-7B and 5, 7, 7:
@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from methods.drafting import ABSENT, Context, Draft, Scouts
+from methods.drafting import ABSENT, AuxiliaryNodes, Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import trie
@@ -61,13 +61,13 @@ class Window:
         """Drop the oldest level: every guess is now one token nearer to the root, however many were committed."""
         self.levels = [*self.levels[1:], list(found)]
 
-    def scouts(self) -> list[int]:
+    def auxiliary(self) -> list[int]:
         """All guesses, level by level, the root left out."""
         return [token for level in self.levels for token in level][1:]
 
 
-def scout_parents(width: int, levels: int) -> list[int]:
-    """Parents within the scouts, -1 for the root: level 0 is a chain, the others hang below their column."""
+def auxiliary_parents(width: int, levels: int) -> list[int]:
+    """Parents within the auxiliary, -1 for the root: level 0 is a chain, the others hang below their column."""
     return [*range(-1, width - 2), *range(-1, (levels - 1) * width - 1)]
 
 
@@ -94,13 +94,13 @@ class NgramPool:
 class LookaheadDrafter:
     """Drafts n-grams from the pool and keeps the window going."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(self, window: int, ngram: int, guesses: int, pool_from_prompt: bool) -> None:
         self._width, self._levels, self._guesses = window, ngram - 1, guesses
         self._pool_from_prompt = pool_from_prompt
-        self._scout_parents = scout_parents(window, self._levels)
-        self.nodes = len(self._scout_parents) + guesses * self._levels
+        self._auxiliary_parents = auxiliary_parents(window, self._levels)
+        self.nodes = len(self._auxiliary_parents) + guesses * self._levels
         self._windows: list[Window] = []
         self._pools: list[NgramPool] = []
 
@@ -108,7 +108,7 @@ class LookaheadDrafter:
         self._windows = [Window(prompt, self._width, self._levels) for prompt in prompts]
         self._pools = [self._pool(prompt) for prompt in prompts]
 
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():
             self._windows[row] = Window(prompt, self._width, self._levels)
             self._pools[row] = self._pool(prompt)
@@ -121,15 +121,15 @@ class LookaheadDrafter:
         return pool
 
     def propose(self, context: Context) -> Draft:
-        if context.scouted:
-            self._learn(context.scouted)
+        if context.auxiliary_tokens:
+            self._learn(context.auxiliary_tokens)
         for window, tokens in zip(self._windows, context.tokens, strict=True):
             window.anchor(tokens[-1])
         tries = [trie(pool.find(row[-1])) for pool, row in zip(self._pools, context.tokens, strict=True)]
         return self._draft(tries, context.root.device)
 
-    def _learn(self, scouted: list[list[int]]) -> None:
-        for window, pool, found in zip(self._windows, self._pools, scouted, strict=True):
+    def _learn(self, auxiliary_tokens: list[list[int]]) -> None:
+        for window, pool, found in zip(self._windows, self._pools, auxiliary_tokens, strict=True):
             if not found:  # begun anew: nothing was asked for this text yet
                 continue
             for gram in window.grams(found):
@@ -148,13 +148,13 @@ class LookaheadDrafter:
             depths=depths,
             levels=max(depths),
             width=min(self._guesses, width),
-            scouts=self._scouts(width, device),
+            auxiliary=self._auxiliary(width, device),
         )
 
-    def _scouts(self, drafted: int, device: torch.device) -> Scouts:
-        parents = [parent + drafted if parent >= 0 else parent for parent in self._scout_parents]
-        return Scouts(
-            tokens=torch.tensor([window.scouts() for window in self._windows], device=device),
+    def _auxiliary(self, drafted: int, device: torch.device) -> AuxiliaryNodes:
+        parents = [parent + drafted if parent >= 0 else parent for parent in self._auxiliary_parents]
+        return AuxiliaryNodes(
+            tokens=torch.tensor([window.auxiliary() for window in self._windows], device=device),
             parents=_row(parents, len(self._windows), device),
             levels=self._width + self._levels - 2,
             asked=self._width,

@@ -4,7 +4,7 @@ What is drafted (a chain, a tree, nothing) is the drafter's affair, what may sta
 only the order of events and the bookkeeping of rows that commit different numbers of tokens. The invariant:
 at the start of a round the cache holds every committed token except the last, the root. The pass scores
 [root, d_1 .. d_N]; row i of its logits judges the children of node i; the row of the last kept node gives the
-bonus token, which is the next root. Scouts stand behind d_N: they are scored and nothing else.
+bonus token, which is the next root. AuxiliaryNodes stand behind d_N: they are scored and nothing else.
 
 A row may be given another prompt between two rounds (continuous batching: Orca, Yu et al. 2022, OSDI). It is read
 whole, in a step of its own and into a small cache that is then copied into the row, so that row and drafter stand where
@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
-from methods.drafting import Context, Draft, Drafter, Renewable, Rule, Verdict
+from methods.drafting import AcceptanceRule, Context, Draft, Drafter, RowDrafter, Verification
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax
@@ -34,13 +34,13 @@ class SpeculativeDecoder(Decoder, Refillable):
 
     Attributes:
         guarantee: what the rule promises.
-        continuous_batching: a class whose drafter is ``Renewable`` may declare it.
+        continuous_batching: a class whose drafter is ``RowDrafter`` may declare it.
     """
 
     guarantee = Guarantee.EXACT
     family: ClassVar[Family] = "speculative"
 
-    def __init__(self, target: CausalLM, sampling: Sampling, drafter: Drafter, rule: Rule) -> None:
+    def __init__(self, target: CausalLM, sampling: Sampling, drafter: Drafter, rule: AcceptanceRule) -> None:
         self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
         self.guarantee = rule.guarantee
 
@@ -58,7 +58,9 @@ class SpeculativeDecoder(Decoder, Refillable):
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
         watch = Stopwatch(target.device)
 
-        output = target.prefill([prompt.to(target.device) for prompt in prompts], cache, taps=drafter.taps)
+        output = target.prefill(
+            [prompt.to(target.device) for prompt in prompts], cache, hidden_layers=drafter.hidden_layers
+        )
         root = self.sampling.pick(output.logits[:, 0], rng)
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
@@ -72,17 +74,17 @@ class SpeculativeDecoder(Decoder, Refillable):
             draft = drafter.propose(context)
             watch.stop()
             nodes, parents, levels = _nodes_of_pass(context.root, draft)
-            output = target.forward(nodes, parents, cache, levels=levels, taps=drafter.taps)
-            verdict = self.rule(draft, output.logits[:, : 1 + draft.tokens.shape[1]], self.sampling, rng)
+            output = target.forward(nodes, parents, cache, levels=levels, hidden_layers=drafter.hidden_layers)
+            verification = self.rule(draft, output.logits[:, : 1 + draft.tokens.shape[1]], self.sampling, rng)
             if not draft.is_chain:
-                cache.pack(verdict.path)
-            tokens, accepted, context.scouted = _read(draft, verdict, output.logits)
+                cache.pack(verification.path)
+            tokens, accepted, context.auxiliary_tokens = _read(draft, verification, output.logits)
             open_rows = [len(row) < end for row, end in zip(committed, ends, strict=True)]
             tokens = [new if is_open else [] for new, is_open in zip(tokens, open_rows, strict=True)]
             cache.advance([len(new) for new in tokens])
             _extend(committed, tokens)
-            context.output, context.path = output, _rows_of(verdict)
-            context.root = _next_root(context.root, verdict.bonus, open_rows)
+            context.output, context.path = output, _rows_of(verification)
+            context.root = _next_root(context.root, verification.bonus, open_rows)
             waiting = yield _step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1])
             while waiting:
                 waiting = yield self._admit(waiting, limit, ends, context, cache)
@@ -90,7 +92,7 @@ class SpeculativeDecoder(Decoder, Refillable):
     @torch.inference_mode()
     def _admit(self, prompts: Prompts, limit: int, ends: list[int], context: Context, cache: Cache) -> Step:
         """Begin some rows anew, and bring cache, context and drafter to where a prefill leaves them."""
-        assert self.continuous_batching and isinstance(self.drafter, Renewable), "rows take no new prompts"
+        assert self.continuous_batching and isinstance(self.drafter, RowDrafter), "rows take no new prompts"
         rows = list(prompts)
         output = self.target.prefill_rows({row: prompts[row].to(self.target.device) for row in rows}, cache)
         root = self.sampling.pick(output.logits[:, 0], context.rng)
@@ -100,45 +102,45 @@ class SpeculativeDecoder(Decoder, Refillable):
             tokens[row], context.tokens[row] = [token], [*texts[row], token]
             ends[row] = len(texts[row]) + limit
         _stand_at_root(context, rows, root, output)
-        self.drafter.renew(texts)
+        self.drafter.reset_rows(texts)
         return replace(_first_step(tokens), admitted=frozenset(rows))
 
 
 def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
     """Let some rows of the context be as if their last pass had been the prefill ``output``."""
-    context.root = context.root.clone()  # it may be the bonus of a verdict
+    context.root = context.root.clone()  # it may be the bonus of a verification
     context.root[rows] = root
     context.output.logits[rows, 0] = output.logits[:, 0]
     context.output.hidden[rows, 0] = output.hidden[:, 0]
     if context.path is not None:
         context.path[rows] = -1
         context.path[rows, 0] = 0
-    if context.scouted:
-        context.scouted = [[] if row in rows else found for row, found in enumerate(context.scouted)]
+    if context.auxiliary_tokens:
+        context.auxiliary_tokens = [[] if row in rows else found for row, found in enumerate(context.auxiliary_tokens)]
 
 
 def _nodes_of_pass(
     root: Int[Tensor, "B"], draft: Draft
 ) -> tuple[Int[Tensor, "B M"], Int[Tensor, "B nodes"] | None, int]:
-    """What the target scores: root, draft and scouts; their parents (None: a chain); and the depth of the tree."""
+    """What the target scores: root, draft and auxiliary; their parents (None: a chain); and the depth of the tree."""
     drafted = [root[:, None], draft.tokens.clamp(min=0)]
-    scouts = draft.scouts
-    if scouts is None:
+    auxiliary = draft.auxiliary
+    if auxiliary is None:
         return torch.cat(drafted, dim=1), None if draft.is_chain else draft.parents, draft.max_depth
-    nodes = torch.cat([*drafted, scouts.tokens], dim=1)
-    return nodes, torch.cat([draft.parents, scouts.parents], dim=1), max(draft.max_depth, scouts.levels)
+    nodes = torch.cat([*drafted, auxiliary.tokens], dim=1)
+    return nodes, torch.cat([draft.parents, auxiliary.parents], dim=1), max(draft.max_depth, auxiliary.levels)
 
 
 def _read(
-    draft: Draft, verdict: Verdict, logits: Float[Tensor, "B M V"]
+    draft: Draft, verification: Verification, logits: Float[Tensor, "B M V"]
 ) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Kept tokens, bonus included; how many of them were drafted; what stands behind the scouts that were asked.
+    """Kept tokens, bonus included; how many of them were drafted; what stands behind the auxiliary that were asked.
 
     The one device-to-host read of a round.
     """
-    kept = draft.tokens.gather(1, verdict.path.clamp(min=0))
-    parts = [verdict.accepted[:, None], verdict.bonus[:, None], kept]
-    asked = draft.scouts.asked if draft.scouts else 0
+    kept = draft.tokens.gather(1, verification.path.clamp(min=0))
+    parts = [verification.accepted[:, None], verification.bonus[:, None], kept]
+    asked = draft.auxiliary.asked if draft.auxiliary else 0
     if asked:
         parts.append(argmax(logits[:, -asked:]))
     report = torch.cat(parts, dim=1).tolist()
@@ -146,10 +148,10 @@ def _read(
     return tokens, [row[0] for row in report], [row[-asked:] for row in report] if asked else []
 
 
-def _rows_of(verdict: Verdict) -> Int[Tensor, "B P"]:
+def _rows_of(verification: Verification) -> Int[Tensor, "B P"]:
     """The kept path as rows of the pass: the root, then node 1 + column; -1 behind the end."""
-    nodes = torch.where(verdict.path >= 0, verdict.path + 1, verdict.path)
-    return torch.cat([torch.zeros_like(verdict.bonus)[:, None], nodes], dim=1)
+    nodes = torch.where(verification.path >= 0, verification.path + 1, verification.path)
+    return torch.cat([torch.zeros_like(verification.bonus)[:, None], nodes], dim=1)
 
 
 def _next_root(root: Int[Tensor, "B"], bonus: Int[Tensor, "B"], open_rows: list[bool]) -> Int[Tensor, "B"]:

@@ -177,7 +177,7 @@ class StudentDrafter:
         nbytes: memory of the student.
     """
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(self, continuation: Continuation, nodes: int, ends: Sequence[int], nbytes: int) -> None:
         self.nodes, self.nbytes = nodes, {"student": nbytes}

@@ -57,7 +57,7 @@ class NgramIndex:
 class PromptLookupDrafter:
     """Drafts by looking up the last tokens in the text so far."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class PromptLookupDrafter:
         self._index = [NgramIndex(self._sizes, self._pick) for _ in prompts]
         self._prompt_lengths = [len(prompt) for prompt in prompts]
 
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():
             self._index[row] = NgramIndex(self._sizes, self._pick)
             self._prompt_lengths[row] = len(prompt)

@@ -125,7 +125,7 @@ def as_draft(trees: Sequence[Tree], device: torch.device) -> Draft:
 class RestDrafter:
     """Drafts from a datastore; nothing is kept between rounds."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(
         self, store: Datastore, nodes: int, max_ngram: int, min_ngram: int, continuation: int, occurrences: int
@@ -137,7 +137,7 @@ class RestDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         pass
 
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         pass
 
     def propose(self, context: Context) -> Draft:

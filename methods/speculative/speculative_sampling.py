@@ -34,7 +34,7 @@ _PADDING = 1024  # output matrices of one family differ by their padding at most
 class DraftModel:
     """A language model that drafts a chain, with a cache of its own."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(self, model: CausalLM, vocab_size: int, gamma: int, confidence: float) -> None:
         self.model, self.nodes, self.confidence = model, gamma, confidence
@@ -47,7 +47,7 @@ class DraftModel:
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
         self._cache = self.model.new_cache(len(prompts), capacity)
 
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         assert self._cache is not None, "reset comes before renew"
         for row, prompt in prompts.items():
             self._prompt_lengths[row] = len(prompt)

@@ -118,7 +118,7 @@ class SuffixAutomaton:
 class SuffixDrafter:
     """Drafts along the automaton of each row."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(self, gamma: int, factor: float, min_match: int, min_prob: float) -> None:
         self.nodes = gamma
@@ -130,7 +130,7 @@ class SuffixDrafter:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
         self._read = [len(prompt) for prompt in prompts]
 
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():
             self._automata[row], self._read[row] = SuffixAutomaton(prompt), len(prompt)
 

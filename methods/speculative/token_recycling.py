@@ -110,7 +110,7 @@ class CandidateMatrix:
 class RecyclingDrafter:
     """Fills a tree of fixed shape from the matrix, and the matrix from whatever the target has scored."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(self, shape: Shape, vocab_size: int, warm: bool, device: torch.device) -> None:
         self.nodes = len(shape.parents)
@@ -126,7 +126,7 @@ class RecyclingDrafter:
             self._matrix.suggest(row, prompt)
         self._scored = torch.tensor([[prompt[-1]] for prompt in prompts], device=self._parents.device)
 
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():
             self._matrix.forget(row)
             self._matrix.suggest(row, prompt)

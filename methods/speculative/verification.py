@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Guarantee
-from methods.drafting import ABSENT, Draft, Rule, Verdict
-from methods.engine.sampling import Sampling, argmax, draw, in_blocks
+from methods.drafting import ABSENT, AcceptanceRule, Draft, Verification
+from methods.engine.sampling import Sampling, argmax, draw, in_blocks, in_float
 from methods.engine.token_tree import with_root
 
 _TINY = 1e-30  # keeps quotients finite in float32
@@ -28,11 +28,13 @@ class ExactRule:
 
     guarantee: ClassVar[Guarantee] = Guarantee.EXACT
 
-    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
-        """See ``methods.drafting.Rule``."""
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verification:
+        """See ``methods.drafting.AcceptanceRule``."""
         return self.judge(draft, sampling.probs(logits), rng)
 
-    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         """Judge by probabilities: ``probs[:, 0]`` behind the root, ``probs[:, 1 + i]`` behind draft node i."""
         raise NotImplementedError
 
@@ -43,13 +45,15 @@ class Greedy(ExactRule):
     Without a draft and at a temperature it draws the bonus from p, so that it serves the baseline too.
     """
 
-    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verification:
         if sampling.greedy:
             return follow(draft, argmax(logits))
         assert draft.tokens.shape[1] == 0, "the greedy rule cannot judge a draft at a temperature"
         return follow(draft, sampling.pick(logits, rng))
 
-    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         return follow(draft, argmax(probs))
 
 
@@ -60,12 +64,12 @@ class DeterministicTree(ExactRule):
     rule for drafts that were not drawn (q = 1): n-grams, retrieval, top-k trees.
     """
 
-    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         if draft.is_chain:
             return follow(draft, draw(probs, rng))
         return self._walk(draft, probs, rng)
 
-    def _walk(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+    def _walk(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         """As ``follow``, but draws only behind the nodes it comes by."""
         walk = Walk(draft)
         wanted = draw(values_at(probs, walk.node), rng)
@@ -73,7 +77,7 @@ class DeterministicTree(ExactRule):
             matches = walk.children() & (draft.tokens == wanted[:, None])
             moved = walk.descend(matches.any(1), matches.int().argmax(1))
             wanted = torch.where(moved, draw(values_at(probs, walk.node), rng), wanted)
-        return walk.verdict(wanted)
+        return walk.verification(wanted)
 
 
 class ChainRejection(ExactRule):
@@ -83,7 +87,7 @@ class ChainRejection(ExactRule):
     ``probs`` is judged as what it is, deterministic.
     """
 
-    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         if draft.probs is None:
             return DeterministicTree().judge(draft, probs, rng)
         assert draft.is_chain, "this rule is defined for chains"
@@ -101,7 +105,7 @@ class BlockRejection(ExactRule):
     Never keeps less on average than ``ChainRejection``.
     """
 
-    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         if draft.probs is None:
             return DeterministicTree().judge(draft, probs, rng)
         assert draft.is_chain, "a block is a chain"
@@ -137,7 +141,7 @@ class TreeWithReplacement(ExactRule):
 
     masks_siblings = False
 
-    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verdict:
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         if draft.probs is None:
             return DeterministicTree().judge(draft, probs, rng)
         walk = Walk(draft)
@@ -147,7 +151,7 @@ class TreeWithReplacement(ExactRule):
             found, column, rest = self._try_children(walk, draft, values_at(probs, walk.node), rng)
             bonus = torch.where(before & ~found, rest, bonus)
             walk.descend(found, column)
-        return walk.verdict(torch.where(walk.alive, draw(values_at(probs, walk.node), rng), bonus))
+        return walk.verification(torch.where(walk.alive, draw(values_at(probs, walk.node), rng), bonus))
 
     def _try_children(
         self, walk: Walk, draft: Draft, p: Float[Tensor, "B V"], rng: Generator
@@ -197,9 +201,11 @@ class RelaxedRule:
 
     guarantee: ClassVar[Guarantee] = Guarantee.RELAXED
 
-    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
-        """See ``methods.drafting.Rule``."""
-        exact = logits if logits.dtype == torch.float64 else logits.float()
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verification:
+        """See ``methods.drafting.AcceptanceRule``."""
+        exact = in_float(logits)
         scores = exact / (sampling.temperature or 1.0)
         behind = scores[:, :-1] if draft.is_chain else _behind_parents(scores, draft.parents)
         fits = self.fits(draft.tokens.clamp(min=0), behind) & (draft.tokens != ABSENT)
@@ -283,7 +289,9 @@ class MinimumBlock(RelaxedRule):
             raise ValueError(f"length={length} came; at least 0 is needed.")
         self.length, self.rule = length, rule
 
-    def __call__(self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Verdict:
+    def __call__(
+        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
+    ) -> Verification:
         assert draft.is_chain, "a minimum block is defined for chains"
         return super().__call__(draft, logits, sampling, rng)
 
@@ -307,7 +315,7 @@ RULES: dict[str, type] = {
 }
 
 
-def default_rule(sampling: Sampling, shape: Literal["chain", "tree"], drawn: bool) -> Rule:
+def default_rule(sampling: Sampling, shape: Literal["chain", "tree"], drawn: bool) -> AcceptanceRule:
     """The exact rule for a draft.
 
     Args:
@@ -325,7 +333,7 @@ def default_rule(sampling: Sampling, shape: Literal["chain", "tree"], drawn: boo
 # -- walking down a tree ----------------------------------------------------------------------------------------------
 
 
-def follow(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verdict:
+def follow(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verification:
     """Descend while a child is what its parent wants; ``wanted`` holds the target's token behind every node."""
     if draft.is_chain:
         accepted = _leading(draft.tokens == wanted[:, :-1])
@@ -333,13 +341,13 @@ def follow(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verdict:
     return follow_tree(draft, wanted)
 
 
-def follow_tree(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verdict:
+def follow_tree(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verification:
     """``follow`` for any shape; the chain's short cut is tested against it."""
     walk = Walk(draft)
     for _ in range(draft.max_depth):
         matches = walk.children() & (draft.tokens == wanted.gather(1, walk.node[:, None]))
         walk.descend(matches.any(1), matches.int().argmax(1))
-    return walk.verdict(wanted.gather(1, walk.node[:, None])[:, 0])
+    return walk.verification(wanted.gather(1, walk.node[:, None])[:, 0])
 
 
 class Walk:
@@ -364,15 +372,15 @@ class Walk:
         self.node = torch.where(self.alive, column + 1, self.node)
         return self.alive
 
-    def verdict(self, bonus: Int[Tensor, "B"]) -> Verdict:
+    def verification(self, bonus: Int[Tensor, "B"]) -> Verification:
         empty = self.node.new_empty(len(self.node), 0)
         path = torch.stack(self._path, dim=1) if self._path else empty
-        return Verdict(path, (path != ABSENT).sum(1), bonus)
+        return Verification(path, (path != ABSENT).sum(1), bonus)
 
 
 def _longest(
     draft: Draft, fits: Bool[Tensor, "B N"], log_probs: Float[Tensor, "B N"], best: Int[Tensor, "B M"]
-) -> Verdict:
+) -> Verification:
     """The longest path of fitting nodes from the root; ties go to the larger sum of ``log_probs``."""
     parents = with_root(draft.parents)
     fits, step = F.pad(fits, (1, 0), value=True), F.pad(torch.ones_like(draft.parents), (1, 0))
@@ -385,7 +393,7 @@ def _longest(
     accepted = torch.where(alive, depth, 0).amax(1)
     end = torch.where(alive & (depth == accepted[:, None]), likelihood, -torch.inf).argmax(1)
     path = _path_to(end, parents, accepted, draft.max_depth)
-    return Verdict(path, accepted, best.gather(1, end[:, None])[:, 0])
+    return Verification(path, accepted, best.gather(1, end[:, None])[:, 0])
 
 
 def _path_to(
@@ -408,9 +416,9 @@ def _leading(kept: Bool[Tensor, "B N"]) -> Int[Tensor, "B"]:
     return kept.long().cumprod(1).sum(1)
 
 
-def _chain_verdict(draft: Draft, accepted: Int[Tensor, "B"], bonus: Int[Tensor, "B"]) -> Verdict:
+def _chain_verdict(draft: Draft, accepted: Int[Tensor, "B"], bonus: Int[Tensor, "B"]) -> Verification:
     columns = torch.arange(draft.tokens.shape[1], device=accepted.device)
-    return Verdict(torch.where(columns < accepted[:, None], columns, ABSENT), accepted, bonus)
+    return Verification(torch.where(columns < accepted[:, None], columns, ABSENT), accepted, bonus)
 
 
 def _of_tokens(values: Float[Tensor, "B N V"], tokens: Int[Tensor, "B N"]) -> Float[Tensor, "B N"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from methods.engine.sampling import argmax
+from methods.engine.sampling import argmax, in_float
 
 Read = Callable[[int, Float[Tensor, "n D"]], Float[Tensor, "n D"]]
 Head = Callable[[Float[Tensor, "n D"]], Float[Tensor, "n V"]]
@@ -21,7 +21,7 @@ _BINS = 15  # of the calibration error
 
 def gap(logits: Float[Tensor, "*b V"]) -> Float[Tensor, "*b"]:
     """p_1 - p_2 of the softmax."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
+    scores = in_float(logits)
     two = (scores.topk(2, dim=-1).values - scores.logsumexp(-1, keepdim=True)).exp()
     return two[..., 0] - two[..., 1]
 

@@ -39,14 +39,14 @@ class Batch:
     Attributes:
         tokens: [B, T] ids, 0 where there are none.
         hidden: [B, T, D] states behind the final norm; ``hidden[:, t]`` predicts ``tokens[:, t + 1]``.
-        taps: states behind single layers, 0-based.
+        hidden_layers: states behind single layers, 0-based.
         prompts: tokens of the prompt in each row.
         lengths: tokens of prompt and answer in each row.
     """
 
     tokens: Int[Tensor, "B T"]
     hidden: Float[Tensor, "B T D"]
-    taps: dict[int, Float[Tensor, "B T D"]]
+    hidden_layers: dict[int, Float[Tensor, "B T D"]]
     prompts: list[int]
     lengths: list[int]
 
@@ -121,13 +121,16 @@ class Features:
 
 
 def features(
-    workshop: Workshop, taps: Sequence[int] = (), recipe: AnswerRecipe | None = None, form: FeatureForm = "cached"
+    workshop: Workshop,
+    hidden_layers: Sequence[int] = (),
+    recipe: AnswerRecipe | None = None,
+    form: FeatureForm = "cached",
 ) -> Features:
     """The target's own answers and its states over them, made unless they lie there.
 
     Args:
         workshop: of the preparation.
-        taps: layers whose states are wanted beside those behind the final norm.
+        hidden_layers: layers whose states are wanted beside those behind the final norm.
         recipe: of the answers; None: the defaults.
         form: ``cached`` files, or ``live``, computed for each batch.
 
@@ -135,27 +138,29 @@ def features(
         ValueError: no usable prompt, a layer beyond the model, or a disk too small for the files.
     """
     target = workshop.target
-    if outside := [tap for tap in taps if not 0 <= tap < target.n_layers]:
-        raise ValueError(f"Layers {outside} came as taps; {target.name} has layers 0 to {target.n_layers - 1}.")
+    if outside := [tap for tap in hidden_layers if not 0 <= tap < target.n_layers]:
+        raise ValueError(
+            f"Layers {outside} came as hidden_layers; {target.name} has layers 0 to {target.n_layers - 1}."
+        )
     answers = own_answers(workshop, recipe or AnswerRecipe())
     if form == "live":
-        return LiveFeatures(target, answers, taps)
-    return CachedFeatures.make(workshop, answers, taps)
+        return LiveFeatures(target, answers, hidden_layers)
+    return CachedFeatures.make(workshop, answers, hidden_layers)
 
 
 class LiveFeatures(Features):
     """States computed anew for every batch."""
 
-    def __init__(self, target: CausalLM, answers: Answers, taps: Sequence[int]) -> None:
+    def __init__(self, target: CausalLM, answers: Answers, hidden_layers: Sequence[int]) -> None:
         super().__init__(answers)
-        self.target, self.taps = target, tuple(taps)
+        self.target, self.hidden_layers = target, tuple(hidden_layers)
 
     def batch(self, rows: Sequence[int], dtype: torch.dtype = torch.float32) -> Batch:
         """See ``Features.batch``."""
         tokens, prompts, lengths = self._texts(rows, self.target.device)
         texts = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
-        hidden, taps = states(self.target, texts, self.taps, prompts)
-        kept = {tap: state.to(dtype, copy=True) for tap, state in taps.items()}
+        hidden, hidden_layers = states(self.target, texts, self.hidden_layers, prompts)
+        kept = {tap: state.to(dtype, copy=True) for tap, state in hidden_layers.items()}
         return Batch(tokens, hidden.to(dtype, copy=True), kept, prompts, lengths)
 
 
@@ -169,10 +174,10 @@ class CachedFeatures(Features):
         self._files = {tap: np.memmap(path, _STORED[target.dtype], "r") for tap, path in files.items()}
 
     @classmethod
-    def make(cls, workshop: Workshop, answers: Answers, taps: Sequence[int]) -> CachedFeatures:
+    def make(cls, workshop: Workshop, answers: Answers, hidden_layers: Sequence[int]) -> CachedFeatures:
         """Compute the files that are missing, all in one go over the answers."""
         files: dict[int | None, Path] = {None: answers.folder / "hidden.bin"}
-        files |= {tap: answers.folder / f"layer_{tap}.bin" for tap in taps}
+        files |= {tap: answers.folder / f"layer_{tap}.bin" for tap in hidden_layers}
         with alone(answers.folder):
             missing = {tap: path for tap, path in files.items() if not _complete(path, answers)}
             if missing:
@@ -200,29 +205,29 @@ class CachedFeatures(Features):
 
 @torch.inference_mode()
 def states(
-    target: CausalLM, texts: Sequence[Int[Tensor, "_"]], taps: Sequence[int], prompts: Sequence[int] = ()
+    target: CausalLM, texts: Sequence[Int[Tensor, "_"]], hidden_layers: Sequence[int], prompts: Sequence[int] = ()
 ) -> tuple[Float[Tensor, "B T D"], dict[int, Float[Tensor, "B T D"]]]:
-    """The target's states over whole texts: behind the final norm, and behind ``taps``; rows padded at the end.
+    """The target's states over whole texts, after the final norm and after ``hidden_layers``; rows padded at the end.
 
     Args:
         prompts: tokens of the prompt in each text. An encoder-decoder needs them: its decoder has no states over the
             source, so they are 0 up to the last token of it, in whose place the start token stands.
     """
     if isinstance(target, Seq2SeqLM):
-        return _states_of_decoder(target, texts, taps, prompts)
+        return _states_of_decoder(target, texts, hidden_layers, prompts)
     cache = target.new_cache(len(texts), max(len(text) for text in texts))
-    output = target.prefill(texts, cache, taps=tuple({*taps, target.n_layers - 1}))
-    return output.hidden, {tap: output.taps[tap] for tap in taps}
+    output = target.prefill(texts, cache, hidden_layers=tuple({*hidden_layers, target.n_layers - 1}))
+    return output.hidden, {tap: output.hidden_layers[tap] for tap in hidden_layers}
 
 
 def _states_of_decoder(
-    target: Seq2SeqLM, texts: Sequence[Int[Tensor, "_"]], taps: Sequence[int], prompts: Sequence[int]
+    target: Seq2SeqLM, texts: Sequence[Int[Tensor, "_"]], hidden_layers: Sequence[int], prompts: Sequence[int]
 ) -> tuple[Float[Tensor, "B T D"], dict[int, Float[Tensor, "B T D"]]]:
     sources = [text[:prompt] for text, prompt in zip(texts, prompts, strict=True)]
     answers = [text[prompt:] for text, prompt in zip(texts, prompts, strict=True)]
     cache = target.new_cache(len(texts), max(prompts) + max(len(answer) for answer in answers))
-    start = target.prefill(sources, cache, taps=taps)
-    output = target.forward(pad_sequence(answers, batch_first=True), None, cache, taps=taps)
+    start = target.prefill(sources, cache, hidden_layers=hidden_layers)
+    output = target.forward(pad_sequence(answers, batch_first=True), None, cache, hidden_layers=hidden_layers)
     lengths = [len(text) for text in texts]
 
     def place(first: Float[Tensor, "B n D"], others: Float[Tensor, "B A D"]) -> Float[Tensor, "B T D"]:
@@ -232,13 +237,15 @@ def _states_of_decoder(
             whole[row, prompt - 1 : length] = written[row, : length - prompt + 1]
         return whole
 
-    return place(start.hidden, output.hidden), {tap: place(start.taps[tap], output.taps[tap]) for tap in taps}
+    return place(start.hidden, output.hidden), {
+        tap: place(start.hidden_layers[tap], output.hidden_layers[tap]) for tap in hidden_layers
+    }
 
 
 def _compute(workshop: Workshop, answers: Answers, files: dict[int | None, Path]) -> None:
     """Write some files in one go; an interrupted one begins anew, since it takes a fraction of the answers' time."""
     target, starts = workshop.target, _starts(answers.rows)
-    taps = [tap for tap in files if tap is not None]
+    hidden_layers = [tap for tap in files if tap is not None]
     total = starts[-1] * target.hidden_size
     drafts = {tap: path.with_suffix(".tmp") for tap, path in files.items()}
     stores = {tap: np.memmap(draft, _STORED[target.dtype], "w+", shape=(total,)) for tap, draft in drafts.items()}
@@ -246,7 +253,9 @@ def _compute(workshop: Workshop, answers: Answers, files: dict[int | None, Path]
     for rows in _portions(answers.rows):
         texts = [answers.rows[row].prompt + answers.rows[row].answer for row in rows]
         prompts = [len(answers.rows[row].prompt) for row in rows]
-        hidden, seen = states(target, [torch.tensor(text, device=target.device) for text in texts], taps, prompts)
+        hidden, seen = states(
+            target, [torch.tensor(text, device=target.device) for text in texts], hidden_layers, prompts
+        )
         for tap, store in stores.items():
             state = (hidden if tap is None else seen[tap]).cpu()
             for place, row in enumerate(rows):

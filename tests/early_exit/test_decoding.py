@@ -21,7 +21,7 @@ from methods.early_exit.free import Free
 from methods.early_exit.free_threshold import BetaMixture
 from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import Corpus, HashTable, make_table, mutual_information
-from methods.early_exit.loop import EarlyExitDecoder, Look, fill_share, head_share
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, fill_share, head_share
 from methods.early_exit.static_depth import StaticDepth
 from methods.early_exit.threshold import Threshold
 from methods.engine.causal_layers import PROVEN
@@ -93,8 +93,8 @@ class Scripted:
         self.step += 1
         return sorted(set(self.depths[self.step]))
 
-    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> Look:
-        return Look([wanted == depth for wanted in self.depths[self.step]])
+    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> ExitDecision:
+        return ExitDecision([wanted == depth for wanted in self.depths[self.step]])
 
 
 # ------------------------------------------------------------------------------------------- caches of what was skipped
@@ -163,7 +163,7 @@ def test_skipped_layers_get_the_state_of_the_exit_that_was_taken(deep: CausalLM)
     decoder = _scripted(deep, [[4]])
     decoder.policy.depths = [[4]]  # type: ignore[attr-defined]
     decoder.policy.stops = lambda roots: [2, 4, 6]  # type: ignore[method-assign]
-    decoder.policy.look = lambda depth, *rest: Look([depth == 4])  # type: ignore[method-assign]
+    decoder.policy.look = lambda depth, *rest: ExitDecision([depth == 4])  # type: ignore[method-assign]
     decoder._forward(root, root.tolist(), cache, [True])
     twin = deep.new_cache(1, 16)
     deep.prefill([prompt], twin)
@@ -207,7 +207,7 @@ def test_rows_that_leave_at_different_layers_write_what_they_write_alone(target:
     checks.check_counters(make, target)
     decoder = make(target, GREEDY)
     checks.outputs(decoder, checks.prompts(target.vocab_size, (5, 1, 14, 8)), 24)
-    assert len(decoder.tally.exits) > 1, "all rows left at one layer, so nothing was tested"
+    assert len(decoder.counters.exits) > 1, "all rows left at one layer, so nothing was tested"
 
 
 def test_rows_are_read_by_the_map_of_the_exit_they_took(target: CausalLM, tmp_path: Path) -> None:
@@ -240,14 +240,16 @@ def test_claimed_layers_and_heads_are_those_that_ran(
         heads += seen.heads if number else 0
         seen.clear()
     assert saved > 0
-    assert decoder.tally.layers + decoder.tally.fills == target.n_layers * decoder.tally.steps
-    reduced = (decoder.tally.columns - heads * target.vocab_size) / (options.get("vocabulary") or target.vocab_size)
+    assert decoder.counters.layers + decoder.counters.fills == target.n_layers * decoder.counters.steps
+    reduced = (decoder.counters.columns - heads * target.vocab_size) / (options.get("vocabulary") or target.vocab_size)
     assert reduced >= 0 and reduced == round(reduced) and (reduced == 0) == ("vocabulary" not in options)
-    assert sum(decoder.tally.exits.values()) == 2 * decoder.tally.steps
-    facts, columns = decoder.stats(), decoder.tally.columns / target.vocab_size
-    spent = decoder.tally.layers + columns * head_share(target) + saved * fill_share(target)
-    assert facts["layer_equivalents_per_step"] == pytest.approx(spent / decoder.tally.steps)
-    alike = decoder.tally.layers / target.n_layers * (target.n_layers + head_share(target))  # had the head shrunk, too
+    assert sum(decoder.counters.exits.values()) == 2 * decoder.counters.steps
+    facts, columns = decoder.stats(), decoder.counters.columns / target.vocab_size
+    spent = decoder.counters.layers + columns * head_share(target) + saved * fill_share(target)
+    assert facts["layer_equivalents_per_step"] == pytest.approx(spent / decoder.counters.steps)
+    alike = (
+        decoder.counters.layers / target.n_layers * (target.n_layers + head_share(target))
+    )  # had the head shrunk, too
     assert facts["cost_over_layers"] == pytest.approx(spent / alike) and spent > alike
 
 
@@ -523,7 +525,7 @@ def test_layers_of_free_are_those_that_ran(target: CausalLM, options: dict, monk
         assert claimed == len(seen.run), f"{step} ran {seen.run}"
         ran += len(seen.run)
         seen.clear()
-    assert decoder.tally.layers == ran - target.n_layers  # without the prompts
+    assert decoder.counters.layers == ran - target.n_layers  # without the prompts
 
 
 def test_a_shallow_token_is_kept_by_all_taken_back_by_rollback_and_replaced_by_verify(target: CausalLM) -> None:
@@ -580,8 +582,8 @@ def test_the_threshold_is_told_of_every_token_once_and_rightly(target: CausalLM)
     prompt = checks.prompts(target.vocab_size, (6,))[0]
     watched = Watched(0.1)
     text = checks.outputs(Free(target, GREEDY, 2, adaptive=watched, max_pending=3, head="lens"), [prompt], 21)[0]
-    output = target.prefill([torch.cat([prompt, torch.tensor(text)])], target.new_cache(1, 64), taps=(1,))
-    shallow, deep = (target.head(x[0, len(prompt) :]) for x in (target.norm(output.taps[1]), output.hidden))
+    output = target.prefill([torch.cat([prompt, torch.tensor(text)])], target.new_cache(1, 64), hidden_layers=(1,))
+    shallow, deep = (target.head(x[0, len(prompt) :]) for x in (target.norm(output.hidden_layers[1]), output.hidden))
     wanted = list(zip(gap(shallow).tolist(), (shallow.argmax(-1) == deep.argmax(-1)).tolist(), strict=True))
     assert len(watched.seen) >= 16 and {agreed for _, agreed in watched.seen} == {True, False}
     for (confidence, agreed), (exact, right) in zip(watched.seen, wanted, strict=False):
@@ -764,7 +766,7 @@ def test_rows_hashed_to_different_depths_write_what_they_write_alone(
     checks.check_counters(make, target)
     decoder = make(target, GREEDY)
     checks.outputs(decoder, checks.prompts(target.vocab_size, (5, 1, 14, 8)), 24)
-    assert set(decoder.tally.exits) == {1, 2, 4}
+    assert set(decoder.counters.exits) == {1, 2, 4}
 
 
 def test_the_token_that_is_read_decides_and_nothing_comes_back_on_the_way(target: CausalLM, hashed: Path) -> None:

@@ -16,7 +16,7 @@ from methods.early_exit.calm import Calm
 from methods.early_exit.exits import Lens
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
-from methods.early_exit.loop import EarlyExitDecoder, Look
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -58,8 +58,8 @@ class Scripted:
         self.place += 1
         return sorted({row[self.place] for row in self.depths})
 
-    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> Look:
-        return Look([row[self.place] == depth for row in self.depths])
+    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> ExitDecision:
+        return ExitDecision([row[self.place] == depth for row in self.depths])
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def test_rows_write_what_they_write_alone_in_32_bit(variant: str) -> None:
     lm = Seq2SeqLM.from_hf(deep(variant, torch.float32))
     decoder = Calm(lm, GREEDY, 0.2, exits=[1, 2, 3], head="lens")
     checks.check_batch(lambda *_: decoder, lm, limit=20)
-    assert len(decoder.tally.exits) > 1, "all rows left at one layer, so nothing was tested"
+    assert len(decoder.counters.exits) > 1, "all rows left at one layer, so nothing was tested"
 
 
 NEVER: dict[str, Callable[..., Any]] = {

@@ -130,15 +130,15 @@ def test_taps_are_the_hidden_states_of_transformers():
     model = tiny("qwen3")
     lm = CausalLM.from_hf(model, keep_hf=True)
     ids = torch.randint(3, 97, (1, 9))
-    out = lm.forward(ids, None, lm.new_cache(1, 16), taps=(0, 3))
+    out = lm.forward(ids, None, lm.new_cache(1, 16), hidden_layers=(0, 3))
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
-    close(out.taps[0], states[1])
-    close(out.taps[3], states[4])
+    close(out.hidden_layers[0], states[1])
+    close(out.hidden_layers[3], states[4])
     close(out.hidden, states[-1])
     ragged = [ids[0], ids[0, :4]]
-    read = lm.prefill(ragged, lm.new_cache(2, 16), taps=(3,), chunk=4)
-    close(read.taps[3][0], states[4][0])
+    read = lm.prefill(ragged, lm.new_cache(2, 16), hidden_layers=(3,), chunk=4)
+    close(read.hidden_layers[3][0], states[4][0])
     close(read.hidden[1, :4], states[-1][0, :4])
 
 

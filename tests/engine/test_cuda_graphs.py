@@ -56,7 +56,7 @@ def test_states_and_taps_are_those_of_the_ordinary_pass(parents):
     for target in (plain, fixed, fixed, fixed):
         cache = target.new_cache(3, 60)
         target.prefill([torch.tensor(prompt) for prompt in PROMPTS], cache)
-        output = target.forward(tokens, parents, cache, levels=3, taps=(0, 2))
+        output = target.forward(tokens, parents, cache, levels=3, hidden_layers=(0, 2))
         kept = [cache.view(layer, n)[part].clone() for layer in range(4) for part in (0, 1) for n in [20]]
         outputs.append((output, kept))
         del cache
@@ -66,7 +66,7 @@ def test_states_and_taps_are_those_of_the_ordinary_pass(parents):
         torch.testing.assert_close(output.logits, wanted.logits)
         torch.testing.assert_close(output.hidden, wanted.hidden)
         for tap in (0, 2):
-            torch.testing.assert_close(output.taps[tap], wanted.taps[tap])
+            torch.testing.assert_close(output.hidden_layers[tap], wanted.hidden_layers[tap])
         for ours, theirs in zip(kept, written, strict=True):
             for row, prompt in enumerate(PROMPTS):
                 end = len(prompt) + 5
@@ -77,9 +77,11 @@ def test_what_a_pass_returned_survives_the_next_one():
     target = with_graphs()
     cache = target.new_cache(1, 60)
     target.prefill([torch.tensor(PROMPTS[0])], cache)
-    outputs = [target.forward(torch.tensor([[token]]), None, cache, taps=(1,)) for token in (3, 3, 3, 9, 3)]
+    outputs = [target.forward(torch.tensor([[token]]), None, cache, hidden_layers=(1,)) for token in (3, 3, 3, 9, 3)]
     assert target.graphs.captured == 1
-    assert torch.equal(outputs[2].hidden, outputs[4].hidden) and torch.equal(outputs[2].taps[1], outputs[4].taps[1])
+    assert torch.equal(outputs[2].hidden, outputs[4].hidden) and torch.equal(
+        outputs[2].hidden_layers[1], outputs[4].hidden_layers[1]
+    )
     assert not torch.equal(outputs[2].hidden, outputs[3].hidden)
 
 

@@ -180,17 +180,17 @@ def test_score_is_teacher_forcing(pair):
 def test_taps_and_hidden_states_are_those_of_transformers(pair):
     model, lm = pair
     sources, cache = ids(5, 5), lm.new_cache(2, 16)
-    before = lm.prefill(sources, cache, taps=(0,))
+    before = lm.prefill(sources, cache, hidden_layers=(0,))
     tokens = torch.stack(ids(3, 3, seed=2))
-    output = lm.forward(tokens, None, cache, taps=(0, 1))
+    output = lm.forward(tokens, None, cache, hidden_layers=(0, 1))
     with torch.no_grad():
         target = torch.stack([begun(lm, *row) for row in tokens.tolist()])
         states = model(torch.stack(sources), decoder_input_ids=target, output_hidden_states=True).decoder_hidden_states
-    close(output.taps[0], states[1][:, -3:])
-    close(before.taps[0], states[1][:, : len(lm.start)])
+    close(output.hidden_layers[0], states[1][:, -3:])
+    close(before.hidden_layers[0], states[1][:, : len(lm.start)])
     assert before.hidden.shape[1] == len(lm.start)
     close(lm.head(output.hidden), output.logits)
-    close(lm.head(lm.norm(output.taps[1])), output.logits)
+    close(lm.head(lm.norm(output.hidden_layers[1])), output.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -448,13 +448,13 @@ def test_states_over_answers_stand_where_the_answer_is_predicted(pair):
     model, lm = pair
     sources, answers = ids(5, 2), ids(3, 6, seed=2)
     texts = [torch.cat(parts) for parts in zip(sources, answers, strict=True)]
-    hidden, taps = states(lm, texts, (0,), [5, 2])
+    hidden, hidden_layers = states(lm, texts, (0,), [5, 2])
     assert hidden.shape == (2, 8, lm.hidden_size)
     for row, (source, written) in enumerate(zip(sources, answers, strict=True)):
         prompt, end = len(source), len(texts[row])
         with torch.no_grad():
             seen = model(source[None], decoder_input_ids=begun(lm, *written)[None], output_hidden_states=True)
-        close(taps[0][row, prompt - 1 : end], seen.decoder_hidden_states[1][0, -len(written) - 1 :])
+        close(hidden_layers[0][row, prompt - 1 : end], seen.decoder_hidden_states[1][0, -len(written) - 1 :])
         close(lm.head(hidden[row, prompt - 1 : end]), seen.logits[0, -len(written) - 1 :])
         assert not hidden[row, : prompt - 1].any() and not hidden[row, end:].any()
 

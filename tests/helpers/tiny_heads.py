@@ -14,10 +14,12 @@ from methods.training.features import Batch, states
 from methods.training.head_trainer import Learner
 
 
-def batch_of(target: CausalLM, texts: Sequence[list[int]], prompts: Sequence[int], taps: Sequence[int] = ()) -> Batch:
+def batch_of(
+    target: CausalLM, texts: Sequence[list[int]], prompts: Sequence[int], hidden_layers: Sequence[int] = ()
+) -> Batch:
     """Texts as a head learns them: ids and the target's states over them, in 32 bit."""
     rows = [torch.tensor(text, device=target.device) for text in texts]
-    hidden, seen = states(target, rows, taps)
+    hidden, seen = states(target, rows, hidden_layers)
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     kept = {tap: state.float().clone() for tap, state in seen.items()}
     return Batch(tokens, hidden.float().clone(), kept, list(prompts), [len(text) for text in texts])

@@ -1,4 +1,4 @@
-"""The vectorised rules on the models of ``tests.helpers.enumeration``: many rounds at once, counted by what they emit."""
+"""The vectorised rules on the models of ``tests.helpers.enumeration``: many rounds at once, counted by their output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Generator, Tensor
 
-from methods.drafting import ABSENT, Draft, Verdict
+from methods.drafting import ABSENT, Draft, Verification
 from tests.helpers.enumeration import Law, Model
 
 Offering = Literal["with_replacement", "without_replacement", "top", "top_as_drawn"]
@@ -71,11 +71,13 @@ def as_tree(draft: Draft) -> Draft:
     return Draft(draft.tokens, draft.parents, draft.probs, draft.sizes, draft.sizes, levels=draft.max_depth, width=1)
 
 
-def emissions(draft: Draft, verdict: Verdict, vocab: int) -> dict[tuple[int, ...], int]:
+def emissions(draft: Draft, verification: Verification, vocab: int) -> dict[tuple[int, ...], int]:
     """How often each sequence (kept tokens, then the bonus) was emitted."""
-    kept = draft.tokens.gather(1, verdict.path.clamp(min=0))
-    emitted = torch.cat([torch.where(verdict.path == ABSENT, vocab, kept), torch.full_like(kept[:, :1], vocab)], dim=1)
-    emitted.scatter_(1, verdict.accepted[:, None], verdict.bonus[:, None])
+    kept = draft.tokens.gather(1, verification.path.clamp(min=0))
+    emitted = torch.cat(
+        [torch.where(verification.path == ABSENT, vocab, kept), torch.full_like(kept[:, :1], vocab)], dim=1
+    )
+    emitted.scatter_(1, verification.accepted[:, None], verification.bonus[:, None])
     found, counts = emitted.unique(dim=0, return_counts=True)
     return {
         tuple(token for token in row if token != vocab): n

@@ -88,7 +88,7 @@ def ragged(target, lengths=(9, 4, 12), prompts=(3, 2, 7)):
     return type(batch)(
         batch.tokens,
         batch.hidden.double(),
-        {tap: state.double() for tap, state in batch.taps.items()},
+        {tap: state.double() for tap, state in batch.hidden_layers.items()},
         batch.prompts,
         batch.lengths,
     )
@@ -107,10 +107,10 @@ def slow_features(learner, batch, row, place, count):
         return heads * cos + rolled * sin
 
     keys, values, made = [], [], []
-    feature = network.feature(batch.hidden[row], [batch.taps[tap][row] for tap in spec.taps])[0]
+    feature = network.feature(batch.hidden[row], [batch.hidden_layers[tap][row] for tap in spec.taps])[0]
     for at in range(place + count):
         if at <= place:
-            feature = network.feature(batch.hidden[row, at], [batch.taps[tap][row, at] for tap in spec.taps])
+            feature = network.feature(batch.hidden[row, at], [batch.hidden_layers[tap][row, at] for tap in spec.taps])
         residual, read = network.enter(feature, learner._embed(tokens[at + 1]))
         keys.append(turned(attention.k_proj(read).view(-1, spec.head_dim), at))
         values.append(attention.v_proj(read).view(-1, spec.head_dim))
@@ -252,7 +252,7 @@ def network_of(target, version, **options):
 
 
 def cut(batch, tap=None):
-    return batch.hidden if tap is None else batch.taps[tap]
+    return batch.hidden if tap is None else batch.hidden_layers[tap]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -261,7 +261,7 @@ def test_the_network_in_decoding_is_the_one_that_was_trained(version, output, ta
     """Committed pairs in ragged portions, then a chain of guesses: the features and logits of the module."""
     network, learner = network_of(target, version, output=output, vocabulary=DraftVocabulary(torch.arange(5, 40), 61))
     batch = ragged(target, (13, 9, 12), (3, 2, 7))
-    taps = [batch.taps[tap] for tap in learner.spec.taps]
+    taps = [batch.hidden_layers[tap] for tap in learner.spec.taps]
     feature = network.feature(batch.hidden, taps)
     reader = Reader(network, 3, 40)
     for counts in ([4, 3, 4], [2, 1, 0], [1, 1, 3]):
@@ -293,7 +293,7 @@ def context_of(network, target, sampling=None, lengths=(7, 11)):
     """What a drafter sees behind the prefill of some prompts."""
     prompts = checks.prompts(target.vocab_size, lengths)
     cache = target.new_cache(len(prompts), 40)
-    output = target.prefill(prompts, cache, taps=network.spec.taps or (target.n_layers - 1,))
+    output = target.prefill(prompts, cache, hidden_layers=network.spec.taps or (target.n_layers - 1,))
     root = output.logits[:, 0].argmax(-1)
     rows = [prompt.tolist() + [token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
     rng = torch.Generator().manual_seed(0)
@@ -307,7 +307,7 @@ class Paths:
         self.network, self.tokens = network, context.tokens[row]
         output = context.output
         self.hidden = output.hidden[row : row + 1, : len(self.tokens) - 1]
-        self.taps = [output.taps[tap][row : row + 1, : len(self.tokens) - 1] for tap in network.spec.taps]
+        self.taps = [output.hidden_layers[tap][row : row + 1, : len(self.tokens) - 1] for tap in network.spec.taps]
 
     def behind(self, path):
         reader = Reader(self.network, 1, 60)
@@ -536,8 +536,8 @@ def test_kept_tokens_are_read_again_with_true_features(target, texts, folder, mo
     monkeypatch.setattr(Reader, "read", watched)
     decode(decoder, texts)
     cache = target.new_cache(4, 60)
-    output = target.prefill([torch.tensor(text) for text in texts], cache, taps=spec.taps or (0,))
-    true = decoder.drafter.network.feature(output.hidden, [output.taps[tap] for tap in spec.taps])
+    output = target.prefill([torch.tensor(text) for text in texts], cache, hidden_layers=spec.taps or (0,))
+    true = decoder.drafter.network.feature(output.hidden, [output.hidden_layers[tap] for tap in spec.taps])
     assert any(min(counts) != max(counts) for _, _, _, counts in seen[1:])
     for starts, feature, tokens, counts in seen:
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):

@@ -1,4 +1,4 @@
-"""Lookahead: the window by hand, the pool, the tree a round scores, and scouts in the loop."""
+"""Lookahead: the window by hand, the pool, the tree a round scores, and auxiliary in the loop."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.drafting import ABSENT, Context, Draft, Scouts
+from methods.drafting import ABSENT, AuxiliaryNodes, Context, Draft
 from methods.engine import token_tree
 from methods.engine.causal_lm import Output
 from methods.engine.sampling import Sampling
-from methods.speculative.lookahead import Lookahead, LookaheadDrafter, NgramPool, Window, scout_parents
+from methods.speculative.lookahead import Lookahead, LookaheadDrafter, NgramPool, Window, auxiliary_parents
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import Greedy
 from tests.helpers.host_reads import no_host_reads
@@ -24,14 +24,19 @@ def target():
     return checks.tiny_target()
 
 
-# -- scouts in the loop -----------------------------------------------------------------------------------------------
+# -- auxiliary nodes in the loop -----------------------------------------------------------------------------------------
 
 
 class WithScouts:
-    """Another drafter with scouts behind its nodes: a chain from the root, and one child of the first draft node."""
+    """Another drafter with auxiliary behind its nodes: a chain from the root, and one child of the first draft node."""
 
     def __init__(self, drafter, vocab_size, chain=3):
-        self.drafter, self.taps, self.chain, self.vocab_size = drafter, drafter.taps, chain, vocab_size
+        self.drafter, self.hidden_layers, self.chain, self.vocab_size = (
+            drafter,
+            drafter.hidden_layers,
+            chain,
+            vocab_size,
+        )
         self.nodes = drafter.nodes + chain + 1
         self.contexts = []
 
@@ -46,8 +51,8 @@ class WithScouts:
         chain = [-1, *range(drafted, drafted + self.chain - 1)]
         parents = torch.tensor([*chain, 0]).expand(batch, -1)
         tokens = torch.arange(batch * (self.chain + 1)).view(batch, -1) % self.vocab_size
-        self.last = Scouts(tokens, parents, levels=self.chain, asked=2)
-        return replace(draft, scouts=self.last)
+        self.last = AuxiliaryNodes(tokens, parents, levels=self.chain, asked=2)
+        return replace(draft, auxiliary=self.last)
 
 
 @pytest.mark.parametrize("wrong", [[], [1], [0, 2]])
@@ -58,9 +63,9 @@ def test_scouts_change_nothing_of_a_chain(target, wrong):
         return list(SpeculativeDecoder(target, Sampling(), drafter, Greedy()).decode(batch, 14, torch.Generator()))
 
     plain = steps(Oracle(target, 4, wrong))
-    scouted = steps(WithScouts(Oracle(target, 4, wrong), target.vocab_size))
-    assert [step.nodes for step in scouted[1:]] == [step.nodes + 4 for step in plain[1:]]
-    assert [replace(step, nodes=0, draft_ns=0) for step in scouted] == [
+    auxiliary_tokens = steps(WithScouts(Oracle(target, 4, wrong), target.vocab_size))
+    assert [step.nodes for step in auxiliary_tokens[1:]] == [step.nodes + 4 for step in plain[1:]]
+    assert [replace(step, nodes=0, draft_ns=0) for step in auxiliary_tokens] == [
         replace(step, nodes=0, draft_ns=0) for step in plain
     ]
 
@@ -80,14 +85,14 @@ def test_what_stands_behind_the_scouts_comes_back(target):
     decoder_steps = decoder.decode(checks.prompts(target.vocab_size, (7, 3)), 20, torch.Generator())
     for _ in range(3):
         next(decoder_steps)
-    assert drafter.contexts[0].scouted == []
+    assert drafter.contexts[0].auxiliary_tokens == []
     before, after = drafter.contexts
-    oracle, scouts = drafter.drafter, drafter.last.tokens.tolist()
+    oracle, auxiliary = drafter.drafter, drafter.last.tokens.tolist()
     for row, text in enumerate(before.tokens):
         drafted = oracle.text[row][len(text)]
-        behind_chain = checks.greedy_reference(target, torch.tensor(text + scouts[row][:3]), 1)
-        behind_child = checks.greedy_reference(target, torch.tensor([*text, drafted, scouts[row][3]]), 1)
-        assert after.scouted[row] == behind_chain + behind_child
+        behind_chain = checks.greedy_reference(target, torch.tensor(text + auxiliary[row][:3]), 1)
+        behind_child = checks.greedy_reference(target, torch.tensor([*text, drafted, auxiliary[row][3]]), 1)
+        assert after.auxiliary_tokens[row] == behind_chain + behind_child
 
 
 # -- the window -------------------------------------------------------------------------------------------------------
@@ -98,7 +103,7 @@ def test_window_by_hand():
     window = Window([10, 11, 12, 13, 14], width=3, levels=3)
     assert window.levels == [[10, 11, 12], [11, 12, 13], [12, 13, 14]]
     window.anchor(99)
-    assert window.scouts() == [11, 12, 11, 12, 13, 12, 13, 14]
+    assert window.auxiliary() == [11, 12, 11, 12, 13, 12, 13, 14]
     assert window.grams([20, 21, 22]) == [(99, 11, 12, 20), (11, 12, 13, 21), (12, 13, 14, 22)]
     window.advance([20, 21, 22])
     window.anchor(98)
@@ -127,7 +132,7 @@ def brute_force_visible(width, levels):
 
 @pytest.mark.parametrize("width, levels", [(1, 2), (2, 2), (3, 2), (4, 3), (15, 4)])
 def test_window_attends_as_in_the_paper(width, levels):
-    parents = torch.tensor([scout_parents(width, levels)])
+    parents = torch.tensor([auxiliary_parents(width, levels)])
     reach = token_tree.ancestors(parents, width + levels)
     seen, positions = brute_force_visible(width, levels)
     assert [set(row.nonzero().flatten().tolist()) for row in reach[0, 1:, 1:]] == seen
@@ -155,10 +160,10 @@ def test_trie_merges_common_beginnings():
 # -- the drafter ------------------------------------------------------------------------------------------------------
 
 
-def context_of(tokens, scouted=()):
+def context_of(tokens, auxiliary_tokens=()):
     none = torch.empty(len(tokens), 1, 0)
     root = torch.tensor([row[-1] for row in tokens])
-    return Context(tokens, root, Output(none, none), None, Sampling(), torch.Generator(), list(scouted))
+    return Context(tokens, root, Output(none, none), None, Sampling(), torch.Generator(), list(auxiliary_tokens))
 
 
 def test_rounds_by_hand():
@@ -167,14 +172,14 @@ def test_rounds_by_hand():
     drafter.reset([[1, 2, 3], [7]], limit=9)
     draft = drafter.propose(context_of([[1, 2, 3, 4], [7, 8]]))
     assert draft.tokens.shape == (2, 0) and draft.sizes == draft.depths == [0, 0]
-    assert draft.scouts.tokens.tolist() == [[2, 2, 3], [7, 7, 7]]
-    assert draft.scouts.parents.tolist() == [[-1, -1, 0]] * 2
-    assert (draft.scouts.levels, draft.scouts.asked) == (2, 2)
+    assert draft.auxiliary.tokens.tolist() == [[2, 2, 3], [7, 7, 7]]
+    assert draft.auxiliary.parents.tolist() == [[-1, -1, 0]] * 2
+    assert (draft.auxiliary.levels, draft.auxiliary.asked) == (2, 2)
     # grams of row 0: (4, 2, 5), (2, 3, 6); of row 1: (8, 7, 8), (7, 7, 9)
     draft = drafter.propose(context_of([[1, 2, 3, 4, 2], [7, 8, 8]], [[5, 6], [8, 9]]))
     assert draft.tokens.tolist() == [[3, 6], [7, 8]] and draft.parents.tolist() == [[-1, 0]] * 2
-    assert draft.scouts.tokens.tolist() == [[3, 5, 6], [7, 8, 9]]
-    assert draft.scouts.parents.tolist() == [[-1, -1, 2]] * 2
+    assert draft.auxiliary.tokens.tolist() == [[3, 5, 6], [7, 8, 9]]
+    assert draft.auxiliary.parents.tolist() == [[-1, -1, 2]] * 2
     # grams of row 0: (2, 5, 7), (3, 6, 8); of row 1: (8, 8, 1), (7, 9, 2)
     draft = drafter.propose(context_of([[1, 2, 3, 4, 2, 3, 6, 2], [7, 8, 8, 3]], [[7, 8], [1, 2]]))
     assert draft.tokens.tolist() == [[5, 7, 3, 6], [ABSENT] * 4]
@@ -223,4 +228,4 @@ def test_refuses(options, target):
 
 
 def test_a_draft_without_scouts_is_what_it_was():
-    assert Draft.chain(torch.zeros(1, 3, dtype=torch.long)).scouts is None
+    assert Draft.chain(torch.zeros(1, 3, dtype=torch.long)).auxiliary is None

@@ -33,7 +33,7 @@ def small_vocab():
 class Oracle:
     """Drafts the target's own greedy text, with the tokens at some draft positions made wrong."""
 
-    taps = ()
+    hidden_layers = ()
 
     def __init__(self, target, nodes, wrong=()):
         self.target, self.nodes, self.wrong = target, nodes, set(wrong)
@@ -73,7 +73,7 @@ def test_acceptance_ends_at_the_first_wrong_token(target, place):
 class RandomTrees:
     """Trees of random shape; the greedy token hides in them now and then. Absent nodes at the end of some rows."""
 
-    taps = ()
+    hidden_layers = ()
 
     def __init__(self, vocab, nodes, seed=0):
         self.vocab, self.nodes = vocab, nodes
@@ -119,7 +119,7 @@ def test_deterministic_trees_sample_the_target(small_vocab):
 class DrawnTrees:
     """Two levels of k children each, drawn from a fixed distribution with or without replacement."""
 
-    taps = ()
+    hidden_layers = ()
 
     def __init__(self, vocab, children, replacement):
         self.vocab, self.children, self.replacement = vocab, children, replacement

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from methods.decoder import Guarantee
-from methods.drafting import ABSENT, Draft, Verdict
+from methods.drafting import ABSENT, Draft, Verification
 from methods.engine.sampling import Sampling
 from methods.speculative.verification import (
     RULES,
@@ -154,7 +154,7 @@ def test_the_distribution_asked_for_is_the_one_that_judges(rule):
     same(rule()(draft, logits, sampling, rng(3)), rule().judge(draft, sampling.probs(logits), rng(3)))
 
 
-def same(first: Verdict, second: Verdict) -> None:
+def same(first: Verification, second: Verification) -> None:
     for name in ("path", "accepted", "bonus"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
 

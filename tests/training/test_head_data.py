@@ -142,7 +142,7 @@ def test_answers_refuse_a_corpus_of_long_prompts(target: CausalLM, tmp_path: Pat
 @pytest.fixture(scope="module", params=["cached", "live"])
 def made(request: pytest.FixtureRequest, target: CausalLM, tmp_path_factory: pytest.TempPathFactory):
     shop = workshop(target, tmp_path_factory.mktemp(request.param))
-    return features.features(shop, taps=(0, 2), recipe=RECIPE, form=request.param)
+    return features.features(shop, hidden_layers=(0, 2), recipe=RECIPE, form=request.param)
 
 
 def test_features_are_the_states_of_each_text_alone(made, target: CausalLM) -> None:
@@ -151,10 +151,10 @@ def test_features_are_the_states_of_each_text_alone(made, target: CausalLM) -> N
     for place, row in enumerate(rows):
         example = made.answers.rows[row]
         text = torch.tensor(example.prompt + example.answer)
-        hidden, taps = states(target, [text], (0, 2))
+        hidden, hidden_layers = states(target, [text], (0, 2))
         torch.testing.assert_close(batch.hidden[place, : len(text)], hidden[0])
         for tap in (0, 2):
-            torch.testing.assert_close(batch.taps[tap][place, : len(text)], taps[tap][0])
+            torch.testing.assert_close(batch.hidden_layers[tap][place, : len(text)], hidden_layers[tap][0])
         logits = target.head(batch.hidden[place, len(example.prompt) - 1 : len(text) - 1])
         assert logits.argmax(-1).tolist() == example.answer
         assert batch.tokens[place, : len(text)].equal(text) and not batch.tokens[place, len(text) :].any()
@@ -178,16 +178,16 @@ def test_held_out_dialogues_are_not_learnt(made) -> None:
 
 def test_features_are_computed_once(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = workshop(target, tmp_path)
-    features.features(shop, taps=(1,), recipe=RECIPE)
+    features.features(shop, hidden_layers=(1,), recipe=RECIPE)
     computed: list[list] = []
     compute = features._compute
     monkeypatch.setattr(features, "_compute", lambda w, a, files: (computed.append(list(files)), compute(w, a, files)))
-    features.features(shop, taps=(1,), recipe=RECIPE)
+    features.features(shop, hidden_layers=(1,), recipe=RECIPE)
     assert computed == []
-    features.features(shop, taps=(1, 3), recipe=RECIPE)
+    features.features(shop, hidden_layers=(1, 3), recipe=RECIPE)
     assert computed == [[3]]
     (shop.common / f"answers-{RECIPE.digest}" / "hidden.json").unlink()  # as after a kill
-    features.features(shop, taps=(3,), recipe=RECIPE)
+    features.features(shop, hidden_layers=(3,), recipe=RECIPE)
     assert computed[1:] == [[None]]
 
 
@@ -201,8 +201,8 @@ def test_half_precision_survives_the_files(tmp_path: Path) -> None:
 def test_features_refuse_a_full_disk_and_unknown_layers(
     target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"\[4\] came as taps.* 0 to 3"):
-        features.features(workshop(target, tmp_path), taps=(4,), recipe=RECIPE)
+    with pytest.raises(ValueError, match=r"\[4\] came as hidden_layers.* 0 to 3"):
+        features.features(workshop(target, tmp_path), hidden_layers=(4,), recipe=RECIPE)
     usage = features.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ValueError, match="features=live"):

@@ -27,7 +27,7 @@ linear maps instead of weight-normalised ones; Adam without amsgrad, by the sche
 couplings may be narrower than the model. The flow calculates in 32 bit.
 
     python -m bench.train method=flowseq model=multi30k_4_4
-    python -m bench method=flowseq model=multi30k_4_4 dataset=multi30k method.decoding=iwd
+    python -m bench method=flowseq model=multi30k_4_4 dataset=multi30k method.decoding=npd
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class FlowSeq(NonAutoregressive):
         """See ``NonAutoregressive``; layers of the flow count as the decoder's."""
         posterior = self.student.options["posterior_layers"]
         layers = {"flow_layers": self.student.prior.layers, "posterior_layers": posterior}
-        return super().stats() | layers | self.tally.stats(self._layers, self.target.n_layers)
+        return super().stats() | layers | self.counters.stats(self._layers, self.target.n_layers)
 
     @property
     def _layers(self) -> int:

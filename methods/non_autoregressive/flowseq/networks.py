@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from methods.engine.positions import sinusoids
+from methods.engine.sampling import in_float
 from methods.non_autoregressive.flowseq.flow import Condition, Flow, Place
 from methods.non_autoregressive.network import CrossAttention, DecoderLayer, Memory, Shape, final_norm
 
@@ -125,7 +126,7 @@ class Posterior(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, looks, positions, looks, memory.states, across)
         moments = self.moments(self.norm(hidden))
-        mean, log_variance = (moments if moments.dtype == torch.float64 else moments.float()).chunk(2, -1)
+        mean, log_variance = in_float(moments).chunk(2, -1)
         return mean, log_variance
 
 

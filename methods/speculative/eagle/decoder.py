@@ -51,7 +51,7 @@ class EagleDrafter:
         self.network, self.growth, self.nodes = network, growth, growth.nodes
         self.nbytes = network.nbytes
         # Behind a prefill the states of all positions are there only if some layer is tapped.
-        self.taps: Sequence[int] = network.spec.taps or (last_layer,)
+        self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
@@ -77,7 +77,7 @@ class EagleDrafter:
         output = context.output
         rows = None if context.path is None else context.path[:, :width].clamp(min=0)
         hidden = _kept(output.hidden, rows, width)
-        taps = [_kept(output.taps[tap], rows, width) for tap in self.network.spec.taps]
+        taps = [_kept(output.hidden_layers[tap], rows, width) for tap in self.network.spec.taps]
         return reader.read(self.network.feature(hidden, taps), tokens, counts)
 
 

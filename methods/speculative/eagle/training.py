@@ -265,7 +265,7 @@ class EagleLearner(Learner):
         The tokens are the true ones, the features from the second step on the network's own.
         """
         network, rows = self.network, (places.row, places.place)
-        true = self._noisy(network.feature(batch.hidden, [batch.taps[tap] for tap in self.spec.taps]), batch)
+        true = self._noisy(network.feature(batch.hidden, [batch.hidden_layers[tap] for tap in self.spec.taps]), batch)
         residual, read = network.enter(true, self._embed(_behind(batch.tokens, 1)))
         at = torch.arange(batch.tokens.shape[1], device=true.device)
         self._rotary.reserve(len(at) + count)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
-from methods.engine.sampling import Sampling, argmax, top_candidates
+from methods.engine.sampling import Sampling, argmax, in_float, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.eagle.network import Network, Reader
 
@@ -194,7 +194,7 @@ class Dynamic:
     ) -> tuple[Float[Tensor, "B m k"], Int[Tensor, "B m k"]]:
         """Log-probabilities and ids of the k most likely tokens behind each node."""
         places = top_candidates(logits, self._k)
-        exact = logits if logits.dtype == torch.float64 else logits.float()
+        exact = in_float(logits)
         gained = exact.gather(2, places) - exact.logsumexp(-1, keepdim=True)
         return gained, network.vocabulary.tokens(places)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from methods.drafting import Drafter, Rule
+from methods.drafting import AcceptanceRule, Drafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
@@ -37,7 +37,7 @@ class HeadsDecoder(SpeculativeDecoder):
         target: CausalLM,
         sampling: Sampling,
         drafter: HeadsDrafter,
-        rule: Rule,
+        rule: AcceptanceRule,
         published: str | None = None,
     ) -> None:
         self._heads, self._published = drafter, published

@@ -28,7 +28,7 @@ Command: ``python -m bench method=blockwise dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
 from methods.decoder import Guarantee
-from methods.drafting import Context, Draft, Rule
+from methods.drafting import AcceptanceRule, Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
     load_model,
@@ -136,10 +136,8 @@ def states(rows: Float[Tensor, "R D"], first: Product, second: Product) -> Float
     return rows[:, None] + updates.view(len(rows), -1, rows.shape[1])
 
 
-class BlockwiseDrafter:
+class BlockwiseDrafter(StatelessDrafter):
     """Drafts a chain of ``nodes`` tokens, all from the state behind the last kept one."""
-
-    taps: Sequence[int] = ()
 
     def __init__(self, target: CausalLM, heads: Heads, nodes: int) -> None:
         self.nodes, self._vocabulary = nodes, heads.vocabulary
@@ -152,12 +150,6 @@ class BlockwiseDrafter:
             "heads": self._first.nbytes + self._second.nbytes,
             "draft_output_matrix": self._output.nbytes,
         }
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """Nothing is kept between rounds."""
-
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
-        """Nothing is kept between rounds."""
 
     def propose(self, context: Context) -> Draft:
         rows = context.last_hidden
@@ -235,7 +227,7 @@ class BlockwiseTranslation(Blockwise):
     prepared_as = "blockwise_translation"
 
 
-def _rule(sampling: Sampling, criterion: Criterion, top: int, epsilon: int, minimum_block: int) -> Rule:
+def _rule(sampling: Sampling, criterion: Criterion, top: int, epsilon: int, minimum_block: int) -> AcceptanceRule:
     """The rule of a criterion. The paper's blocks count their first token, always the target's own; drafts do not."""
     if criterion == "exact" and minimum_block == 1:
         return default_rule(sampling, "chain", drawn=False)

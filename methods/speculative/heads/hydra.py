@@ -23,7 +23,7 @@ Command: ``python -m bench method=hydra_heads dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.drafting import Context, Draft
+from methods.drafting import Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.draft_vocabulary import DraftVocabulary
@@ -206,10 +206,8 @@ def levels_of(shape: Shape, device: torch.device) -> list[Level]:
     return found
 
 
-class HydraDrafter:
+class HydraDrafter(StatelessDrafter):
     """Fills a tree of fixed shape level by level: every node's children are candidates given the path to it."""
-
-    taps: Sequence[int] = ()
 
     def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
         shape = tree.shape()
@@ -224,12 +222,6 @@ class HydraDrafter:
             "heads": sum(head.nbytes for head in self._heads),
             "draft_output_matrix": sum(product.nbytes for product in self._outputs),
         }
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """Nothing is kept between rounds."""
-
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
-        """Nothing is kept between rounds."""
 
     def propose(self, context: Context) -> Draft:
         state = context.last_hidden

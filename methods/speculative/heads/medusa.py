@@ -23,7 +23,7 @@ Command: ``python -m bench method=medusa dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.drafting import Context, Draft, Rule
+from methods.drafting import AcceptanceRule, Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
     own_folder,
@@ -155,10 +155,8 @@ class MedusaModel:
         return torch.stack(logits, 1)
 
 
-class MedusaDrafter:
+class MedusaDrafter(StatelessDrafter):
     """Fills a tree of fixed shape with the heads' candidates; a node's token does not depend on its parent."""
-
-    taps: Sequence[int] = ()
 
     def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
         shape = tree.shape()
@@ -170,12 +168,6 @@ class MedusaDrafter:
         depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
         place = torch.tensor(depth) * self._width + torch.tensor(shape.ranks)
         self._place = place.to(target.device)  # of each node among the candidates of all heads
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """Nothing is kept between rounds."""
-
-    def renew(self, prompts: Mapping[int, list[int]]) -> None:
-        """Nothing is kept between rounds."""
 
     def propose(self, context: Context) -> Draft:
         candidates = top_candidates(self.model(context.last_hidden), self._width)
@@ -247,7 +239,7 @@ class Medusa(HeadsDecoder):
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
 
 
-def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: float) -> Rule:
+def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: float) -> AcceptanceRule:
     """The rule of an acceptance.
 
     Raises:

@@ -243,12 +243,12 @@ class SharedTarget(CausalLM):
         cache: Cache,
         *,
         levels: int | None = None,
-        taps: Collection[int] = (),
+        hidden_layers: Collection[int] = (),
     ) -> Output:
         """As the target's, behind the layers whose output is known."""
         if not self.known:
-            return super().forward(tokens, parents, cache, levels=levels, taps=taps)
-        assert parents is None and not taps, "the draft is a chain and reads nothing of the target"
+            return super().forward(tokens, parents, cache, levels=levels, hidden_layers=hidden_layers)
+        assert parents is None and not hidden_layers, "the draft is a chain and reads nothing of the target"
         rest = self._through_common(tokens[:, len(self.known) :], cache)
         state = self.begin(tokens, None, cache)
         state.hidden = torch.cat([*self.known, rest], dim=1)

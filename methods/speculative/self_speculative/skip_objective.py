@@ -48,7 +48,7 @@ _Kind = tuple[str, int]
 class RandomDrafter:
     """Proposes the same number of random tokens each round, almost all of them wrong: a round of known size."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(self, nodes: int, vocab_size: int) -> None:
         self.nodes, self._vocab_size = nodes, vocab_size

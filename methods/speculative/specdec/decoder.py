@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from methods.drafting import Context, Draft, Rule
+from methods.drafting import AcceptanceRule, Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.sampling import Sampling
@@ -42,7 +42,7 @@ from methods.speculative.verification import TopBetaGap, default_rule
 class SpecDrafter:
     """Drafts a chain of up to ``nodes`` tokens, the whole of it in one pass."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def __init__(self, draft: DraftPass, nodes: int) -> None:
         self.nodes, self._draft = nodes, draft
@@ -124,7 +124,7 @@ def translates(target: CausalLM) -> Seq2SeqLM:
     )
 
 
-def _rule(sampling: Sampling, top_beta: int, tau: float) -> Rule:
+def _rule(sampling: Sampling, top_beta: int, tau: float) -> AcceptanceRule:
     relaxed = TopBetaGap(top_beta, tau)
     return relaxed if top_beta > 1 and sampling.greedy else default_rule(sampling, "chain", drawn=False)
 

@@ -398,7 +398,7 @@ def test_a_threshold_is_used_as_if_the_decoder_had_been_made_with_it(target: Cau
         plain: Any = used
         checks.outputs(plain, prompts, 9)
         used.set_threshold(1.0)
-        assert plain.guarantee is Guarantee.EXACT and plain.tally.steps == 0, "earlier steps are counted on"
+        assert plain.guarantee is Guarantee.EXACT and plain.counters.steps == 0, "earlier steps are counted on"
         own = checks.outputs(plain, prompts, 9)
         assert own == [checks.greedy_reference(target, prompt, 9) for prompt in prompts]
         used.set_threshold(0.25)

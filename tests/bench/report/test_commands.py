@@ -26,7 +26,7 @@ from bench.errors import UserError
 from bench.measure import run
 from bench.records import run_folder
 from bench.records.run_folder import RunFolder, Sample
-from bench.report import collect, compare
+from bench.report import collect, compare, tables
 from bench.utils import stats
 from methods.autoregressive import Autoregressive
 from methods.decoder import Decoder, Guarantee
@@ -138,15 +138,15 @@ def test_the_interval_covers_what_it_should() -> None:
     for _ in range(400):
         size = rng.lognormal(0, 0.5, 12)
         columns = [size * rng.lognormal(0, 0.1, 12) * scale for scale in (2.0, 1.0, 1.5, 1.0)]
-        found = compare.ratio_of_ratios(columns, 200)
+        found = stats.ratio_of_ratios(columns, n_resamples=200, seed=0)
         covered += found.low <= 2.0 / 1.5 <= found.high  # type: ignore[operator]
     assert 0.91 < covered / 400 < 0.98
 
 
 def test_without_spread_there_is_no_interval() -> None:
-    one = compare.ratio_of_ratios([np.array([value]) for value in (4.0, 2.0, 3.0, 3.0)], 100)
+    one = stats.ratio_of_ratios([np.array([value]) for value in (4.0, 2.0, 3.0, 3.0)], n_resamples=100, seed=0)
     assert (one.value, one.low, one.n) == (2.0, None, 1)
-    assert compare.ratio_of_ratios([np.array([])] * 4, 100) == stats.Interval(
+    assert stats.ratio_of_ratios([np.array([])] * 4, n_resamples=100, seed=0) == stats.Interval(
         None, reason="no conversation was finished in both runs"
     )
 
@@ -290,7 +290,11 @@ def test_the_table_is_written_and_read_back(ending: str, read: Any, three: Path,
 
 
 def test_columns_of_several_kinds_are_text(tmp_path: Path) -> None:
-    rows: list[collect.Row] = [{"nodes": "auto", "ok": True}, {"nodes": 4, "ok": None}, {"nodes": None, "ok": False}]
+    rows: list[collect.FlatRow] = [
+        {"nodes": "auto", "ok": True},
+        {"nodes": 4, "ok": None},
+        {"nodes": None, "ok": False},
+    ]
     collect.write(rows, tmp_path / "t.parquet")
     frame = pd.read_parquet(tmp_path / "t.parquet")
     assert frame["nodes"].tolist()[:2] == ["auto", "4"] and frame["nodes"].isna().tolist() == [False, False, True]
@@ -329,7 +333,7 @@ def test_collect_on_the_terminal(three: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_cells_of_markdown_cannot_break_the_table() -> None:
-    assert collect.markdown(["a"], [["x | y\nz"]]).splitlines()[2] == r"| x \| y z |"
+    assert tables.markdown(["a"], [["x | y\nz"]]).splitlines()[2] == r"| x \| y z |"
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -487,7 +491,7 @@ class Boundless(SpeculativeDecoder):
 
 
 class OneId:
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
     nodes = 2
 
     def reset(self, prompts: list[list[int]], limit: int) -> None: ...
