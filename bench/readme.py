@@ -15,7 +15,7 @@ import yaml
 
 from bench.config import compose, instantiate
 from bench.config.schema import checkout
-from bench.report import collect, leaderboard, markdown, terminal
+from bench.report import collect, leaderboard, markdown, tables, terminal
 
 BLOCK = re.compile(
     r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless|methods|packages: \w+) -->\n.*?<!-- end -->", re.DOTALL
@@ -89,7 +89,7 @@ def _methods(results: Path) -> str:
         rows.setdefault(key, []).append(_with_paper(name, method.paper))
     ordered = sorted(rows.items(), key=lambda row: (_FAMILIES.index(row[0][0]), row[0][1], row[0][2]))
     cells = [[family.replace("_", "-"), *others, ", ".join(names)] for (family, *others), names in ordered]
-    return collect.markdown(["family", "exactness", "needs", "methods"], cells)
+    return tables.markdown(["family", "exactness", "needs", "methods"], cells)
 
 
 def _with_paper(name: str, paper: str) -> str:
@@ -105,7 +105,7 @@ def _packages(top: str) -> str:
         sentence = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
         modules = sorted(module.stem for module in file.parent.glob("*.py") if module != file)
         cells.append([f"`{name}`", sentence.replace("``", "`").rstrip("."), " ".join(f"`{each}`" for each in modules)])
-    return collect.markdown(["package", "what it does", "modules"], cells)
+    return tables.markdown(["package", "what it does", "modules"], cells)
 
 
 def _lossless(results: Path, _: str) -> list[str]:
@@ -151,7 +151,7 @@ def _laboratory(results: Path) -> str:
     if not cells:
         return ""
     header = ["experiment", "method", "model", "type", "as promised", "record"]
-    return f"\n## Losslessness laboratory\n\n{collect.markdown(header, cells)}\n"
+    return f"\n## Losslessness laboratory\n\n{tables.markdown(header, cells)}\n"
 
 
 def pages(root: Path) -> list[Path]:

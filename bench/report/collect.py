@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
 from bench.records import run_folder
-from bench.report import terminal
+from bench.report import tables, terminal
 from bench.utils.files import read_json
+from bench.utils.text import flatten
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +28,7 @@ SHOWN = (
     "speedup.total.low", "speedup.total.high", "tokens_per_step", "tokens_per_s", "agreement.exact",
 )  # fmt: skip
 _MANY = frozenset({"dataset_revision", "speedup.by_category", "verdict"})  # kept as one cell of JSON, not as columns
-Row = dict[str, Any]
+FlatRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return found if found and "speedup" in found else None
 
 
-def row(record: Record) -> Row:
+def row(record: Record) -> FlatRow:
     """The run as one flat row."""
     manifest, summary = record.manifest, record.summary if record.finished else None
     named = {key: (manifest.get(key) or {}).get("name") for key in ("method", "dataset", "model")}
@@ -78,7 +79,9 @@ def row(record: Record) -> Row:
         "part": (manifest.get("part") or {}).get("sha256"),
     }
     settings = {f"method.{key}": _cell(value) for key, value in _settings(manifest)}
-    return facts | settings | {key: value for key, value in _flat(summary or {}) if key not in facts}
+    return (
+        facts | settings | {key: _cell(value) for key, value in flatten(summary or {}, whole=_MANY) if key not in facts}
+    )
 
 
 def is_valid(summary: Mapping[str, Any]) -> bool:
@@ -91,15 +94,6 @@ def _settings(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((key, value) for key, value in method.items() if key not in ("name", "_target_"))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = prefix + key
-        if isinstance(value, Mapping) and name not in _MANY:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, _cell(value)
-
-
 def _cell(value: Any) -> Any:
     """A list or a group as JSON text: a cell of a CSV file holds one thing."""
     return json.dumps(value) if isinstance(value, Mapping | list) else value
@@ -108,7 +102,7 @@ def _cell(value: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------- filtering
 
 
-def select(rows: Sequence[Row], filters: Iterable[str]) -> list[Row]:
+def select(rows: Sequence[FlatRow], filters: Iterable[str]) -> list[FlatRow]:
     """The rows that every filter lets through.
 
     Args:
@@ -127,7 +121,7 @@ def select(rows: Sequence[Row], filters: Iterable[str]) -> list[Row]:
     return kept
 
 
-def _filter(word: str, columns: Mapping[str, Any]) -> Callable[[Row], bool]:
+def _filter(word: str, columns: Mapping[str, Any]) -> Callable[[FlatRow], bool]:
     name, equals, wanted = word.partition("=")
     if not equals:
         raise UserError(f"'{word}' came; a filter is written column=value, as in: collect method=eagle valid=true")
@@ -147,7 +141,7 @@ def _text(value: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-def to_frame(rows: Sequence[Row]) -> pd.DataFrame:
+def to_frame(rows: Sequence[FlatRow]) -> pd.DataFrame:
     """One column per key that any row has, numbers as numbers; a column of several kinds as text."""
     import pandas as pd
 
@@ -156,7 +150,7 @@ def to_frame(rows: Sequence[Row]) -> pd.DataFrame:
     return frame.assign(**{name: frame[name].map(_text, na_action="ignore").astype("string") for name in mixed})
 
 
-def write(rows: Sequence[Row], file: Path) -> None:
+def write(rows: Sequence[FlatRow], file: Path) -> None:
     """Into a .csv, .parquet, .json or .md file, by its ending.
 
     Raises:
@@ -166,7 +160,7 @@ def write(rows: Sequence[Row], file: Path) -> None:
         ".csv": lambda frame: frame.to_csv(file, index=False),
         ".parquet": lambda frame: frame.to_parquet(file, index=False),
         ".json": lambda frame: frame.to_json(file, orient="records", indent=1),
-        ".md": lambda _: file.write_text(markdown(list(_columns(rows)), _cells(rows, _columns(rows))) + "\n"),
+        ".md": lambda _: file.write_text(tables.markdown(_columns(rows), _cells(rows, _columns(rows))) + "\n"),
     }
     if file.suffix not in writers:
         raise UserError(f"out={file} came; it must end in {', '.join(writers)}. Set out=FILE.")
@@ -175,31 +169,22 @@ def write(rows: Sequence[Row], file: Path) -> None:
         writers[file.suffix](to_frame(rows))
 
 
-def markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; what would end a cell is escaped."""
-    lines = [header, ["---"] * len(header), *cells]
-    escaped = ([cell.replace("|", r"\|").replace("\n", " ") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-
-
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[FlatRow]) -> str:
     """The columns that matter most, aligned, for the terminal."""
     names = _columns(rows)
-    lines = [names, *_cells(rows, names)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return tables.aligned(names, _cells(rows, names))
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
+def _columns(rows: Sequence[FlatRow]) -> list[str]:
     found = {name for each in rows for name in each}
     return [name for name in SHOWN if name in found] + ["run_id"]
 
 
-def _cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
+def _cells(rows: Sequence[FlatRow], names: Sequence[str]) -> list[list[str]]:
     return [[_shown(each, name) for name in names] for each in rows]
 
 
-def _shown(each: Row, name: str) -> str:
+def _shown(each: FlatRow, name: str) -> str:
     value = each.get(name)
     if name == "valid" and value is None:
         return str(each.get("status"))

@@ -7,32 +7,28 @@ decoded the same ones. Runs that do not share model, prompts, machine and the li
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
-from numpy.typing import NDArray
 
 from bench.analysis import pairs
 from bench.analysis.pairs import Pairs
 from bench.config import instantiate
 from bench.errors import UserError
 from bench.records import run_folder
-from bench.report import terminal
+from bench.report import tables, terminal
 from bench.report.collect import read_summary
 from bench.tasks import prompts
 from bench.utils import stats
+from bench.utils.text import flatten
 
 _SAME_BASELINE = 0.01  # of the baseline's tokens: where it wrote other texts, the two speed-ups are of other work
 _SPEED = 0.10  # drift of the baseline's speed from which on it is told
 _N_BOOTSTRAP, _SEED = 10_000, 0
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class Run:
         config = {key: value for key, value in self.config.items() if key != "tracker"}
         part = (self.manifest.get("part") or {}).get("sha256")
         facts = {"part": part and part[:12], "git": (self.manifest.get("git") or {}).get("sha")}
-        return dict(flattened(config)) | facts | dict(flattened({"versions": self.manifest.get("versions", {})}))
+        return dict(flatten(config)) | facts | dict(flatten({"versions": self.manifest.get("versions", {})}))
 
 
 def compare(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP) -> str:
@@ -103,17 +99,13 @@ def compare(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP) -> str:
     """
     require_comparable(a, b)
     ratio = speedup_ratio(a, b, n_resamples)
-    columns = [("", "A", "B"), *_rows(a, b)]
-    widths = [max(len(row[i]) for row in columns) for i in range(3)]
+    table = tables.aligned(["", "A", "B"], list(_rows(a, b)))
     return "\n".join(
         [
             *(f"{label}  {run.path}{_mark(run)}" for label, run in (("A", a), ("B", b))),
             *(f"   {line}" for line in _differences(a, b)),
             "",
-            *(
-                "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                for row in columns
-            ),
+            *(f"  {line}".rstrip() for line in table.splitlines()),
             "",
             *_categories(a, b),
             *_qualities(a, b),
@@ -150,9 +142,9 @@ def require_comparable(a: Run, b: Run) -> None:
     """
     if reasons := [*_other_keys(a, b), *_other_prompts(a, b), *_other_baseline(a, b)]:
         raise UserError(
-            f"{a.name} and {b.name} cannot be compared: {'; '.join(reasons)}. Both runs must share "
-            f"{', '.join(terminal.JOIN_KEYS)}, their prompts and the text of their baselines. Measure one of them again "
-            "with the other's settings."
+            f"{a.name} and {b.name} cannot be compared: {'; '.join(reasons)}. Both must share "
+            f"{', '.join(terminal.JOIN_KEYS)}, prompts and the text of their baselines. Repeat one of them with the "
+            "settings of the other."
         )
 
 
@@ -189,61 +181,7 @@ def speedup_ratio(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP, category: str
     if category is not None:
         joined = joined[joined["category_a"] == category]
     names = ("baseline_s_b", "method_s_b", "baseline_s_a", "method_s_a")
-    return ratio_of_ratios([joined[name].to_numpy(float) for name in names], n_resamples)
-
-
-def ratio_of_ratios(columns: Sequence[Array], n_resamples: int) -> stats.Interval:
-    """(sum 0 / sum 1) / (sum 2 / sum 3) with a 95 % interval over the rows.
-
-    As ``stats.ratio_of_totals``: a paired BCa bootstrap from 20 rows on, below a t interval with the jackknife's
-    pseudo-values of the logarithm.
-    """
-    n = len(columns[0])
-    if not n:
-        return stats.Interval(None, reason="no conversation was finished in both runs")
-    b_base, b, a_base, a = columns
-    value = float(np.exp(_log_ratio(b_base, b, a_base, a)))
-    if n == 1:
-        return stats.Interval(value, n=1, reason="one conversation has no spread")
-    low, high = _bca(columns, n_resamples) if n >= stats.FEWEST_FOR_BOOTSTRAP else (np.nan, np.nan)
-    if np.isfinite(low) and np.isfinite(high):
-        return stats.Interval(value, float(low), float(high), n, "bca")
-    return stats.Interval(value, *_jackknife(columns, value), n, "t")
-
-
-def _log_ratio(b_base: Array, b: Array, a_base: Array, a: Array, axis: int = -1) -> Any:
-    up: Any = np.log(b_base.sum(axis)) - np.log(b.sum(axis))
-    return up - np.log(a_base.sum(axis)) + np.log(a.sum(axis))
-
-
-def _bca(columns: Sequence[Array], n_resamples: int) -> tuple[float, float]:
-    """NaN where the resamples are degenerate."""
-    from scipy.stats import bootstrap
-
-    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
-        warnings.simplefilter("ignore")
-        found = bootstrap(
-            tuple(columns),
-            _log_ratio,
-            paired=True,
-            vectorized=True,
-            confidence_level=stats.CONFIDENCE,
-            n_resamples=n_resamples,
-            batch=500,
-            rng=np.random.default_rng(_SEED),
-        ).confidence_interval
-    return float(np.exp(found.low)), float(np.exp(found.high))
-
-
-def _jackknife(columns: Sequence[Array], value: float) -> tuple[float, float]:
-    from scipy.stats import t
-
-    n = len(columns[0])
-    b_base, b, a_base, a = (column.sum() - column[:, None] for column in columns)
-    without = _log_ratio(b_base, b, a_base, a)
-    pseudo = n * np.log(value) - (n - 1) * without
-    half = t.ppf((1 + stats.CONFIDENCE) / 2, n - 1) * pseudo.std(ddof=1) / np.sqrt(n)
-    return float(value * np.exp(-half)), float(value * np.exp(half))
+    return stats.ratio_of_ratios([joined[name].to_numpy(float) for name in names], n_resamples=n_resamples, seed=_SEED)
 
 
 # ---------------------------------------------------------------------------------------------------------- the text
@@ -291,7 +229,8 @@ def _categories(a: Run, b: Run) -> Iterator[str]:
     yield "B against A by category"
     for name in names:
         found = speedup_ratio(a, b, category=name)
-        yield f"  {name:16} {terminal.times(found.value)}  95 % {terminal.interval(asdict(found))}  ({found.n} conversations)"
+        interval = terminal.interval(asdict(found))
+        yield f"  {name:16} {terminal.times(found.value)}  95 % {interval}  ({found.n} conversations)"
     yield ""
 
 
@@ -348,12 +287,3 @@ def _notes(a: Run, b: Run) -> Iterator[str]:
         yield f"note: the machine was {speeds[1] / speeds[0]:.2f} times as fast in B; the speed-ups are free of that"
     if a.summary["guarantee"] != b.summary["guarantee"]:
         yield "note: the guarantees differ; weigh the speed against agreement and quality"
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys joined by dots, and their values."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

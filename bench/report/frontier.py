@@ -22,9 +22,10 @@ from typing import Any
 
 from bench.analysis import pairs
 from bench.errors import UserError
-from bench.report import collect, terminal
+from bench.report import collect, tables, terminal
 from bench.report.collect import Record
-from bench.report.compare import flattened
+from bench.utils.stats import pareto
+from bench.utils.text import flatten
 
 STATIC = "static_depth"
 OPEN, MISSING = "open", "not measured"
@@ -204,7 +205,7 @@ def settings(found: Sequence[Record]) -> dict[str, str]:
     """By run: the settings in which it differs from another run of its method, the chosen threshold among them."""
     given: dict[str, dict[str, Any]] = {}
     for record in found:
-        flat = dict(flattened(record.manifest.get("method") or {}))
+        flat = dict(flatten(record.manifest.get("method") or {}))
         if calibration := record.manifest.get("calibration"):
             flat["threshold"] = calibration["threshold"]
         given[str((record.summary or {})["run_id"])] = flat
@@ -273,15 +274,8 @@ def _own_seconds(point: Point) -> float:
 
 
 def on_frontier(points: Iterable[Point]) -> set[str]:
-    """Runs among the valid ones that no other is both faster and better than, ties aside."""
-    known = [(p.run_id, p.speed, p.quality) for p in points if p.valid]
-    full = [(name, (speed, quality)) for name, speed, quality in known if speed is not None and quality is not None]
-    return {name for name, pair in full if undominated(pair, (other for _, other in full))}
-
-
-def undominated(pair: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
-    """Whether no other pair is at least as high in both and higher in one."""
-    return not any(s >= pair[0] and q >= pair[1] and (s, q) != pair for s, q in others)
+    """Valid runs that no other one is both faster and better than, ties aside."""
+    return pareto({point.run_id: (point.speed, point.quality) for point in points if point.valid})
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -327,20 +321,17 @@ def _shown(value: float | None, form: str) -> str:
 
 def text(found: Sequence[Frontier]) -> str:
     """All tables, aligned, for the terminal."""
-    parts = []
-    for frontier in found:
-        lines = [list(HEADER), *cells(frontier)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        rows = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-        parts.append("\n".join([frontier.heading, f"quality: {frontier.points[0].metric}", "", *rows]))
-    return "\n\n".join(parts) or "No run yet of a method that may lose quality. Run: python -m bench sweep=frontier"
+    parts = [
+        f"{frontier.heading}\nquality: {frontier.points[0].metric}\n\n{tables.aligned(HEADER, cells(frontier))}"
+        for frontier in found
+    ]
+    return "\n\n".join(parts) or "No run of a method that may lose quality. Run: python -m bench sweep=frontier"
 
 
 def markdown(found: Sequence[Frontier]) -> str:
     """All tables for reading in a repository."""
     parts = [
-        f"## {frontier.heading}\n\nQuality: {frontier.points[0].metric}\n\n"
-        + collect.markdown(list(HEADER), cells(frontier))
+        f"## {frontier.heading}\n\nQuality: {frontier.points[0].metric}\n\n" + tables.markdown(HEADER, cells(frontier))
         for frontier in found
     ]
     return "\n\n".join(parts) + "\n"

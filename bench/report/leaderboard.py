@@ -1,7 +1,7 @@
-"""Recorded runs as groups: who wins, where, and at what price. What RESULTS.md, the report and the notebook show.
+"""Recorded runs as ranked groups, for RESULTS.md, the report and the notebooks.
 
-A group holds the runs that may stand in one table (``bench.report.terminal.JOIN_KEYS``). Ranks count within one guarantee, for a
-method that may change the text and one that may not do not run the same race; INVALID runs come last and have no rank.
+A group holds the runs that may be in one table (``bench.report.terminal.JOIN_KEYS``). Methods of different guarantees
+are ranked separately; INVALID runs come last and have no rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bench.analysis.cost_curve import CostCurve
 from bench.report import collect, frontier, terminal
 from bench.report.collect import Record
+from bench.utils.stats import pareto
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -291,8 +292,7 @@ def _quality_speed_plot(rows: Sequence[Row], metric: str) -> QualitySpeedPlot:
     models = sorted({str(row.summary["model"]) for row in rows})
     summary = rows[0].summary
     facts = [summary.get("dataset"), summary.get("hardware"), summary.get("dtype"), terminal.how(summary)]
-    ranked = [(point.row.name, (point.rate, point.quality)) for point in points if point.row.rank is not None]
-    front = {name for name, pair in ranked if frontier.undominated(pair, (other for _, other in ranked))}
+    front = pareto({p.row.name: (p.rate, p.quality) for p in points if p.row.rank is not None})
     return QualitySpeedPlot(f"{', '.join(map(str, facts))}; models: {', '.join(models)}", metric, points, front)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from bench.analysis.summary import summarise
 from bench.errors import UserError
 from bench.records import run_folder
-from bench.report import collect, html, leaderboard, terminal
+from bench.report import html, leaderboard, tables, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import ComparisonGroup
 
@@ -88,7 +88,7 @@ def _index(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
         link = f"[{_plain(group.heading)}](#{_anchor(group.heading)})"
         best = (f"{_plain(row.label)} {terminal.times(row.speed)}" if row else "-" for row in fastest)
         cells.append([link, str(len(group.rows)), str(len(group.valid)), *best])
-    yield collect.markdown(header, cells)
+    yield tables.markdown(header, cells)
 
 
 def _anchor(heading: str) -> str:
@@ -103,7 +103,7 @@ def _section(group: ComparisonGroup, folder: str) -> str:
         [_plain(str(value)) for value in line[:-1]] + [_link(line[-1], folder)]
         for line in frame.itertuples(index=False)
     ]
-    body = f"## {_plain(group.heading)}\n\n{collect.markdown([*header, 'run'], cells)}"
+    body = f"## {_plain(group.heading)}\n\n{tables.markdown([*header, 'run'], cells)}"
     reasons = ((row, (row.summary.get("verdict") or {}).get("reasons", [])) for row in group.rows)
     notes = [f"- {_plain(row.name)}: {_plain(reason)}" for row, every in reasons for reason in every]
     return body + ("\n\nINVALID:\n\n" + "\n".join(notes) if notes else "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import UserError
+from bench.report import tables
 
 WIDTH = 100
 MISSING = "not measured"
@@ -69,14 +70,10 @@ def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
     _check_comparable(runs)
     runs.sort(key=lambda run: (not _is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
     columns = COLUMNS | (_TRANSLATION if all(map(translates, runs)) else {})
-    left = [place for place, name in enumerate(columns) if name in _LEFT]
-    cells = [list(columns), *([column(run) for column in columns.values()] for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(_aligned(cell, width, i in left) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in cells
-    )
-    return "\n".join([*_pack([place(runs[0]), str(runs[0].get("dataset")), how(runs[0])]), "", *map(str.rstrip, lines)])
+    right = [place for place, name in enumerate(columns) if name not in _LEFT]
+    cells = [[shown.replace(MISSING, "-") for shown in (column(run) for column in columns.values())] for run in runs]
+    head = _pack([place(runs[0]), str(runs[0].get("dataset")), how(runs[0])])
+    return "\n".join([*head, "", tables.aligned(list(columns), cells, right)])
 
 
 # ---------------------------------------------------------------------------------------------------------- one run
@@ -322,11 +319,6 @@ _TRANSLATION: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "sentences/s": lambda run: rate_number(run.get("prompts_per_s")),
 }
 _LEFT = ("method", "guarantee", "result")
-
-
-def _aligned(cell: str, width: int, left: bool) -> str:
-    short = "-" if cell == MISSING else cell
-    return short.ljust(width) if left else short.rjust(width)
 
 
 def _check_comparable(runs: Sequence[Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ estimated is the ratio of the two arms' totals over that population, or the geom
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,12 +46,7 @@ class Interval:
 
 
 def ratio_of_totals(numerator: Values, denominator: Values, *, n_resamples: int, seed: int) -> Interval:
-    """Sum of ``numerator`` over sum of ``denominator``, with a 95 % interval over the pairs.
-
-    From 20 pairs on the interval is a paired BCa bootstrap (Efron 1987). Below, BCa covers too seldom, and a t
-    interval takes its place, on the log of the ratio of totals and with the jackknife's standard error: its centre is
-    the reported value, and where long texts have other ratios than short ones it still covers, which the t interval
-    of the plain log ratios, an interval of the geometric mean, does not.
+    """Sum of ``numerator`` over sum of ``denominator``, with a 95 % interval over the pairs, see ``_interval``.
 
     Args:
         numerator: one positive value per pair.
@@ -65,17 +60,52 @@ def ratio_of_totals(numerator: Values, denominator: Values, *, n_resamples: int,
     top, bottom = _checked(numerator, denominator)
     if not len(top):
         return Interval(None, reason="no pairs were measured")
-    value = float(top.sum() / bottom.sum())
-    if len(top) == 1:
-        return Interval(value, n=1, reason=_ONE_PAIR)
-    if _all_same(top / bottom):
+    if len(top) > 1 and _all_same(top / bottom):
+        value = float(top.sum() / bottom.sum())
         return Interval(value, value, value, len(top), "equal")
-    if len(top) >= FEWEST_FOR_BOOTSTRAP:
-        low, high = _bca(top, bottom, n_resamples, seed)
+
+    def ratio(a: Array, b: Array, axis: int = -1) -> Any:
+        return a.sum(axis) / b.sum(axis)
+
+    return _interval((top, bottom), ratio, n_resamples, seed, _ONE_PAIR)
+
+
+def ratio_of_ratios(columns: Sequence[Values], *, n_resamples: int, seed: int) -> Interval:
+    """(sum 0 / sum 1) / (sum 2 / sum 3), with a 95 % interval over the rows, see ``_interval``."""
+    arrays = tuple(np.asarray(column, dtype=float) for column in columns)
+    if not len(arrays[0]):
+        return Interval(None, reason="no conversation was finished in both runs")
+
+    def ratio(a: Array, b: Array, c: Array, d: Array, axis: int = -1) -> Any:
+        return a.sum(axis) / b.sum(axis) / (c.sum(axis) / d.sum(axis))
+
+    return _interval(arrays, ratio, n_resamples, seed, "one conversation has no spread")
+
+
+def _interval(columns: tuple[Array, ...], ratio: Callable[..., Any], n_resamples: int, seed: int, one: str) -> Interval:
+    """A ratio of totals with its 95 % interval over paired rows.
+
+    From 20 rows on the interval is a paired BCa bootstrap (Efron 1987). Below, BCa covers too seldom, and a t
+    interval takes its place, on the log of the ratio of totals and with the jackknife's standard error: its centre is
+    the reported value, and where long texts have other ratios than short ones it still covers, which the t interval
+    of the plain log ratios, an interval of the geometric mean, does not.
+
+    Args:
+        columns: one value per row each.
+        ratio: of the columns' totals.
+        one: why a single row has no interval.
+    """
+    value, n = float(ratio(*columns)), len(columns[0])
+    if n == 1:
+        return Interval(value, n=1, reason=one)
+    if n >= FEWEST_FOR_BOOTSTRAP:
+        low, high = _bca(columns, ratio, n_resamples, seed)
         if np.isfinite(low) and np.isfinite(high):
-            return Interval(value, low, high, len(top), "bca")
-    low, high = _jackknife_t(top, bottom)
-    return Interval(value, low, high, len(top), "t")
+            return Interval(value, low, high, n, "bca")
+    without = np.log(ratio(*(column.sum() - column[:, None] for column in columns)))
+    pseudo = n * np.log(value) - (n - 1) * without
+    low, high = np.exp(_t_interval(pseudo) - pseudo.mean() + np.log(value))
+    return Interval(value, float(low), float(high), n, "t")
 
 
 def geometric_mean(numerator: Values, denominator: Values) -> Interval:
@@ -111,17 +141,14 @@ def _all_same(ratios: Array) -> bool:
     return bool(np.ptp(ratios) <= _SAME * ratios[0])
 
 
-def _bca(top: Array, bottom: Array, n_resamples: int, seed: int) -> tuple[float, float]:
+def _bca(columns: tuple[Array, ...], ratio: Callable[..., Any], n_resamples: int, seed: int) -> tuple[float, float]:
     """NaN where the resamples are degenerate."""
     from scipy.stats import bootstrap
-
-    def ratio(a: Array, b: Array, axis: int = -1) -> Any:
-        return a.sum(axis) / b.sum(axis)
 
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
         warnings.simplefilter("ignore")
         found = bootstrap(
-            (top, bottom),
+            columns,
             ratio,
             paired=True,
             vectorized=True,
@@ -134,18 +161,19 @@ def _bca(top: Array, bottom: Array, n_resamples: int, seed: int) -> tuple[float,
     return float(found.low), float(found.high)
 
 
-def _jackknife_t(top: Array, bottom: Array) -> tuple[float, float]:
-    """t interval over the jackknife's pseudo-values of the log ratio, around the ratio itself."""
-    whole, n = np.log(top.sum() / bottom.sum()), len(top)
-    without = np.log((top.sum() - top) / (bottom.sum() - bottom))
-    pseudo = n * whole - (n - 1) * without
-    low, high = np.exp(_t_interval(pseudo) - pseudo.mean() + whole)
-    return float(low), float(high)
-
-
 def _t_interval(values: Array) -> Array:
     """Low and high around the mean."""
     from scipy.stats import t
 
     half = t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return np.array([values.mean() - half, values.mean() + half])
+
+
+def pareto(points: Mapping[str, tuple[float | None, float | None]]) -> set[str]:
+    """Names of the points that no other one equals or exceeds in both values and exceeds in one."""
+    known = {name: (x, y) for name, (x, y) in points.items() if x is not None and y is not None}
+    return {
+        name
+        for name, (x, y) in known.items()
+        if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in known.values())
+    }

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dictionaries by dotted key: ``("method.name", "eagle")``."""
+def flatten(tree: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dictionaries by dotted key: ``("method.name", "eagle")``; keys in ``whole`` are leaves."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in whole:
+            yield from flatten(value, f"{prefix}{key}.", whole)
         else:
             yield f"{prefix}{key}", value
 

@@ -18,9 +18,10 @@ import pytest
 from bench.analysis import metrics
 from bench.analysis.cost_curve import CostCurve
 from bench.config import compose
-from bench.report import frontier, leaderboard, plots, terminal
+from bench.report import leaderboard, plots, terminal
 from bench.report.collect import Record
 from bench.report.style import style_of
+from bench.utils import stats
 from tests.helpers.sample_rows import both
 
 matplotlib.use("agg")
@@ -158,9 +159,10 @@ def test_a_market_joins_models_and_families_but_no_machines() -> None:
     assert leaderboard.quality_speed_plots(leaderboard.groups(rows[-1:]), "bleu", "multi30k") == []
 
 
-def test_undominated_keeps_ties() -> None:
-    assert frontier.undominated((1.0, 2.0), [(1.0, 2.0), (2.0, 1.0)])
-    assert not frontier.undominated((1.0, 2.0), [(1.0, 2.5)])
+def test_the_pareto_front_keeps_ties() -> None:
+    points = {"a": (1.0, 2.0), "twin": (1.0, 2.0), "other": (2.0, 1.0), "slower": (0.5, 2.0), "unknown": (9.0, None)}
+    assert stats.pareto(points) == {"a", "twin", "other"}
+    assert stats.pareto({"a": (1.0, 2.0), "b": (1.0, 2.5)}) == {"b"}
 
 
 def test_batch_series_need_two_sizes() -> None:
