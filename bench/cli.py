@@ -225,8 +225,7 @@ def _list(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     if not arguments or arguments[0].count("/") != 1:
         raise UserError("show needs GROUP/CHOICE, as in: python -m bench show method/prompt_lookup")
-    file = compose.config_file(*arguments[0].split("/"))
-    text = file.read_text(encoding="utf-8").rstrip()
+    text = compose.merged(*arguments[0].split("/"))
     documentation = _documentation(text)
     return _print(text + (f"\n\n{documentation}" if documentation else ""))
 
@@ -235,15 +234,13 @@ def _validate(arguments: list[str]) -> int:
     from bench import validate
 
     if not arguments:
-        raise UserError(
-            "validate needs the folder of a run, or that of all, as in: python -m bench validate results/RUN_ID, or "
-            "python -m bench validate results"
-        )
+        raise UserError("validate needs the folder of a run, or of all runs, as in: python -m bench validate results")
     bad = 0
     for folder in map(Path, arguments):
-        kept = list(validate.check(folder) if validate.is_shelf(folder) else [validate.check_one(folder)])
-        print(*(each.line() for each in kept if each.problems), f"{folder}: {validate.counted(kept)}", sep="\n")
-        bad += sum(bool(each.problems) for each in kept)
+        checks = list(validate.check(folder) if validate.is_results(folder) else [validate.check_one(folder)])
+        wrong = [each.line() for each in checks if each.problems]
+        print(*wrong, f"{folder}: {validate.counted(checks)}", sep="\n")
+        bad += len(wrong)
     return BAD_INPUT if bad else OK
 
 

@@ -1,4 +1,4 @@
-"""``python -m bench doctor``: is this machine ready, and if not, what to do."""
+"""``python -m bench doctor``: whether this machine is ready, and what to do if not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,11 +21,7 @@ _FREE_GIB = 2.0  # the embedded model, converted, with room for the wheel it com
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        state: ``fail`` keeps a run from working, ``warn`` limits or slows it.
-    """
+    """One check; ``fail`` prevents a run, ``warn`` limits or slows it."""
 
     state: Literal["ok", "warn", "fail"]
     what: str
@@ -37,24 +32,23 @@ class Finding:
 
 
 def examine(cfg: RunConfig) -> list[Finding]:
-    """Look at everything a run with this config would need. Starts nothing and downloads nothing."""
-    looks: list[Callable[[], Finding]] = [
-        _python,
-        *(lambda name=name: _package(name) for name in _NEEDS),
-        _device,
-        _threads,
-        lambda: _folder("results", cfg.paths.results),
-        lambda: _disk(cfg.paths.cache),
-        lambda: _data(cfg.paths.data),
-        lambda: _model(cfg.paths.cache),
-        _wandb,
+    """Check what a run with this config needs; starts and downloads nothing."""
+    return [
+        _python(),
+        *map(_package, _NEEDS),
+        _device(),
+        _threads(),
+        _folder("results", cfg.paths.results),
+        _disk(cfg.paths.cache),
+        _data(cfg.paths.data),
+        _model(cfg.paths.cache),
+        _wandb(),
     ]
-    return [look() for look in looks]
 
 
 def _python() -> Finding:
     good = (3, 10) <= sys.version_info[:2] < (3, 14)
-    advice = "" if good else "; 3.10 to 3.13 are supported, make the environment anew with one of them"
+    advice = "" if good else "; create the environment with Python 3.10 to 3.13"
     return Finding("ok" if good else "warn", "python", f"{platform.python_version()} on {platform.platform()}{advice}")
 
 
@@ -79,7 +73,7 @@ def _device() -> Finding:
         card = torch.cuda.get_device_properties(0)
         return Finding("ok", "device", f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
     if shutil.which("nvidia-smi"):
-        return Finding("warn", "device", "an NVIDIA driver is here, but this torch has no CUDA; pip install torch anew")
+        return Finding("warn", "device", "there is an NVIDIA driver, but this torch has no CUDA; reinstall torch")
     return Finding("ok", "device", f"CPU, {torch.backends.cpu.get_cpu_capability()}")
 
 
@@ -89,14 +83,14 @@ def _threads() -> Finding:
     cores, load = psutil.cpu_count(logical=False) or os.cpu_count() or 1, os.getloadavg()[0]
     text = f"{cores} physical cores, load {load:.1f}"
     if load > 0.5 * cores:
-        return Finding("warn", "threads", f"{text}; other work disturbs the times, wait until it has ended")
+        return Finding("warn", "threads", f"{text}; other processes disturb the times, wait until they end")
     return Finding("ok", "threads", text)
 
 
 def _folder(what: str, path: str) -> Finding:
     existing = _existing(Path(path))
     if not os.access(existing, os.W_OK):
-        return Finding("fail", what, f"{path} cannot be written; set paths.{what}=FOLDER")
+        return Finding("fail", what, f"{path} is not writable; set paths.{what}=FOLDER")
     return Finding("ok", what, path)
 
 
@@ -118,22 +112,18 @@ def _data(folder: str | None) -> Finding:
 def _model(cache: str) -> Finding:
     folder = SMOLLM2.folder(Path(cache))
     if not (folder / "model.safetensors").is_file():
-        return Finding("warn", "model", "the embedded model is not here yet; python -m bench fetch models smollm2")
+        return Finding("warn", "model", "the embedded model is not downloaded; python -m bench fetch models smollm2")
     return Finding("ok", "model", str(folder))
 
 
 def _wandb() -> Finding:
     if importlib.util.find_spec("wandb") is None:
         return Finding("ok", "wandb", "not installed; only tracker=wandb needs it")
-    logged_in = bool(os.environ.get("WANDB_API_KEY")) or _has_netrc_entry()
-    return Finding("ok", "wandb", f"{version('wandb')}, {'logged in' if logged_in else 'no login: runs stay offline'}")
-
-
-def _has_netrc_entry() -> bool:
-    file = Path.home() / ".netrc"
-    return file.is_file() and "wandb" in file.read_text(encoding="utf-8", errors="replace")
+    netrc = Path.home() / ".netrc"
+    known = netrc.is_file() and "wandb" in netrc.read_text(encoding="utf-8", errors="replace")
+    login = "logged in" if known or os.environ.get("WANDB_API_KEY") else "no login: runs stay offline"
+    return Finding("ok", "wandb", f"{version('wandb')}, {login}")
 
 
 def _existing(path: Path) -> Path:
-    """The deepest folder of ``path`` that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())

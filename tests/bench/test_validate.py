@@ -37,7 +37,7 @@ def change(folder: Path, file: str, edit: Callable[[Any], Any]) -> None:
 
 def test_sound_records_are_counted(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", str(kept)]) == 0
-    assert capsys.readouterr().out == f"{kept}: 1 run, 3 laboratory records: ok\n"
+    assert capsys.readouterr().out == f"{kept}: 1 run, 3 lossless records: ok\n"
     assert cli.main(["validate", str(kept / RUN.name), str(kept / "lossless")]) == 0
 
 
@@ -50,11 +50,11 @@ def test_the_committed_records_are_sound() -> None:
     [
         ("prompt", "summary.json", lambda s: s["speedup"]["total"].update(value=9.0), "speed-up 9.0, the samples 1."),
         ("prompt", "manifest.json", lambda m: m.update(status="failed"), "not finished: status 'failed'"),
-        ("greedy", "result.json", lambda r: r["prompts"][0].update(violation=1), "True, its own figures say False"),
-        ("joint", "result.json", lambda r: r["cells"][0].update(p_value=0.0), "its own figures say False"),
-        ("sampling", "result.json", lambda r: r["cells"][0].update(p_value=0.0), "its own figures say False"),
+        ("greedy", "result.json", lambda r: r["prompts"][0].update(violation=1), "True, its figures give False"),
+        ("joint", "result.json", lambda r: r["cells"][0].update(p_value=0.0), "its figures give False"),
+        ("sampling", "result.json", lambda r: r["cells"][0].update(p_value=0.0), "its figures give False"),
         ("sampling", "result.json", lambda r: r.pop("bound"), "cannot be read: KeyError"),
-        ("greedy", "manifest.json", lambda m: m.update(experiment="joint"), "is of experiment 'joint'"),
+        ("greedy", "manifest.json", lambda m: m.update(experiment="joint"), "has experiment 'joint'"),
     ],
 )  # fmt: skip
 def test_a_changed_record_is_one_line(
@@ -65,7 +65,7 @@ def test_a_changed_record_is_one_line(
     assert cli.main(["validate", str(kept)]) == 2
     line, last = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{folder}: ") and message in line
-    assert last == f"{kept}: 1 run, 3 laboratory records: 1 bad"
+    assert last == f"{kept}: 1 run, 3 lossless records: 1 bad"
     assert cli.main(["validate", str(folder)]) == 2
 
 
@@ -73,7 +73,7 @@ def test_what_is_half_there_is_not_overlooked(kept: Path) -> None:
     (kept / RUN.name / "manifest.json").unlink()
     next((kept / "lossless").glob("greedy-*/result.json")).unlink()
     bad = {each.path.name.split("-")[0]: each.problems[0] for each in validate.check(kept) if each.problems}
-    assert bad == {"prompt_lookup": "manifest.json is missing", "greedy": "result.json is missing or no JSON"}
+    assert bad == {"prompt_lookup": "manifest.json is missing", "greedy": "result.json is missing or not JSON"}
 
 
 def test_several_problems_are_counted(kept: Path) -> None:
