@@ -1,7 +1,4 @@
-"""Whether the numbers of a run may be believed: a list of checks, each of which says in plain words what is wrong.
-
-A *reason* makes a run INVALID, a *warning* does not. Every text says what was found, what is allowed and what to do.
-"""
+"""Checks whether the numbers of a run can be trusted. A *reason* makes a run INVALID, a *warning* does not."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _FULL_PRECISION = ("float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """Whether the numbers of a run may be believed; if not, why, and what to do."""
+    """Whether the numbers of a run can be trusted; if not, why, and what to do."""
 
     valid: bool
     reasons: list[str]
@@ -39,9 +36,7 @@ class Evidence:
         measured: the measured rows of both arms, failed ones included.
         rows: those that count, see ``bench.analysis.metrics.paired``.
         summary: what was derived from them.
-        manifest: facts of the run; of these ``eos_ids``, ``dtype``, ``hardware`` (``threads``, ``logical_cores``),
-            ``load_average`` (``end``: 1, 5 and 15 minutes) and ``gpu_utilisation`` (``start``: percent) are read where
-            they are present.
+        manifest: facts of the run, as far as present.
     """
 
     measured: list[Sample]
@@ -51,7 +46,6 @@ class Evidence:
 
     @property
     def exact(self) -> bool:
-        """Whether the method promises the target's own output."""
         return self.summary["guarantee"] == "EXACT"
 
 
@@ -61,7 +55,7 @@ class _Findings:
     warnings: list[str] = field(default_factory=list)
 
     def judge(self, value: float, limits: tuple[float, float], text: str) -> None:
-        """A warning above the lower limit, a reason above the higher one."""
+        """Warn above the lower limit, invalidate above the higher one."""
         if value > limits[1]:
             self.reasons.append(text)
         elif value > limits[0]:
@@ -73,13 +67,7 @@ def audit(
     summary: Mapping[str, Any],
     manifest: Mapping[str, Any] | None = None,
 ) -> AuditResult:
-    """Check a run.
-
-    Args:
-        samples: the rows of samples.jsonl.
-        summary: what ``bench.analysis.metrics.summarise`` made of them.
-        manifest: manifest.json; None leaves out what only it can tell.
-    """
+    """Check a run: its samples, what ``bench.analysis.metrics.summarise`` made of them, and its manifest."""
     rows = [sample if isinstance(sample, Sample) else Sample(**sample) for sample in samples]
     measured = [sample for sample in rows if sample.phase == "measure"]
     evidence = Evidence(measured, metrics.paired(metrics.frame(rows)), summary, manifest or {})
@@ -94,28 +82,26 @@ def check_complete(evidence: Evidence, found: _Findings) -> None:
     failed = [f"{_name(sample)}: {sample.error}" for sample in evidence.measured if sample.error is not None]
     if failed:
         found.reasons.append(
-            f"Measured rows that failed: {len(failed)}; none may. {_first(failed)} Correct the cause, delete the run's "
-            "folder and run again."
+            f"{len(failed)} measured rows failed. {_first(failed)} Correct the cause and repeat the run with --fresh."
         )
     arms = {arm: {(s.prompt_id, s.repeat) for s in evidence.measured if s.arm == arm} for arm in ("baseline", "method")}
     lonely = [f"prompt {name}, repeat {repeat}" for name, repeat in sorted(arms["baseline"] ^ arms["method"])]
     if lonely:
         found.reasons.append(
-            f"Prompts measured by one arm only: {len(lonely)}; both arms must. {_first(lonely)} Run the same command "
-            "to go on."
+            f"{len(lonely)} prompts were measured by one arm only. {_first(lonely)} Run the same command to resume."
         )
     if evidence.rows.empty:
-        found.reasons.append("No prompt was measured by both arms without an error. Run the same command to go on.")
+        found.reasons.append("No prompt was measured by both arms without an error. Run the same command to resume.")
 
 
 def check_doubt(evidence: Evidence, found: _Findings) -> None:
-    """What the method itself found strange about its part during the warm-up."""
+    """The method's own warning about its acceptance during the warm-up."""
     if doubt := evidence.manifest.get("doubt"):
         found.warnings.append(str(doubt))
 
 
 def check_agreement(evidence: Evidence, found: _Findings) -> None:
-    """An EXACT method writes what the target would, and so does the baseline, up to stated near-ties."""
+    """EXACT methods and the baseline write what the target would, up to stated near-ties."""
     agreement = evidence.summary.get("agreement")
     if agreement is None:
         if evidence.exact:
@@ -128,9 +114,8 @@ def check_agreement(evidence: Evidence, found: _Findings) -> None:
         if part.get("violation"):
             culprit = "the engine" if arm == "baseline" else "the method"
             found.reasons.append(
-                f"Tokens of the {arm} that {_writer(arm, agreement)} would not write: {_violations(part)}"
-                f"{_gap(agreement)}; none may be there. Compare with hardware=cpu_fp32: if they stay, {culprit} is "
-                "wrong."
+                f"{_violations(part)} tokens of the {arm} are not those of {_writer(arm, agreement)}{_gap(agreement)}. "
+                f"Repeat with hardware=cpu_fp32: if they remain, {culprit} is wrong."
             )
     exact = agreement.get("exact")
     if evidence.exact and evidence.manifest.get("dtype") in _FULL_PRECISION and exact is not None and exact < 1:
@@ -141,18 +126,18 @@ def check_agreement(evidence: Evidence, found: _Findings) -> None:
 
 
 def check_ids(evidence: Evidence, found: _Findings) -> None:
-    """Reported tokens are ids kept, end-of-sequence stands at the end or nowhere, times fit into each other."""
+    """Reported tokens equal ids kept, end-of-sequence is last or absent, step times fit into the batch time."""
     ends = frozenset(evidence.manifest.get("eos_ids") or ())
     faults = [f"{_name(sample)}: {fault}" for sample in evidence.measured for fault in _id_faults(sample, ends)]
     if faults:
         found.reasons.append(
-            f"Records that contradict themselves: {len(faults)}; none may. {_first(faults)} The harness is wrong, or "
-            "the file was changed: report it, or delete the run's folder and run again."
+            f"{len(faults)} records contradict themselves. {_first(faults)} The file was changed, or this is a bug: "
+            "report it, or repeat the run with --fresh."
         )
 
 
 def check_length(evidence: Evidence, found: _Findings) -> None:
-    """Both arms write about the same number of tokens; otherwise total times are of different work."""
+    """Both arms write about the same number of tokens; otherwise total times compare different work."""
     written = evidence.rows.groupby("arm")["n_output_tokens"].sum()
     if len(written) < 2 or not written["baseline"]:
         return
@@ -160,8 +145,8 @@ def check_length(evidence: Evidence, found: _Findings) -> None:
         return
     share = written["method"] / written["baseline"]
     text = (
-        f"The method wrote {share:.0%} of the baseline's tokens; between {1 - LENGTH_TOLERANCE:.0%} and "
-        f"{1 + LENGTH_TOLERANCE:.0%} the total times can be compared. Read speedup.per_token instead"
+        f"Tokens of the method must be {1 - LENGTH_TOLERANCE:.0%} to {1 + LENGTH_TOLERANCE:.0%} of the baseline's for "
+        f"total times to compare, got {share:.0%}. Use speedup.per_token instead"
     )
     if evidence.exact:
         found.warnings.append(f"{text}, or measure more prompts.")
@@ -170,7 +155,7 @@ def check_length(evidence: Evidence, found: _Findings) -> None:
 
 
 def check_repeats(evidence: Evidence, found: _Findings) -> None:
-    """A prompt seen before is not decoded faster: nothing is carried over, and the machine was warm."""
+    """A repeated prompt is not decoded faster: nothing is carried over, and the machine was warm."""
     done = metrics.batches(evidence.rows)
     pace = done.assign(pace=done["batch_ns"] / done["tokens"], again=done["repeat"] > 0)
     table = pace.pivot_table(index=["arm", "batch"], columns="again", values="pace", aggfunc="mean")
@@ -180,8 +165,8 @@ def check_repeats(evidence: Evidence, found: _Findings) -> None:
     for arm, gains in gain.dropna().groupby("arm"):
         if len(gains) >= _FEWEST_REPEATED and gains.median() > 1 + REPEAT_TOLERANCE:
             found.reasons.append(
-                f"The {arm} decoded prompts {gains.median() - 1:.0%} faster when it saw them again; "
-                f"{REPEAT_TOLERANCE:.0%} are allowed. Reset what it keeps between prompts, or raise measure.warmup."
+                f"The {arm} decoded repeated prompts {gains.median() - 1:.0%} faster, over {REPEAT_TOLERANCE:.0%}. "
+                "Reset its state between prompts, or raise measure.warmup."
             )
 
 
@@ -194,53 +179,48 @@ def check_acceptance(evidence: Evidence, found: _Findings) -> None:
     ]
     if faults:
         found.reasons.append(
-            f"Rounds whose counters do not fit: {len(faults)}; all must. {_first(faults)} The method reports wrong "
-            "counters: correct its Step."
+            f"Counters of {len(faults)} rounds are inconsistent. {_first(faults)} Correct the method's Step."
         )
 
 
 def check_steadiness(evidence: Evidence, found: _Findings) -> None:
-    """The machine was steady from one batch to the next, and over the run, see ``metrics.steadiness``.
+    """The machine was steady from batch to batch, and over the run, see ``metrics.steadiness``.
 
-    The first disturbs the pairs that a speed-up is made of. The second does not, as a method that is measured against
-    itself shows (1.00, within a percent, where the machine's speed halved and doubled), so it is a warning.
+    Only the first disturbs pairs: the baseline measured against itself gives 1.00 within a percent although the
+    machine's speed halved and doubled. So a drift is a warning.
     """
     spread, jitter = evidence.summary.get("spread"), evidence.summary.get("jitter")
     if jitter is not None:
         text = (
-            f"The baseline's time per round varied by {jitter:.0%} from one batch to the next (IQR over median, "
-            f"contexts accounted for); up to {JITTER[0]:.0%} is steady, above {JITTER[1]:.0%} is no measurement. Close "
-            "other programs, fix the clock rate, and run again."
+            f"The baseline's time per round varied by {jitter:.0%} between batches (IQR over median, context removed); "
+            f"up to {JITTER[0]:.0%} is steady, above {JITTER[1]:.0%} is INVALID. Close other programs, fix the clock "
+            "rate, and repeat."
         )
         found.judge(jitter, JITTER, text)
     if spread is not None and spread > DRIFT:
         found.warnings.append(
             f"The machine's speed drifted: the baseline's time per round varied by {spread:.0%} over the run (IQR over "
-            f"median); up to {DRIFT:.0%} is steady. The speed-up is protected, both arms shared each moment; tokens "
-            "per second and latencies are not, so compare them within this run alone."
+            f"median); up to {DRIFT:.0%} is steady. Interleaving protects the speed-up; compare tokens per second and "
+            "latencies within this run only."
         )
 
 
 def check_load(evidence: Evidence, found: _Findings) -> None:
-    """Nobody else computed on the device.
-
-    On a CPU the load of the last minute minus the threads of this run, over the cores; on a GPU how busy it was before
-    this run began.
-    """
+    """Other programs did not use the device: on a CPU by the load of the last minute, on a GPU before the run."""
     manifest = evidence.manifest
     facts, load = manifest.get("hardware") or {}, (manifest.get("load_average") or {}).get("end")
     if load and facts.get("threads") and facts.get("logical_cores"):
         others = max(0.0, load[0] - facts["threads"])
         text = (
-            f"Other programs kept {others:.1f} of {facts['logical_cores']} cores busy; up to {LOAD[0]:.0%} of them is "
-            f"quiet, above {LOAD[1]:.0%} they disturb. Close them, delete the run's folder and run again."
+            f"Other programs kept {others:.1f} of {facts['logical_cores']} cores busy; up to {LOAD[0]:.0%} is quiet, "
+            f"above {LOAD[1]:.0%} is INVALID. Close them and repeat the run with --fresh."
         )
         found.judge(others / facts["logical_cores"], LOAD, text)
     busy = (manifest.get("gpu_utilisation") or {}).get("start")
     if busy is not None:
         text = (
-            f"The GPU was {busy:.0f} % busy before this run began; up to {LOAD[0]:.0%} is quiet, above {LOAD[1]:.0%} "
-            "others disturb. Choose a free one with CUDA_VISIBLE_DEVICES and run again."
+            f"The GPU was {busy:.0f} % busy before the run; up to {LOAD[0]:.0%} is quiet, above {LOAD[1]:.0%} is "
+            "INVALID. Choose a free one with CUDA_VISIBLE_DEVICES and repeat."
         )
         found.judge(busy / 100, LOAD, text)
 
@@ -253,12 +233,12 @@ def check_interval(evidence: Evidence, found: _Findings) -> None:
 
 
 def check_harness(evidence: Evidence, found: _Findings) -> None:
-    """The time between decodes, which nothing measures, is small."""
+    """Little time passes between decodes."""
     share = evidence.summary.get("harness_share")
     if share is not None and share > HARNESS_SHARE:
         found.warnings.append(
-            f"{share:.1%} of the loop was spent outside decoding; {HARNESS_SHARE:.0%} is usual. The speed-up does not "
-            "contain it; slow disks and very short answers are the usual causes."
+            f"{share:.1%} of the loop was spent outside decoding, {HARNESS_SHARE:.0%} is usual. It is not in the "
+            "speed-up; usual causes are slow disks and very short answers."
         )
 
 
@@ -291,7 +271,7 @@ def _id_faults(sample: Sample, ends: frozenset[int]) -> Iterator[str]:
 
 
 def _counter_faults(sample: Sample, exact: bool) -> Iterator[str]:
-    """Faults of one row. Step 0 is the prefill, whose commits a method is free to choose; the last step was cut."""
+    """Faults of one row. The prefill (step 0) may commit any number of tokens; the last step was trimmed."""
     last = len(sample.step_tokens) - 1
     counters = zip(sample.step_tokens, sample.step_accepted, sample.step_depth, sample.step_drafted, strict=False)
     for step, (kept, accepted, depth, drafted) in enumerate(counters):

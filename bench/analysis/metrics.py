@@ -1,16 +1,13 @@
-"""Every rate of a run, derived from recorded counters and raw times: pure functions, so a fix never needs a GPU.
+"""Every rate of a run, derived from recorded counters and times.
 
-Only measured rows count, and only batches that both arms finished without an error. Three units appear. A *row* is one
-prompt decoded once. A *batch* is what was decoded in lockstep: its time and energy are those of all its rows and are
-counted once. A *unit* is what the arms are paired by and what the bootstrap draws: the batches of one conversation,
-for the turns of a conversation are not independent of each other. With one turn and batch size 1 the three are one.
+Only measured rows count, and only batches that both arms finished without an error. A *row* is one prompt decoded once.
+A *batch* was decoded in lockstep: its time and energy are those of all its rows and are counted once. A *unit*, all
+batches of one conversation, is what pairs the arms and what the bootstrap draws, as turns of a conversation are not
+independent. With continuous batching a queue is a batch: throughput and speed-up are those of whole queues, there is no
+speed-up by category, and a prompt's own times count from the step that read it.
 
-With refilled rows a queue is a batch. Its prompts share rounds with whatever stood beside them, so throughput and its
-speed-up are those of whole queues, and there is no speed-up of a category; a prompt's own times count from the step
-that read it. Prefill is the time of all such steps.
-
-Repeats are averaged per prompt first: a row weighs 1 / (repeats of its prompt) in every sum and mean; percentiles are
-those of all measured requests. None means not measured.
+Repeats are averaged per prompt first: a row weighs 1 / (repeats of its prompt) in every sum and mean. None means not
+measured.
 """
 
 from __future__ import annotations
@@ -19,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from bench.analysis.cost_curve import CostCurve
 from bench.records.run_folder import Sample
 from bench.utils import stats
 
@@ -51,15 +49,6 @@ _ONE_QUEUE = "one queue has no spread; set measure.refill_queue, the fewest prom
 _FEWEST_ROUNDS, _FEWEST_BATCHES = 8, 4  # below, the spread of the baseline says nothing
 
 
-@runtime_checkable
-class CostCurve(Protocol):
-    """What a pass of the target costs, see ``bench.measure.verify_cost``."""
-
-    def seconds(self, nodes: int, batch: int, context: int) -> float:
-        """Time of a pass over ``nodes`` nodes in each of ``batch`` rows of ``context`` tokens."""
-        ...
-
-
 def summarise(
     samples: Iterable[Sample | Mapping[str, Any]],
     *,
@@ -70,20 +59,15 @@ def summarise(
     n_bootstrap: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """What summary.json says of a run, apart from its names and its verdict.
+    """The rates in summary.json: those of the method at the top level, those of the other arm under ``baseline``.
 
     Args:
         samples: the rows of samples.jsonl.
         guarantee: what the method declares: EXACT, RELAXED or INDEPENDENT_MODEL.
-        agreement: what ``bench.measure.agreement`` found.
+        agreement: of ``bench.measure.agreement``.
         cost_curve: measured time of a target pass; None leaves the prediction out.
         cost_over_layers: see the function of this name.
-        n_bootstrap: resamples behind each interval.
-        seed: of the resampling.
-
-    Returns:
-        JSON-ready; the keys of the method's own rates stand at the top level, ``baseline`` holds the same of the
-        other arm.
+        n_bootstrap, seed: of the intervals.
     """
     everything = frame(samples)
     rows = paired(everything)
@@ -157,10 +141,9 @@ def paired(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per arm, batch and repeat: the member with the most steps, which saw every round of the batch.
+    """One row per arm, batch and repeat: the member with the most steps; for a queue the steps of ``_queue``.
 
-    Adds ``tokens``, the output tokens of all members, and ``contexts``, the tokens of the text behind each step. Of a
-    queue, whose rounds no member saw all, the columns of steps are those of ``_queue``.
+    Adds ``tokens``, the output tokens of all members, and ``contexts``, the length of the text after each step.
     """
     keys = ["arm", "batch", "repeat"]
     tokens = rows.groupby(keys)["n_output_tokens"].transform("sum")
@@ -177,9 +160,9 @@ def batches(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _queue(members: pd.DataFrame) -> dict[str, Any]:
-    """All steps of a queue: what its prompts share of each, the most layers of any, and their mean context.
+    """All steps of a queue: shared counters, the most layers of any row, the mean context.
 
-    Steps that read prompts are in ``prefill_ns``, and count no pass of the target.
+    Steps that read prompts count as prefill, and no pass of the target.
     """
     begins: list[int] = members["admitted"].astype(int).tolist()
     prompts: Iterable[Any] = members.itertuples()
@@ -239,12 +222,11 @@ def units(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def speedups(rows: pd.DataFrame, n_bootstrap: int, seed: int) -> dict[str, Any]:
-    """The headline (``total``) and its relatives, each under its own name.
+    """The headline (``total``: baseline time over method time) and its variants.
 
-    ``total`` is baseline time over method time; ``geometric`` the mean of the units' ratios; ``spec_bench`` the mean
-    of the method's rates over the mean of the baseline's, as Spec-Bench (Xia et al. 2024) computes it; ``prefill``
-    and ``decode`` split the total; ``by_category`` gives the total of each category. With queues ``latency`` is the
-    ratio of the summed times that prompts took from being read to their end, paired by conversation.
+    ``geometric`` is the mean of the units' ratios; ``spec_bench`` the ratio of the arms' mean rates (Xia et al. 2024);
+    ``prefill`` and ``decode`` split the total. With queues ``latency`` is the ratio of the prompts' summed times from
+    being read to their end, paired by conversation.
     """
     if rows.empty:
         nothing = asdict(stats.ratio_of_totals([], [], n_resamples=n_bootstrap, seed=seed))
@@ -276,7 +258,7 @@ def speedups(rows: pd.DataFrame, n_bootstrap: int, seed: int) -> dict[str, Any]:
 
 
 def _conversations(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per conversation: seconds of each arm from the reading of its prompts to their ends, repeats averaged."""
+    """One row per conversation: seconds of each arm from reading its prompts to their ends, repeats averaged."""
     seconds = pd.Series([sum(steps) / _NS for steps in rows["step_ns"]], index=rows.index) * rows["weight"]
     example = rows["prompt_id"].map(lambda name: name.rpartition("/")[0])
     return seconds.groupby([example, rows["arm"]]).sum().unstack("arm").add_suffix("_s")
@@ -285,12 +267,9 @@ def _conversations(rows: pd.DataFrame) -> pd.DataFrame:
 def expected_speedup_leviathan(alpha: float, gamma: int, c: float) -> float:
     """Expected speed-up of a chain draft (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8).
 
-    (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)): expected tokens of a round over its cost in target passes,
-    where a pass over gamma + 1 tokens costs as much as one over a single token.
-
     Args:
         alpha: probability that a judged draft token is accepted, independent of its position.
-        gamma: draft length.
+        gamma: draft length; a pass over gamma + 1 tokens is assumed to cost as much as one over a single token.
         c: time of a draft pass over time of a target pass.
 
     Raises:
@@ -304,11 +283,10 @@ def expected_speedup_leviathan(alpha: float, gamma: int, c: float) -> float:
 def predicted_speedup(
     rows: pd.DataFrame, cost_curve: CostCurve | Price | None, cost_over_layers: float = 1.0
 ) -> float | None:
-    """The speed-up the recorded rounds should have brought at the measured cost of target passes.
+    """The speed-up of the recorded rounds at the measured cost of target passes; the rest is the method's overhead.
 
-    A batch is predicted to take its prefill, and for every round the measured price of its passes plus the time that
-    was spent drafting; the same for both arms. What the method really took beyond that is its own overhead. None
-    without a curve, or where the method drafts with a model and the time of it was not recorded.
+    A batch takes its prefill and, for every round, the cost of its passes plus the drafting time. None without a curve,
+    or where a draft model's time was not recorded.
     """
     if cost_curve is None or rows.empty:
         return None
@@ -323,19 +301,17 @@ def predicted_speedup(
 
 
 def cost_over_layers(manifest: Mapping[str, Any]) -> float:
-    """What the passes of a run's method cost over the share of the layers they ran, as it counted itself.
+    """Cost of the method's passes over the share of the layers they ran, as it counted itself.
 
-    Of early exit: the decisions whether to leave, whole output matrices behind fewer layers, and what is done for the
-    layers that were skipped.
+    With early exit it includes exit decisions, output matrices, and filling the caches of skipped layers.
     """
     return float((manifest.get("method_facts") or {}).get("cost_over_layers", 1.0))
 
 
 def _predicted_s(batch: Any, price: Price, cost_over_layers: float) -> float:
-    """Predicted seconds of a batch; NaN where drafting took passes whose time is not known.
+    """Predicted seconds of a batch; NaN if the time of draft passes is unknown.
 
-    A pass that ran a share of the layers costs that share, times ``cost_over_layers``. Contexts are those of the row
-    with the most steps; in a queue, the mean of its rows.
+    A pass that ran a share of the layers costs that share, times ``cost_over_layers``.
     """
     total = batch.prefill_ns / _NS
     for step in range(1, len(batch.step_ns)):
@@ -351,7 +327,7 @@ def _predicted_s(batch: Any, price: Price, cost_over_layers: float) -> float:
 
 
 def arm_rates(rows: pd.DataFrame) -> dict[str, Any]:
-    """Everything that is said of one arm alone."""
+    """The rates of one arm alone."""
     table, done = rounds(rows), batches(rows)
     decode = table[table["step"] > 0]
     return {
@@ -379,26 +355,23 @@ def throughput(done: pd.DataFrame) -> float | None:
 
 
 def per_prompt(rows: pd.DataFrame, done: pd.DataFrame) -> dict[str, float | None]:
-    """Prompts answered per second of wall time, all rows of a batch together, and the milliseconds that each took."""
+    """Prompts per second of wall time, all rows of a batch together, and milliseconds per prompt."""
     seconds = _sum(done["batch_ns"] / _NS * done["weight"])
     rate = _divide(_sum(rows["weight"]), seconds)
     return {"prompts_per_s": rate, "ms_per_prompt": _divide(1000.0, rate)}
 
 
 def tokens_per_step(decode: pd.DataFrame) -> float | None:
-    """Tokens kept per target pass and row, bonus included, over the rounds after the prefill: 1.00 is autoregression.
-
-    None where a method needs no round after its first step.
-    """
+    """Tokens per target pass and row after the prefill, bonus included; None if there was no such pass."""
     return _ratio_of_sums(decode["tokens"], decode["target_passes"], decode["weight"])
 
 
 def acceptance(table: pd.DataFrame) -> dict[str, Any]:
-    """What became of drafts, over all rounds that had one; every value None or empty if none had.
+    """Acceptance over all rounds that had a draft; every value None or empty if none had.
 
     ``acceptance_rate`` is accepted / drafted, so a wide tree has a low one. ``alpha`` is accepted / judged along the
-    path: what stands behind a rejection was never judged. ``acceptance_at[i]`` is the share of the drafts with at
-    least i + 1 positions that kept position i; ``acceptance_at_conditional[i]`` of those that had kept all before it.
+    path, as tokens after a rejection were never judged. ``acceptance_at[i]`` is the share of the drafts with at least
+    i + 1 positions that kept position i; ``acceptance_at_conditional[i]`` of those that had kept all before it.
     """
     drafts = table[table["depth"] > 0]
     accepted, depth, weight = (drafts[name].to_numpy(float) for name in ("accepted", "depth", "weight"))
@@ -464,8 +437,7 @@ def draft_share(done: pd.DataFrame) -> float | None:
 def energy_per_token(done: pd.DataFrame) -> float | None:
     """Joules of the whole device per output token, over the batches where they were measured.
 
-    None where these took less than ``ENERGY_BLOCK_S`` together: the counter advances every 20 to 100 ms, so that of a
-    single batch says little.
+    None if these took less than ``ENERGY_BLOCK_S`` together, as the counter advances every 20 to 100 ms only.
     """
     known = done[done["energy_j"].notna()]
     if known["batch_ns"].sum() / _NS < ENERGY_BLOCK_S:
@@ -485,19 +457,14 @@ def means_of(rows: pd.DataFrame, column: str) -> dict[str, float | None]:
 
 
 def steadiness(rows: pd.DataFrame) -> dict[str, float | None]:
-    """How unsteady the machine was, by the baseline's time per round: ``spread`` over the run, ``jitter`` within it.
+    """Variation of the baseline's time per round, as shares of the median: ``spread`` over the run, and ``jitter``.
 
-    An autoregressive round does the same work whatever the text, except that it reads a longer context. So the time
-    per round of each decoded batch is taken, the straight line over its mean context (Theil-Sen, which outliers do not
-    bend) is removed, and what still varies is the machine. Its IQR over the median is the spread. A machine that is
-    slower for some minutes slows both arms, which are interleaved, and the speed-up stays; what disturbs a pair is the
-    change from one batch to the next, whose IQR, over the square root of 2, is the jitter: of independent values it is
-    the spread, of a drift far less. Batches of another size than the largest and those with fewer than 8 rounds are
-    left out.
-
-    Returns:
-        Both as shares of the median; None if fewer than 4 batches remain, and with refilled rows, whose contexts come
-        and go.
+    An autoregressive round does the same work for any text, apart from the length of the context; that is removed with
+    a straight line (Theil-Sen, robust to outliers). ``spread`` is the IQR of what remains. Slow drift affects both arms
+    equally, but a change between batches disturbs a pair: ``jitter`` is the IQR of the differences between consecutive
+    batches over the square root of 2, which equals the spread for independent values and is far less for a drift.
+    Smaller batches than the largest and those with fewer than 8 rounds do not count. None if fewer than 4 batches
+    remain, and with continuous batching, whose contexts change within a round.
     """
     from scipy.stats import iqr, theilslopes
 
@@ -546,7 +513,7 @@ def _ratio_of_sums(numerator: Any, denominator: Any, weights: Any) -> float | No
 
 
 def _divide(numerator: float | None, denominator: float | None) -> float | None:
-    """The quotient; None where either side is not known or nothing was counted."""
+    """The quotient; None if a side is unknown or the denominator is 0."""
     return float(numerator / denominator) if numerator is not None and denominator else None
 
 

@@ -148,8 +148,8 @@ def _mismatches(cfg: RunConfig, data_kind: str, kind: str | None, text_kind: str
     if (wanted == "masked") != (kind == "masked"):
         needed = _KINDS["masked"] if wanted == "masked" else "a model that writes from left to right"
         found.append(
-            f"method={cfg.method['name']} needs {needed}, got model={model}. Use method=diffusion with diffusion models "
-            "(model=llada_8b, model=dream_7b), and with no others."
+            f"method={cfg.method['name']} needs {needed}, got model={model}. Use method=diffusion with diffusion "
+            "models (model=llada_8b, model=dream_7b), and with no others."
         )
     elif kind is not None and wanted not in ("any", kind):
         found.append(f"method={cfg.method['name']} needs {_KINDS[wanted]}, and {model} is {_KINDS[kind]}.")

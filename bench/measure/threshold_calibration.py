@@ -1,12 +1,9 @@
-"""Chooses the threshold of a run on calibration prompts, before anything is timed.
+"""Choose the threshold of a run on calibration prompts, before anything is timed.
 
-The prompts are requests of a corpus that the run does not ask and, where that can be told, that the exits were not
-trained on. The target answers each of them, then the method at one threshold after the other, the safest first, by the
-settings of the run (limit, batch size, type). What a text loses is measured here; what may be promised for these losses
-the method's own calibrator says (``methods.decoder.Calibrator``).
-
-Losses are kept in the cache, threshold by threshold: the same prompts are not decoded again for another tolerance, nor
-after an interruption.
+The prompts come from a corpus, without those of the run and, where that is known, without those that the exits were
+trained on. The target answers each, then the method at one threshold after another, the safest first, with the
+settings of the run. This module measures what each text loses; ``methods.decoder.Calibrator`` chooses by the losses.
+They are cached by threshold, for other tolerances and for resuming.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +38,8 @@ _USUAL = {"causal": "rougeL", "seq2seq": "bleu"}
 _USUAL_CORPUS = "dolly"
 _OF_ONE_ANSWER = ("rouge", "translation", "gsm8k")  # scorers that need nothing but a reference
 _NOT_APART = (
-    "Calibration prompts may be among those that the exits were trained on; the promise supposes that none is. Train "
-    "the exits with corpus_limit=N, or name other prompts: method.calibration.corpus=NAME or FILE.jsonl."
+    "The exits may have been trained on some calibration prompts, which the risk target rules out. Train the exits "
+    "with corpus_limit=N, or use other prompts: method.calibration.corpus=NAME or FILE.jsonl."
 )
 
 Losses = Float[np.ndarray, "prompts tried"]
@@ -50,13 +47,7 @@ Losses = Float[np.ndarray, "prompts tried"]
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """What a threshold is chosen by: prompts, and how much was drawn from what.
-
-    Attributes:
-        rows: prompts as the target reads them.
-        references: the answers of the corpus.
-        facts: of the draw, to be recorded.
-    """
+    """Prompts (ids) and reference answers that a threshold is chosen by; ``facts`` on the draw are recorded."""
 
     calibrator: Calibrator
     rows: list[list[int]]
@@ -65,18 +56,12 @@ class CalibrationSet:
 
     @property
     def sha256(self) -> str:
-        """Of all prompts in their order: part of what defines the run."""
         return str(self.facts["sha256"])
 
 
 @dataclass(frozen=True)
 class Writer:
-    """How texts are written in the run.
-
-    Attributes:
-        loaded: the target, with its tokenizer.
-        limit, eos_ids, batch_size: as in ``bench.measure.interleave.Settings``.
-    """
+    """Writes texts with the settings of the run; ``loaded`` is the target with its tokenizer."""
 
     loaded: Any
     limit: int
@@ -84,7 +69,6 @@ class Writer:
     batch_size: int
 
     def write(self, decoder: Decoder, rows: Sequence[Sequence[int]], label: str) -> list[list[int]]:
-        """What a decoder answers to each prompt, cut as in the run."""
         device = self.loaded.lm.device
         found: list[list[int]] = []
         with Progress(label, len(rows)) as progress:
@@ -104,14 +88,11 @@ class Writer:
 def draw(
     cfg: RunConfig, method: Decoder, loaded: Any, examples: Sequence[Any], part: Prepared | None, context: int
 ) -> CalibrationSet | None:
-    """The calibration prompts of a run; None where its method promises nothing.
+    """The calibration prompts of a run; None if its method has no risk target.
 
     Args:
-        cfg: the run.
-        method: the decoder under test.
-        loaded: the target.
-        examples: what the run asks, none of which may be a calibration prompt.
-        part: the trained exits, with the card that says what they learnt from.
+        examples: the run's own, none of which may be a calibration prompt.
+        part: the trained exits, whose card says what they were trained on.
         context: most tokens of prompt and answer together, or of each of them for an encoder-decoder.
 
     Raises:
@@ -152,7 +133,7 @@ def draw(
 
 
 def _corpus_of(cfg: RunConfig, kind: str) -> str:
-    """Requests as like those of the run as there are: its data set's own train or validation split, if known."""
+    """The train or validation split of the run's data set, if known."""
     name = str(cfg.dataset["name"])
     if kind == "causal":
         return name if name in corpus.KNOWN else _USUAL_CORPUS
@@ -161,13 +142,13 @@ def _corpus_of(cfg: RunConfig, kind: str) -> str:
         if split == "val" and tuple(read) == languages:
             return pairs
     raise UserError(
-        f"A calibration for dataset={name} came, and no corpus of pairs from {languages[0]} to {languages[1]} is "
-        f"known; one of {', '.join(corpus.PAIRS)} or a file is needed. Set method.calibration.corpus=FILE.jsonl."
+        f"method.calibration.corpus must be set for dataset={name}: no corpus of pairs from {languages[0]} to "
+        f"{languages[1]} is known. Use one of {', '.join(corpus.PAIRS)}, or FILE.jsonl."
     )
 
 
 def _learnt(part: Prepared | None, sources: Sources) -> set[bytes] | None:
-    """What the exits were trained on, read again as their card says; None where that cannot be told."""
+    """Digests of what the exits were trained on, read again as their card says; None if unknown."""
     card = (part and part.card) or {}
     facts = card.get("corpus") or {}
     try:
@@ -178,7 +159,7 @@ def _learnt(part: Prepared | None, sources: Sources) -> set[bytes] | None:
 
 
 def _take(dialogues: Sequence[Dialogue], wanted: int, loaded: Any, room: int) -> list[tuple[Dialogue, list[int]]]:
-    """The first so many that fit into the context, with their ids."""
+    """The first ``wanted`` dialogues that fit into the context, with their ids."""
     found: list[tuple[Dialogue, list[int]]] = []
     for dialogue in dialogues:
         ids = prompts.encode(loaded.tokenizer, dialogue.messages)
@@ -190,16 +171,15 @@ def _take(dialogues: Sequence[Dialogue], wanted: int, loaded: Any, room: int) ->
 
 
 def _require(found: int, wanted: int, name: str, calibrator: Calibrator) -> None:
-    """Too few to promise anything are refused, and so are fewer than the user asked for."""
     least = calibrator.promise.prompts or calibrator.fewest
     if found < least:
         raise UserError(
-            f"corpus={name} has {found} calibration prompts that fit the context and that the run does not ask; "
-            f"{least} or more are needed for this tolerance, {wanted} are advised. Name a larger corpus: "
-            "method.calibration.corpus=NAME,NAME or FILE.jsonl; or allow a larger method.calibration.tolerance."
+            f"corpus={name} must have at least {least} prompts that fit the context and are not in the run (better "
+            f"{wanted}), got {found}. Use a larger one: method.calibration.corpus=NAME,NAME or FILE.jsonl; or a larger "
+            "method.calibration.tolerance."
         )
     if found < wanted:
-        print(f"warning: {wanted} calibration prompts are advised, {name} has {found}.", file=sys.stderr)
+        print(f"warning: {name} has {found} calibration prompts; {wanted} are recommended.", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------------- the choice
@@ -208,24 +188,16 @@ def _require(found: int, wanted: int, name: str, calibrator: Calibrator) -> None
 def choose(
     drawn: CalibrationSet, cfg: RunConfig, baseline: Decoder, method: Decoder, writer: Writer, part: str | None
 ) -> Choice:
-    """Decode the calibration prompts as far as it takes, and let the method use what is chosen.
+    """Decode the calibration prompts with as many thresholds as needed, and set the chosen one.
 
     Args:
-        drawn: of ``draw``.
-        cfg: the run.
-        baseline: the target decoding one token at a time.
-        method: the decoder under test; afterwards it has the chosen threshold.
-        writer: how texts are written.
         part: sha256 of the trained exits.
-
-    Returns:
-        The record of the calibration, and its losses.
     """
     assert isinstance(method, Calibrated)
     promise = drawn.calibrator.promise
-    kept = _Kept.open(cfg, drawn, writer.loaded, part)
+    kept = _Losses(cfg, drawn, writer.loaded, part)
     full = kept.full or writer.write(baseline, drawn.rows, "calibration: full model")
-    kept.note_full(full)
+    kept.note(found=full)
     lost = _loss(promise, drawn.references, full, writer)
     columns: list[list[float]] = []
     for threshold in drawn.calibrator.thresholds:
@@ -250,18 +222,13 @@ def choose(
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen threshold.
-
-    Attributes:
-        record: for the manifest.
-        losses: by threshold that was tried, of every calibration prompt.
-    """
+    """A chosen threshold: the record for the manifest, and by threshold tried the loss of every prompt."""
 
     record: dict[str, Any]
     losses: list[list[float]]
 
     def to_json(self) -> dict[str, Any]:
-        """For a file beside the manifest, from which the choice can be made again."""
+        """Everything from which the choice can be repeated."""
         return self.record | {"losses": self.losses}
 
 
@@ -270,7 +237,7 @@ def _table(columns: Sequence[Sequence[float]], rows: int) -> Losses:
 
 
 def _layer_equivalents(method: Decoder) -> float | None:
-    """Of a step at this threshold, where the method counts them; those of a token where a step is one."""
+    """Per step at this threshold, if the method counts them."""
     found = method.stats().get("layer_equivalents_per_step")
     return None if found is None else float(found)
 
@@ -278,7 +245,7 @@ def _layer_equivalents(method: Decoder) -> float | None:
 def _loss(
     promise: Any, references: Sequence[str], full: Sequence[Sequence[int]], writer: Writer
 ) -> Callable[[Sequence[Sequence[int]]], list[float]]:
-    """What each text loses, in [0, 1]."""
+    """A function from texts to the loss of each, in [0, 1]."""
     if promise.against == "textual":
         return lambda texts: [1.0 - rouge_l(ours, theirs) for ours, theirs in zip(full, texts, strict=True)]
     metric = promise.metric or _USUAL[writer.loaded.kind]
@@ -293,48 +260,37 @@ def _loss(
 
 
 def _scorer(metric: str | None) -> Any:
-    """What computes a metric of one answer.
-
-    Raises:
-        UserError: nothing does.
-    """
     known = {name: SCORERS[kind] for kind in _OF_ONE_ANSWER for name in SCORERS[kind].metrics}
     if metric is not None and metric not in known:
-        raise UserError(
-            f"method.calibration.metric came as '{metric}'; it must be one of {', '.join(known)}, or null. Set it."
-        )
+        raise UserError(f"method.calibration.metric must be one of {', '.join(known)} or null, got '{metric}'.")
     return known[metric]() if metric else None
 
 
 # ---------------------------------------------------------------------------------------------------------- the cache
 
 
-class _Kept:
-    """Losses of one set of prompts, by everything that they depend on."""
+class _Losses:
+    """Cached losses of one set of prompts, in a file named by everything that they depend on."""
 
-    def __init__(self, file: Path, definition: Mapping[str, Any]) -> None:
-        self._file = file
-        found = files.read_json(file) or {}
-        same = found.get("definition") == definition
-        self._content: dict[str, Any] = found if same else {"definition": definition, "full": None, "measured": {}}
-
-    @classmethod
-    def open(cls, cfg: RunConfig, drawn: CalibrationSet, loaded: Any, part: str | None) -> _Kept:
+    def __init__(self, cfg: RunConfig, drawn: CalibrationSet, loaded: Any, part: str | None) -> None:
         facts = machine.facts(loaded.lm.device)
+        target = drawn.calibrator.promise
         definition = {
             "form": _FORM,
-            "method": dict(_settings(cfg.method)),
+            "method": {k: v for k, v in cfg.method.items() if k not in ("threshold", "calibration")},
             "part": part,
             "model": [loaded.name, loaded.revision, loaded.sha256],
             "machine": [facts["gpu"]["name"] if facts["gpu"] else facts["cpu"], facts["threads"], str(loaded.lm.dtype)],
             "limit": cfg.max_new_tokens,
             "batch_size": cfg.batch_size,
             "prompts": drawn.sha256,
-            "loss": [drawn.calibrator.promise.against, drawn.calibrator.promise.metric],
+            "loss": [target.against, target.metric],
         }
-        digest = hashlib.sha256(json.dumps(definition, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        digest = files.json_sha256(definition)[:12]
         name = f"{sanitise(str(cfg.method['name']))}-{sanitise(loaded.name)}-{digest}.json"
-        return cls(Path(cfg.paths.cache) / "calibration" / name, json.loads(json.dumps(definition, default=str)))
+        self._file = Path(cfg.paths.cache) / "calibration" / name
+        self._content: dict[str, Any] = files.read_json(self._file) or {"full": None, "measured": {}}
+        self._content["definition"] = definition
 
     @property
     def full(self) -> list[list[int]] | None:
@@ -347,19 +303,11 @@ class _Kept:
         found: dict[str, Any] = self._content["measured"]
         return found
 
-    def note_full(self, texts: list[list[int]]) -> None:
-        self._content["full"] = texts
-        self._write()
-
-    def note(self, threshold: float, found: Mapping[str, Any]) -> None:
-        self.measured[repr(threshold)] = dict(found)
-        self._write()
-
-    def _write(self) -> None:
+    def note(self, threshold: float | None = None, found: Any = None) -> None:
+        """Store what one threshold lost or, without one, the target's own texts."""
+        if threshold is None:
+            self._content["full"] = found
+        else:
+            self.measured[repr(threshold)] = found
         self._file.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(self._file, self._content)
-
-
-def _settings(method: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Of the method, without what is chosen and what the promise is."""
-    yield from ((key, value) for key, value in method.items() if key not in ("threshold", "calibration"))

@@ -335,14 +335,14 @@ def test_a_run_with_refilled_rows(cfg: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["batch_size=1"], r"batch_size=1; .*Raise batch_size\. Or set measure\.refill=false"),
-        (["batch_size=7"], r"came with 7 prompts for batch_size=7; .*dataset\.limit"),
-        (["measure.refill_queue=3"], r"refill_queue came as 3 with batch_size=3"),
+        (["batch_size=1"], r"batch_size of at least 2, got 1\. Raise it, or set measure\.refill=false"),
+        (["batch_size=7"], r"got 7 prompts for batch_size=7\. .*dataset\.limit"),
+        (["measure.refill_queue=3"], r"refill_queue must be larger than batch_size=3, got 3"),
         (
             ["method=hf_generate"],
-            r"method=hf_generate, whose rows .*autoregressive, .*prompt_lookup, .*token_recycling",
+            r"method=hf_generate does not support .*autoregressive, .*prompt_lookup, .*token_recycling",
         ),
-        (["method=eagle"], r"method=eagle, whose rows"),
+        (["method=eagle"], r"method=eagle does not support"),
     ],
 )
 def test_what_cannot_be_refilled_is_refused(words: list[str], said: str, cfg: RunConfig) -> None:
@@ -362,9 +362,9 @@ def test_the_command_line_refuses_in_one_message(method: str, capsys: pytest.Cap
     """Before a part, a model or a data set is looked for."""
     assert cli.main([f"method={method}", "batch_size=4", "measure.refill=true"]) == errors.BAD_INPUT
     said = capsys.readouterr().err
-    assert f"method={method}, whose rows cannot begin a new text" in said and "Traceback" not in said
-    assert "Choose a method that can: autoregressive," in said and "set measure.refill=false" in said
-    able = said.partition("can: ")[2].partition(".")[0].split(", ")
+    assert f"method={method} does not support continuous batching" in said and "Traceback" not in said
+    assert "Choose one of autoregressive," in said and "set measure.refill=false" in said
+    able = said.partition("one of ")[2].partition(", or")[0].split(", ")
     assert method not in able and {"prompt_lookup", "medusa", "rest", "bild"} <= set(able)
 
 
@@ -372,7 +372,7 @@ def test_the_named_sweep_leaves_out_what_cannot_and_says_why(tmp_path: Path) -> 
     _, words = plan.read_words(["sweep=batch_refilled", f"paths.results={tmp_path}", "batch_size=4"])
     jobs = {job.cfg.method["name"]: job for job in plan.make(words, plan.Options()).jobs}
     assert jobs["prompt_lookup"].state == "new" and jobs["prompt_lookup"].cfg.measure.refill
-    assert jobs["eagle"].state == "incompatible" and "cannot begin a new text" in jobs["eagle"].reason
+    assert jobs["eagle"].state == "incompatible" and "does not support continuous batching" in jobs["eagle"].reason
 
 
 def test_queues_without_refilling_are_refused() -> None:

@@ -63,7 +63,7 @@ def test_a_finished_run_is_reported_and_not_measured_again(
     monkeypatch.setattr(program, "_measure", lambda *_: pytest.fail("measured again"))
     again = run(cfg)
     assert again.summary == first.summary and again.verdict == first.verdict
-    assert f"delete {first.path}" in capsys.readouterr().err
+    assert "Use --fresh to repeat" in capsys.readouterr().err
 
 
 def test_a_method_that_doubts_its_part_warns_early_and_in_the_verdict(
