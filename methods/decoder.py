@@ -156,7 +156,7 @@ class Decoder(ABC):
 
 def generate(
     decoder: Decoder,
-    prompts: Sequence[Int[Tensor, "T"]],
+    prompts: Sequence[Int[Tensor, "_"]],
     limit: int,
     eos_ids: Collection[int] = (),
     rng: Generator | None = None,

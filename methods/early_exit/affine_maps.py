@@ -96,7 +96,6 @@ def _fit(
 
 
 def judge(target: CausalLM, readers: Mapping[str, Reader], places: Places) -> dict[str, dict[int, Seen]]:
-    """See ``methods.training.exit_quality.judge``."""
     reads = {name: reader.read for name, reader in readers.items()}
     return exit_quality.judge(target.head, reads, places.exits, places.final)
 

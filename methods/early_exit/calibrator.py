@@ -67,12 +67,12 @@ class Promise:
     def __post_init__(self) -> None:
         if self.prompts is not None and self.prompts < 1:
             raise ValueError(
-                f"method.calibration.prompts={self.prompts} came; at least 1 is needed, or null for as many as the "
+                f"Got method.calibration.prompts={self.prompts}; at least 1 is needed, or null for as many as the "
                 "tolerance asks for. Set method.calibration.prompts=null."
             )
         if self.metric is not None and self.against != "risk":
             raise ValueError(
-                f"method.calibration.metric={self.metric} came with against={self.against}, which compares with the "
+                f"Got method.calibration.metric={self.metric} with against={self.against}, which compares with the "
                 "full model's own text and uses none. Set method.calibration.against=risk, or metric=null."
             )
 
@@ -87,7 +87,7 @@ class Promise:
             return None
         if not sampling.greedy:
             raise ValueError(
-                f"A calibration came with temperature={sampling.temperature:g}; greedy decoding alone tells what a "
+                f"Got a calibration with temperature={sampling.temperature:g}; greedy decoding alone tells what a "
                 "text lost. Set sampling=greedy, or method.calibration.tolerance=null."
             )
         filled = replace(self, thresholds=tuple(self.thresholds or grid))
@@ -114,7 +114,7 @@ class ThresholdCalibrator(Calibrator):
             raise ValueError(f"method.calibration: {error}.") from None
         if promise.prompts is not None and promise.prompts < self.fewest:
             raise ValueError(
-                f"method.calibration.prompts={promise.prompts} came; for tolerance={tolerance:g} "
+                f"Got method.calibration.prompts={promise.prompts}; for tolerance={tolerance:g} "
                 f"({self._by()}) {self.fewest} or more are needed, since fewer certify nothing even if none of them "
                 f"lost anything. Set method.calibration.prompts={self.planned()} or more, or a larger tolerance."
             )

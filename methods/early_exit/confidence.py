@@ -157,7 +157,7 @@ def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, voc
     """
     if isinstance(vocabulary, int) and measure != "softmax":
         raise ValueError(
-            f"vocabulary={vocabulary} came with confidence={measure}, which looks at no vocabulary; auto or null are "
+            f"Got vocabulary={vocabulary} with confidence={measure}, which looks at no vocabulary; auto or null are "
             "allowed. Set method.vocabulary=auto, or method.confidence=softmax."
         )
     if measure == "softmax":
@@ -166,7 +166,7 @@ def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, voc
         return Saturation()
     if exits is None or exits.classifier is None:
         raise ValueError(
-            "confidence=classifier came, and no exit classifier is trained for this model; it needs one. Train it: "
+            "Got confidence=classifier, and no exit classifier is trained for this model; it needs one. Train it: "
             "python -m bench.train method=calm model=MODEL; or use method.confidence=softmax."
         )
     return Classifier(*exits.classifier)
@@ -186,7 +186,7 @@ def reduced_head(target: CausalLM, vocabulary: int) -> Linear:
     """
     if not 2 <= vocabulary <= target.vocab_size:
         raise ValueError(
-            f"vocabulary={vocabulary} came; 2 to {target.vocab_size} ids are allowed, the size of {target.name}'s "
+            f"Got vocabulary={vocabulary}; 2 to {target.vocab_size} ids are allowed, the size of {target.name}'s "
             "vocabulary. Set method.vocabulary to one of these, or null for all."
         )
     weight, bias = target.output_rows(torch.arange(vocabulary, device=target.device))

@@ -29,8 +29,6 @@ ExitDecoder = EarlyExitDecoder | ShallowDeepDecoder
 
 
 class _Watch:
-    """Stands in for the reader, and hears the target."""
-
     def __init__(self, reader: Reader, target: CausalLM) -> None:
         self.depths, self.nbytes = reader.depths, reader.nbytes
         self._reader, self._layers = reader, target.n_layers
@@ -49,7 +47,6 @@ class _Watch:
         return self._reader.read(depth, hidden)
 
     def maps(self, depth: int) -> int:
-        """See ``Reader``."""
         return self._reader.maps(depth)
 
     def close(self) -> None:

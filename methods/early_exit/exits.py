@@ -92,7 +92,6 @@ class Exits:
 
 
 def _announced(config: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, int], dict[str, Any]]:
-    """Depths, sizes of the target, facts."""
     sizes = {key: int(config[key]) for key in SIZES}
     return tuple(int(depth) for depth in config["depths"]), sizes, dict(config.get("facts", {}))
 
@@ -215,13 +214,13 @@ def require_depths(depths: Sequence[int], target: CausalLM, reader: Reader, name
     ascending = all(a < b for a, b in zip(depths, depths[1:], strict=False))
     if not depths or not ascending or depths[0] < 1 or depths[-1] > most:
         raise ValueError(
-            f"{name}={list(depths)} came; {target.name} has {target.n_layers} layers, so ascending numbers from 1 to "
+            f"Got {name}={list(depths)}; {target.name} has {target.n_layers} layers, so ascending numbers from 1 to "
             f"{most} are allowed: how many layers have run. Set {name} to some of these."
         )
     known: Collection[int] = range(1, target.n_layers) if reader.depths is None else reader.depths
     missing = [depth for depth in depths if depth not in known and depth < target.n_layers]
     if missing:
         raise ValueError(
-            f"{name}={list(depths)} came; the trained exits are behind {list(known)} layers. Choose among them, or "
+            f"Got {name}={list(depths)}; the trained exits are behind {list(known)} layers. Choose among them, or "
             "train others: python -m bench.train method=NAME model=MODEL train.exits=[..] force=true."
         )

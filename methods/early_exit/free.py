@@ -103,7 +103,6 @@ class Free(ShallowDeepDecoder, Calibrated):
         super().__init__(target, sampling, reader, options, accept != "verify" or rule is not None)
 
     def set_threshold(self, threshold: float) -> None:
-        """See ``methods.decoder.Calibrated``."""
         options = replace(self.options, threshold=FixedThreshold(Threshold(threshold).value))
         self.restart(options)
 
@@ -115,22 +114,22 @@ def _nearest(depths: Sequence[int], wished: float) -> int:
 def _check(accept: Accept, distance: float, rule: AcceptanceRule | None, max_pending: int) -> None:
     if distance < 0 or max_pending < 0:
         raise ValueError(
-            f"distance={distance}, max_pending={max_pending} came; both must be at least 0. max_pending=0 runs the "
+            f"Got distance={distance}, max_pending={max_pending}; both must be at least 0. max_pending=0 runs the "
             "deep layers for every token."
         )
     if rule is not None and accept != "verify":
         raise ValueError(
-            f"A rule came with accept={accept}, which uses none; only accept=verify judges by a rule. Set "
+            f"Got a rule with accept={accept}, which uses none; only accept=verify judges by a rule. Set "
             "method.accept=verify, or method.rule=null."
         )
 
 
 def _check_calibrated(calibrated: bool, accept: Accept, adaptive: AdaptiveThreshold | None) -> None:
     if calibrated and (accept == "verify" or adaptive is not None):
-        came = (
+        given = (
             "accept=verify, which loses nothing" if accept == "verify" else "an adaptive threshold, which is not fixed"
         )
         raise ValueError(
-            f"method.calibration.tolerance came with {came}; a fixed threshold with accept=all or "
+            f"Got method.calibration.tolerance with {given}; a fixed threshold with accept=all or "
             "rollback can be calibrated. Set method.calibration.tolerance=null, or change the other."
         )

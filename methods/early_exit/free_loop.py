@@ -81,7 +81,6 @@ class Agreement:
     def __call__(
         self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
     ) -> Verification:
-        """See ``methods.drafting.AcceptanceRule``."""
         wanted = sampling.pick(logits, rng)
         return _leading(draft.tokens == wanted[:, :-1], wanted)
 
@@ -195,7 +194,6 @@ class ShallowDeepDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
-        """See ``methods.decoder.Decoder.decode``."""
         longest = max(len(prompt) for prompt in prompts)
         cache = self.target.new_cache(len(prompts), longest + limit + self.options.max_pending + 1)
         rows = [prompt.to(self.target.device) for prompt in prompts]
@@ -239,7 +237,6 @@ class ShallowDeepDecoder(Decoder):
         return root
 
     def _shallow(self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator) -> Shallow:
-        """One token per row through the layers below the exit, and what the exit says."""
         state = self.target.begin(root[:, None], None, cache)
         self.target.run(state, range(self.options.depth))
         self.counters.layers += self.options.depth
@@ -274,7 +271,6 @@ class ShallowDeepDecoder(Decoder):
     def _deep(
         self, passes: list[Shallow], sure: list[bool], text: _Text, cache: Cache, rng: Generator
     ) -> tuple[Step, Int[Tensor, "B"]]:
-        """The deep layers over all waiting states, and what they make of the shallow tokens."""
         target, depth = self.target, self.options.depth
         state = target.begin(torch.stack([p.root for p in passes], dim=1), None, cache)
         state.hidden = torch.cat([p.state for p in passes], dim=1)
@@ -333,8 +329,6 @@ class ShallowDeepDecoder(Decoder):
 
 
 class _Text:
-    """How far each row is, and its threshold."""
-
     def __init__(self, limit: int, done: list[int], thresholds: list[AdaptiveThreshold], watch: Stopwatch) -> None:
         self.limit, self.done, self.thresholds, self.watch = limit, done, thresholds, watch
         self._values = [0.0] * len(done)
@@ -385,7 +379,6 @@ def _draft(passes: list[Shallow]) -> Draft:
 
 
 def _leading(kept: Bool[Tensor, "B N"], wanted: Int[Tensor, "B M"]) -> Verification:
-    """Keep what stands before the first failure; ``wanted`` holds the token behind every node."""
     accepted = kept.long().cumprod(1).sum(1)
     columns = torch.arange(kept.shape[1], device=kept.device)
     path = torch.where(columns < accepted[:, None], columns, ABSENT)
@@ -393,7 +386,6 @@ def _leading(kept: Bool[Tensor, "B N"], wanted: Int[Tensor, "B M"]) -> Verificat
 
 
 def _read(passes: list[Shallow], verification: Verification, rows: list[bool]) -> tuple[list[list[int]], list[int]]:
-    """Tokens to commit, and how many of them waited; the one host read of a deep pass."""
     waiting = [p.token for p in passes[:-1] if p.token is not None]
     report = torch.stack([verification.accepted, verification.bonus, *waiting], dim=1).tolist()
     kept = [[*row[2 : 2 + row[0]], row[1]] if is_open else [] for row, is_open in zip(report, rows, strict=True)]

@@ -1,25 +1,21 @@
-"""HASH-EE: the token that is read decides how deep its step goes (Sun et al. 2022).
+"""HASH-EE: the token that is read decides how deep its step goes (Sun et al. 2022, arXiv 2203.01670).
 
-A Simple Hash-Based Early Exiting Approach For Language Understanding and Generation, arXiv 2203.01670. A fixed table
-gives each token id a depth. Nothing is measured on the way: one output matrix per step, no classifier, no threshold.
-The depth of a step is known before it begins, so rows of a batch that go equally deep can be put together, and an
-accelerator is never waited for between layers. Above its depth a token shows the later layers the state it left with,
+A fixed table gives each token id a depth: one output matrix per step, no classifier, no threshold. The depth of a step
+is known before it begins, so an accelerator never waits between layers. Later layers see the state a token exited with,
 each by its own projections (``loop.py``). ``hash_tables.py`` makes the tables: random, by frequency, by mutual
 information, by clusters.
 
     python -m bench.train method=hash_ee model=MODEL train.kind=frequency
 
-The paper trains the model with the table it decodes with, and that is where its quality comes from: on one that was not
-trained so a table does no better than a static exit, whatever it was made of.
+The paper trains the model with the table it decodes with, and that is where its quality comes from: on a model that was
+not trained so, a table does no better than a static exit.
 
-Published: better scores than PABEE, DeeBERT and BERxiT at fewer operations on ELUE; the released code classifies and
-does not generate. What generation asks for is therefore ours: the token that is read decides (the next one is not known
-yet), the end-of-sequence and unseen tokens take the whole model, the prompt is read in full unless ``prompt=hash``.
-Rows and positions are masked, never compacted: the code's compacting path forgets the attention mask and is wrong for
-padded batches.
+Differences: the released code classifies and does not generate. Here the token that is read decides, end-of-sequence
+and unseen tokens take the whole model, and prompts are read in full unless ``prompt=hash``. Rows and positions are
+masked, never compacted.
 
-With ``method.calibration.tolerance`` a least depth is chosen, to which shallower entries of the table are raised: the
-smallest that can be answered for, its share of the layers being what is called a threshold elsewhere.
+With ``method.calibration.tolerance`` a least depth is chosen, to which shallower entries of the table are raised; its
+share of the layers is what other methods call a threshold.
 
 Command: ``python -m bench method=hash_ee``
 """
@@ -40,7 +36,7 @@ from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import Promise
 from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
-from methods.early_exit.loop import EarlyExitDecoder, ExitDecision
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import MissingPart
 from methods.engine.kv_cache import Cache
@@ -53,31 +49,21 @@ _CHUNK = 512
 _IN_LAYERS = "method.calibration.thresholds, in layers"
 
 
-class HashPolicy:
+class HashPolicy(Policy):
     """Leave where the table sends the token that is read."""
 
     def __init__(self, table: HashTable) -> None:
         self._depths: list[int] = table.depths.tolist()
         self.deepest = max(self._depths)
-        self.guarantee = Guarantee.EXACT if min(self._depths) == table.layers else Guarantee.RELAXED
+        self.guarantee = exact_if(min(self._depths) == table.layers)
         self.nbytes = 8 * len(self._depths)
-
-    def reset(self, limit: int) -> None:
-        """Nothing depends on the text."""
 
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return sorted({self._depths[token] for token in roots})
 
-    def look(
-        self,
-        depth: int,
-        hidden: Float[Tensor, "B D"],
-        ready: Float[Tensor, "B D"],
-        roots: list[int],
-        rows: Sequence[bool],
-    ) -> ExitDecision:
+    def decide(self, point: ExitPoint) -> ExitDecision:
         """Known on the host: nothing is read back."""
-        return ExitDecision([self._depths[token] == depth for token in roots])
+        return ExitDecision([self._depths[token] == point.depth for token in point.roots])
 
 
 class HashEE(EarlyExitDecoder, Calibrated):
@@ -112,7 +98,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
     ) -> None:
         if prompt == "hash" and isinstance(target, Seq2SeqLM):
             raise ValueError(
-                f"method.prompt=hash came with {target.name}, an encoder-decoder: its encoder reads the prompt, and no "
+                f"Got method.prompt=hash with {target.name}, an encoder-decoder: its encoder reads the prompt, and no "
                 "layer of it is left early. Set method.prompt=full."
             )
         folder, self.table = _table(target, checkpoint)
@@ -173,7 +159,6 @@ class HashEE(EarlyExitDecoder, Calibrated):
         return target.head(ready)
 
     def _frozen_pass(self, tokens: Int[Tensor, "B T"], cache: Cache) -> Float[Tensor, "B T D"]:
-        """All tokens through all layers; a layer changes the states of those alone that go so deep."""
         by_id = torch.from_numpy(self.table.depths.astype(np.int64)).to(tokens.device)
         state, depth = self.target.begin(tokens, None, cache), by_id[tokens][:, :, None]
         for layer in range(self.policy.deepest):

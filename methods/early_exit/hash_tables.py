@@ -105,7 +105,7 @@ class Corpus:
         tokens = np.concatenate(rows) if rows else np.empty(0, np.int64)
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(
-                f"{len(tokens)} tokens came to count; at least one is needed, and all must be ids below {vocab_size}. "
+                f"Got {len(tokens)} tokens to count; at least one is needed, and all must be ids below {vocab_size}. "
                 "Name a corpus that was tokenised for this model."
             )
         coded = np.concatenate([row[:-1] * vocab_size + row[1:] for row in rows])
@@ -145,7 +145,7 @@ def make_table(
     types = np.flatnonzero(seen)
     if len(types) < len(depths) or (balance == "none" and kind != "clustered"):
         raise ValueError(
-            f"{len(types)} token types came for {len(depths)} buckets, kind={kind}, balance={balance}; at least one "
+            f"Got {len(types)} token types for {len(depths)} buckets, kind={kind}, balance={balance}; at least one "
             "type per bucket is needed, and balance=none only with kind=clustered. Name a larger corpus or fewer "
             "depths, or set train.balance=types."
         )
@@ -177,7 +177,7 @@ def even_depths(buckets: int, layers: int) -> tuple[int, ...]:
         ValueError: more buckets than layers.
     """
     if buckets > layers:
-        raise ValueError(f"buckets={buckets} came; the model has {layers} layers, so at most as many are allowed.")
+        raise ValueError(f"Got buckets={buckets}; the model has {layers} layers, so at most as many are allowed.")
     return tuple(round(layers * (bucket + 1) / buckets) for bucket in range(buckets))
 
 
@@ -202,7 +202,6 @@ def mutual_information(types: Int[np.ndarray, "n"], corpus: Corpus) -> Float[np.
 
 
 def _order(kind: Kind, types: Int[np.ndarray, "n"], corpus: Corpus, rng: np.random.Generator) -> Int[np.ndarray, "n"]:
-    """Places of ``types``, those that leave first in front; equals in the order of their ids."""
     if kind == "random":
         return rng.permutation(len(types))
     score = corpus.counts[types] if kind == "frequency" else mutual_information(types, corpus)

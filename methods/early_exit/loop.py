@@ -1,26 +1,25 @@
-"""Decoding in which tokens leave the model early: the loop of ``calm``, ``static_depth`` and ``hash_ee``.
+"""Decoding in which tokens exit the model early: the loop of ``calm``, ``static_depth`` and ``hash_ee``.
 
-A step runs the layers in portions, up to the depths at which its policy wants to look. A row that leaves is read there:
-its state goes behind the output matrix, and its token is drawn from the processed distribution. The prompt is read by
-the whole model, and so is the first token (hash tables may change that).
+A step runs the layers in portions, up to the depths at which its policy decides. The state of a row that exits is
+multiplied with the output matrix, and its token is drawn from the processed distribution. The prompt and the first
+token take the whole model (hash tables may change that).
 
-Later tokens attend to this one in every layer, so the layers it skipped need its keys and values: each makes them of
-the state the token left with, by its own norm and projections (hidden-state propagation, Schuster et al. 2022, arXiv
-2207.07061, sec. 3.3). Layers that no later token can ask for are left alone.
+Later tokens attend to this one in every layer, so each skipped layer computes its keys and values from the state the
+token exited with (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3). Layers that no later
+token can reach are left alone.
 
-Rows of a batch go in lockstep to the deepest one wanted. A row that has left is frozen: it passes through the layers
-that others still need with the state it left with, which is what propagation writes for it, and its text is the one it
-would have had alone. Its own layers are not saved then, and ``Step.layers`` says so: it is what the batch ran, for
-every row. Splitting the batch would save them where layers are bound by arithmetic, at the price of gathering keys and
-values of the rows that stay; a layer that is bound by reading its weights costs the same for one row as for eight.
+Rows of a batch go in lockstep to the deepest exit. A row that has exited is frozen: it passes through the remaining
+layers with its state, which is what propagation writes, and its text is the one it would have alone. Its layers are not
+saved then: ``Step.layers`` is what the batch ran, for every row.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -84,7 +83,7 @@ class ExitDecision:
     """What a policy decides at a depth.
 
     Attributes:
-        leaves: per row, whether it leaves here; of rows that have left or are done it says nothing.
+        leaves: per row, whether it exits here; undefined for rows that have exited or are done.
         logits: [B, V] of this exit, if they had to be computed.
         columns: of the output matrix that were multiplied.
     """
@@ -94,50 +93,57 @@ class ExitDecision:
     columns: int = 0
 
 
-@runtime_checkable
-class Policy(Protocol):
+@dataclass(frozen=True, slots=True)
+class ExitPoint:
+    """Where a step is when a policy decides.
+
+    Attributes:
+        depth: layers that have run.
+        hidden: [B, D] states after them.
+        ready: [B, D] what the output matrix multiplies.
+        roots: tokens that the rows read.
+        open: per row, whether it has neither exited nor reached its limit; nothing is asked about the others.
+    """
+
+    depth: int
+    hidden: Float[Tensor, "B D"]
+    ready: Float[Tensor, "B D"]
+    roots: list[int]
+    open: Sequence[bool]
+
+
+class Policy(ABC):
     """Decides how deep each token goes.
 
     Attributes:
         guarantee: what becomes of the target's text.
-        deepest: layers that any token behind the prompt can want; those above are left alone.
+        deepest: most layers that a token after the prompt can take; those above are never run.
         nbytes: of its own weights.
     """
 
     guarantee: Guarantee
     deepest: int
-    nbytes: int
+    nbytes: int = 0
 
-    def reset(self, limit: int) -> None:
-        """New prompts begin, of which at most ``limit`` tokens are wanted each."""
-        ...
+    def reset(self, limit: int) -> None:  # noqa: B027, most have nothing to reset
+        """Start new prompts, of which at most ``limit`` tokens are wanted each."""
 
+    @abstractmethod
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
-        """Depths to look at in this step, ascending; whoever is left at the last one leaves there.
+        """Depths at which to decide in this step, ascending; every row that is left exits at the last one.
 
         Args:
             roots: the tokens that the open rows read.
         """
-        ...
 
-    def look(
-        self,
-        depth: int,
-        hidden: Float[Tensor, "B D"],
-        ready: Float[Tensor, "B D"],
-        roots: list[int],
-        rows: Sequence[bool],
-    ) -> ExitDecision:
-        """Who leaves behind ``depth`` layers; not asked at the last stop.
+    def decide(self, point: ExitPoint) -> ExitDecision:
+        """Which rows exit here; not asked at the last stop."""
+        raise NotImplementedError
 
-        Args:
-            depth: layers that have run.
-            hidden: states behind them.
-            ready: what the output matrix multiplies.
-            roots: tokens that the rows read.
-            rows: those who have not left, nor are done; nothing is asked about the others.
-        """
-        ...
+
+def exact_if(whole: bool) -> Guarantee:
+    """The guarantee of a policy whose tokens take all layers, or do not."""
+    return Guarantee.EXACT if whole else Guarantee.RELAXED
 
 
 class EarlyExitDecoder(Decoder):
@@ -176,7 +182,6 @@ class EarlyExitDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
-        """See ``methods.decoder.Decoder.decode``."""
         cache = self.target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
         self.policy.reset(limit)
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
@@ -208,7 +213,6 @@ class EarlyExitDecoder(Decoder):
     def _forward(
         self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool]
     ) -> tuple[Float[Tensor, "B V"], int]:
-        """One token per row: logits at the exit of each, and the layers that were run."""
         target = self.target
         walk = Walk(target, target.begin(root[:, None], None, cache), rows)
         stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
@@ -218,14 +222,14 @@ class EarlyExitDecoder(Decoder):
             ready = self.reader.read(depth, walk.state.hidden[:, 0])
             self.counters.maps += self.reader.maps(depth)
             if depth == stops[-1]:
-                look = ExitDecision([True] * len(rows))
+                decision = ExitDecision([True] * len(rows))
             else:
-                look = self.policy.look(depth, walk.state.hidden[:, 0], ready, roots, walk.open)
-                self.counters.columns += look.columns
-            alone = walk.waiting == 0  # nobody left before: what was computed here is what everybody takes
-            self.counters.exits[depth] += walk.leave(look.leaves, ready)
+                decision = self.policy.decide(ExitPoint(depth, walk.state.hidden[:, 0], ready, roots, walk.open))
+                self.counters.columns += decision.columns
+            alone = walk.waiting == 0  # no row exited before, so these logits are those of all rows
+            self.counters.exits[depth] += walk.leave(decision.leaves, ready)
             if not walk.staying:
-                logits = look.logits if alone else None
+                logits = decision.logits if alone else None
                 break
         self.counters.steps += 1
         self.counters.layers += walk.depth

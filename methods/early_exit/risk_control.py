@@ -276,7 +276,6 @@ def _conformal(losses: Float[np.ndarray, "prompts thresholds"], tolerance: float
 
 
 def _level(error_rate: float, procedure: Procedure, n_thresholds: int) -> float:
-    """The level at which a single threshold is tested."""
     return error_rate / n_thresholds if procedure == "bonferroni" else error_rate
 
 
@@ -406,7 +405,6 @@ def _supposed_losses(
 
 
 def _smallest(holds: Callable[[int], bool], fails: int, works: int) -> int:
-    """Bisection between a number that is too small and one that suffices."""
     while works - fails > 1:
         middle = (fails + works) // 2
         fails, works = (fails, middle) if holds(middle) else (middle, works)
@@ -464,9 +462,9 @@ def naive_threshold(
 # ---------------------------------------------------------------------------------------------------------- checks
 
 
-def _check(holds: bool, came: str, allowed: str, remedy: str) -> None:
+def _check(holds: bool, given: str, allowed: str, remedy: str) -> None:
     if not holds:
-        raise ValueError(f"{came}: allowed is {allowed}; {remedy}")
+        raise ValueError(f"{given}: allowed is {allowed}; {remedy}")
 
 
 def _check_settings(tolerance: float, error_rate: float, p_value: str, procedure: str) -> None:

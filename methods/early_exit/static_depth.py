@@ -1,18 +1,14 @@
-"""Static depth: every token behind the prompt takes the first k layers. What an adaptive method must beat.
+"""Static depth: every token after the prompt takes the first k layers. What an adaptive method must beat.
 
-The baseline that any early exit is compared with at equal quality: no confidence, no decision, one output matrix per
-token, and nothing of what the layers above would need, for nobody asks them again. The prompt and the first token
-take the whole model, as with the adaptive methods, so that they differ in the depth of tokens alone.
+No confidence, no decision, one output matrix per token, and nothing computed for the layers above, as no later token
+reaches them. Prompt and first token take the whole model, as with the adaptive methods. k = L is the full model.
 
-The exit behind layer k must be trained, into the model (``method.head=lens``) or as a map over a frozen one:
+The exit after layer k must be trained, into the model (``method.head=lens``) or as a map over a frozen one:
 
     python -m bench.train method=static_depth model=MODEL
 
-Measured on SmolLM2-135M with closed-form maps: with 28 of 30 layers the text has a ROUGE-L of 0.36 to the full
-model's, for at most 1.06 times the speed. k = L is the full model.
-
-With ``method.calibration.tolerance`` the depth is chosen: the smallest trained one that can be answered for. Its
-share of the layers is what is called a threshold elsewhere.
+With ``method.calibration.tolerance`` the depth is the smallest trained one that keeps the promise; its share of the
+layers is what other methods call a threshold.
 
 Command: ``python -m bench method=static_depth method.depth=20``
 """
@@ -23,41 +19,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
-from methods.decoder import Calibrated, Guarantee
+from methods.decoder import Calibrated
 from methods.early_exit.calibrator import Promise
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
-from methods.early_exit.loop import EarlyExitDecoder, ExitDecision
+from methods.early_exit.loop import EarlyExitDecoder, Policy, exact_if
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
 
-class StaticPolicy:
+class StaticPolicy(Policy):
     """Leave behind ``depth`` layers."""
-
-    nbytes = 0
 
     def __init__(self, depth: int, layers: int) -> None:
         self.deepest = depth
-        self.guarantee = Guarantee.EXACT if depth == layers else Guarantee.RELAXED
-
-    def reset(self, limit: int) -> None:
-        """Nothing depends on the text."""
+        self.guarantee = exact_if(depth == layers)
 
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return (self.deepest,)
-
-    def look(
-        self,
-        depth: int,
-        hidden: Float[Tensor, "B D"],
-        ready: Float[Tensor, "B D"],
-        roots: list[int],
-        rows: Sequence[bool],
-    ) -> ExitDecision:
-        raise AssertionError("there is one stop, and all rows leave at it")
 
 
 class StaticDepth(EarlyExitDecoder, Calibrated):

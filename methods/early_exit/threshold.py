@@ -43,7 +43,7 @@ class Threshold:
     def __post_init__(self) -> None:
         if not 0 <= self.value <= 1 or self.tau < 0 or (self.horizon is not None and self.horizon < 1):
             raise ValueError(
-                f"threshold={self.value}, tau={self.tau}, horizon={self.horizon} came; 0 <= threshold <= 1, tau >= 0 "
+                f"Got threshold={self.value}, tau={self.tau}, horizon={self.horizon}; 0 <= threshold <= 1, tau >= 0 "
                 "and horizon >= 1 (or null) are allowed. method.threshold=1 is the full model."
             )
 

@@ -154,7 +154,6 @@ def read_mlp(layer: nn.Module, form: LinearForm) -> FeedForward:
 
 
 def _norms_after(layer: nn.Module) -> bool:
-    """OLMo2 normalises what a sub-layer returns instead of what it receives."""
     return hasattr(layer, "post_feedforward_layernorm")
 
 

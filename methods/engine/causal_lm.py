@@ -439,7 +439,6 @@ class CausalLM:
         return activation(gate) * up
 
     def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M H d"]:
-        """Keys and values of a layer (H = 2K heads) before the rotary embedding."""
         attention = self.layers[index].attention
         rows = hidden if attention.norm is None else attention.norm(hidden)
         flat = self._key_value_of(index)(rows.reshape(-1, rows.shape[-1]))

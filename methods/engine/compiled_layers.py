@@ -109,6 +109,6 @@ def _refusal(device: str, error: Any) -> str:
     needs = "Triton" if device == "cuda" else "a C++ compiler (g++, or the one that CXX names) and Python's headers"
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"hardware.compile=true came, and torch.compile does not work here ({said[:200]}); on {device} it needs "
+        f"Got hardware.compile=true, and torch.compile does not work here ({said[:200]}); on {device} it needs "
         f"{needs}. Install that, or set hardware.compile=false."
     )

@@ -30,7 +30,7 @@ class DraftVocabulary:
         ids = ids.long()
         if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or not bool((ids.diff() > 0).all()):
             raise ValueError(
-                f"{len(ids)} draft ids came for a vocabulary of {size}; different ids below {size} in ascending order "
+                f"Got {len(ids)} draft ids for a vocabulary of {size}; different ids below {size} in ascending order "
                 "are allowed. Load the part with the model it was made for."
             )
         self.ids, self.size = ids, size

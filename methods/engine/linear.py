@@ -77,7 +77,6 @@ def faster_form(dtype: torch.dtype) -> LinearForm:
 
 
 def _fastest(product: Callable[[], object]) -> int:
-    """Nanoseconds of its quickest call."""
     times = []
     for _ in range(_TIMES):
         begin = perf_counter_ns()
@@ -99,7 +98,7 @@ def make_linear(
     able = packable(weight.device, weight.dtype)
     if form == "packed" and not able:
         raise ValueError(
-            f"hardware.linear=packed came with {weight.dtype} on {weight.device.type}; packed weights need bfloat16 "
+            f"Got hardware.linear=packed with {weight.dtype} on {weight.device.type}; packed weights need bfloat16 "
             "or float32 on a CPU with oneDNN. Use hardware.linear=auto."
         )
     chosen = faster_form(weight.dtype) if form == "auto" and able else form

@@ -51,7 +51,7 @@ class Denoising:
     def __post_init__(self) -> None:
         if (self.block_size is None and self.block_causal) or (self.block_size is not None and self.block_size < 1):
             raise ValueError(
-                f"block_size={self.block_size} came with block_causal={self.block_causal}; a size of at least 1 is "
+                f"Got block_size={self.block_size} with block_causal={self.block_causal}; a size of at least 1 is "
                 "needed where attention ends with the block, else none or one of at least 1. Set model.block_size."
             )
 

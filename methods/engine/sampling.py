@@ -35,7 +35,7 @@ class Sampling:
         warm = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
         if not (warm and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p} came; temperature 0 or from "
+                f"Got temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}; temperature 0 or from "
                 f"{_COLDEST} on, top_k >= 0 and 0 < top_p <= 1 are allowed. "
                 "Set temperature 0 for greedy decoding, top_k 0 and top_p 1 to keep all tokens."
             )

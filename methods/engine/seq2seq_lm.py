@@ -126,7 +126,6 @@ class SourceCache(Cache):
         self._replace_lengths(rows, other.lengths)
 
     def _reserve(self, source: int) -> None:
-        """Make room for a longer source; what was written moves behind it."""
         more, end = source - self.source, self.source + max(self.written)
         if more <= 0:
             return
@@ -271,10 +270,10 @@ class Seq2SeqLM(CausalLM):
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         if min(lengths) < 1:
-            raise ValueError("An empty source came; at least one token is needed. Drop it, or write its text.")
+            raise ValueError("Got an empty source; at least one token is needed. Drop it, or write its text.")
         if max(lengths) > self.max_positions:
             raise ValueError(
-                f"A source of {max(lengths):,} tokens came; {self.name} reads at most {self.max_positions:,}. "
+                f"Got a source of {max(lengths):,} tokens; {self.name} reads at most {self.max_positions:,}. "
                 "Shorten it, or choose a model with more positions."
             )
 
@@ -389,7 +388,6 @@ class Seq2SeqLM(CausalLM):
         return cross
 
     def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M HH d"]:
-        """Keys and values that the self-attention of a layer makes of a state."""
         norm = self._decoder.layers[index].attention.norm
         rows = hidden if norm is None else norm(hidden)
         flat = self._key_value_of(index)(rows.reshape(-1, rows.shape[-1]))
@@ -417,7 +415,6 @@ class Seq2SeqLM(CausalLM):
 
 
 def _project(attention: SelfAttention, stack: Stack, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M HHH d"]:
-    """Query, key and value heads of self-attention, side by side."""
     batch, nodes, width = hidden.shape
     rows = hidden if attention.norm is None else attention.norm(hidden)
     return attention.qkv(rows.reshape(-1, width)).view(batch, nodes, 3 * stack.heads, stack.head_dim)

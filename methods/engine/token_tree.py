@@ -78,7 +78,7 @@ class Shape:
         for children in counts:
             if len(children) > len(level) or min(children, default=0) < 0 or sum(children) < 1:
                 raise ValueError(
-                    f"{list(children)} came as numbers of children of {len(level)} nodes. At most one number per node "
+                    f"Got {list(children)} as numbers of children of {len(level)} nodes. At most one number per node "
                     "is allowed, none below 0, not all 0. Correct the tree."
                 )
             for parent, count in zip(level, children, strict=False):

@@ -63,7 +63,7 @@ class FlashSpec(Decoder):
                 "flashspec needs causal models that kept their Hugging Face form (keep_hf=True). Choose such a target."
             )
         if sampling.top_k:
-            raise ValueError(f"sampling.top_k={sampling.top_k} came; flashspec has no top-k. Set sampling.top_k=0.")
+            raise ValueError(f"Got sampling.top_k={sampling.top_k}; flashspec has no top-k. Set sampling.top_k=0.")
         self.target, self.sampling = target, sampling
         lookup = engine.NgramDrafter(max_ngram=max_ngram)
         drafters = [lookup] if draft_model is None else [_wrapped(engine.HuggingFaceDrafter, draft_model), lookup]
@@ -96,7 +96,6 @@ class FlashSpec(Decoder):
         yield from _steps(result, began, ended)
 
     def _built(self, seed: int) -> Any:
-        """One engine for all prompts if greedy; a draw's seed is part of its configuration."""
         if self._engine is None or not self.sampling.greedy:
             s = self.sampling
             drawn = {} if s.greedy else {"top_p": s.top_p or 1.0, "seed": seed % 2**31}
@@ -123,7 +122,6 @@ def _wrapped(kind: Any, model: CausalLM) -> Any:
 
 
 def _steps(result: Any, began: int, ended: int) -> Iterator[Step]:
-    """Its own account of the rounds; what is not in any round is the prefill's time."""
     text: list[int] = result.output_ids[0, : result.n_tokens_generated].tolist()
     rounds = list(result.arm_steps)
     now = ended - round(sum(one.seconds for one in rounds) * 1e9)

@@ -62,7 +62,7 @@ class HFBeam(HFGenerate):
             raise ValueError(f"num_beams={num_beams} searches nothing; at least 1 is needed. Set method.num_beams.")
         if not sampling.greedy:
             raise ValueError(
-                f"temperature={sampling.temperature} came; beam search draws nothing. Set sampling=greedy, or choose "
+                f"Got temperature={sampling.temperature}; beam search draws nothing. Set sampling=greedy, or choose "
                 "another method."
             )
         self.num_beams, self.length_penalty, self.early_stopping = num_beams, length_penalty, early_stopping
@@ -93,7 +93,6 @@ class HFBeam(HFGenerate):
         return time.perf_counter_ns()
 
     def _rounds(self, rows: list[list[int]], diary: Diary, end_ns: int) -> Iterator[Step]:
-        """One step per token; the last one has the rounds in which only worse hypotheses grew."""
         count, batch = len(rows[0]), len(rows)
         times: list[Any] = [*diary.times[: count - 1], end_ns]
         for place, at_ns in enumerate(times):

@@ -62,7 +62,7 @@ class HFGenerate(Decoder):
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
         if isinstance(target, Seq2SeqLM) and self.model_kind == "causal":
             raise ValueError(
-                f"{type(self).__name__} came with an encoder-decoder model; it decodes causal ones. Choose "
+                f"Got {type(self).__name__} with an encoder-decoder model; it decodes causal ones. Choose "
                 "method=hf_beam, whose num_beams=1 is transformers' greedy search on both, or a causal model."
             )
         if target.hf is None:
@@ -262,7 +262,6 @@ def without_layers(model: Any, skip: Collection[int]) -> PreTrainedModel:
 
 
 def _renumber(layer: Any, place: int) -> torch.nn.Module:
-    """The same layer at another place of the key/value cache."""
     moved = copy.copy(layer)
     moved.__dict__ = dict(layer.__dict__)
     moved._modules = dict(layer._modules)

@@ -114,6 +114,7 @@ class Cmlm(NonAutoregressive):
     """
 
     paper = "Ghazvininejad et al. 2019, arXiv 1904.09324"
+    kind = CmlmStudent
 
     student: CmlmStudent
 
@@ -129,7 +130,7 @@ class Cmlm(NonAutoregressive):
     ) -> None:
         require_at_least_one(iterations=iterations, length_beam=length_beam)
         writer = MaskPredict(iterations, length_beam)
-        super().__init__(target, sampling, CmlmStudent, writer, rescore, collapse, checkpoint)
+        super().__init__(target, sampling, writer, rescore, collapse, checkpoint)
         self.student.lengths.require(length_beam)
 
 

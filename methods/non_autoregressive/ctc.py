@@ -53,7 +53,7 @@ class CtcStudent(Student):
 
     def __init__(self, network: Network, upsample: int = 2) -> None:
         if upsample < 1:
-            raise ValueError(f"upsample={upsample} came; at least 1 place per token is needed. Set train.upsample.")
+            raise ValueError(f"Got upsample={upsample}; at least 1 place per token is needed. Set train.upsample.")
         super().__init__(network, {network.shape.end}, upsample=upsample)
         self.upsample, self.blank = upsample, network.shape.end
         self.blank_vector = nn.Parameter(torch.zeros(network.shape.width))
@@ -121,6 +121,7 @@ class Ctc(NonAutoregressive):
     """
 
     paper = "Libovicky & Helcl 2018, arXiv 1811.04719"
+    kind = CtcStudent
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Ctc(NonAutoregressive):
         collapse: bool = False,
         checkpoint: str | Path | None = None,
     ) -> None:
-        super().__init__(target, sampling, CtcStudent, CtcPass(), False, collapse, checkpoint)
+        super().__init__(target, sampling, CtcPass(), False, collapse, checkpoint)
 
 
 class CtcTraining(StudentTraining):

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -41,13 +40,11 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 
 from methods.engine.causal_lm import CausalLM
-from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.decoder_inputs import Copy
-from methods.non_autoregressive.glat import GlatStudent
-from methods.non_autoregressive.loop import NonAutoregressive
+from methods.non_autoregressive.glat import Glat, GlatStudent
 from methods.non_autoregressive.network import Embedding, Memory, Network
-from methods.non_autoregressive.student import Batch, Objective, OnePass, Student, require_at_least_one
+from methods.non_autoregressive.student import Batch, Objective, OnePass, Student
 from methods.non_autoregressive.training import Data, Progress, StudentTraining
 from methods.non_autoregressive.word_alignment import NULL, align
 from methods.training.translation import Pair, Recipe
@@ -141,7 +138,7 @@ class DepaStudent(GlatStudent):
         length_weight: float = 1.0,
     ) -> None:
         if not 0 <= backward < 1:
-            raise ValueError(f"backward={backward} came; a share from 0 to below 1 is needed. Set train.backward.")
+            raise ValueError(f"Got backward={backward}; a share from 0 to below 1 is needed. Set train.backward.")
         super().__init__(network, copy, ratio, False, length_weight)
         del self.options["positional"]
         self.options |= {"backward": backward, "words": words}
@@ -167,7 +164,6 @@ class DepaStudent(GlatStudent):
         return self.supervise(self.read(batch), inputs, mirrored, batch.present, smoothing, causal=True)
 
     def settle(self, target: CausalLM) -> None:
-        """See ``Student``."""
         super().settle(target)
         if isinstance(self.inputs, AttentiveTransformation):
             self.inputs.settle()
@@ -185,33 +181,11 @@ def backwards(tokens: Int[Tensor, "B T"], lengths: Int[Tensor, "B"]) -> Int[Tens
     return tokens.gather(1, torch.where(mirrored >= 0, mirrored, place))
 
 
-class Depa(NonAutoregressive):
-    """One pass, over the likeliest length or several.
-
-    Args:
-        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse`` and ``checkpoint``.
-        length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
-
-    Raises:
-        ValueError: no length or too many, or see ``NonAutoregressive``.
-    """
+class Depa(Glat):
+    """One pass, over the likeliest length or several; arguments as of ``Glat``."""
 
     paper = "Zhan et al. 2023, arXiv 2203.16266"
-
-    student: DepaStudent
-
-    def __init__(
-        self,
-        target: CausalLM,
-        sampling: Sampling,
-        length_beam: int = 1,
-        rescore: bool = False,
-        collapse: bool = False,
-        checkpoint: str | Path | None = None,
-    ) -> None:
-        require_at_least_one(length_beam=length_beam)
-        super().__init__(target, sampling, DepaStudent, OnePass(length_beam), rescore, collapse, checkpoint)
-        self.student.lengths.require(length_beam)
+    kind = DepaStudent
 
 
 class DepaTraining(StudentTraining):
@@ -266,6 +240,5 @@ class DepaTraining(StudentTraining):
         return made
 
     def origin(self) -> dict[str, Any]:
-        """See ``StudentTraining``."""
         words = {"target_words": self.options["words"]} if self.transform else {}
         return super().origin() | {"base": self.base, "backward": self.options["backward"], **words}

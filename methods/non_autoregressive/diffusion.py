@@ -90,7 +90,7 @@ class Diffusion(Decoder):
     ) -> None:
         if not isinstance(target, MaskedLM):
             raise ValueError(
-                f"{target.name} came, which writes from left to right; method=diffusion needs a model that fills in "
+                f"Got {target.name}, which writes from left to right; method=diffusion needs a model that fills in "
                 "masks. Choose model=llada_8b, dream_7b or another of its kind."
             )
         _check(target, threshold, tokens_per_step, confidence, block_size, cache)
@@ -199,24 +199,24 @@ def _check(
 ) -> None:
     if tokens_per_step < 1 or (block_size is not None and block_size < 1):
         raise ValueError(
-            f"tokens_per_step={tokens_per_step} and block_size={block_size} came; both are at least 1, or no block "
+            f"Got tokens_per_step={tokens_per_step} and block_size={block_size}; both are at least 1, or no block "
             "size for the model's own. Correct them."
         )
     if threshold is not None and not (0 <= threshold <= 1 and confidence in ("probability", "margin")):
         raise ValueError(
-            f"threshold={threshold} came with confidence={confidence}; a threshold is between 0 and 1 and of a "
+            f"Got threshold={threshold} with confidence={confidence}; a threshold is between 0 and 1 and of a "
             "probability or a margin. Correct it, or set method.threshold=null for a schedule of tokens_per_step."
         )
     own = target.denoising
     if own.block_causal and block_size not in (None, own.block_size):
         raise ValueError(
-            f"block_size={block_size} came; attention of {target.name} ends with blocks of {own.block_size}, and it is "
+            f"Got block_size={block_size}; attention of {target.name} ends with blocks of {own.block_size}, and it is "
             "decoded in these. Leave method.block_size out."
         )
     fitting = ("auto", "none", "exact") if own.block_causal else ("auto", "none", "prefix", "dual")
     if cache not in fitting:
         looks = "ends with the block" if own.block_causal else "looks both ways"
         raise ValueError(
-            f"cache={cache} came; for {target.name}, whose attention {looks}, it is one of {', '.join(fitting)}. Set "
+            f"Got cache={cache}; for {target.name}, whose attention {looks}, it is one of {', '.join(fitting)}. Set "
             "method.cache."
         )

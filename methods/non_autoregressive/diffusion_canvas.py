@@ -93,7 +93,6 @@ class Canvas:
         return new
 
     def _read(self) -> None:
-        """The one host read of a pass."""
         rows: list[list[int]] = self.tokens.gather(1, self._places).tolist()
         widths = [end - start for start, end in zip(self.block_starts, self.block_ends, strict=True)]
         self._rows = [row[:width] for row, width in zip(rows, widths, strict=True)]

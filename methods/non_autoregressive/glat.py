@@ -32,7 +32,15 @@ from methods.engine.sampling import Sampling
 from methods.non_autoregressive.decoder_inputs import Copy, copy_of
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.network import Embedding, Memory, Network
-from methods.non_autoregressive.student import Batch, LengthStudent, Objective, OnePass, lowest, require_at_least_one
+from methods.non_autoregressive.student import (
+    Batch,
+    LengthStudent,
+    Objective,
+    OnePass,
+    Student,
+    lowest,
+    require_at_least_one,
+)
 from methods.non_autoregressive.training import Data, StudentTraining
 from methods.training.translation import Recipe
 
@@ -59,7 +67,7 @@ class GlatStudent(LengthStudent):
         length_weight: float = 1.0,
     ) -> None:
         if len(ratio) != 2 or not all(0 <= share <= 1 for share in ratio):
-            raise ValueError(f"ratio={list(ratio)} came; two shares from 0 to 1 are needed. Set train.ratio.")
+            raise ValueError(f"Got ratio={list(ratio)}; two shares from 0 to 1 are needed. Set train.ratio.")
         own: dict[str, Any] = {"copy": copy, "ratio": list(ratio), "positional": positional}
         super().__init__(network, copy_of(copy), length_weight, **own)
         self.ratio = tuple(ratio)
@@ -107,6 +115,7 @@ class Glat(NonAutoregressive):
     """
 
     paper = "Qian et al. 2021, arXiv 2008.07905"
+    kind: ClassVar[type[Student]] = GlatStudent
 
     student: GlatStudent
 
@@ -120,7 +129,7 @@ class Glat(NonAutoregressive):
         checkpoint: str | Path | None = None,
     ) -> None:
         require_at_least_one(length_beam=length_beam)
-        super().__init__(target, sampling, GlatStudent, OnePass(length_beam), rescore, collapse, checkpoint)
+        super().__init__(target, sampling, OnePass(length_beam), rescore, collapse, checkpoint)
         self.student.lengths.require(length_beam)
 
 

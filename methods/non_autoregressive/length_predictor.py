@@ -47,7 +47,7 @@ class LengthHead(nn.Module):
         """
         if count > 2 * self.reach + 1:
             raise ValueError(
-                f"length_beam={count} came; the length head knows {2 * self.reach + 1} lengths. Set a smaller "
+                f"Got length_beam={count}; the length head knows {2 * self.reach + 1} lengths. Set a smaller "
                 "method.length_beam."
             )
 

@@ -1,19 +1,17 @@
 """Decoding of the non-autoregressive family behind the interface of all methods.
 
-The target of a run is the autoregressive teacher: it is the baseline that is measured side by side, its text is what
-agreement compares with, and the speed-up is against its greedy decoding with a cache. What writes is the method's part,
-a network of its own; so the promise is INDEPENDENT_MODEL: another model's output, of which only the quality can be
-judged. The teacher takes no part in writing, unless it rescores candidates (``rescore``), and then its pass is inside
-the measured time and its memory is named beside the part's.
+The target of a run is the autoregressive teacher: the baseline, and what agreement compares with. The method is a
+network of its own, so the guarantee is INDEPENDENT_MODEL and only its quality can be judged. The teacher takes part
+only to rescore candidates (``rescore``); its pass is then inside the measured time, and its memory is reported beside
+the student's.
 
-A batch is written in one step, everything included: encoder, length, passes, rescoring, choice. Texts end with the end-
-of-sequence token, which nobody had to write. ``Step.draft_passes`` counts passes of the student's decoder,
-``target_passes`` those of the teacher's (one to rescore, else none), ``layers`` is the share of the target's layers
-that a pass runs, ``nodes`` the positions of a pass in a row, all candidates together. ``facts`` adds what no step
-tells.
+A batch is written in one step: encoder, length, passes, rescoring, choice. Texts end with the end-of-sequence token.
+``Step.draft_passes`` counts passes of the student's decoder, ``target_passes`` those of the teacher's (one to rescore,
+else none), ``layers`` is the share of the target's layers that a pass runs, ``nodes`` the positions of a pass in a row,
+all candidates together.
 
 ``collapse`` joins equal neighbours, which one-pass methods write where they hesitate between two places. It is worth
-points of BLEU to a weak method, so it is off unless asked for, and every record says which it was.
+points of BLEU to a weak method, so it is off by default, and every record says which it was.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -93,7 +91,6 @@ def write(
 
 
 def _best(found: Candidates, scores: Tensor) -> list[list[int]]:
-    """The texts with the highest scores; one read from the device."""
     row = torch.arange(len(scores), device=scores.device)
     choice = scores.argmax(1)
     chosen = torch.cat([found.lengths[row, choice, None], found.tokens[row, choice]], 1).tolist()
@@ -152,7 +149,6 @@ class NonAutoregressive(Decoder):
     Args:
         target: its teacher.
         sampling: greedy; nothing is drawn from the teacher's distribution.
-        kind: class of the student.
         writer: decode loop.
         rescore: let the target choose among several candidates.
         collapse: join equal neighbours.
@@ -169,11 +165,12 @@ class NonAutoregressive(Decoder):
     trainable = True
     needs = "training"
 
+    kind: ClassVar[type[Student]]
+
     def __init__(
         self,
         target: CausalLM,
         sampling: Sampling,
-        kind: type[Student],
         writer: Writer,
         rescore: bool,
         collapse: bool,
@@ -181,10 +178,10 @@ class NonAutoregressive(Decoder):
     ) -> None:
         if not sampling.greedy:
             raise ValueError(
-                f"temperature={sampling.temperature} came; {kind.method} writes the likeliest tokens. Set "
+                f"Got temperature={sampling.temperature}; {self.kind.method} writes the likeliest tokens. Set "
                 "sampling=greedy, or choose another method."
             )
-        self.student, self.made = load_student(kind, target, checkpoint)
+        self.student, self.made = load_student(self.kind, target, checkpoint)
         assert isinstance(target, Seq2SeqLM), "a student is refused for any other"
         self._bytes = self.student.own_bytes()
         self.student.settle(target)

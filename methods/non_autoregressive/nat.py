@@ -76,7 +76,7 @@ class NatStudent(Student):
         finetune: Mapping[str, float] | None = None,
     ) -> None:
         if classes < 2:
-            raise ValueError(f"classes={classes} came; at least 2 fertilities are needed. Set train.classes.")
+            raise ValueError(f"Got classes={classes}; at least 2 fertilities are needed. Set train.classes.")
         finetune = None if finetune is None else dict(finetune)
         super().__init__(
             network, classes=classes, positional=positional, fertility_weight=fertility_weight, finetune=finetune
@@ -176,6 +176,7 @@ class Nat(NonAutoregressive):
     """
 
     paper = "Gu et al. 2018, arXiv 1711.02281"
+    kind = NatStudent
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class Nat(NonAutoregressive):
         require_at_least_one(samples=samples)
         rescored = rescore and decoding == "npd" and samples > 1
         writer = FertilityPass(decoding, samples)
-        super().__init__(target, sampling, NatStudent, writer, rescored, collapse, checkpoint)
+        super().__init__(target, sampling, writer, rescored, collapse, checkpoint)
 
 
 class NatTraining(StudentTraining):

@@ -44,7 +44,7 @@ class Finetuning:
     def __post_init__(self) -> None:
         if not (0 < self.share <= 1 and 0 <= self.weight <= 1):
             raise ValueError(
-                f"{self} came; a share above 0 to 1 and a weight from 0 to 1 are needed. Set train.finetune."
+                f"Got {self}; a share above 0 to 1 and a weight from 0 to 1 are needed. Set train.finetune."
             )
 
     def as_dict(self) -> dict[str, float]:
@@ -112,7 +112,6 @@ def _cost(
     wished: Int[Tensor, "B 1 S"],
     probs: Float[Tensor, "B S C"],
 ) -> Float[Tensor, "B"]:
-    """RKL per token under other fertilities."""
     inputs, lengths = student.copies(memory, student.limited(memory, wished, probs)[:, 0])
     states = student.network.decode(inputs, present_up_to(lengths, inputs.shape[1]), memory)
     return reverse_kl(student, teacher, source, states, lengths) / lengths

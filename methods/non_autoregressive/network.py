@@ -66,7 +66,7 @@ class Shape:
         """
         if not isinstance(target, Seq2SeqLM) or target.config.model_type not in _NORM_FIRST or not target.eos_ids:
             raise ValueError(
-                f"model={target.name} came; non-autoregressive students are made for encoder-decoders of the Marian or "
+                f"Got model={target.name}; non-autoregressive students are made for encoder-decoders of the Marian or "
                 "Pegasus family. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
             )
         config = target.config
@@ -248,8 +248,6 @@ class Network(nn.Module):
 
 
 class _Settled(nn.Module):
-    """A linear layer as the engine multiplies it."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None, form: LinearForm) -> None:
         super().__init__()
         self._product = make_linear([weight.detach()], [None if bias is None else bias.detach()], form)

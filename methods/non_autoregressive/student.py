@@ -10,7 +10,7 @@ constructor's ``options``. A method's file has a student, a writer if the ones h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -244,7 +244,7 @@ def require_at_least_one(**numbers: int) -> None:
     """
     for name, number in numbers.items():
         if number < 1:
-            raise ValueError(f"{name}={number} came; at least 1 is needed. Set method.{name}.")
+            raise ValueError(f"Got {name}={number}; at least 1 is needed. Set method.{name}.")
 
 
 # ------------------------------------------------------------------------------------------------------------ the part
@@ -263,16 +263,14 @@ def save_student(student: Student, folder: Path, target: CausalLM, facts: Mappin
     write_part(folder, student.state_dict(), config | target_sizes(target), torch.float16)
 
 
-def load_student(
-    kind: Callable[..., S] | type[S], target: CausalLM, checkpoint: str | Path | None
-) -> tuple[S, dict[str, Any]]:
+def load_student(kind: type[S], target: CausalLM, checkpoint: str | Path | None) -> tuple[S, dict[str, Any]]:
     """A student ready to decode, on the target's device and in its type; and the facts it was saved with.
 
     Raises:
         MissingPart: there is none for this target.
         ValueError: it cannot be read, or belongs to another target.
     """
-    method: str = getattr(kind, "method")  # noqa: B009, a class is asked for an attribute of its own
+    method = kind.method
     if checkpoint is None:
         raise MissingPart(
             f"{method} has no network for this model, and writes with nothing else. Train one: "
@@ -282,7 +280,7 @@ def load_student(
 
     def parse(config: dict[str, Any]) -> tuple[S, dict[str, int], dict[str, Any]]:
         options = dict(config["options"])
-        network = Network(shape, None, bool(config["own_embedding"]), **kind.network_options(options))  # type: ignore[union-attr]
+        network = Network(shape, None, bool(config["own_embedding"]), **kind.network_options(options))
         return kind(network, **options), {key: config[key] for key in target_sizes(target)}, dict(config["facts"])
 
     (student, sizes, facts), tensors = read_part(folder, method, parse)
@@ -305,7 +303,7 @@ def pad_sources(
     lengths = [len(source) for source in sources]
     if min(lengths) < 1 or max(lengths) > longest:
         raise ValueError(
-            f"Sources of {min(lengths):,} to {max(lengths):,} tokens came; 1 to {longest:,} are read. Drop empty ones, "
+            f"Got Sources of {min(lengths):,} to {max(lengths):,} tokens; 1 to {longest:,} are read. Drop empty ones, "
             "and shorten the others."
         )
     rows = torch.zeros(len(sources), max(lengths), dtype=torch.long, device=device)

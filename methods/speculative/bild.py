@@ -101,12 +101,12 @@ class Bild(SpeculativeDecoder):
     ) -> None:
         if not 0 <= fallback <= 1 or rollback < 0 or most < 1:
             raise ValueError(
-                f"fallback={fallback}, rollback={rollback}, most={most} came; 0 <= fallback <= 1, rollback >= 0 and "
+                f"Got fallback={fallback}, rollback={rollback}, most={most}; 0 <= fallback <= 1, rollback >= 0 and "
                 "most >= 1 are allowed. The published ones are 0.6, 5 and 10."
             )
         if not sampling.greedy:
             raise ValueError(
-                f"bild came with temperature={sampling.temperature}; it is defined for greedy decoding only. Set "
+                f"Got bild with temperature={sampling.temperature}; it is defined for greedy decoding only. Set "
                 "sampling.temperature=0, or use method=speculative_sampling."
             )
         if draft_model is None:

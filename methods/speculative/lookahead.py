@@ -194,7 +194,7 @@ class Lookahead(SpeculativeDecoder):
     ) -> None:
         if window < 1 or ngram < 3 or guesses < 1:
             raise ValueError(
-                f"window={window}, ngram={ngram}, guesses={guesses} came; window >= 1, ngram >= 3 and guesses >= 1 are "
+                f"Got window={window}, ngram={ngram}, guesses={guesses}; window >= 1, ngram >= 3 and guesses >= 1 are "
                 "allowed. Published values are 15, 5 and 15; for no draft at all use method=autoregressive."
             )
         drafter = LookaheadDrafter(window, ngram, guesses, pool_from_prompt)

@@ -45,12 +45,10 @@ class SpeculativeDecoder(Decoder, Refillable):
         self.guarantee = rule.guarantee
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
-        """See ``methods.decoder.Decoder.decode``."""
         return self.decode_refilled(prompts, limit, rng, max(map(len, prompts)))
 
     @torch.inference_mode()
     def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
-        """See ``methods.decoder.Refillable.decode_refilled``."""
         target, drafter = self.target, self.drafter
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
@@ -107,7 +105,6 @@ class SpeculativeDecoder(Decoder, Refillable):
 
 
 def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
-    """Let some rows of the context be as if their last pass had been the prefill ``output``."""
     context.root = context.root.clone()  # it may be the bonus of a verification
     context.root[rows] = root
     context.output.logits[rows, 0] = output.logits[:, 0]
@@ -155,7 +152,6 @@ def _rows_of(verification: Verification) -> Int[Tensor, "B P"]:
 
 
 def _next_root(root: Int[Tensor, "B"], bonus: Int[Tensor, "B"], open_rows: list[bool]) -> Int[Tensor, "B"]:
-    """A row at its limit stays where it is."""
     return bonus if all(open_rows) else torch.where(torch.tensor(open_rows, device=root.device), bonus, root)
 
 

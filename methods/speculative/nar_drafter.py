@@ -230,7 +230,7 @@ class SpecDecNat(HeadsDecoder):
         kind, writer = _STUDENTS[drafter]
         if redraft and not issubclass(kind, LengthStudent):
             raise ValueError(
-                f"redraft=true came with drafter={drafter}, which cannot be shown the text so far; glat, cmlm and depa "
+                f"Got redraft=true with drafter={drafter}, which cannot be shown the text so far; glat, cmlm and depa "
                 "can. Set method.redraft=false, or method.drafter to one of these."
             )
         student, self._made = load_student(kind, target, checkpoint)

@@ -185,13 +185,13 @@ class Rest(SpeculativeDecoder):
     ) -> None:
         if min(nodes, occurrences) < 1 or not 1 <= continuation <= LONGEST:
             raise ValueError(
-                f"nodes={nodes}, continuation={continuation}, occurrences={occurrences} came; nodes and occurrences "
+                f"Got nodes={nodes}, continuation={continuation}, occurrences={occurrences}; nodes and occurrences "
                 f"of at least 1 and continuation from 1 to {LONGEST} are allowed. For no draft at all use "
                 "method=autoregressive."
             )
         if not 1 <= min_ngram <= max_ngram <= LONGEST:
             raise ValueError(
-                f"min_ngram={min_ngram} and max_ngram={max_ngram} came; 1 <= min_ngram <= max_ngram <= {LONGEST} is "
+                f"Got min_ngram={min_ngram} and max_ngram={max_ngram}; 1 <= min_ngram <= max_ngram <= {LONGEST} is "
                 "allowed. Change one of the two."
             )
         store = Datastore.load(_folder(checkpoint), target.vocab_size)

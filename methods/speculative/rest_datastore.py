@@ -256,7 +256,6 @@ def _header(folder: Path) -> dict[str, Any]:
 
 
 def _check_file(path: Path, written: Any) -> None:
-    """Reading a file through also brings it into memory before anything is timed."""
     try:
         same = _facts(path) == written
     except OSError as error:
@@ -274,7 +273,6 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, fill: Callable[[Any], Any]) -> None:
-    """A reader sees the old file or the new one."""
     draft = path.with_name(f".{path.name}.tmp")
     with draft.open("wb") as stream:
         fill(stream)
@@ -300,7 +298,7 @@ class RestDatastore:
         self.prompts = prompts
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable``. A datastore of the same tokens that lies there already is kept."""
+        """See ``methods.training.interface.Trainable``. A datastore of the same tokens is kept."""
         vocab_size = workshop.target.vocab_size
         tokens = joined(self._documents(workshop), vocab_size)
         store = _kept(workshop.folder, tokens, vocab_size)

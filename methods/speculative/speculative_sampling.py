@@ -121,11 +121,11 @@ class SpeculativeSampling(SpeculativeDecoder):
         sampling: how both distributions are processed.
         gamma: tokens drafted per round.
         draft_model: the model that drafts; None: the target without the sub-layers below.
-        skip_attention, skip_mlp: 0-based layers whose sub-layer the draft leaves out.
+        skip_attention, skip_mlp: 0-based layers whose sub-layer the draft leaves out, if there is no ``draft_model``.
         confidence: stop drafting once no row's most likely draft token has this probability; 0 never stops.
 
     Raises:
-        ValueError: no drafter named, two named, vocabularies of different size, or an option out of range.
+        ValueError: no drafter named, vocabularies of different size, or an option out of range.
     """
 
     continuous_batching = True
@@ -162,14 +162,11 @@ def weights_of(draft: CausalLM | None) -> dict[str, int]:
 def _drafter(
     target: CausalLM, draft: CausalLM | None, skip_attention: Collection[int], skip_mlp: Collection[int]
 ) -> CausalLM:
-    skips = bool(skip_attention) or bool(skip_mlp)
-    if draft is None and not skips:
+    if draft is None and not (skip_attention or skip_mlp):
         raise ValueError(
             "speculative_sampling has no drafter. Name one (method.draft_model=HUB_ID_OR_PATH), or layers of the "
             "target to leave out (method.skip_attention=[..] method.skip_mlp=[..])."
         )
-    if draft is not None and skips:
-        raise ValueError("Both method.draft_model and method.skip_attention/skip_mlp are set. Keep one of the two.")
     if draft is None:
         return target.skip(skip_attention, skip_mlp)
     require_vocabulary(draft, target)

@@ -185,12 +185,12 @@ class SuffixDecoding(SpeculativeDecoder):
     ) -> None:
         if gamma < 1 or min_match < 1 or not 0.0 <= min_prob <= 1.0:
             raise ValueError(
-                f"gamma={gamma}, min_match={min_match}, min_prob={min_prob} came; gamma >= 1, min_match >= 1 and "
+                f"Got gamma={gamma}, min_match={min_match}, min_prob={min_prob}; gamma >= 1, min_match >= 1 and "
                 "0 <= min_prob <= 1 are allowed. For no draft at all use method=autoregressive."
             )
         if not 1.0 <= factor * min_match < math.inf:
             raise ValueError(
-                f"factor={factor} and min_match={min_match} came; their product, the tokens drafted behind the "
+                f"Got factor={factor} and min_match={min_match}; their product, the tokens drafted behind the "
                 "shortest match, has to reach 1 and be finite. Change one of the two."
             )
         drafter = SuffixDrafter(gamma, factor, min_match, min_prob)

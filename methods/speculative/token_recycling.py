@@ -145,7 +145,6 @@ class RecyclingDrafter:
         )
 
     def _fill(self, root: Int[Tensor, "B"]) -> Int[Tensor, "B M"]:
-        """Breadth first: every level from the one above it."""
         nodes = root[:, None].repeat(1, 1 + self.nodes)
         start = 0
         for end in self._shape.level_ends:
@@ -178,7 +177,7 @@ class TokenRecycling(SpeculativeDecoder):
         sampling: how its distribution is processed.
         tree: a name in ``TREES``, or numbers of children, level by level and breadth first, e.g. ``[[3], [2, 1]]``.
             The matrix keeps as many candidates as the tree is wide.
-        warm: keep the matrix from prompt to prompt. The output stays exact, but its speed depends on what came before.
+        warm: keep the matrix from prompt to prompt. The output stays exact, but its speed depends on earlier prompts.
 
     Raises:
         ValueError: an unknown tree, one without nodes, or one wider than the vocabulary.
@@ -200,7 +199,7 @@ class TokenRecycling(SpeculativeDecoder):
 
 def _shape(tree: str | list[list[int]], vocab_size: int) -> Shape:
     if isinstance(tree, str) and tree not in TREES:
-        raise ValueError(f"tree={tree} came; {', '.join(TREES)} or numbers of children are allowed, e.g. [[3],[2,1]].")
+        raise ValueError(f"Got tree={tree}; {', '.join(TREES)} or numbers of children are allowed, e.g. [[3],[2,1]].")
     shape = Shape.of_children(TREES[tree] if isinstance(tree, str) else tree)
     if not 1 <= shape.width <= vocab_size:
         raise ValueError(

@@ -31,7 +31,6 @@ class ExactRule:
     def __call__(
         self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
     ) -> Verification:
-        """See ``methods.drafting.AcceptanceRule``."""
         return self.judge(draft, sampling.probs(logits), rng)
 
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
@@ -204,7 +203,6 @@ class RelaxedRule:
     def __call__(
         self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
     ) -> Verification:
-        """See ``methods.drafting.AcceptanceRule``."""
         exact = in_float(logits)
         scores = exact / (sampling.temperature or 1.0)
         behind = scores[:, :-1] if draft.is_chain else _behind_parents(scores, draft.parents)
@@ -224,7 +222,7 @@ class Typical(RelaxedRule):
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         if not (0 <= epsilon <= 1 and delta >= 0):
-            raise ValueError(f"epsilon={epsilon}, delta={delta} came; 0 <= epsilon <= 1 and delta >= 0 are allowed.")
+            raise ValueError(f"Got epsilon={epsilon}, delta={delta}; 0 <= epsilon <= 1 and delta >= 0 are allowed.")
         self.epsilon, self.delta = epsilon, delta
 
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
@@ -239,7 +237,7 @@ class TopK(RelaxedRule):
 
     def __init__(self, k: int = 2) -> None:
         if k < 1:
-            raise ValueError(f"k={k} came; at least 1 is needed. k=1 is the exact rule.")
+            raise ValueError(f"Got k={k}; at least 1 is needed. k=1 is the exact rule.")
         self.k = k
 
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
@@ -253,7 +251,7 @@ class Distance(RelaxedRule):
 
     def __init__(self, epsilon: int = 2) -> None:
         if epsilon < 0:
-            raise ValueError(f"epsilon={epsilon} came; at least 0 is needed. epsilon=0 is the exact rule.")
+            raise ValueError(f"Got epsilon={epsilon}; at least 0 is needed. epsilon=0 is the exact rule.")
         self.epsilon = epsilon
 
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
@@ -269,7 +267,7 @@ class TopBetaGap(RelaxedRule):
     def __init__(self, beta: int = 3, tau: float = 1.0) -> None:
         if beta < 1 or tau < 0:
             raise ValueError(
-                f"beta={beta}, tau={tau} came; beta >= 1 and tau >= 0 are allowed. beta=1 is the exact rule."
+                f"Got beta={beta}, tau={tau}; beta >= 1 and tau >= 0 are allowed. beta=1 is the exact rule."
             )
         self.top, self.tau = TopK(beta), tau
 
@@ -286,7 +284,7 @@ class MinimumBlock(RelaxedRule):
 
     def __init__(self, length: int, rule: RelaxedRule) -> None:
         if length < 0:
-            raise ValueError(f"length={length} came; at least 0 is needed.")
+            raise ValueError(f"Got length={length}; at least 0 is needed.")
         self.length, self.rule = length, rule
 
     def __call__(
@@ -399,7 +397,6 @@ def _longest(
 def _path_to(
     end: Int[Tensor, "B"], parents: Int[Tensor, "B M"], length: Int[Tensor, "B"], levels: int
 ) -> Int[Tensor, "B P"]:
-    """Columns from the first level to node ``end``, ``ABSENT`` behind it."""
     upward = end.new_full((len(end), levels), ABSENT)
     for level in range(levels):
         upward[:, level] = end - 1
@@ -412,7 +409,6 @@ def _path_to(
 
 
 def _leading(kept: Bool[Tensor, "B N"]) -> Int[Tensor, "B"]:
-    """How many are true before the first that is not."""
     return kept.long().cumprod(1).sum(1)
 
 

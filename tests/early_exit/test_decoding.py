@@ -21,7 +21,7 @@ from methods.early_exit.free import Free
 from methods.early_exit.free_threshold import BetaMixture
 from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import Corpus, HashTable, make_table, mutual_information
-from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, fill_share, head_share
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, fill_share, head_share
 from methods.early_exit.static_depth import StaticDepth
 from methods.early_exit.threshold import Threshold
 from methods.engine.causal_layers import PROVEN
@@ -78,7 +78,7 @@ class Recorder:
         self.heads = 0
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy that sends the token at each place to a depth that a test says."""
 
     guarantee, nbytes = Guarantee.RELAXED, 0
@@ -93,8 +93,8 @@ class Scripted:
         self.step += 1
         return sorted(set(self.depths[self.step]))
 
-    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> ExitDecision:
-        return ExitDecision([wanted == depth for wanted in self.depths[self.step]])
+    def decide(self, point: ExitPoint) -> ExitDecision:
+        return ExitDecision([wanted == point.depth for wanted in self.depths[self.step]])
 
 
 # ------------------------------------------------------------------------------------------- caches of what was skipped
@@ -290,7 +290,7 @@ def test_rows_that_left_do_not_open_the_screen(target: CausalLM) -> None:
         sure[0] = 10 * torch.randn(32, dtype=torch.double, generator=generator)
     policy.reset(9)
     policy.stops([0])
-    asked = [policy.look(1, sure, sure, [0, 0], rows).columns for rows in ([True, True], [False, True])]
+    asked = [policy.decide(ExitPoint(1, sure, sure, [0, 0], rows)).columns for rows in ([True, True], [False, True])]
     assert screen.screen == 20 and asked == [20 + 61, 20]
 
 

@@ -16,7 +16,7 @@ from methods.early_exit.calm import Calm
 from methods.early_exit.exits import Lens
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
-from methods.early_exit.loop import EarlyExitDecoder, ExitDecision
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -43,7 +43,7 @@ def target(request: pytest.FixtureRequest) -> Seq2SeqLM:
     return found
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy that sends row b's token at each place to ``depths[b][place]``."""
 
     guarantee, nbytes, deepest = Guarantee.RELAXED, 0, LAYERS
@@ -58,8 +58,8 @@ class Scripted:
         self.place += 1
         return sorted({row[self.place] for row in self.depths})
 
-    def look(self, depth: int, hidden: object, ready: object, roots: object, rows: object) -> ExitDecision:
-        return ExitDecision([row[self.place] == depth for row in self.depths])
+    def decide(self, point: ExitPoint) -> ExitDecision:
+        return ExitDecision([row[self.place] == point.depth for row in self.depths])
 
 
 @contextmanager
@@ -192,5 +192,5 @@ def test_claimed_layers_and_heads_are_those_that_ran(
 
 
 def test_a_prompt_that_an_encoder_reads_is_not_hashed(target: Seq2SeqLM) -> None:
-    with pytest.raises(ValueError, match="prompt=hash came with .*its encoder reads the prompt"):
+    with pytest.raises(ValueError, match="prompt=hash with .*its encoder reads the prompt"):
         HashEE(target, GREEDY, prompt="hash")

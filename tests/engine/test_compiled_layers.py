@@ -110,7 +110,7 @@ def test_without_a_compiler_it_is_refused_in_one_message(
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     assert cli.main(["method=prompt_lookup", "dataset=demo", *WORDS, "hardware.compile=true"]) == errors.BAD_INPUT
     said = capsys.readouterr().err
-    assert said.startswith("hardware.compile=true came, and torch.compile does not work here (")
+    assert said.startswith("Got hardware.compile=true, and torch.compile does not work here (")
     assert "needs a C++ compiler" in said and said.count("\n") == 1
     torch._dynamo.reset()
 

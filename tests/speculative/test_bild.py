@@ -173,7 +173,7 @@ def test_vocabularies_must_agree() -> None:
 
 
 def test_the_configuration_names_the_little_model_and_asks_for_its_tokens() -> None:
-    """The loader that the run provides (``bench.models.loading.load_draft``) refuses a model that reads other tokens."""
+    """The run's loader (``bench.models.loading.load_draft``) refuses a model that reads other tokens."""
     group = compose.compose(["method=bild", "method.draft_model=org/small"]).method
 
     def load(name: Any) -> Any:

@@ -656,8 +656,8 @@ def test_a_missing_part_names_the_command(target):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tree": "chain", "gamma": 0}, r"gamma=0 came; .* at least 1 node\. Set"),
-        ({"tree": "static", "shape": "oak"}, r"shape=oak came; paper, small .* are allowed"),
+        ({"tree": "chain", "gamma": 0}, r"gamma=0; .* at least 1 node\. Set"),
+        ({"tree": "static", "shape": "oak"}, r"shape=oak; paper, small .* are allowed"),
         ({"tree": "static", "shape": [[41]]}, r"41 children; 1 to 40.*\. Name"),
         ({"tree": "dynamic", "depth": 0}, r"depth=0.* are allowed\. Correct"),
         ({"tree": "dynamic", "top_k": 41}, r"top_k=41.* are allowed\. Correct"),
@@ -673,7 +673,7 @@ def test_eagle_refuses(options, message, target, folder):
 
 def test_a_network_of_another_version_is_refused(target, folder):
     other = 1 if version_of(folder) == 3 else 3
-    with pytest.raises(ValueError, match=rf"version={other} came, and .* must be the same\. Set method\.version="):
+    with pytest.raises(ValueError, match=rf"version={other}, and .* must be the same\. Set method\.version="):
         Eagle(target, Sampling(), version=other, checkpoint=folder)
 
 
@@ -704,8 +704,8 @@ def without_config(folder):
     "damage, message",
     [
         (of_other_target, "is of a model with .* must be the same. Train"),
-        (without_weight, r"fc\.weight missing came; fc\.weight \(32, .* is needed\. Copy"),
-        (with_more, r"fd\.weight \(3,\) came; fd\.weight none is needed\. Copy"),
+        (without_weight, r"got .*fc\.weight missing; fc\.weight \(32, .* is needed\. Copy"),
+        (with_more, r"got .*fd\.weight \(3,\); fd\.weight none is needed\. Copy"),
         (torn, "cannot be read as a part.* it must hold .* Name another folder"),
         (without_config, "cannot be read as a part.* it must hold .* Name another folder"),
     ],

@@ -24,7 +24,7 @@ def target():
     return checks.tiny_target()
 
 
-# -- auxiliary nodes in the loop -----------------------------------------------------------------------------------------
+# -- auxiliary nodes in the loop -------------------------------------------------------------------------------
 
 
 class WithScouts:

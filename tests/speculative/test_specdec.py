@@ -489,7 +489,7 @@ def test_the_share_that_is_revealed_falls(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"block": 0}, "block=0 came; the drafter has places for 1 to 6"),
+        ({"block": 0}, "block=0; the drafter has places for 1 to 6"),
         ({"block": 7}, "train.block=N"),
         ({"top_beta": 0}, "beta=0"),
         ({"tau": -1.0}, "tau >= 0"),
@@ -514,7 +514,7 @@ def test_targets_and_parts_that_do_not_fit_are_refused(marian: Seq2SeqLM, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config | {"depth": 1}))
     with pytest.raises(ValueError, match="layers.1.down.bias"):
         load(tmp_path, marian)
-    with pytest.raises(ValueError, match="An empty source came"):
+    with pytest.raises(ValueError, match="Got an empty source"):
         checks.outputs(specdec(marian, GREEDY), [torch.tensor([], dtype=torch.long)], 3)
 
 

@@ -137,7 +137,6 @@ class Coupling(nn.Module):
         return self._join(given, affine_inverse(self.network, given, moved, inside))
 
     def _parts(self, z: Tensor, condition: Condition) -> tuple[Tensor, Tensor, Condition]:
-        """What moves, what is moved, and the positions of both."""
         parts: Sequence[Tensor]
         if self.split == "time":
             parts, inside = (z[:, 0::2], z[:, 1::2]), condition.every_second(0)

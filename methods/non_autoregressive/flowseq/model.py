@@ -110,7 +110,7 @@ class FlowSeqStudent(Student):
         self.prior = Prior(shape, latent, width, inner or 2 * width, list(steps), dropout)
         if shape.positions % self.prior.unit:
             raise ValueError(
-                f"steps={list(steps)} came for a model of {shape.positions} positions; with {len(steps)} levels, "
+                f"Got steps={list(steps)} for a model of {shape.positions} positions; with {len(steps)} levels, "
                 f"lengths are multiples of {self.prior.unit}, and so must these be. Set fewer levels in train.steps."
             )
         self.reader = LatentReader(shape, latent)
@@ -177,7 +177,6 @@ class FlowSeqStudent(Student):
         return (posterior - self.prior.log_prob(z, memory, batch.present)).sum() / batch.lengths.sum()
 
     def _norms_are_set(self) -> bool:
-        """By their values, which a checkpoint has."""
         if not getattr(self, "_set", False):
             norm: Any = self.prior.flow.body.maps[0]
             self._set = bool(norm.log_scale.any())
@@ -199,7 +198,7 @@ class FlowSeqStudent(Student):
         possible = self.lengths.reach // self.prior.unit
         if count > possible:
             raise ValueError(
-                f"lengths={count} came; at least {possible} lengths are always possible, and more are not tried. Set a "
+                f"Got lengths={count}; at least {possible} lengths are always possible, and more are not tried. Set a "
                 "smaller method.lengths."
             )
 
@@ -311,6 +310,7 @@ class FlowSeq(NonAutoregressive):
     """
 
     paper = "Ma et al. 2019, arXiv 1909.02480"
+    kind = FlowSeqStudent
 
     student: FlowSeqStudent
 
@@ -331,7 +331,7 @@ class FlowSeq(NonAutoregressive):
         if decoding == "iwd":
             writer = replace(writer, importance=importance)
         rescored = decoding == "npd" and lengths * samples > 1
-        super().__init__(target, sampling, FlowSeqStudent, writer, rescored, collapse, checkpoint)
+        super().__init__(target, sampling, writer, rescored, collapse, checkpoint)
         if writer.importance and self.student.posterior is None:
             raise ValueError(
                 "method.decoding=iwd needs FlowSeq's posterior, and this checkpoint is stored without it. Train one "
@@ -371,12 +371,12 @@ def _check(
     shares = (word_dropout, autoencoding, annealing)
     if not steps or min(steps) < 0 or not all(0 <= share < 1 for share in shares) or autoencoding + annealing > 1:
         raise ValueError(
-            f"steps={list(steps)}, word_dropout={word_dropout}, autoencoding={autoencoding} and annealing={annealing} "
-            "came; at least one level with no negative number of steps, and shares from 0 to below 1, the last two "
+            f"Got steps={list(steps)}, word_dropout={word_dropout}, autoencoding={autoencoding} and "
+            f"annealing={annealing}; at least one level with no negative number of steps, and shares from 0 to below 1, the last two "
             "together at most 1, are needed. Correct them in train."
         )
     if latent < 2 or latent % 2 or width % (2 * heads):
         raise ValueError(
-            f"latent={latent} and width={width} came; even channels of latents, and a multiple of {2 * heads} (twice "
+            f"Got latent={latent} and width={width}; even channels of latents, and a multiple of {2 * heads} (twice "
             "the model's heads) as width of the flow are needed. Correct train.latent and train.width."
         )

@@ -98,7 +98,6 @@ class Spec:
         return around | {f"{self.layer}.{name}": shape for name, shape in layer.items()}
 
     def _mixing_norms(self) -> list[tuple[str, int]]:
-        """Norms in front of ``fc`` and what they act on."""
         together = [("input_norm", len(self.taps) * self.hidden_size)] if self.norm_before_fc else []
         return together + [(f"fc_norm.{number}", self.hidden_size) for number in range(len(self.taps)) if self.fc_norm]
 
@@ -167,10 +166,10 @@ class Part:
         found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         if found != wanted:
             differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-            came = ", ".join(f"{name} {found.get(name, 'missing')}" for name in differing)
+            given = ", ".join(f"{name} {found.get(name, 'missing')}" for name in differing)
             needed = ", ".join(f"{name} {wanted.get(name, 'none')}" for name in differing)
             raise ValueError(
-                f"The weights in {where} do not fit version {self.spec.version} of eagle: {came} came; {needed} "
+                f"The weights in {where} do not fit version {self.spec.version} of eagle: got {given}; {needed} "
                 f"is needed. Copy the files again, or train a draft network: {TRAIN}."
             )
 

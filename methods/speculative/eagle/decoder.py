@@ -148,7 +148,7 @@ def _growth(
 ) -> Growth:
     if kind == "chain":
         if gamma < 1:
-            raise ValueError(f"gamma={gamma} came; a chain has at least 1 node. Set method.gamma=4 or so.")
+            raise ValueError(f"Got gamma={gamma}; a chain has at least 1 node. Set method.gamma=4 or so.")
         return Chain(gamma, draw)
     if kind == "static":
         return Static(_shape(shape, vocabulary), draw, device)
@@ -156,7 +156,7 @@ def _growth(
     most = top_k + (depth - 1) * top_k**2
     if draw or depth < 1 or not 1 <= top_k <= vocabulary or not depth <= nodes <= most:
         raise ValueError(
-            f"tree=dynamic came with depth={depth}, top_k={top_k}, nodes={nodes}, draw={draw}; depth >= 1, 1 <= top_k "
+            f"Got tree=dynamic with depth={depth}, top_k={top_k}, nodes={nodes}, draw={draw}; depth >= 1, 1 <= top_k "
             f"<= {vocabulary} (the draft vocabulary), depth <= nodes <= top_k + (depth - 1) top_k^2 and draw=false are "
             "allowed. Correct method.depth, method.top_k and method.nodes, or set method.tree=static to draw."
         )
@@ -165,9 +165,7 @@ def _growth(
 
 def _shape(given: str | list[list[int]], vocabulary: int) -> Shape:
     if isinstance(given, str) and given not in TREES:
-        raise ValueError(
-            f"shape={given} came; {', '.join(TREES)} or numbers of children are allowed, e.g. [[3],[2,1]]."
-        )
+        raise ValueError(f"Got shape={given}; {', '.join(TREES)} or numbers of children are allowed, e.g. [[3],[2,1]].")
     shape = Shape.of_children(TREES[given] if isinstance(given, str) else given)
     if not 1 <= shape.width <= vocabulary:
         raise ValueError(
@@ -184,13 +182,12 @@ def _require_version(wanted: int, found: int) -> None:
     if (3 if wanted == 3 else 1) != found:
         theirs = "3" if found == 3 else "1 (which version 2 uses too)"
         raise ValueError(
-            f"version={wanted} came, and the trained network is of version {theirs}; both must be the same. Set "
+            f"Got version={wanted}, and the trained network is of version {theirs}; both must be the same. Set "
             f"method.version={found}, or train the other: {TRAIN} train.version={wanted} force=true."
         )
 
 
 def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM) -> Part:
-    """A network in our format from its folder, else the user's in a published one."""
     if folder is not None:
         return Part.load(folder, target)
     from methods.speculative.published import formats

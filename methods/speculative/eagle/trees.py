@@ -192,7 +192,6 @@ class Dynamic:
     def _candidates(
         self, network: Network, logits: Float[Tensor, "B m v"]
     ) -> tuple[Float[Tensor, "B m k"], Int[Tensor, "B m k"]]:
-        """Log-probabilities and ids of the k most likely tokens behind each node."""
         places = top_candidates(logits, self._k)
         exact = in_float(logits)
         gained = exact.gather(2, places) - exact.logsumexp(-1, keepdim=True)
@@ -230,7 +229,6 @@ def _draw_different(chances: Float[Tensor, "B m v"], count: int, context: Contex
 
 
 def _everywhere(chances: Float[Tensor, "B m v"], network: Network) -> Float[Tensor, "B m V"]:
-    """Probabilities over the whole vocabulary."""
     vocabulary = network.vocabulary
     if vocabulary.full:
         return chances
@@ -239,7 +237,6 @@ def _everywhere(chances: Float[Tensor, "B m v"], network: Network) -> Float[Tens
 
 
 def _line(shape: Shape, column: int) -> set[int]:
-    """A node and its ancestors."""
     line = set()
     while column >= 0:
         line.add(column)

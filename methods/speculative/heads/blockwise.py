@@ -239,19 +239,18 @@ def _block(k: int | None, trained: int, minimum_block: int) -> int:
     wanted = trained if k is None else k
     if not 2 <= wanted <= trained:
         raise ValueError(
-            f"k={wanted} came; there are {trained - 1} heads, so blocks of 2 to {trained} tokens are allowed. Set "
+            f"Got k={wanted}; there are {trained - 1} heads, so blocks of 2 to {trained} tokens are allowed. Set "
             "method.k to one of these, or train more heads (train.k=K). k=1 is method=autoregressive."
         )
     if not 1 <= minimum_block <= wanted:
         raise ValueError(
-            f"minimum_block={minimum_block} came with blocks of {wanted} tokens; 1 to {wanted} is allowed. "
+            f"Got minimum_block={minimum_block} with blocks of {wanted} tokens; 1 to {wanted} is allowed. "
             "minimum_block=1 forces nothing."
         )
     return wanted
 
 
 def _tensor_shapes(shape: Shape, tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """What heads of this shape hold; any number of tokens to propose from."""
     outputs = (shape.k - 1) * shape.hidden_size
     return {
         "first.weight": (shape.hidden, shape.hidden_size),

@@ -131,7 +131,7 @@ def named(paths: Iterable[Sequence[int]]) -> Tree:
     ]
     if wrong or not given:
         raise ValueError(
-            f"tree={[list(path) for path in given]} came; different paths of ranks from 0 on, each behind its parent, "
+            f"Got tree={[list(path) for path in given]}; different paths of ranks from 0 on, each behind its parent, "
             f"are allowed ({[list(path) for path in wrong]} are not). An example: tree=[[0],[1],[0,0]]."
         )
     return Tree(tuple(given))
@@ -171,6 +171,6 @@ def _check_costs(costs: Costs) -> None:
     pairs = all(len(pair) == 2 and min(pair) > 0 for pair in costs)
     if len(costs) < 2 or not pairs or any(low[0] >= high[0] for low, high in zip(costs, costs[1:], strict=False)):
         raise ValueError(
-            f"costs={[list(pair) for pair in costs]} came; two or more pairs (nodes, cost) above 0, nodes ascending, "
+            f"Got costs={[list(pair) for pair in costs]}; two or more pairs (nodes, cost) above 0, nodes ascending, "
             "are allowed. An example: costs=[[1,1.0],[16,1.4],[64,3.0]]."
         )

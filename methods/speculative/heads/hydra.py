@@ -138,7 +138,6 @@ class Heads:
 
 
 def _keys(heads: int, blocks: int) -> dict[str, tuple[int, int, str]]:
-    """Name in the file -> head, block and attribute of it."""
     keys = {}
     for head in range(heads):
         for block in range(blocks):
@@ -236,7 +235,6 @@ class HydraDrafter(StatelessDrafter):
         return self._layout.draft(torch.cat(drafted, 1), passes=len(self._levels))
 
     def _candidates(self, head: int, inputs: Float[Tensor, "B k I"], width: int) -> Int[Tensor, "B k width"]:
-        """The likeliest tokens behind some nodes."""
         output = self._outputs[min(head, len(self._outputs) - 1)]
         logits = output(self._heads[head](inputs.flatten(0, 1)))
         return self._vocabulary.tokens(top_candidates(logits.view(*inputs.shape[:2], -1), width))

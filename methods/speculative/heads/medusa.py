@@ -246,7 +246,7 @@ def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: f
         ValueError: an unknown one, or constants out of range.
     """
     if acceptance not in ("exact", "typical"):
-        raise ValueError(f"acceptance={acceptance} came; exact and typical are allowed. Set method.acceptance.")
+        raise ValueError(f"Got acceptance={acceptance}; exact and typical are allowed. Set method.acceptance.")
     typical = Typical(epsilon, delta)
     return typical if acceptance == "typical" else default_rule(sampling, "tree", drawn=False)
 
@@ -272,9 +272,7 @@ def choose_tree(
         ValueError: an unknown or impossible tree, one the heads cannot fill, or a number of nodes below 1.
     """
     if not (nodes == "auto" or (isinstance(nodes, int) and nodes >= 1)):
-        raise ValueError(
-            f"nodes={nodes} came; at least 1, or auto, is allowed. For no draft use method=autoregressive."
-        )
+        raise ValueError(f"Got nodes={nodes}; at least 1, or auto, is allowed. For no draft use method=autoregressive.")
     if wanted == MEASURED and ranks is not None:
         tree = candidate_tree.search(ranks)
         best = candidate_tree.best_size(tree, costs, draft_cost, level_cost)
@@ -289,13 +287,12 @@ def choose_tree(
 
 
 def _written(wanted: str | Sequence[Sequence[int]], heads: int) -> Tree:
-    """A tree that was not measured; of a published one the levels there are heads for."""
     if not isinstance(wanted, str):
         return candidate_tree.named(wanted)
     name = next(iter(TREES)) if wanted == MEASURED else wanted
     if name not in TREES:
         raise ValueError(
-            f"tree={wanted} came; {MEASURED}, {', '.join(TREES)} or paths of ranks are allowed, e.g. [[0],[1],[0,0]]. "
+            f"Got tree={wanted}; {MEASURED}, {', '.join(TREES)} or paths of ranks are allowed, e.g. [[0],[1],[0,0]]. "
             "Set method.tree."
         )
     return Tree(TREES[name]).within(heads)

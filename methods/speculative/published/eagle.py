@@ -222,7 +222,6 @@ def _rows(tensors: Mapping[str, Tensor], key: str) -> int:
 def _layer_shapes(
     prefix: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], hidden: int, read: int
 ) -> dict[str, tuple[int, ...]]:
-    """Of one layer of Llama whose attention reads ``read`` values."""
     heads, groups = _attention_widths(config, hidden)
     inner = _rows(tensors, f"{prefix}mlp.gate_proj.weight")
     return {
@@ -238,14 +237,12 @@ def _layer_shapes(
 
 
 def _attention_widths(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
-    """Values of all query heads, and of all key heads."""
     heads = int(config.get("num_attention_heads") or 0)
     size = int(config.get("head_dim") or (hidden // heads if heads else 0))
     return heads * size, int(config.get("num_key_value_heads") or heads) * size
 
 
 def _biases(prefix: str, config: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
-    """Heads for Qwen2 have them."""
     heads, groups = _attention_widths(config, hidden)
     widths = {"q": heads, "k": groups, "v": groups, "o": hidden}
     return {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}

@@ -95,7 +95,6 @@ def _of_folder(name: str, folder: Path) -> Checkpoint:
 
 
 def _of_shards(folder: Path) -> dict[str, Tensor]:
-    """The heads inside a whole model that is spread over several files."""
     found = {}
     for file in sorted(_shards(folder)):
         if not (folder / file).is_file():
@@ -107,7 +106,6 @@ def _of_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def _shards(folder: Path) -> set[str]:
-    """Files of a whole model that hold heads."""
     index = _index(folder)
     places = _json(index).get("weight_map", {}) if index else {}
     inside = {file for key, file in places.items() if key.startswith(WITHIN)}

@@ -151,7 +151,6 @@ def _compare_count(found: Checkpoint, key: str, counted: int) -> None:
 
 
 def _compare_name(found: Checkpoint, target: CausalLM) -> None:
-    """A head's base model under another name may still be the same model, so this only warns."""
     base = found.config.get("base_model_name_or_path")
     if base and Path(str(base)).name.lower() != Path(target.name).name.lower():
         found.note(other_name(base, target))

@@ -83,7 +83,6 @@ def other_name(base: object, target: CausalLM) -> str:
 
 
 def _plain(name: str) -> str:
-    """A hub id as it is; a folder resolved; a folder in the hub's cache as the id it is of."""
     for part in Path(name).parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")

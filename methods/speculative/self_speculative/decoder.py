@@ -101,7 +101,6 @@ class SkipSet:
 
 
 def _span(*parts: int | tuple[int, int]) -> tuple[int, ...]:
-    """Layers, given one by one or as first and last of a run."""
     runs = (part if isinstance(part, tuple) else (part, part) for part in parts)
     return tuple(layer for first, last in runs for layer in range(first, last + 1))
 
@@ -298,7 +297,6 @@ class SelfDrafter(DraftModel):
         self.confidence, self._lengths = self.threshold.value, lengths
 
     def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
-        """The cache holds everything but the root."""
         return self._next(context.root)
 
     def _next(self, token: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
@@ -382,7 +380,6 @@ def _named(
     layer_exit: int | None,
     checkpoint: str | Path | None,
 ) -> dict[str, SkipSet]:
-    """The skip sets a user asked for, by the option that did."""
     named = {}
     if skip_attention is not None or skip_mlp is not None:
         named["skip_attention/skip_mlp"] = SkipSet(target.n_layers, _layers(skip_attention), _layers(skip_mlp))
@@ -401,14 +398,14 @@ def _layers(given: Iterable[int] | None) -> tuple[int, ...]:
 
 def _preset(name: str) -> SkipSet:
     if name not in PRESETS:
-        raise ValueError(f"preset={name} came; {', '.join(PRESETS)} are known. Choose one, or name the layers.")
+        raise ValueError(f"Got preset={name}; {', '.join(PRESETS)} are known. Choose one, or name the layers.")
     return PRESETS[name]
 
 
 def _exit(target: CausalLM, kept: int) -> SkipSet:
     if not 1 <= kept < target.n_layers:
         raise ValueError(
-            f"layer_exit={kept} came; {target.name} has {target.n_layers} layers, so 1 to {target.n_layers - 1} can be "
+            f"Got layer_exit={kept}; {target.name} has {target.n_layers} layers, so 1 to {target.n_layers - 1} can be "
             "run by a draft. Set method.layer_exit to one of these."
         )
     return exit_set(target.n_layers, kept)
@@ -417,7 +414,7 @@ def _exit(target: CausalLM, kept: int) -> SkipSet:
 def _one_of(named: dict[str, SkipSet]) -> SkipSet:
     if len(named) > 1:
         raise ValueError(
-            f"{' and '.join(f'method.{name}' for name in named)} came together; one source of skipped sub-layers is "
+            f"Got {' and '.join(f'method.{name}' for name in named)} together; one source of skipped sub-layers is "
             "allowed. Leave the others null."
         )
     if named:
@@ -444,13 +441,12 @@ def _require_fit(skips: SkipSet, target: CausalLM) -> SkipSet:
 
 
 def _first(*values: Any) -> Any:
-    """The first one that is set; 0 is."""
     return next(value for value in values if value is not None)
 
 
 def _check_options(gamma: int, confidence: float, acceptance: float | None) -> None:
     if gamma < 1 or not 0.0 <= confidence < 1.0 or not (acceptance is None or 0.0 < acceptance <= 1.0):
         raise ValueError(
-            f"gamma={gamma}, confidence={confidence}, acceptance={acceptance} came; gamma >= 1, 0 <= confidence < 1 "
+            f"Got gamma={gamma}, confidence={confidence}, acceptance={acceptance}; gamma >= 1, 0 <= confidence < 1 "
             "and 0 < acceptance <= 1 (or null) are allowed. For no draft at all use method=autoregressive."
         )

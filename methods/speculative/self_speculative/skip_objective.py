@@ -138,8 +138,6 @@ class Costs:
 
 @dataclass(slots=True)
 class _Taken:
-    """Seconds of each timed round, and of the drafting in it."""
-
     round_s: list[float] = field(default_factory=list)
     draft_s: list[float] = field(default_factory=list)
 
@@ -172,7 +170,6 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 
 def _between(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    """Piecewise linear between measured points; ``x`` lies within them."""
     right = next(i for i, known in enumerate(xs) if known >= x)
     if xs[right] == x:
         return ys[right]

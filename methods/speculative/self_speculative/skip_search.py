@@ -129,12 +129,12 @@ class SkipSearch:
         if self.trials < 0 or least < 1 or self.new_tokens < self.gamma or self.new_tokens % self.gamma:
             raise ValueError(
                 f"trials={self.trials}, prompts={self.prompts}, gamma={self.gamma}, new_tokens={self.new_tokens}, "
-                f"context={self.context}, random_sets={self.random_sets} came; trials >= 0, the others >= 1 and "
+                f"Got context={self.context}, random_sets={self.random_sets}; trials >= 0, the others >= 1 and "
                 "new_tokens a multiple of gamma are allowed. Change train.new_tokens or the one out of range."
             )
 
     def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable.fit``: writes the set, the costs, the trials and a picture of them."""
+        """See ``methods.training.interface.Trainable.fit``: writes the set, the costs and the trials."""
         target, folder = workshop.target, workshop.folder
         (folder / "making").mkdir(exist_ok=True)
         workshop.progress("calibration", 0, 1)
@@ -273,12 +273,10 @@ def finalists(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _choose(target: CausalLM, trials: Sequence[Trial], calibration: Calibration, costs: Costs) -> Trial:
-    """The one that is predicted best on other prompts, as it came out of the search."""
     return max(trials, key=lambda trial: _again(target, trial, calibration, costs).speedup)
 
 
 def _again(target: CausalLM, trial: Trial, calibration: Calibration, costs: Costs) -> Trial:
-    """The same set, draft length and threshold on other prompts."""
     rounds = calibration.replay(target.skip(trial.skips.attention, trial.skips.mlp))
     return predict(rounds, costs, trial.skips, trial.gamma, trial.confidence)
 

@@ -119,7 +119,7 @@ def translates(target: CausalLM) -> Seq2SeqLM:
     if isinstance(target, Seq2SeqLM):
         return target
     raise ValueError(
-        f"specdec came with {target.name}, a causal model; its drafter reads what an encoder makes of a source, so an "
+        f"Got specdec with {target.name}, a causal model; its drafter reads what an encoder makes of a source, so an "
         "encoder-decoder is needed. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
     )
 
@@ -133,7 +133,7 @@ def _block(block: int | None, trained: int) -> int:
     wanted = trained if block is None else block
     if not 1 <= wanted <= trained:
         raise ValueError(
-            f"block={wanted} came; the drafter has places for 1 to {trained} tokens. Set method.block to one of these, "
+            f"Got block={wanted}; the drafter has places for 1 to {trained} tokens. Set method.block to one of these, "
             "or train a drafter with more (train.block=N)."
         )
     return wanted

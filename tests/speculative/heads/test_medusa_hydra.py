@@ -552,9 +552,9 @@ def test_heads_of_the_other_method_are_refused(target, texts, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"nodes": 0}, "nodes=0 came; at least 1, or auto"),
-        ({"nodes": "many"}, "nodes=many came"),
-        ({"tree": "oak"}, "tree=oak came; measured, mc_sim_7b_63 or paths"),
+        ({"nodes": 0}, "nodes=0; at least 1, or auto"),
+        ({"nodes": "many"}, "nodes=many"),
+        ({"tree": "oak"}, "tree=oak; measured, mc_sim_7b_63 or paths"),
         ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "needs 4 heads .* there are 3 heads"),
         ({"tree": [[61]]}, "and 62 candidates of each; .*61 tokens"),
         ({"tree": [[0, 0]]}, "each behind its parent"),
