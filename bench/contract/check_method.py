@@ -1,9 +1,8 @@
-"""``python -m bench check-method NAME``: does a decoder keep the contract? One line per invariant.
+"""``python -m bench check-method NAME``: run the checks of ``bench.contract`` on a decoder, one line each.
 
-The checks are the functions of ``bench.contract.checks``, on its tiny random target in 64 bit. The method is one of
-conf/method or a class that an installed package registers under the entry point group ``decodebench.methods``. What a
-method was trained for does not fit the tiny target: give what does (``method.checkpoint=FOLDER``), or call the
-functions from a test of your own.
+The target is the tiny random one of ``checks``, in 64 bit. The method is one of conf/method, or a class that an
+installed package registers under the entry point group ``decodebench.methods``. A trained method needs a checkpoint
+for the tiny target (``method.checkpoint=FOLDER``); without one, call the functions from a test.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LONGEST = 300  # characters of a message: the ids of two texts can be long
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What became of one invariant; ``skip``: it does not apply to this decoder, the text says why."""
+    """The result for one invariant; ``skip``: it does not apply to this decoder."""
 
     state: Literal["ok", "FAIL", "skip"]
     what: str
@@ -44,11 +43,11 @@ class Check:
 
 
 def check_method(name: str, overrides: Sequence[str] = ()) -> Iterator[Check]:
-    """Hold a method to what it declares, one invariant after the other.
+    """Check a method against its guarantee, one invariant after another.
 
     Args:
         name: a choice of conf/method, or the name of an entry point.
-        overrides: ``method.key=value``; any draft model they name is a tiny random one here.
+        overrides: ``method.key=value``; every draft model is a tiny random one.
 
     Raises:
         UserError: no such method, or it cannot be built on the tiny target.
@@ -65,13 +64,13 @@ def check_method(name: str, overrides: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def find(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The ``method`` group of a name; a YAML file goes before an entry point, for it knows the arguments.
+    """The ``method`` group of a name; a YAML file, which has the arguments, before an entry point.
 
     Raises:
-        UserError: no such method, or a word that is no setting of it.
+        UserError: no such method, or a word that is not a setting of it.
     """
     if strange := [word for word in overrides if not word.lstrip("+").startswith("method.") or "=" not in word]:
-        raise UserError(f"'{strange[0]}' came; check-method takes settings of the method only: method.key=value.")
+        raise UserError(f"check-method takes settings of the method, method.key=value, got '{strange[0]}'.")
     registered = {point.name: point.value.replace(":", ".") for point in entry_points(group=instantiate.ENTRY_POINTS)}
     choices = compose.every_group()["method"]
     if name in choices:
@@ -80,8 +79,8 @@ def find(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         return {"name": name, "_target_": registered[name]} | dict(map(_setting, overrides))
     raise UserError(
         f"Unknown method '{name}'.{did_you_mean(name, [*choices, *registered])} It must be one of conf/method "
-        f"(python -m bench list methods) or an entry point of the group '{instantiate.ENTRY_POINTS}', of which there are: "
-        f"{', '.join(registered) or 'none'}. Install the package that registers it."
+        f"(python -m bench list methods) or an entry point of the group '{instantiate.ENTRY_POINTS}' (installed: "
+        f"{', '.join(registered) or 'none'})."
     )
 
 
@@ -97,7 +96,7 @@ def _target() -> CausalLM:
 
 @cache
 def _small_vocabulary() -> CausalLM:
-    """Few enough ids that every continuation of three tokens can be enumerated."""
+    """With so few ids that all continuations of three tokens can be enumerated."""
     return checks.tiny_target(vocab_size=8, seed=3)
 
 
@@ -115,15 +114,15 @@ def _not_built(name: str, error: UserError) -> UserError:
     target = _target()
     return UserError(
         f"Method '{name}' cannot be built on the target of the check, a random model of {target.n_layers} layers and "
-        f"{target.vocab_size} ids: {error} Give settings that fit it (method.key=value), or call the functions of "
-        "bench.contract.checks with a target of your own."
+        f"{target.vocab_size} ids: {error} Set method.key=value to fit it, or call the functions of bench.contract "
+        "with your own target."
     )
 
 
 # ------------------------------------------------------------------------------------------------------- invariants
 
 Look = Callable[[], None] | str  # a check, or why there is none
-Invariant = tuple[str, str, Look]  # name, what is demanded, how to find out
+Invariant = tuple[str, str, Look]  # name, requirement, check
 
 
 def _invariants(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
@@ -139,7 +138,6 @@ def _invariants(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
 
 
 def _promises(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
-    """What EXACT means."""
     exact = decoder.guarantee is Guarantee.EXACT
     relaxed = None if exact else "only EXACT promises it"
     greedy = partial(checks.check_greedy_identity, make, _target())
@@ -153,7 +151,7 @@ def _promises(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
 
 
 def _refusal(make: checks.Make) -> str | None:
-    """Why a method that can be built greedily does not sample."""
+    """Why a method does not sample, or None."""
     try:
         make(_target(), SAMPLINGS[0])
     except UserError as error:
@@ -177,7 +175,7 @@ def _run(what: str, demanded: str, look: Look) -> Check:
         return Check("skip", what, look)
     try:
         look()
-    except Exception as error:  # whatever a stranger's decoder raises is a broken invariant, and the next one follows
+    except Exception as error:  # of a third-party decoder: a failed check
         if os.environ.get("DECODEBENCH_TRACEBACK", "0") not in ("", "0"):
             traceback.print_exc()
         return Check("FAIL", what, _message(error))
@@ -185,7 +183,7 @@ def _run(what: str, demanded: str, look: Look) -> Check:
 
 
 def _message(error: Exception) -> str:
-    """An assertion's text alone, any other error with its kind; one line."""
+    """One line: the text of an assertion, or kind and text of another error."""
     text = " ".join(str(error).split())
     whole = text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
     return whole if len(whole) <= _LONGEST else whole[:_LONGEST] + " ..."

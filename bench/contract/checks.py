@@ -1,7 +1,6 @@
-"""What every decoder has to keep, as functions: our own tests call them, and so may a third party's.
+"""The checks. ``make(target, sampling)`` builds the decoder under test.
 
-``make(target, sampling)`` builds the decoder under test. The target is a tiny random model in 64 bit, so that
-"the same tokens" can be demanded without tolerance.
+The target is a tiny random model in 64 bit, so that equal tokens can be required without tolerance.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def tiny_target(vocab_size: int = 61, layers: int = 4, seed: int = 0, keep_hf: b
 
 
 def prompts(vocab_size: int, lengths: Sequence[int], seed: int = 1) -> list[Tensor]:
-    """Random prompts that repeat themselves here and there, so that lookups find something."""
+    """Random prompts whose second half repeats the first, so that lookups find something."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for length in lengths:
@@ -62,7 +61,7 @@ def outputs(decoder: Decoder, batch: list[Tensor], limit: int, seed: int = 0) ->
 
 
 def greedy_reference(target: CausalLM, prompt: Tensor, limit: int) -> list[int]:
-    """Greedy decoding without cache, engine or loop: the original model over the whole text, token by token."""
+    """Greedy decoding without cache, engine or loop, with the original model."""
     assert target.hf is not None
     ids = prompt.tolist()
     for _ in range(limit):
@@ -74,7 +73,7 @@ def greedy_reference(target: CausalLM, prompt: Tensor, limit: int) -> list[int]:
 def check_greedy_identity(
     make: Make, target: CausalLM, lengths: Sequence[int] = (1, 2, 9, 17), limit: int = 13
 ) -> None:
-    """EXACT decoders write the target's own greedy text, whatever the prompt length and the limit."""
+    """EXACT decoders generate the target's greedy text for any prompt length and limit."""
     decoder = make(target, Sampling())
     for prompt, most in itertools.product(prompts(target.vocab_size, lengths), (1, limit)):
         found, wanted = outputs(decoder, [prompt], most)[0], greedy_reference(target, prompt, most)
@@ -82,7 +81,7 @@ def check_greedy_identity(
 
 
 def check_no_leak(make: Make, target: CausalLM, limit: int = 12) -> None:
-    """A prompt gives the same after another one as on a fresh decoder, greedy and sampling."""
+    """A prompt gives the same text on a used and on a new decoder, greedy and sampling."""
     first, second = prompts(target.vocab_size, (11, 7))
     for sampling in (Sampling(), Sampling(temperature=1.0)):
         used = make(target, sampling)
@@ -91,7 +90,7 @@ def check_no_leak(make: Make, target: CausalLM, limit: int = 12) -> None:
 
 
 def check_batch(make: Make, target: CausalLM, limit: int = 11) -> None:
-    """Row b of a ragged batch is what its prompt gives alone."""
+    """Each row of a ragged batch equals the text of its prompt alone."""
     decoder = make(target, Sampling())
     batch = prompts(target.vocab_size, (5, 1, 14, 8))
     together = outputs(decoder, batch, limit)
@@ -101,13 +100,13 @@ def check_batch(make: Make, target: CausalLM, limit: int = 11) -> None:
 
 
 def check_counters(make: Make, target: CausalLM, limit: int = 10, batch: bool = True) -> None:
-    """Counters are consistent: every row reaches its limit, nothing comes after it, drafts add up."""
+    """Counters are consistent: every row ends at its limit, drafts add up."""
     rows = prompts(target.vocab_size, (6, 3) if batch else (6,))
     done = [0] * len(rows)
     steps: list[Step] = list(make(target, Sampling()).decode(rows, limit, torch.Generator().manual_seed(0)))
     for number, step in enumerate(steps):
         for row, new in enumerate(step.tokens):
-            assert not (done[row] >= limit and new), "tokens behind the limit of a row"
+            assert not (done[row] >= limit and new), "tokens after the limit of a row"
             done[row] += len(new)
             assert 0 <= step.accepted[row] <= step.depth[row] <= step.drafted[row], f"step {number}: {step}"
             assert step.drafted[row] < step.nodes or not step.drafted[row], f"step {number} drafted more than it scored"
@@ -130,7 +129,7 @@ def check_sampling(
 ) -> None:
     """The joint distribution of the first ``horizon`` tokens is the target's: chi-square at ``level``.
 
-    A false alarm of an exact decoder has probability ``level`` over seeds; with the seed fixed it never comes and goes.
+    An exact decoder fails with probability ``level`` over seeds; with a fixed seed the result is always the same.
     """
     from scipy.stats import chisquare
 
@@ -147,7 +146,7 @@ def check_sampling(
 
 
 def pooled(expected: Tensor, seen: Tensor, least: float = 5.0) -> tuple[list[float], list[float]]:
-    """Cells with fewer than ``least`` expected counts joined into one, as the chi-square test wants."""
+    """Cells with fewer than ``least`` expected counts, which a chi-square test cannot use, joined into one."""
     big = expected >= least
     rest_expected, rest_seen = float(expected[~big].sum()), float(seen[~big].sum())
     cells, counts = expected[big].tolist(), seen[big].tolist()

@@ -536,7 +536,7 @@ def test_a_sound_stranger_passes(registered: None) -> None:
 def test_what_cannot_be_checked_is_said(registered: None) -> None:
     for words, message in [
         (("egle",), r"Unknown method 'egle'\. Did you mean 'eagle'\?.*hot, forgetful, crashes, boundless"),
-        (("prompt_lookup", "seed=1"), "takes settings of the method only"),
+        (("prompt_lookup", "seed=1"), "takes settings of the method, method.key=value, got 'seed=1'"),
         (("prompt_lookup", "method.gama=1"), "Unknown setting 'method.gama'"),
         (("crashes", "method.gama=1"), r"Unknown setting 'method.gama'\. Did you mean 'gamma'"),
         (("crashes", "method.gamma=x"), "must be a whole number"),
