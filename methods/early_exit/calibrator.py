@@ -3,7 +3,7 @@
     python -m bench method=calm method.calibration.tolerance=0.05 method.calibration.error_rate=0.05
 
 The benchmark decodes calibration prompts in full and at one threshold after the other, and asks here when to stop and
-what to choose; ``calibration.py`` has the statistics. Losses of a threshold count whatever the decoder does there,
+what to choose; ``risk_control.py`` has the statistics. Losses of a threshold count whatever the decoder does there,
 hidden-state propagation and runaway texts included.
 """
 
@@ -35,7 +35,7 @@ class Promise:
     Args:
         tolerance: expected loss that is allowed; None: nothing is promised and nothing is calibrated.
         error_rate: probability that the promise may be wrong.
-        p_value: see ``calibration.py``.
+        p_value: see ``risk_control.py``.
         procedure: likewise.
         against: what a text loses against: the full model's own (``textual``: 1 - ROUGE-L of the two texts' tokens), or
             a reference (``risk``: how much worse than the full model's it scores).

@@ -6,7 +6,7 @@ matrix; what stands between is one of two things:
 ``lens``      the model's own final norm, nothing else. Right for a model that was trained to exit. On one that was not
               it is confidently wrong: SmolLM2-135M agrees with itself on 10 % of the tokens at layer 15 of 30 and on 36
               % at layer 24, with a mean gap between the two likeliest tokens of 0.47 and 0.61.
-``trained``   an affine map from the normed state to the state behind the whole model (``translators.py``), from the
+``trained``   an affine map from the normed state to the state behind the whole model (``affine_maps.py``), from the
               part.
 
 An untrained lens must therefore be asked for by name (``method.head=lens``).

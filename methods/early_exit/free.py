@@ -1,25 +1,23 @@
-"""FREE: a shallow and a deep exit, and deep layers that run over many waiting tokens at once (Bae et al. 2023).
+"""FREE: a shallow and a deep exit, and deep layers that run over many waiting tokens at once (Bae et al. 2023, arXiv
+2310.05424).
 
-Fast and robust early exiting, arXiv 2310.05424. The first k layers produce a token if their exit is sure; otherwise the
-rest of the model does, together with the deep part of all tokens that have waited (synchronised parallel decoding).
-Since no state is ever copied upwards, the only error is an accepted shallow token. ``accept`` says what happens to
-those when the deep layers see them: ``all`` keeps them (the paper), ``rollback`` takes back unlikely ones (BiLD, Kim et
-al. 2023, arXiv 2302.07863), ``verify`` keeps only what an exact rule keeps, which makes the same exit a lossless
-self-speculative drafter (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710). ``shallow_deep.py`` is the machine.
+The first k layers produce a token if their exit is confident; otherwise the rest of the model does, together with the
+deep part of all tokens that have waited (synchronised parallel decoding, ``free_loop.py``). No state is copied upwards,
+so the only error is an accepted shallow token. ``accept`` says what happens when the deep layers see those: ``all``
+keeps them (the paper), ``rollback`` takes back unlikely ones (BiLD, Kim et al. 2023, arXiv 2302.07863), ``verify``
+keeps only what an exact rule keeps: lossless self-speculation (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710).
 
-The threshold is fixed, or learnt from how often the exits agree (``adaptive``, ``beta_mixture.py``). The exit must be
+The threshold is fixed, or learnt from how often the exits agree (``adaptive``, ``free_threshold.py``). The exit must be
 trained, into the model (``method.head=lens``) or as a map over a frozen one:
 
     python -m bench.train method=free model=MODEL
 
 Published (T5-large, k = 6 of 24): up to 2.16x with about 99 % of the full model's quality over summarisation, question
-answering and translation, batch size 1. Measured on SmolLM2-135M with closed-form maps: k = 24 of 30 at threshold 0.8
-keeps a ROUGE-L of 0.79 to the full text, where hidden-state propagation at the same average depth keeps 0.71.
+answering and translation, batch size 1.
 
-Differences: decoder-only targets; ragged batches; what the threshold learns begins anew with each prompt unless
-``remember`` (the paper re-fits on everything so far), since otherwise a text depends on the texts before it. At most
-``max_pending`` tokens wait, which bounds the time of a deep pass. The exit is asked behind a screen of frequent tokens,
-which takes none and leaves a few to the deep layers (``confidence.py``; ``method.vocabulary=null`` does without).
+Differences: decoder-only targets too; ragged batches; what the threshold learns restarts with each prompt unless
+``remember`` (the paper re-fits on everything so far). At most ``max_pending`` tokens wait, which bounds a deep pass. A
+screen of frequent tokens is asked first (``confidence.py``; ``method.vocabulary=null`` turns it off).
 
 Command: ``python -m bench method=free method.accept=verify``
 """

@@ -1,24 +1,22 @@
 """One exit, and deep layers that catch up: the loop of ``free``.
 
-A token whose shallow exit (behind k layers) is sure does not skip the deep layers, it puts them off. Its state behind
-layer k waits; when a token is not sure, or too many wait, the deep layers run over all waiting states in one pass
-(synchronised parallel decoding, FREE, Bae et al. 2023, arXiv 2310.05424, sec. 4.2). Nothing is ever propagated: shallow
-and deep caches hold what the whole model would have written for the same text.
+A token whose shallow exit (after k layers) is confident puts the deep layers off. Its state after layer k waits; when a
+token is not confident, or too many wait, the deep layers run over all waiting states in one pass (synchronised parallel
+decoding, FREE, Bae et al. 2023, arXiv 2310.05424, sec. 4.2). Shallow and deep caches hold what the whole model would
+have written for the same text.
 
-That pass also says what the whole model would have chosen in place of each shallow token, so the same machine can
+That pass also says what the whole model would have chosen in place of each shallow token, so the loop can
 
-    all        keep the shallow tokens; they are committed as they come
+    all        keep the shallow tokens; they are committed at once
     rollback   keep the leading ones that the deep layers find likely enough, -log p(token) <= ``distance``
     verify     keep the leading ones that an exact rule keeps: lossless self-speculation
 
-With the two latter, tokens are committed when they have been judged. A round is one deep pass with all shallow passes
-before it. Counters: layers of a step are those of its pass, k / L or all of them; shallow passes whose tokens are
-judged later are ``draft_passes``. So layers run are the sum over steps of target_passes * layers * L + draft_passes *
-k.
+With the latter two, tokens are committed after they were judged. A round is one deep pass with all shallow passes
+before it. Layers of a step are those of its pass, k / L or all; shallow passes whose tokens are judged later are
+``draft_passes``. So layers run are the sum over steps of target_passes * layers * L + draft_passes * k.
 
-Rows of a batch go in lockstep, and the first one that is not sure sends all of them into the deep layers. For a row
-that was sure this changes nothing but the moment at which its waiting states catch up: its own last token stays the
-shallow one where it would have stayed anyway.
+Rows of a batch go in lockstep: the first one that is not confident sends all of them into the deep layers, which
+changes nothing for the others but when their waiting states catch up.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""Connectionist temporal classification: more places than tokens, no length model (Libovický & Helcl 2018, 1811.04719).
+"""Connectionist temporal classification: more places than tokens, no length model (Libovický & Helcl 2018, arXiv
+1811.04719).
 
 The decoder reads every source token ``upsample`` times and chooses a token or a blank at each place; equal neighbours
-are joined, then blanks are dropped. The loss sums over all such alignments of the target (Graves et al. 2006), so no
-place has to know which token is its own. The blank is the end-of-sequence id, which no student writes, with a vector of
-its own in the output.
-
-Joining equal neighbours is part of the method here, and no ``collapse``, which stays off: two equal words with a blank
-between them are kept.
+are joined, then blanks are dropped. The loss sums over all such alignments of the target (Graves et al. 2006). The
+blank is the end-of-sequence id with an output vector of its own. Joining is part of the method, so ``collapse`` stays
+off: two equal words with a blank between them are kept.
 
 Published: WMT14 en-de 18.42 raw and 25.52 distilled, one pass, 14.6 times the speed of a beam.
 
-Differs from the paper: the source's embeddings are repeated before the decoder (as in GLAT's code) instead of splitting
-the encoder's states in three. No label smoothing. Pairs whose target does not fit into the places are left out, and
-counted in the card.
+Differences: the source's embeddings are repeated before the decoder (as in GLAT's code) instead of splitting the
+encoder's states in three. No label smoothing. Pairs whose target does not fit into the places are left out.
 
     python -m bench.train method=ctc model=multi30k_4_4
     python -m bench method=ctc model=multi30k_4_4 dataset=multi30k

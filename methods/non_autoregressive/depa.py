@@ -1,26 +1,25 @@
-"""DePA: a decoder that has learnt dependencies, and an input of the target's words (Zhan, Chen, Chen, Wang, Bai & Gao
-2023, IWSLT, arXiv 2203.16266). Both can be put onto any one-pass method; here onto vanilla NAT and GLAT (``base``).
+"""DePA: a decoder that has learnt dependencies, and an input of target words (Zhan et al. 2023, IWSLT, arXiv
+2203.16266). Both apply to any one-pass method; here to vanilla NAT and GLAT (``base``).
 
-Forward-backward pre-training. Three phases, each going on with the weights of the one before: the decoder learns to
-write from left to right, from right to left, and all at once. The first is the teacher's training, whose weights every
-student begins with. The second (``backward``, a share of the training) reverses the target, then shifts it:
+Forward-backward pre-training has three phases: the decoder learns to write from left to right, from right to left, and
+all at once. The first is the teacher's training, whose weights every student starts with. The second (``backward``, a
+share of the training) reverses the target, then shifts it:
 
     reads   </s> y_T ... y_2          with a causal mask
     writes  y_T  ... y_2 y_1          so that y_t is predicted from y_t+1 ... y_T and the source
 
-The third is the base's training, in which the decoder sees all places. The loss of the length is in every phase.
+The third is the base's training. The loss of the length is in every phase.
 
-Attentive transformation (``transform``). The copied source embedding u_t asks for target words, and is replaced by what
-it gets: v_t = softmax((W u_t + b) E^T) E, where E are the embeddings, without a gradient, of the tokens on the target's
-side of the training pairs. It costs about one more softmax over the vocabulary.
+Attentive transformation (``transform``): the copied source embedding u_t is replaced by a mixture of target words, v_t
+= softmax((W u_t + b) E^T) E, where E are the embeddings, without a gradient, of the tokens on the target side of the
+training pairs. It costs about one more softmax over the vocabulary.
 
-Published: WMT14 en-de 27.51 and de-en 31.96 on a CTC base, 14.7 times the speed; up to 1.88 BLEU above the base. The
-released code shows its backward phase the answers: it flips decoder input and target alike, so that under the causal
-mask every target but the first is already read. A phase without that leak need not bring what the paper reports.
+Published: WMT14 en-de 27.51 and de-en 31.96 on a CTC base, 14.7 times the speed. The backward phase of the released
+code leaks the answers, as it flips decoder input and target alike; without that leak it need not bring what the paper
+reports.
 
-Differs from the paper: the copy is that of ``glat``; W and b begin as what tells the target words that an aligner finds
-for each source word (``learn_words``), instead of at random; positions are added once and not before every layer; one
-run of the optimiser, and one schedule of its rate, over both phases.
+Differences: the copy is that of ``glat``; W and b start as a dictionary from aligned words (``learn_words``) instead of
+at random; positions are added once; one optimiser run and one schedule over both phases.
 
     python -m bench.train method=depa model=multi30k_4_4
     python -m bench.train method=depa model=multi30k_4_4 train.base=nat out=FOLDER

@@ -1,33 +1,28 @@
 """Parallel decoding of masked diffusion language models (LLaDA, Dream, MDLM and block diffusion models).
 
-The answer begins as masks, one block of it after the other is filled in. A pass says what stands at each mask of the
-block and how sure it is; the surest are kept, the others stay masked ("low-confidence remasking", LLaDA, Nie et al.
-2025, arXiv 2502.09992, alg. 5). How many are kept is the whole difference between slow and fast:
+The answer starts as masks, and one block after the other is filled in. A pass predicts the token at each mask of the
+block with a confidence; the most confident are kept ("low-confidence remasking", LLaDA, Nie et al. 2025, arXiv
+2502.09992, alg. 5). How many are kept is one choice:
 
 - a schedule: ``tokens_per_step`` in every pass;
-- a threshold: all that are surer than it, and always the surest (Fast-dLLM, Wu et al. 2025, arXiv 2505.22618, alg. 1).
+- a threshold: all above it, and always the best one (Fast-dLLM, Wu et al. 2025, arXiv 2505.22618, alg. 1).
 
-What a pass need not compute again is the other. In a model whose attention ends with the block, keys and values of
-finished blocks are final: the cache is exact, and the pass that writes those of the last block is the first one over
-the next. With attention both ways every key depends on every token, and Fast-dLLM's caches are approximations: a pass
-over everything opens a block, and up to its end the keys of the text before it are kept (``prefix``), or of the
-masks behind it too (``dual``).
+What a pass need not compute again is the other. If attention ends with the block, keys and values of finished blocks
+are final and the cache is exact. With attention both ways Fast-dLLM's caches are approximations: a pass over everything
+opens a block, and until its end the keys of the text before it are kept (``prefix``), or of the masks after it too
+(``dual``).
 
-The target is the diffusion model itself, and there is no autoregressive model to compare it with: the baseline of a run
-is the same network with its own block size, one token per pass, the surest first, without cache. A speed-up over it
-says nothing of the speed of an autoregressive model of this size, which reads every token once. Nobody can say what the
-target "would have written", so no agreement is computed but the share of answers equal to the baseline's.
+The baseline of a run is the same network with its own block size, one token per pass, the most confident first, without
+cache. A speed-up over it says nothing about an autoregressive model of this size. Agreement is only the share of
+answers equal to the baseline's.
 
-Nothing is trained. Published, LLaDA-8B on GSM8K with 256 tokens in blocks of 32: accuracy 79.3 and 6.73 tokens/s
-without any of this, 78.5 and 54.4 with threshold 0.9 and cache (8.1 times; repository of Fast-dLLM).
+Published, LLaDA-8B on GSM8K with 256 tokens in blocks of 32: accuracy 79.3 and 6.73 tokens/s without any of this, 78.5
+and 54.4 with threshold 0.9 and cache.
 
-Differences from the published codes: a token must be surer than the threshold, not as sure, since a probability in 32
-bit can be 1 (with theirs a threshold of 1 need not mean one token per pass). The mask itself is never written.
-Confidence is of the model's own distribution at every temperature, as in LLaDA (Dream takes that of the processed
-one). A last block that the limit cuts is shorter, or whole where attention ends with the block. With shifted logits a
-cached pass reads one token before the block, so that the first of the block is not guessed from itself. The canvas is
-as long as the limit of the run. A block is committed when it is full: a step of the record is a block, with the passes
-it took.
+Differences: a token must be above the threshold, not at it, since a probability in 32 bit can be 1. The mask itself is
+never written. Confidence is of the model's own distribution at every temperature, as in LLaDA. A last block that the
+limit cuts is shorter, or whole where attention ends with the block. With shifted logits a cached pass reads one token
+before the block. A step of the record is a full block, with the passes it took.
 
 Command: ``python -m bench method=diffusion model=llada_8b dataset=gsm8k max_new_tokens=256``
 """

@@ -1,16 +1,14 @@
 """Vanilla and glancing training: one pass over copies of the source (GLAT, Qian et al. 2021, ACL, arXiv 2008.07905).
 
-Vanilla NAT learns every token from the copied source alone. Tokens are then guessed without knowing of each other, and
-of two translations each half is written. Glancing shows some tokens of the target to the decoder, as many as
-N = floor(ratio * Hamming distance) of its own first guess to the target, drawn at random, and only the others are
-learnt: easy sentences are learnt whole, hard ones with help. Both passes drop the same units (same random state). The
-ratio falls from 0.5 to 0.3 along the training; 0 is vanilla NAT, and its only pass.
+Vanilla NAT learns every token from the copied source alone, so tokens are guessed independently and translations get
+mixed. Glancing shows the decoder N = floor(ratio * Hamming distance) tokens of the target, drawn at random, and only
+the others are learnt. Both passes drop the same units. The ratio falls from 0.5 to 0.3 along the training; 0 is vanilla
+NAT.
 
 Published: WMT14 en-de 25.21, de-en 29.84, distilled, at 15.3 times the speed of a beam of 4; vanilla NAT 19.99 with the
-same code. On Multi30k after ten minutes of a core GLAT was where vanilla was, 21.0 BLEU: its gain takes long training.
+same code.
 
-Differs from the paper: layers and tied embedding of the teacher, and the length's loss weighs as much as the
-tokens'.
+Differences: layers and tied embedding of the teacher, and the length's loss weighs as much as the tokens'.
 
     python -m bench.train method=glat model=multi30k_4_4
     python -m bench.train method=glat model=multi30k_4_4 'train.ratio=[0,0]' train.copy=uniform out=FOLDER    (vanilla)

@@ -1,20 +1,17 @@
 """Lookahead decoding: n-grams from a window of parallel Jacobi iterations, verified in the same pass.
 
 Fu et al. 2024, arXiv 2402.02057, sec. 3 and alg. 2. A window of N - 1 levels and W columns holds guesses of future
-tokens: level 0 is one run of tokens behind the root, level l of a column what the target made of the levels below. Each
-pass computes one more level, so every column yields an n-gram of N tokens: its token on level 0, which is the key,
-and the N - 1 that follow. The pool keeps the last G n-grams of a key; those of the root are the draft. Window and
-draft go through the target together, as branches of one token tree; the window's nodes are auxiliary, which no rule
-ever sees. Nothing is trained.
+tokens: level 0 is one run of tokens after the root, level l of a column what the target made of the levels below. Each
+pass computes one more level, so every column yields an n-gram: its token on level 0, the key, and the N - 1 that
+follow. The pool keeps the last G n-grams of a key; those of the root are the draft. The window's nodes are auxiliary.
+Nothing is trained.
 
 Published: up to 1.8x on MT-bench on one A100, with N = 5, W = G = 15 for 7B. Spec-Bench with Vicuna-7B and 5, 7, 7:
-1.34x on an A100, 1.13x on a 3090, 1.64 tokens per step (SmolLM2-135M here: 1.64 as well). It buys fewer steps with
-arithmetic, (N - 1)(W + G) nodes a pass, which a CPU cannot hide: the YAML file holds a smaller window than the
-constructor, which has the published values.
+1.34x on an A100, 1.64 tokens per step. It trades (N - 1)(W + G) nodes a pass for fewer steps, which a CPU cannot hide:
+the YAML file has a smaller window than the constructor, which has the published values.
 
 Differences: n-grams with a common beginning share nodes (a trie); the first window comes from the prompt at even
-distances on all levels, instead of random tokens of it on one and N - 2 passes that fill the others; an n-gram that is
-accepted in full is followed by the target's own token, which the reference code drops.
+distances on all levels; an n-gram that is accepted in full is followed by the target's own token.
 
 Command: ``python -m bench method=lookahead dataset=spec_bench``
 """

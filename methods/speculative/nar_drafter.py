@@ -1,22 +1,19 @@
-"""A non-autoregressive student drafts, its teacher verifies: the text is the teacher's own, whatever the student says.
+"""A non-autoregressive student drafts, its teacher verifies: the text is the teacher's own.
 
-The bridge between the families: loop and rules are those of this one, the drafter is any part that was made for the
-other (methods/non_autoregressive). SpecDec (Xia et al. 2023, arXiv 2203.16487) trains a drafter for this use; here a
-student that was made to translate on its own is asked how a text goes on. There are two ways to ask:
+The bridge between the families: loop and rules of this one, any student of methods/non_autoregressive as drafter.
+SpecDec (Xia et al. 2023, arXiv 2203.16487) trains a drafter for this use; here a student that translates on its own is
+asked how a text continues.
 
-``redraft=false``: the student translates the source once, by its own decode loop, and never again. Behind a committed
-text its translation is taken up where the two part: at the place of least edit distance to the text (of equal places,
-the one whose token is the last committed one, then the furthest). So a word that the teacher inserts, drops or replaces
-does not spoil the rest. A round costs no pass at all. It works with every student.
+``redraft=false``: the student translates the source once, by its own decode loop. The draft continues its translation
+from the place of least edit distance to the committed text (of equal places, the one whose token is the last committed
+one, then the furthest), so a word that the teacher inserts, drops or replaces does not spoil the rest. Works with every
+student and costs no pass per round.
 
 ``redraft=true``: before every round one pass of the student's decoder reads the committed tokens in their places and
-its blank input behind them, as it was trained to (cmlm, glat and depa; vanilla training never showed it a token, and
-what it then says is worth little). The length stays the one that was predicted at the beginning. ``nat``, ``ctc`` and
-``flowseq`` have no place to show a token.
+blank input after them, as it was trained to (cmlm, glat and depa). The predicted length stays.
 
-Behind the last token of the student's translation the end of the sequence is drafted, which students do not write.
-Drafts are not drawn, so the exact rules for such drafts hold at a temperature. The student has an encoder of its own,
-which reads the source once; that counts as a pass of the drafter.
+After the student's last token the end of the sequence is drafted. Drafts are not drawn, so the exact rules for such
+drafts hold at a temperature. The student's encoder reads the source once, which counts as a pass of the drafter.
 
     python -m bench.train method=glat model=multi30k_4_4
     python -m bench method=specdec_nat method.drafter=glat model=multi30k_4_4 dataset=multi30k

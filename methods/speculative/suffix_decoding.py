@@ -1,19 +1,15 @@
-"""Suffix decoding: draft what most often followed the longest ending of the text that stood in it before.
+"""Suffix decoding: draft what most often followed the longest ending of the text that occurred in it before.
 
-A suffix automaton over prompt and output grows by one token at a time in amortised constant time (Blumer et al.
-1985); the suffix link of the whole text is its longest ending that stands elsewhere too, so nothing is ever searched.
-It drafts in SAM decoding (Hu et al. 2024, arXiv 2411.10666), as does a suffix tree with frequencies in
-SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Here the automaton of the first carries the counts of
-the second: from the state of the match the draft follows the most frequent transition, at most ``factor`` times the
-match's length and ``gamma`` tokens far, and ends where the product of the relative frequencies falls below
-``min_prob``. A text that ends inside its own repetition is drafted beyond its end, through the suffix link. Nothing
-is trained.
+A suffix automaton over prompt and output grows by one token at a time in amortised constant time (Blumer et al. 1985);
+the suffix link of the whole text is its longest ending that occurs elsewhere. It drafts in SAM decoding (Hu et al.
+2024, arXiv 2411.10666), as does a suffix tree with frequencies in SuffixDecoding (Oliaro et al. 2024, arXiv
+2411.04975). Here the automaton of the first carries the counts of the second: the draft follows the most frequent
+transition, at most ``factor`` times the match's length and ``gamma`` tokens, and ends where the product of the relative
+frequencies falls below ``min_prob``. Nothing is trained.
 
-Published: SAM decoding on Spec-Bench: 2.27x together with Token Recycling (abstract); in front of EAGLE-2, Vicuna-7B,
-2.73x on an A100 and 2.38x on a 3090, where EAGLE-2 alone has 2.36x and 2.19x. Tree depth 24, factor 1 and token
-probability 0.1 are vLLM's defaults for SuffixDecoding. Differences: only the text so far is searched, no corpus and no
-earlier answers, so that prompts stay independent; a chain (over recorded texts of SmolLM2-135M a tree of up to 15
-nodes had 6 % more tokens per step, which its nodes cost again); no second drafter where nothing matches.
+Published: SAM decoding on Spec-Bench: 2.27x together with Token Recycling; with EAGLE-2, Vicuna-7B, 2.73x on an A100.
+Tree depth 24, factor 1 and token probability 0.1 are vLLM's defaults for SuffixDecoding. Differences: only the text so
+far is searched, no corpus and no earlier answers; a chain instead of a tree; no second drafter where nothing matches.
 
 Command: ``python -m bench method=suffix dataset=spec_bench``
 """

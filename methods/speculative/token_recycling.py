@@ -1,19 +1,17 @@
-"""Token recycling: the candidates the target rejected are kept, and drafted when their turn comes again.
+"""Token recycling: candidates that the target rejected are kept and drafted later.
 
 Luo et al. 2024, arXiv 2408.08696, sec. 3. A matrix holds, for every token, the k tokens the target last found most
-likely behind it. A tree of fixed shape is filled from it breadth first, starting at the root: the node of rank r below
-token t is the matrix's r-th candidate for t. The pass that verifies the tree scores every one of its nodes, kept
-or not, and all of their candidates go back into the matrix. Nothing is trained.
+likely after it. A tree of fixed shape is filled from it breadth first: the node of rank r below token t is the matrix's
+r-th candidate for t. The pass that verifies the tree scores all its nodes, and their candidates go back into the
+matrix. Nothing is trained.
 
-Published: about 2x with Vicuna and Code Llama, 7B to 33B; Spec-Bench with Vicuna-7B: 2.22x on an A100, 1.40x on a
-3090, 2.73 tokens per step, with a tree of 80 nodes and 8 candidates. Where a pass over 81 nodes costs five steps, as
-on a CPU, that tree cannot pay; ``tree="small"`` has 7 nodes, and the YAML file names it.
+Published: about 2x with Vicuna and Code Llama, 7B to 33B; Spec-Bench with Vicuna-7B: 2.22x on an A100, 2.73 tokens per
+step, with a tree of 80 nodes and 8 candidates. Where a pass over 81 nodes costs five steps, as on a CPU, that tree
+cannot pay; ``tree="small"`` has 7 nodes.
 
-Differences: the matrix is forgotten with each prompt; the reference code keeps it as long as the process lives, which
-makes results depend on the order of prompts (``warm=true`` does so too). Every row of a batch has its own, and
-writes what it writes alone. Where a pass holds a token more than once, the last occurrence on the kept path counts,
-else the one highest in the tree; the reference leaves it to chance. Of tokens not yet scored, the prompt's bigrams
-are the candidates (SmolLM2-135M: 1.44 tokens per step instead of 1.31 with the small tree).
+Differences: the matrix is cleared with each prompt, so results do not depend on the order of prompts (``warm=true``
+keeps it), and every row has its own. Where a pass holds a token more than once, the last occurrence on the kept path
+counts, else the one highest in the tree. Of tokens not yet scored, the prompt's bigrams are the candidates.
 
 Command: ``python -m bench method=token_recycling dataset=spec_bench``
 """

@@ -634,7 +634,7 @@ def test_training_writes_a_network_that_decodes(options, target, shop):
 
 @pytest.mark.parametrize("options", [{"unroll": 0}, {"vocabulary": 0}, {"noise": -1.0}])
 def test_training_refuses(options):
-    with pytest.raises(ValueError, match=r"came; .* are allowed\. Correct them"):
+    with pytest.raises(ValueError, match=r"; .* are allowed\. Correct them"):
         EagleTraining(**options)
 
 
@@ -668,7 +668,7 @@ def test_a_missing_part_names_the_command(target):
 )
 def test_eagle_refuses(options, message, target, folder):
     with pytest.raises(ValueError, match=message):
-        Eagle(target, Sampling(), **{"version": version_of(folder), "part": folder, **options})
+        Eagle(target, Sampling(), **{"version": version_of(folder), "checkpoint": folder, **options})
 
 
 def test_a_network_of_another_version_is_refused(target, folder):

@@ -1,30 +1,27 @@
-"""FlowSeq: a latent sequence decides between translations, a flow says which are likely (Ma, Zhou, Li, Neubig & Hovy
-2019, EMNLP, arXiv 1909.02480).
+"""FlowSeq: a latent sequence decides between translations, a flow says which are likely (Ma et al. 2019, EMNLP, arXiv
+1909.02480).
 
 log p(y | x) >= E_q[log p(y | z, x)] - E_q[log q(z | y, x) - log p(z | x)] + log p(T | x), with a vector of z for every
-position of the target. The decoder reads z and writes all tokens in one pass, independently given z; the prior p(z | x)
-is a multi-scale flow whose couplings are layers of a transformer's decoder over the source (flow.py). Lengths are
-multiples of 2^(levels - 1): a target is filled up with ends, which are learnt, and a text stops at its first.
+position of the target. The decoder reads z and writes all tokens in one pass; the prior p(z | x) is a multi-scale flow
+whose couplings are decoder layers over the source (flow.py). Lengths are multiples of 2^(levels - 1): targets are
+padded with ends, which are learnt, and a text stops at its first end.
 
-Training has two phases (section 3.5 and the released code): auto-encoding without noise or prior, z the mean of the
-posterior; then the prior's norms set themselves by the data, and the whole bound is maximised, the weight of the KL
-term rising from 0 to 1.
+Training has two phases (sec. 3.5 and the released code): auto-encoding without noise or prior; then the prior's norms
+are initialised by the data and the whole bound is maximised, the weight of the KL term rising from 0 to 1.
 
 ``decoding``: ``argmax`` inverts the flow at noise 0; ``npd`` takes the likeliest lengths and ``samples`` noises for
-each, the first of them 0, and lets the teacher choose; ``iwd`` chooses by the model's own importance-weighted estimate
+each, the first of them 0, and the teacher chooses; ``iwd`` chooses by the importance-weighted estimate
 
     log p(y | x) = log mean_k p(y | z_k, x) p(z_k | x) / q(z_k | y, x) + log p(T | x),  divided by T.
 
-"One pass" hides work: the flow runs its couplings one behind the other, each as deep as a layer of the decoder (25 with
-the steps of conf/train), once for argmax and npd and twice for iwd. ``facts`` and ``layers`` count them.
+"One pass" hides work: the couplings run one after the other, each as deep as a decoder layer, once for argmax and npd
+and twice for iwd. ``stats`` and ``layers`` count them.
 
 Published: distilled, argmax, WMT14 en-de 23.72 and de-en 28.39 (large), listed at 1.1 times the speed of a beam.
 
-Differs from the paper and its code: norms count real positions only, the inverse of a linear map is computed when it
-is needed, samples are ranked by a density of the right sign; encoder and decoder begin as the teacher's; the losses are
-means per token; the length comes from the mean of the encoder's states; the networks in the couplings end in plain
-linear maps instead of weight-normalised ones; Adam without amsgrad, by the schedule of all students here. Latents and
-couplings may be narrower than the model. The flow calculates in 32 bit.
+Differences: norms count real positions only; inverses are computed when needed; encoder and decoder start as the
+teacher's; losses are means per token; the length comes from the mean of the encoder's states; couplings end in plain
+linear maps; Adam without amsgrad. Latents and couplings may be narrower than the model. The flow computes in 32 bit.
 
     python -m bench.train method=flowseq model=multi30k_4_4
     python -m bench method=flowseq model=multi30k_4_4 dataset=multi30k method.decoding=npd
@@ -372,8 +369,8 @@ def _check(
     if not steps or min(steps) < 0 or not all(0 <= share < 1 for share in shares) or autoencoding + annealing > 1:
         raise ValueError(
             f"Got steps={list(steps)}, word_dropout={word_dropout}, autoencoding={autoencoding} and "
-            f"annealing={annealing}; at least one level with no negative number of steps, and shares from 0 to below 1, the last two "
-            "together at most 1, are needed. Correct them in train."
+            f"annealing={annealing}; at least one level with no negative number of steps and shares from 0 to below 1, "
+            "the last two together at most 1, are needed. Correct them in train."
         )
     if latent < 2 or latent % 2 or width % (2 * heads):
         raise ValueError(

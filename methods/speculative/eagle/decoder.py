@@ -1,21 +1,20 @@
 """EAGLE: a draft network of one layer guesses the target's next features, and from them a chain or a tree of tokens.
 
-Version 1 (Li et al. 2024, arXiv 2401.15077) predicts the target's last state from the one before and the token that was
-drawn behind it, and drafts a tree of fixed shape. Version 2 (Li et al. 2024, arXiv 2406.16858) takes the same network
-and lets its confidence shape the tree: on each level the best nodes by the product of their probabilities are expanded,
-and of all candidates the best become the draft (sec. 4). Version 3 (Li et al. 2025, arXiv 2503.01840) feeds the network
-with states of three layers and trains it on features of its own. After each pass of the target the network reads the
-kept tokens again with the target's true features. The network must be trained; the target stays as it is:
+Version 1 (Li et al. 2024, arXiv 2401.15077) predicts the target's last state from the one before and the token drawn
+after it, and drafts a tree of fixed shape. Version 2 (Li et al. 2024, arXiv 2406.16858) lets the network's confidence
+shape the tree: on each level the best nodes by the product of their probabilities are expanded, and the best of all
+candidates become the draft (sec. 4). Version 3 (Li et al. 2025, arXiv 2503.01840) reads states of three layers and is
+trained on features of its own. After each pass of the target the network reads the kept tokens again with the true
+features. The network must be trained; the target stays as it is:
 
     python -m bench.train method=eagle model=smollm2
 
 Published, MT-bench, greedy: EAGLE 2.7 to 3.5x with LLaMA2-Chat 70B; EAGLE-2 3.62x and 4.98 tokens per step with
-Vicuna-7B; EAGLE-3 5.58x and 6.65 with Vicuna-13B, for which Spec-Bench finds 3.02x and 5.71 on an A100 over its tasks.
+Vicuna-7B; EAGLE-3 5.58x and 6.65 with Vicuna-13B.
 
-Differences: batched, ragged rows. Networks trained here propose from a reduced vocabulary in every version. The dynamic
-tree of version 2 breaks ties so that no node stands without its parent. Trees of the most likely tokens are not drawn,
-so at a temperature they are judged by the exact rule for such drafts; ``draw`` draws the children of a fixed tree
-without replacement, as version 1 does, and judges them by their probabilities.
+Differences: batched, ragged rows. Networks trained here propose from a reduced vocabulary. The dynamic tree breaks ties
+so that no node is without its parent. Trees of the most likely tokens are judged by the exact rule for drafts that were
+not drawn; ``draw`` draws the children of a fixed tree without replacement, as version 1 does.
 
 Command: ``python -m bench method=eagle dataset=mtbench``
 """

@@ -1,27 +1,23 @@
 """Blockwise parallel decoding: k heads guess the next k tokens at once, the target keeps the prefix it agrees with.
 
-Stern et al. 2018, arXiv 1811.03115. Head 1 is the target itself. Heads 2 to k are one feed-forward layer behind the
-target's last hidden state: a hidden layer common to all, one update of the state per head, a residual connection from
-the state to each, and the target's own output matrix behind all of them (sec. 6). The pass that verifies block n
-yields the state from which block n + 1 is proposed, so a block costs one pass (sec. 4, combined scoring and proposal).
-Heads 2 to k must be trained; the target stays as it is, or, for translation, is trained along:
+Stern et al. 2018, arXiv 1811.03115. Head 1 is the target itself. Heads 2 to k are one feed-forward layer on the
+target's last hidden state: a common hidden layer, one update of the state per head with a residual connection, and the
+target's own output matrix (sec. 6). The pass that verifies block n yields the state from which block n + 1 is proposed
+(sec. 4). Heads 2 to k must be trained; the target stays as it is or, for translation, is fine-tuned with them:
 
     python -m bench.train method=blockwise model=smollm2
     python -m bench.train method=blockwise model=multi30k_4_4 corpus=multi30k
     python -m bench.train method=blockwise_translation model=multi30k_4_4
 
-Published, WMT14 English-German with a Transformer base, frozen weights and k = 2, 4, 6, 8, 10: blocks of 1.51, 1.73,
-1.76, 1.76 and 1.74 tokens on newstest2013; on distilled data 1.55, 1.85, 1.90, 1.91, 1.90. With the model's own weights
-trained along, blocks of 1.88 to 4.95 tokens and up to 3.3 times the speed (k = 8), for 1.2 BLEU on newstest2014.
+Published, WMT14 en-de with a Transformer base, frozen weights and k = 2, 4, 6, 8, 10: blocks of 1.51, 1.73, 1.76, 1.76
+and 1.74 tokens; fine-tuned, blocks of 1.88 to 4.95 tokens and up to 3.3 times the speed (k = 8), for 1.2 BLEU.
 
-A model that was trained along (a part with a ``trunk``) writes its own text, to the letter with the exact criterion,
-but not the original's: the guarantee is RELAXED, agreement and quality are reported against the original, and agreement
-with the fine-tuned model beside them.
+A fine-tuned model (a checkpoint with a ``trunk``) writes its own text, not the original's: the guarantee is RELAXED,
+and agreement is reported against both.
 
-Differences: decoder-only targets too; only encoder-decoders are trained along. Heads propose from a reduced vocabulary,
-whose rows of the output matrix are the target's; verification is over the whole one. At a temperature the exact
-criterion is the exact rule for drafts that were not drawn; the relaxed criteria stay greedy. A block of k tokens is a
-draft of k - 1 here, since the first token of a block is the target's own in any case.
+Differences: decoder-only targets too; only encoder-decoders are fine-tuned. Heads propose from a reduced vocabulary. At
+a temperature the exact criterion is the exact rule for drafts that were not drawn; the relaxed criteria stay greedy. A
+block of k tokens is a draft of k - 1, since its first token is the target's own.
 
 Command: ``python -m bench method=blockwise dataset=mtbench``
 """

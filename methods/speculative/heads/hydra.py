@@ -1,22 +1,20 @@
 """Hydra heads: Medusa's heads, each of which also reads the tokens drafted before the one it proposes.
 
-Ankner et al. 2024, arXiv 2402.05109 (the method is named so because Hydra is also our configuration library). Head i
-reads the target's state h behind its final norm, the embedding of the root and those of the i tokens behind it
-(sec. 3). Its first block takes these (i + 2) D numbers to D, z = R x + r + SiLU(W x + b), further ones add
-SiLU(W z + b), and an output matrix turns z into a distribution. So the children of a node depend on it, and the tree is
-filled level by level: one small pass of the heads per level, of one pass for all of them with Medusa. The heads must be
-trained; the target stays as it is:
+Ankner et al. 2024, arXiv 2402.05109. Head i reads the target's state h after its final norm, the embedding of the root
+and those of the i tokens after it (sec. 3). Its first block takes these (i + 2) D numbers to D, z = R x + r + SiLU(W x
++ b), further ones add SiLU(W z + b), and an output matrix turns z into a distribution. The children of a node depend on
+it, so the tree is filled level by level, one small pass of the heads each. The heads must be trained; the target stays
+as it is:
 
     python -m bench.train method=hydra_heads model=smollm2
 
-Published (Hydra++, whose heads read the states through a further decoder layer): 2.70x with Vicuna-7B on MT-bench, one
-A100, 1.27x to 1.31x over Medusa; Spec-Bench with Vicuna-7B: 2.07x on an A100, 1.91x on a 3090, 3.26 tokens per step, by
-63 nodes. Published heads of the plain architecture are read as they are; those of Hydra++ (``hydra_head_arch:
-prefix-mlp``) are refused, since the further layer is not built here.
+Published (Hydra++, with a further decoder layer): 2.70x with Vicuna-7B on MT-bench, one A100, 1.27x to 1.31x over
+Medusa; Spec-Bench with Vicuna-7B: 2.07x on an A100, 3.26 tokens per step, by 63 nodes. Published heads of the plain
+architecture are read as they are; those of Hydra++ (``hydra_head_arch: prefix-mlp``) are refused.
 
-Differences: heads trained here share the target's output matrix, over a reduced vocabulary; published ones have one
-each. Drafts are judged by the exact rule for drafts that were not drawn, at any temperature; ``acceptance=typical`` is
-Medusa's, which the paper uses when it samples. Tree and options are Medusa's, see ``medusa.py`` and ``head_tree.py``.
+Differences: heads trained here share the target's output matrix, over a reduced vocabulary. Drafts are judged by the
+exact rule for drafts that were not drawn; ``acceptance=typical`` is Medusa's. Tree and options are Medusa's, see
+``medusa.py``.
 
 Command: ``python -m bench method=hydra_heads dataset=mtbench``
 """
@@ -81,7 +79,7 @@ class Heads:
         blocks: the layers of every head; the first one reads (i + 2) D numbers.
         vocabulary: what they propose from.
         outputs: [n, D] and bias of every head; None: the target's own rows for the vocabulary.
-        ranks: [positions, P] measured on held-out text, see ``head_tree.search``; None: nobody did.
+        ranks: [positions, P] measured on held-out text, see ``candidate_tree.search``; None: nobody did.
     """
 
     blocks: list[list[Block]]

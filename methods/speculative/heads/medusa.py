@@ -1,22 +1,21 @@
-"""Medusa: heads that guess the tokens behind the next one, all from the same hidden state, and a tree of their guesses.
+"""Medusa: heads that guess the tokens after the next one, all from the same hidden state, and a tree of their guesses.
 
-Cai et al. 2024, arXiv 2401.10774. Head i reads the state h behind the target's final norm, z = h + SiLU(W h + b), once
-per layer, and an output matrix turns z into a distribution of the token i + 2 places behind the last one read
-(sec. 2.1.1). The next token is the target's own; the lists of the heads behind it span a tree of fixed shape that one
-pass verifies (sec. 2.1.2 and 2.3.3; ``head_tree.py``). The heads must be trained; the target stays as it is (Medusa-1):
+Cai et al. 2024, arXiv 2401.10774. Head i maps the state h after the target's final norm, z = h + SiLU(W h + b) once per
+layer, and an output matrix turns z into a distribution of the token i + 2 places after the last one read (sec. 2.1.1).
+The heads' candidates span a tree of fixed shape that one pass verifies (sec. 2.1.2 and 2.3.3; ``candidate_tree.py``).
+The heads must be trained; the target stays as it is (Medusa-1):
 
     python -m bench.train method=medusa model=smollm2
 
-Published: Medusa-1 2.18x with Vicuna-7B, Medusa-2, which trains the target along, 2.83x and 3.47 tokens per step;
-Spec-Bench with Medusa-1 for Vicuna-7B: 1.71x on an A100, 1.44x on a 3090, 2.31 tokens per step, by 63 nodes.
-Published heads are read as they are (``checkpoint=FasterDecoding/medusa-vicuna-7b-v1.3``, or a folder). They have an
-output matrix each, and the tree of the paper, since nobody measured another. Where a pass over 64 nodes costs three
-steps, as on a CPU, that tree cannot pay; ``nodes`` cuts it, and ``auto`` weighs a measured tree against ``costs``.
+Published: Medusa-1 2.18x with Vicuna-7B, Medusa-2 (target trained along) 2.83x and 3.47 tokens per step; Spec-Bench
+with Medusa-1 for Vicuna-7B: 1.71x on an A100, 2.31 tokens per step, by 63 nodes. Published heads are read as they are
+(``checkpoint=FasterDecoding/medusa-vicuna-7b-v1.3``, or a folder), with the paper's tree. Where a pass over 64 nodes
+costs three steps, as on a CPU, that tree cannot pay; ``nodes`` cuts it, and ``auto`` weighs a measured tree against
+``costs``.
 
-Differences: heads trained here share the target's output matrix, over a reduced vocabulary. The tree's values are
-measured together, see ``head_tree.py``. Exact acceptance is the default, at any temperature: the rule for drafts that
-were not drawn. ``acceptance=typical`` is the paper's (sec. 2.3.1), by the entropy of the target's distribution; it
-changes the text, and the first token of a round is the argmax.
+Differences: heads trained here share the target's output matrix, over a reduced vocabulary. Exact acceptance is the
+default, at any temperature: the rule for drafts that were not drawn. ``acceptance=typical`` is the paper's (sec.
+2.3.1); it changes the text, and the first token of a round is the argmax.
 
 Command: ``python -m bench method=medusa dataset=mtbench``
 """
@@ -70,7 +69,7 @@ class Heads:
         blocks: weight and bias of every layer of every head.
         vocabulary: what they propose from.
         outputs: [n, D] of every head; None: the target's own rows for the vocabulary.
-        ranks: [positions, P] measured on held-out text, see ``head_tree.search``; None: nobody did.
+        ranks: [positions, P] measured on held-out text, see ``candidate_tree.search``; None: nobody did.
     """
 
     blocks: list[list[Layer]]
@@ -199,7 +198,7 @@ class Medusa(HeadsDecoder):
         target: model that verifies, and whose states the heads read.
         sampling: how its distribution is processed.
         tree: ``measured``, by the heads' own candidates on held-out text (of published heads, which nobody measured,
-            the paper's tree); a name in ``head_tree.TREES``; or paths of ranks, each behind its parent, for example
+            the paper's tree); a name in ``candidate_tree.TREES``; or paths of ranks, each after its parent, e.g.
             ``[[0],[1],[0,0]]``.
         nodes: most of its nodes that are drafted, the best ones; ``auto``: as many as pay best by ``costs``, all of a
             tree whose nodes were not measured.

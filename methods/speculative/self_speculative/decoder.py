@@ -1,25 +1,23 @@
 """Self-speculative decoding: the target without some of its sub-layers drafts, the whole target verifies.
 
-Draft & Verify, Zhang et al. 2023, arXiv 2309.08168. Attention and feed-forward sub-layers are left out independently of
-each other; the set is found by Bayesian optimisation (``skip_search.py``), nothing is trained. Drafting ends when the
-drafter's most likely token falls below a threshold, which follows the acceptance rate. Leaving out every layer from the
-E-th on (``layer_exit``) is the early-exit drafter of LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710, which its
-authors use with models trained for it. A skip set must be prepared, named, or taken from the paper (``preset``):
+Draft & Verify, Zhang et al. 2023, arXiv 2309.08168. The set of skipped attention and feed-forward sub-layers is found
+by Bayesian optimisation (``skip_search.py``), nothing is trained. Drafting ends when the probability of the drafter's
+most likely token falls below a threshold, which follows the acceptance rate. Leaving out every layer from the E-th on
+(``layer_exit``) is the drafter of LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710, used there with models trained for
+it. A skip set must be searched, named, or taken from the paper (``preset``):
 
     python -m bench.train method=self_speculative model=smollm2
 
 Published: 1.21x to 1.99x with LLaMA-2 13B and 70B on CNN/DailyMail and XSum, 1.35x to 1.46x with Code Llama 13B on
-HumanEval. LayerSkip: 2.16x on CNN/DailyMail, 1.82x on HumanEval, 2.0x on TOPv2, with its own checkpoints.
+HumanEval. LayerSkip: 2.16x on CNN/DailyMail, 1.82x on HumanEval, with its own checkpoints.
 
-One cache serves both roles. A draft step attends to the target's own keys and values of the text so far, so there is
-no second prefill, nothing to catch up with and no memory beside the target's. Layers before the first one with a
-skipped sub-layer do for a drafted token exactly what verification would do: their keys and values stay, their output
-is kept, and verification begins behind them. With ``layer_exit=E`` that is LayerSkip's scheme, verification by layers
-E and up. It saves arithmetic, not reads of weights: those layers still run once, for the last drafted token.
+One cache serves both roles: a draft step attends to the target's keys and values of the text so far, so there is no
+second prefill and no extra memory. Layers before the first skipped sub-layer compute for a drafted token exactly what
+verification would, so verification starts after them. That saves arithmetic, not reads of weights: those layers still
+run once, for the last drafted token.
 
-Differences from the paper: q / p rejection at a temperature, where its code compares an argmax draft with a softmax;
-threshold and acceptance rate begin anew with each prompt; a batch has one threshold, since its rows draft in
-lockstep: drafting ends when no row is sure, and the acceptance rate is that of all rows together.
+Differences: q / p rejection at a temperature; threshold and acceptance rate restart with each prompt; a batch has one
+threshold, and drafting ends when no row is confident.
 
 Command: ``python -m bench method=self_speculative dataset=mtbench``
 """

@@ -157,13 +157,13 @@ def test_best_size_weighs_tokens_against_costs():
 
 @pytest.mark.parametrize("costs", [[], [[1, 1.0]], [[1, 1.0], [1, 2.0]], [[2, 1.0], [1, 2.0]], [[1, 0.0], [2, 1.0]]])
 def test_impossible_costs_are_refused(costs):
-    with pytest.raises(ValueError, match="came; two or more pairs"):
+    with pytest.raises(ValueError, match="; two or more pairs"):
         best_size(Tree(((0,),), (0.5,)), costs)
 
 
 @pytest.mark.parametrize("paths", [[], [[]], [[-1]], [[0, 0]], [[0], [0]], [[0, 0], [0]]])
 def test_impossible_trees_are_refused(paths):
-    with pytest.raises(ValueError, match="came; different paths of ranks"):
+    with pytest.raises(ValueError, match="; different paths of ranks"):
         candidate_tree.named(paths)
 
 
@@ -484,7 +484,7 @@ def test_an_interrupted_training_ends_as_another(name, counter, tmp_path, monkey
 @both
 @pytest.mark.parametrize("changes", [{"heads": 0}, {"blocks": 0}, {"vocabulary": 0}, {"decay": 0.0}])
 def test_impossible_sizes_are_refused(name, changes):
-    with pytest.raises(ValueError, match=r"came; counts of at least 1 .* are allowed\. Set train\.heads"):
+    with pytest.raises(ValueError, match=r"; counts of at least 1 .* are allowed\. Set train\.heads"):
         TRAININGS[name](**changes)
 
 
