@@ -1,1 +1,1 @@
-"""Decoding methods behind one interface. Start with decoder.py, then autoregressive.py."""
+"""Decoding methods after one interface. Start with decoder.py, then autoregressive.py."""

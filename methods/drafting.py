@@ -109,10 +109,10 @@ class Verification:
     """What a verification rule decided, still on the device.
 
     Attributes:
-        path: [B, P] columns of ``Draft.tokens`` that are kept, in order; ``ABSENT`` behind the last one.
+        path: [B, P] columns of ``Draft.tokens`` that are kept, in order; ``ABSENT`` after the last one.
             P = ``draft.max_depth``.
         accepted: [B] how many are kept.
-        bonus: [B] the target's own token behind the kept path.
+        bonus: [B] the target's own token after the kept path.
     """
 
     path: Int[Tensor, "B P"]
@@ -163,7 +163,7 @@ class Context:
 
     @property
     def last_hidden(self) -> Float[Tensor, "B D"]:
-        """The target's hidden state that the root was chosen from: behind the last kept node of the last pass."""
+        """The target's hidden state that the root was chosen from: after the last kept node of the last pass."""
         hidden = self.output.hidden
         if self.path is None:  # after the prefill: the end of the prompt, and nothing else without hidden_layers
             return hidden[:, -1]

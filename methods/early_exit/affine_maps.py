@@ -1,6 +1,6 @@
-"""Exits for a model that was not trained to exit: an affine map behind each, in closed form.
+"""Exits for a model that was not trained to exit: an affine map after each, in closed form.
 
-A map takes the state behind an exit, normed by the model's final norm, to the normed state behind the whole model,
+A map takes the state after an exit, normed by the model's final norm, to the normed state after the whole model,
 which the output matrix then multiplies: ridge regression over the places from which the model writes its own answers
 (Belrose et al. 2023, arXiv 2303.08112, train such maps by gradient descent on the KL divergence, ``distillation.py``;
 Yom Din et al. 2023, arXiv 2303.09435, fit linear ones in closed form). It takes seconds beside the forward passes, and
@@ -38,8 +38,8 @@ class Places:
     """States of the target from which it chooses tokens of its answers.
 
     Attributes:
-        exits: by depth, the raw state behind it.
-        final: behind the whole model and its norm.
+        exits: by depth, the raw state after it.
+        final: after the whole model and its norm.
         tokens: what the model chose there.
     """
 

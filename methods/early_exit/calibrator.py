@@ -46,7 +46,7 @@ class Promise:
         prompts: how many; None: as many as certify, nine times in ten, a threshold that loses half the tolerance, with
             a standard deviation of twice the tolerance.
         seed: which prompts, and in which order.
-        whole_grid: decode at thresholds behind the end of a fixed sequence, too. It changes nothing but the record.
+        whole_grid: decode at thresholds after the end of a fixed sequence, too. It changes nothing but the record.
 
     Raises:
         ValueError: a number of prompts below 1, or a metric that nothing uses.
@@ -131,7 +131,7 @@ class ThresholdCalibrator(Calibrator):
         )
 
     def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:
-        """Whether the thresholds tried so far decide: behind the first failure of a sequence nothing counts."""
+        """Whether the thresholds tried so far decide: after the first failure of a sequence nothing counts."""
         if self.promise.procedure == "bonferroni" or self.promise.whole_grid or not losses.shape[1]:
             return losses.shape[1] == len(self.thresholds)
         return losses.shape[1] == len(self.thresholds) or not self._chosen(losses).passed[-1]

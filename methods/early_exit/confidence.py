@@ -1,7 +1,7 @@
 """How sure an exit is of its token (CALM, Schuster et al. 2022, arXiv 2207.07061, sec. 3.4).
 
     softmax      p_1 - p_2, the gap between the two largest probabilities over the vocabulary
-    saturation   cosine between the states behind this exit and behind the one checked before it; the first one checked
+    saturation   cosine between the states after this exit and after the one checked before it; the first one checked
                  has none before it, so nobody leaves there (the paper checks every layer and starts at the second)
     classifier   probability, by one linear classifier that all exits share, that the exit has the model's own token
 
@@ -77,7 +77,7 @@ class Confidence(Protocol):
         """Judge an exit.
 
         Args:
-            hidden: states behind it.
+            hidden: states after it.
             ready: what the output matrix would multiply there.
             tempts: of a first, cheaper confidence: whether to look closer; where it says no, the first one is returned.
         """
@@ -113,7 +113,7 @@ class Softmax:
 
 
 class Saturation:
-    """Cosine between the states behind two exits in turn."""
+    """Cosine between the states after two exits in turn."""
 
     nbytes = 0
 

@@ -39,7 +39,7 @@ class _Watch:
             setattr(self.target, name, self._heard(getattr(target, name)))
 
     def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
-        """See ``Reader``. Behind the whole model there is nothing to decide."""
+        """See ``Reader``. After the whole model there is nothing to decide."""
         if depth < self._layers:
             self._deciding = True
             self.spans.append(Stopwatch(hidden.device))
@@ -69,7 +69,7 @@ def confidence_share(
     """Decode once more, watched, to the end of every text; the decoder itself is left as it is.
 
     Returns:
-        ``confidence_share``, of the time behind the prompts, and ``looks_per_step``.
+        ``confidence_share``, of the time after the prompts, and ``looks_per_step``.
     """
     twin, watch = copy.copy(decoder), _Watch(decoder.reader, decoder.target)
     twin.target, twin.reader, twin.counters = watch.target, watch, DecodeStats()

@@ -1,18 +1,18 @@
-"""What turns the state behind a layer into a token, and the part in which the trained pieces of it lie.
+"""What turns the state after a layer into a token, and the part in which the trained pieces of it lie.
 
-A model's last layer has a norm and an output matrix behind it. An exit behind an earlier layer uses the same output
+A model's last layer has a norm and an output matrix after it. An exit after an earlier layer uses the same output
 matrix; what stands between is one of two things:
 
 ``lens``      the model's own final norm, nothing else. Right for a model that was trained to exit. On one that was not
               it is confidently wrong: SmolLM2-135M agrees with itself on 10 % of the tokens at layer 15 of 30 and on 36
               % at layer 24, with a mean gap between the two likeliest tokens of 0.47 and 0.61.
-``trained``   an affine map from the normed state to the state behind the whole model (``affine_maps.py``), from the
+``trained``   an affine map from the normed state to the state after the whole model (``affine_maps.py``), from the
               part.
 
 An untrained lens must therefore be asked for by name (``method.head=lens``).
 
 A part is a folder with ``exits.safetensors`` (translators, classifier) and ``exits.json`` (for which target and
-depths). Depths are counted in layers that have run: depth 1 is behind the first layer, depth L the whole model.
+depths). Depths are counted in layers that have run: depth 1 is after the first layer, depth L the whole model.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Reader(Protocol):
     nbytes: int
 
     def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
-        """What the output matrix multiplies, from the state behind ``depth`` layers."""
+        """What the output matrix multiplies, from the state after ``depth`` layers."""
         ...
 
     def maps(self, depth: int) -> int:
@@ -221,6 +221,6 @@ def require_depths(depths: Sequence[int], target: CausalLM, reader: Reader, name
     missing = [depth for depth in depths if depth not in known and depth < target.n_layers]
     if missing:
         raise ValueError(
-            f"Got {name}={list(depths)}; the trained exits are behind {list(known)} layers. Choose among them, or "
+            f"Got {name}={list(depths)}; the trained exits are after {list(known)} layers. Choose among them, or "
             "train others: python -m bench.train method=NAME model=MODEL train.exits=[..] force=true."
         )

@@ -104,7 +104,7 @@ class Shallow:
 
     Attributes:
         root: [B] tokens it read.
-        state: [B, 1, D] behind layer k.
+        state: [B, 1, D] after layer k.
         token: [B] the exit's tokens; None where no exit is taken at all.
         best: [B] its likeliest tokens.
         probs: [B, V] what ``token`` was drawn from; None: it was not drawn, or no row is sure of it.
@@ -293,7 +293,7 @@ class ShallowDeepDecoder(Decoder):
     def _judge(
         self, passes: list[Shallow], sure: Sequence[bool], logits: Float[Tensor, "B W V"], rng: Generator
     ) -> Verification:
-        """Which waiting tokens stay, and the token behind them: of a row that was sure, possibly its shallow one."""
+        """Which waiting tokens stay, and the token after them: of a row that was sure, possibly its shallow one."""
         options, last = self.options, passes[-1].token
         if last is None or options.accept == "verify":
             return options.rule(_draft(passes), logits, self.sampling, rng)
@@ -366,7 +366,7 @@ class _Text:
 
 
 def _draft(passes: list[Shallow]) -> Draft:
-    """All shallow tokens but the last one, behind which the deep layers have not looked."""
+    """All shallow tokens but the last one, after which the deep layers have not looked."""
     waiting = passes[:-1]
     if not waiting:
         root = passes[0].root

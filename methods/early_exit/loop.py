@@ -35,7 +35,7 @@ from methods.engine.seq2seq_lm import DecoderPass
 
 @dataclass(slots=True)
 class DecodeStats:
-    """What the steps behind the prompts have cost since the decoder was made.
+    """What the steps after the prompts have cost since the decoder was made.
 
     Attributes:
         steps: how many there were.
@@ -199,7 +199,7 @@ class EarlyExitDecoder(Decoder):
             yield _step([[t] if is_open else [] for t, is_open in zip(roots, rows, strict=True)], self._share(depth))
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
-        """Logits behind the prompts; afterwards the cache holds them."""
+        """Logits after the prompts; afterwards the cache holds them."""
         return self.target.prefill([prompt.to(self.target.device) for prompt in prompts], cache).logits[:, 0]
 
     @property

@@ -26,7 +26,7 @@ Procedures
 Published (CALM, T5 with 8 decoder layers, error_rate 0.05): at textual tolerance 0.25 certified thresholds need 2.62
 layers on CNN/DM and 1.76 on WMT15 en-fr. Differences: betting rather than Hoeffding-Bentkus by default; the chosen
 threshold is the last rejected one of the sequence (published code for another exit network returns the one
-behind it); prompts are shuffled by a seed before betting, since a file sorted by task is no random order.
+after it); prompts are shuffled by a seed before betting, since a file sorted by task is no random order.
 
 Settings: ``method.calibration.tolerance=0.05 method.calibration.error_rate=0.05``
 """
@@ -173,7 +173,7 @@ class Calibration:
         seed: of the order in which betting met the prompts.
         thresholds: the tested ones, safest first.
         risks: mean loss on the calibration prompts, per threshold.
-        p_values: per threshold, behind the stop of the fixed sequence too; empty for ``conformal``.
+        p_values: per threshold, after the stop of the fixed sequence too; empty for ``conformal``.
         passed: per threshold, whether it was accepted.
         falls: pairs of prompt and neighbouring thresholds where the lower threshold lost less. ``conformal`` needs
             none and replaces each loss by the largest at any safer threshold; the others need not care.

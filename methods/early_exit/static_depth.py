@@ -28,7 +28,7 @@ from methods.engine.sampling import Sampling
 
 
 class StaticPolicy(Policy):
-    """Leave behind ``depth`` layers."""
+    """Leave after ``depth`` layers."""
 
     def __init__(self, depth: int, layers: int) -> None:
         self.deepest = depth

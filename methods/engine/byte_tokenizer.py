@@ -10,7 +10,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_t
 
 
 def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """One token per byte, and four special ones behind them."""
+    """One token per byte, and four special ones after them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -36,9 +36,9 @@ class Output:
 
     Attributes:
         logits: [B, M, V] of every scored node; after a prefill [B, 1, V] of each row's last token.
-        hidden: [B, P, D] behind the final norm (what the output matrix multiplies); P = M, but after a prefill
+        hidden: [B, P, D] after the final norm (what the output matrix multiplies); P = M, but after a prefill
             with hidden_layers it covers all positions of the prompts, rows padded at the end.
-        hidden_layers: hidden states behind the layers asked for, over the same positions.
+        hidden_layers: hidden states after the layers asked for, over the same positions.
         memory: [B, S, D] what the encoder made of the sources, rows padded at the end; only after a prefill of an
             encoder-decoder.
     """
@@ -243,7 +243,7 @@ class CausalLM:
     def run(
         self, state: Pass, layers: Iterable[int], hidden_layers: Collection[int] = ()
     ) -> dict[int, Float[Tensor, "B M D"]]:
-        """Push a pass through ``layers``; returns the hidden states behind those in ``hidden_layers``."""
+        """Push a pass through ``layers``; returns the hidden states after those in ``hidden_layers``."""
         seen = {}
         for index in layers:
             layer = self.layers[index]
@@ -259,7 +259,7 @@ class CausalLM:
         """Write into the cache the keys and values that ``layers`` make of a state, without running them.
 
         Each layer projects the same state with its own norm and weights: what a token that left the model early shows
-        to those behind it (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3).
+        to those after it (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3).
         """
         kept = [index for index in layers if index not in self.skipped_attention]
         for rotary in (True, False):
@@ -284,7 +284,7 @@ class CausalLM:
         return "packed" if isinstance(self._head, PackedLinear) else "plain"
 
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
-        """Logits of hidden states that are already behind the final norm."""
+        """Logits of hidden states that are already after the final norm."""
         logits = self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
         return logits if self._logit_divisor == 1.0 else logits / self._logit_divisor
 
@@ -316,7 +316,7 @@ class CausalLM:
         levels: int | None = None,
         hidden_layers: Collection[int] = (),
     ) -> Output:
-        """Score M nodes per row behind the cache; the cache's lengths stay where they are.
+        """Score M nodes per row after the cache; the cache's lengths stay where they are.
 
         Args:
             tokens: [B, M] ids; node 0 is the root.
@@ -352,7 +352,7 @@ class CausalLM:
     ) -> Output:
         """Read whole prompts, ragged, in chunks; afterwards each row of the cache holds its prompt.
 
-        Rows shorter than the longest write behind their end, where nothing ever looks.
+        Rows shorter than the longest write after their end, where nothing ever looks.
         """
         cache.reset()
         lengths = [len(prompt) for prompt in prompts]
@@ -396,7 +396,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:
-        """Teacher forcing: logits behind tokens ``start`` .. T - 1, where row i judges token ``start + i + 1``."""
+        """Teacher forcing: logits after tokens ``start`` .. T - 1, where row i judges token ``start + i + 1``."""
         cache = self.new_cache(1, len(tokens))
         rows = []
         for begin in range(0, len(tokens), _SCORE_CHUNK):
@@ -426,7 +426,7 @@ class CausalLM:
         return update if attention.post_norm is None else attention.post_norm(update)
 
     def turn(self, attention: Attention, heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries, keys and values of a layer behind the norms of the heads and the rotary embedding."""
+        """Queries, keys and values of a layer after the norms of the heads and the rotary embedding."""
         heads = self._norm_heads(attention, heads)
         if attention.rotary:
             rotate_(heads[:, :, : self.heads + self.kv_heads], cos, sin)

@@ -2,7 +2,7 @@
 
 A small model's kernels are shorter than the time to launch them, so a pass that is launched kernel by kernel measures
 the host. A graph needs the same addresses and shapes each time: caches are handed out from a pool, nodes go into
-buffers of their own, and keys are read up to a bucket above the longest row, those behind each row's end masked. What
+buffers of their own, and keys are read up to a bucket above the longest row, those after each row's end masked. What
 was captured over one cache is replayed for all texts that use it.
 
 The output matrix is multiplied outside, so logits and states belong to whoever asked for them, and are not overwritten
@@ -164,7 +164,7 @@ class Graphs:
         return pooled.replays[form]
 
     def _recorded(self, work: Callable[[], States]) -> tuple[Callable[[], None], States]:
-        """Capture ``work``; what it writes into the cache meanwhile lies behind all rows."""
+        """Capture ``work``; what it writes into the cache meanwhile lies after all rows."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

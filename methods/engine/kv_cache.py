@@ -1,8 +1,8 @@
 """The key/value cache: static buffers, one length per row.
 
 Rows commit different numbers of tokens per round, and this is the one place that knows it. A pass writes the
-M nodes it scores behind each row's length without moving the length; ``keep`` then packs the kept path
-together and moves it. What lies behind the length is never visible to a later pass.
+M nodes it scores after each row's length without moving the length; ``keep`` then packs the kept path
+together and moves it. What lies after the length is never visible to a later pass.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Cache:
         return self.length[:, None] + torch.arange(nodes, device=self.length.device)
 
     def write(self, layer: int, new: Float[Tensor, "B M H d"], slots: Int[Tensor, "B M"] | None) -> None:
-        """Put keys and values (H = 2K heads) of a pass behind the lengths; ``slots`` None: rows are uniform."""
+        """Put keys and values (H = 2K heads) of a pass after the lengths; ``slots`` None: rows are uniform."""
         buffer = self.store[self.place[layer]]
         if slots is None:
             start = self.lengths[0]
@@ -68,7 +68,7 @@ class Cache:
         return kept[:, : self.kv_heads], kept[:, self.kv_heads :]
 
     def pack(self, path: Int[Tensor, "B P"]) -> None:
-        """Move the kept draft nodes of the last pass together behind its root (draft columns, -1: none).
+        """Move the kept draft nodes of the last pass together after its root (draft columns, -1: none).
 
         Columns on a path increase, so a source slot never lies before its destination; the gather makes
         its own copy first. A chain needs none of this.
@@ -84,7 +84,7 @@ class Cache:
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget what lies behind ``lengths[b]`` tokens of each row."""
+        """Forget what lies after ``lengths[b]`` tokens of each row."""
         self.set_lengths([min(now, new) for now, new in zip(self.lengths, lengths, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ form every position sees every other (LLaDA, Nie et al. 2025, arXiv 2502.09992; 
 MDLM, Sahoo et al. 2024, arXiv 2406.07524). In a block diffusion model (BD3-LM, Arriola et al. 2025, arXiv 2503.09573) a
 position sees its own block and those before it, so that keys and values of finished blocks never change.
 
-Slots of the cache are positions of the text. A pass writes those it covers and may see slots behind them, which an
+Slots of the cache are positions of the text. A pass writes those it covers and may see slots after them, which an
 earlier pass has written. Tests prove the logits equal to transformers' own forward under the same mask.
 """
 
@@ -90,10 +90,10 @@ class MaskedLM(CausalLM):
         return self.lay(tokens, cache, [length + tokens.shape[1] for length in cache.lengths], [0] * len(tokens))
 
     def lay(self, tokens: Int[Tensor, "B M"], cache: Cache, ends: Sequence[int], origins: Sequence[int]) -> Pass:
-        """Embed the nodes of a pass, which stand at the slots behind the cache's lengths.
+        """Embed the nodes of a pass, which stand at the slots after the cache's lengths.
 
         Args:
-            ends: per row, slots that exist for its nodes; a row's nodes at or behind its end are padding.
+            ends: per row, slots that exist for its nodes; a row's nodes at or after its end are padding.
             origins: per row, a position at which a block begins, for attention that ends with the block.
         """
         nodes, uniform, end = tokens.shape[1], cache.uniform, max(ends)

@@ -28,7 +28,7 @@ _T5_POSITIONS = 512  # what T5 was trained with on either side, where a config d
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """What happens behind a sub-layer: the residual sum, and a norm of it where norms stand behind (post-norm)."""
+    """What happens after a sub-layer: the residual sum, and a norm of it where norms stand after (post-norm)."""
 
     norm: Rows | None = None
 
@@ -99,7 +99,7 @@ class NoPositions:
 class AbsolutePositions:
     """A vector per position, learned or sinusoidal, added to the embedding; BART normalises the sum.
 
-    Positions behind the last one get its vector: a draft may reach beyond the limit of a text, and what it says there
+    Positions after the last one get its vector: a draft may reach beyond the limit of a text, and what it says there
     is never kept.
     """
 

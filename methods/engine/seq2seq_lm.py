@@ -3,7 +3,7 @@
 The text of a row, for whoever keeps one, is the source followed by what was written: its first part is read by the
 encoder, its second by the decoder. The decoder's start token takes the place of the last source token, so a cache
 holds as many tokens as of a causal model: after the prefill the length of the source, and one more for every
-token committed. Loop, drafters and rules therefore know nothing of this file. Node 0 of a pass stands behind
+token committed. Loop, drafters and rules therefore know nothing of this file. Node 0 of a pass stands after
 everything the cache holds, positions count from the start token, and a drafter that looks into the text so far
 copies from the source.
 
@@ -39,7 +39,7 @@ class Source:
     """What the encoder made of a batch of sources.
 
     Attributes:
-        states: [B, S, D] behind its last layer and norm; rows padded at the end.
+        states: [B, S, D] after its last layer and norm; rows padded at the end.
         mask: [B, 1, 1, S] additive, -inf over the padding; None where there is none.
         lengths: tokens of each row.
     """
@@ -50,9 +50,9 @@ class Source:
 
 
 class SourceCache(Cache):
-    """Keys and values of the source, and behind them those of the target written so far, in one buffer.
+    """Keys and values of the source, and after them those of the target written so far, in one buffer.
 
-    The first slots of every row hold what cross-attention reads, the decoder's own begin behind the longest source.
+    The first slots of every row hold what cross-attention reads, the decoder's own begin after the longest source.
     ``lengths`` counts source and target as ``CausalLM`` would; ``length`` is where a row's next slot is.
 
     Attributes:
@@ -174,7 +174,7 @@ class Seq2SeqLM(CausalLM):
     What it adds to ``CausalLM``: ``encode``. Skipping the attention of a layer leaves out its cross-attention too.
 
     Attributes:
-        start: ids the decoder begins with: its start token, and the one that generation forces behind it, if any.
+        start: ids the decoder begins with: its start token, and the one that generation forces after it, if any.
         suppressed: ids that the model's generation settings forbid (padding, with Marian); their logit is -inf.
         max_positions: longest source and longest target, in tokens.
     """
@@ -459,7 +459,7 @@ def _key_positions(before: Int[Tensor, "B"], offsets: Int[Tensor, "b M"], end: i
 
 
 def _start(model: PreTrainedModel) -> tuple[int, ...]:
-    """The decoder's start token and the one forced behind it.
+    """The decoder's start token and the one forced after it.
 
     Raises:
         UnsupportedModel: the model names no start token.

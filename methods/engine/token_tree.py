@@ -65,7 +65,7 @@ class Shape:
         """Build a tree from numbers of children.
 
         Args:
-            counts: ``counts[l][i]``: children of the i-th node on level l; level 0 is the root alone. Nodes behind the
+            counts: ``counts[l][i]``: children of the i-th node on level l; level 0 is the root alone. Nodes after the
                 last one named have none.
 
         Raises:
@@ -97,7 +97,7 @@ class Shape:
 def trie(paths: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Token sequences merged by their common beginnings: tokens, and columns of the parents (-1 the root).
 
-    Nodes stand in the order in which they are first needed, so children stand behind parents.
+    Nodes stand in the order in which they are first needed, so children stand after parents.
     """
     columns: dict[tuple[int, int], int] = {}
     for path in paths:

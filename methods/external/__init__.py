@@ -1,1 +1,1 @@
-"""Other implementations behind the same interface; never the baseline."""
+"""Other implementations after the same interface; never the baseline."""

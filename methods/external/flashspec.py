@@ -1,4 +1,4 @@
-"""FlashSpec (PyPI) behind our interface: a peer with its own loop, on the weights of the same Hugging Face model.
+"""FlashSpec (PyPI) after our interface: a peer with its own loop, on the weights of the same Hugging Face model.
 
 Without ``draft_model`` it drafts by prompt lookup alone; with one, by prompt lookup where the context has a match and
 by the model elsewhere, which is its default (``composite-g6-f2``). On CUDA its first call compiles and captures graphs

@@ -1,4 +1,4 @@
-"""Beam search of transformers behind our interface: the baseline that translation papers compare with.
+"""Beam search of transformers after our interface: the baseline that translation papers compare with.
 
 Works on causal and on encoder-decoder models. With ``num_beams=1`` it is transformers' greedy search. Only what
 decides which tokens may be written is kept of the model's generation settings (start token, forced first token,

@@ -1,4 +1,4 @@
-"""Hugging Face's own decoders behind our interface, so that every claim can be made side by side.
+"""Hugging Face's own decoders after our interface, so that every claim can be made side by side.
 
 transformers' ``generate`` blocks until it is done; a stopping criterion, which it calls once per round with all
 ids so far, notes the time and the length. Drafted tokens are counted where the candidate generator shows them.

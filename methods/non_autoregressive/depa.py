@@ -156,7 +156,7 @@ class DepaStudent(GlatStudent):
         return super().objective(batch, (progress - self.backward) / (1 - self.backward), smoothing)
 
     def from_the_end(self, batch: Batch, smoothing: float) -> Objective:
-        """Of every token, from those behind it."""
+        """Of every token, from those after it."""
         mirrored = replace(batch, targets=backwards(batch.targets, batch.lengths))
         end = torch.full_like(batch.targets[:, :1], self.network.shape.end)
         inputs = self.network.embed(torch.cat([end, mirrored.targets[:, :-1]], 1))
@@ -174,7 +174,7 @@ class DepaStudent(GlatStudent):
 
 
 def backwards(tokens: Int[Tensor, "B T"], lengths: Int[Tensor, "B"]) -> Int[Tensor, "B T"]:
-    """Each row from its last token to its first; what stands behind its length stays there."""
+    """Each row from its last token to its first; what stands after its length stays there."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     mirrored = lengths[:, None] - 1 - place
     return tokens.gather(1, torch.where(mirrored >= 0, mirrored, place))

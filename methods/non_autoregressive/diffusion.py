@@ -98,7 +98,7 @@ class Diffusion(Decoder):
     def stats(self) -> dict[str, Any]:
         """What the baseline is, and work since the decoder was made: passes, positions they scored, masks filled.
 
-        Masks are counted per row up to the end of its canvas, whatever stands behind an end-of-sequence token.
+        Masks are counted per row up to the end of its canvas, whatever stands after an end-of-sequence token.
         """
         return {
             "baseline": "the same network in blocks of its own size, one token per pass, surest first, no cache",
@@ -138,7 +138,7 @@ class Diffusion(Decoder):
         return nodes.shape[1]
 
     def _window(self, canvas: Canvas, fresh: bool) -> tuple[list[int], list[int], list[int]]:
-        """Per row: the first position of the pass, the one behind its last, and the one behind the last it may see."""
+        """Per row: the first position of the pass, the one after its last, and the one after the last it may see."""
         lead = int(self.target.denoising.shifted)
         ends = canvas.block_ends if self.target.denoising.block_causal else canvas.totals
         if self.cache == "none" or (fresh and self.cache != "exact"):

@@ -1,4 +1,4 @@
-"""The text a diffusion model works on: prompts of any lengths, behind them masks, and the block that is filled in.
+"""The text a diffusion model works on: prompts of any lengths, after them masks, and the block that is filled in.
 
 Positions of a row count from the beginning of its prompt. All that a pass needs to know of the geometry is on the host;
 the tokens are on the device, and one read per pass tells whether masks are left.
@@ -19,11 +19,11 @@ class Canvas:
     """Prompts and answers of a batch.
 
     Attributes:
-        tokens: [B, S] prompt, answer or masks, and behind the canvas of a row anything.
+        tokens: [B, S] prompt, answer or masks, and after the canvas of a row anything.
         totals: per row, positions of prompt and answer.
         origins: per row, where its first block begins; within the prompt where blocks are counted from there.
         block_origins, block_starts, block_ends: per row, of the block that is filled in: where it begins, where what
-            is to be filled in begins, and the position behind it. A row that has no further block stays at its last.
+            is to be filled in begins, and the position after it. A row that has no further block stays at its last.
         unwritten: per row, where the block before this one begins, 0 for the first: an exact cache is final up to here.
         n_blocks: of the row that has most.
         capacity: slots that passes over the canvas write at most.
@@ -41,7 +41,7 @@ class Canvas:
         self.n_blocks = max(self._last) + 1
         whole = [origin + (last + 1) * block_size for origin, last in zip(self.origins, self._last, strict=True)]
         self.totals = whole if denoising.block_causal else [n + limit for n in self._prompts]
-        # where attention ends with the block, a row whose pass is shorter than another's writes on behind it
+        # where attention ends with the block, a row whose pass is shorter than another's writes on after it
         self.capacity = max(self.totals) + (2 * block_size + 1) * denoising.block_causal
         self.tokens = torch.zeros(len(prompts), self.capacity, dtype=torch.long, device=target.device)
         for row, (prompt, total) in enumerate(zip(prompts, self.totals, strict=True)):

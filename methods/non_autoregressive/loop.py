@@ -1,4 +1,4 @@
-"""Decoding of the non-autoregressive family behind the interface of all methods.
+"""Decoding of the non-autoregressive family after the interface of all methods.
 
 The target of a run is the autoregressive teacher: the baseline, and what agreement compares with. The method is a
 network of its own, so the guarantee is INDEPENDENT_MODEL and only its quality can be judged. The teacher takes part
@@ -189,7 +189,7 @@ class NonAutoregressive(Decoder):
         self.counters = DecodeStats()
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
-        """See ``methods.decoder.Decoder.decode``; one step, behind which every text has ended."""
+        """See ``methods.decoder.Decoder.decode``; one step, after which every text has ended."""
         written = write(self.student, self.writer, prompts, rng, self.target if self.rescore else None, self.collapse)
         self.counters.add(written)
         none = [0] * len(prompts)

@@ -101,7 +101,7 @@ class NatStudent(Student):
         return total, numbers
 
     def limited(self, memory: Memory, wished: Int[Tensor, "B K S"], probs: Float[Tensor, "B S C"]) -> Tensor:
-        """Fertilities of [B, K, S] that make a text: none behind the source, at least one token, and not too many."""
+        """Fertilities of [B, K, S] that make a text: none after the source, at least one token, and not too many."""
         inside = present_up_to(memory.content, wished.shape[2])[:, None]
         kept = wished.masked_fill(~inside, 0)
         silent = kept.sum(2, keepdim=True) == 0
@@ -122,7 +122,7 @@ class NatStudent(Student):
 
 
 def copies(memory: Memory, fertility: Int[Tensor, "B S"], width: int) -> Float[Tensor, "B T D"]:
-    """Every source embedding as often as its fertility says, in order; behind their sum anything."""
+    """Every source embedding as often as its fertility says, in order; after their sum anything."""
     place = torch.arange(width, device=fertility.device).expand(len(fertility), -1).contiguous()
     return gather(memory, torch.searchsorted(fertility.cumsum(1), place, right=True))
 

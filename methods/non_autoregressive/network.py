@@ -2,7 +2,7 @@
 
 It is the teacher's own architecture without the causal mask, so that encoder and decoder begin with the teacher's
 weights: sinusoidal positions, and norms where the teacher has them, in front of the sub-layers and at the end of either
-side (Pegasus) or behind the sub-layers (Marian). Padding is masked everywhere: row b of a batch is
+side (Pegasus) or after the sub-layers (Marian). Padding is masked everywhere: row b of a batch is
 what it would be alone. What the decoder reads, what is minimised and how tokens are chosen is a method's (student.py).
 
 The embedding, which is the output matrix too, is the teacher's, frozen, or an own one that begins as it. A frozen one
@@ -92,7 +92,7 @@ class Memory:
     """What the encoder made of a batch of sources; rows are padded at their ends.
 
     Attributes:
-        states: [B, S, D] behind its last layer.
+        states: [B, S, D] after its last layer.
         embedded: [B, S, D] embeddings of the tokens, scaled, without positions.
         present: [B, S] where there is a token; None: everywhere.
         lengths: [B] tokens of each source, its end included.
@@ -109,7 +109,7 @@ class Memory:
         return (self.lengths - 1).clamp(min=1)
 
     def repeat(self, times: int) -> Memory:
-        """Every row so often, one behind the other."""
+        """Every row so often, one after the other."""
         if times == 1:
             return self
         present = None if self.present is None else self.present.repeat_interleave(times, 0)
@@ -194,7 +194,7 @@ class Network(nn.Module):
         memory: Memory,
         causal: bool = False,
     ) -> Float[Tensor, "B T D"]:
-        """States behind the last layer, one pass over all positions.
+        """States after the last layer, one pass over all positions.
 
         Args:
             inputs: what the decoder reads, without positions, which are added here.
@@ -281,7 +281,7 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | N
 
 
 def final_norm(shape: Shape) -> nn.Module:
-    """What stands behind a stack of layers: a norm, unless each layer ends with one."""
+    """What stands after a stack of layers: a norm, unless each layer ends with one."""
     return nn.LayerNorm(shape.width) if shape.norm_first else nn.Identity()
 
 
@@ -338,7 +338,7 @@ class PositionalAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each with a norm in front of it or behind it."""
+    """Self-attention and feed-forward, each with a norm in front of it or after it."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()

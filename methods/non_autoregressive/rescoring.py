@@ -20,7 +20,7 @@ from methods.non_autoregressive.student import mean_over
 
 
 def teacher_log_probs(target: Seq2SeqLM, source: Source, tokens: Int[Tensor, "R T"]) -> Float[Tensor, "R M V"]:
-    """Of every token behind each prefix of the rows: M = T + 1, the last behind the whole row.
+    """Of every token after each prefix of the rows: M = T + 1, the last after the whole row.
 
     Args:
         source: encoded, B rows; R is a multiple of B, and rows of one source stand together.

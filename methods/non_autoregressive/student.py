@@ -62,7 +62,7 @@ class Candidates:
     """What a decode loop proposes for each source.
 
     Attributes:
-        tokens: [B, K, T] ids; behind a candidate's length they mean nothing.
+        tokens: [B, K, T] ids; after a candidate's length they mean nothing.
         lengths: [B, K].
         scores: [B, K] mean log-probability of a candidate's tokens by the student; zeros where K = 1 needs none.
         passes: of the student's decoder.

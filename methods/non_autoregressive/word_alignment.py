@@ -25,7 +25,7 @@ NULL = -1  # no source token
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Every source token of every target token, and behind all of these one NULL for each target token.
+    """Every source token of every target token, and after all of these one NULL for each target token.
 
     Attributes:
         first: by target token, its first link.

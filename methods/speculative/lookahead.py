@@ -33,7 +33,7 @@ from methods.speculative.verification import default_rule
 
 
 class Window:
-    """The lookahead window of one row: level l, column j is a guess for the token j + l behind the root.
+    """The lookahead window of one row: level l, column j is a guess for the token j + l after the root.
 
     Args:
         prompt: where the first guesses come from: tokens of the prompt at even distances.
@@ -51,7 +51,7 @@ class Window:
         self.levels[0][0] = root
 
     def grams(self, found: Sequence[int]) -> list[tuple[int, ...]]:
-        """The n-gram of every column, completed by the target's tokens behind the last level."""
+        """The n-gram of every column, completed by the target's tokens after the last level."""
         return list(zip(*self.levels, found, strict=True))
 
     def advance(self, found: Sequence[int]) -> None:

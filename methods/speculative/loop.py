@@ -4,7 +4,7 @@ What is drafted (a chain, a tree, nothing) is the drafter's affair, what may sta
 only the order of events and the bookkeeping of rows that commit different numbers of tokens. The invariant:
 at the start of a round the cache holds every committed token except the last, the root. The pass scores
 [root, d_1 .. d_N]; row i of its logits judges the children of node i; the row of the last kept node gives the
-bonus token, which is the next root. AuxiliaryNodes stand behind d_N: they are scored and nothing else.
+bonus token, which is the next root. AuxiliaryNodes stand after d_N: they are scored and nothing else.
 
 A row may be given another prompt between two rounds (continuous batching: Orca, Yu et al. 2022, OSDI). It is read
 whole, in a step of its own and into a small cache that is then copied into the row, so that row and drafter stand where
@@ -131,7 +131,7 @@ def _nodes_of_pass(
 def _read(
     draft: Draft, verification: Verification, logits: Float[Tensor, "B M V"]
 ) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Kept tokens, bonus included; how many of them were drafted; what stands behind the auxiliary that were asked.
+    """Kept tokens, bonus included; how many of them were drafted; what stands after the auxiliary that were asked.
 
     The one device-to-host read of a round.
     """
@@ -146,7 +146,7 @@ def _read(
 
 
 def _rows_of(verification: Verification) -> Int[Tensor, "B P"]:
-    """The kept path as rows of the pass: the root, then node 1 + column; -1 behind the end."""
+    """The kept path as rows of the pass: the root, then node 1 + column; -1 after the end."""
     nodes = torch.where(verification.path >= 0, verification.path + 1, verification.path)
     return torch.cat([torch.zeros_like(verification.bonus)[:, None], nodes], dim=1)
 

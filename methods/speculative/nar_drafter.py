@@ -68,14 +68,14 @@ _STUDENTS: Mapping[str, tuple[type[Student], Writer]] = {
 
 @runtime_checkable
 class Continuation(Protocol):
-    """What a student says behind committed texts."""
+    """What a student says after committed texts."""
 
     def read(self, sources: Sequence[Int[Tensor, "_"]], rng: Generator) -> int:
         """Take the sources of a batch; the passes that took."""
         ...
 
     def behind(self, texts: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], int]:
-        """Up to ``most`` tokens behind each text, its end included, and the passes that took."""
+        """Up to ``most`` tokens after each text, its end included, and the passes that took."""
         ...
 
 
@@ -130,7 +130,7 @@ class OneGuess:
 
 
 class Completion:
-    """A new translation behind every text, of which the student reads the text."""
+    """A new translation after every text, of which the student reads the text."""
 
     def __init__(self, student: LengthStudent) -> None:
         self._student = student
@@ -170,7 +170,7 @@ class StudentDrafter:
     Args:
         continuation: how the student is asked.
         nodes: most tokens of a draft.
-        ends: tokens behind which nothing is drafted.
+        ends: tokens after which nothing is drafted.
         nbytes: memory of the student.
     """
 

@@ -46,7 +46,7 @@ class NgramIndex:
         self._seen = stop
 
     def find(self, tokens: list[int]) -> int | None:
-        """Index of the token behind an earlier occurrence of the longest known ending of ``tokens``."""
+        """Index of the token after an earlier occurrence of the longest known ending of ``tokens``."""
         for size in self._sizes:
             place = self._places.get(tuple(tokens[-size:]))
             if place is not None:

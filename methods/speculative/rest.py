@@ -159,7 +159,7 @@ class Rest(SpeculativeDecoder):
         nodes: most tokens drafted per round.
         max_ngram: longest ending that is looked up; longer ones are preferred.
         min_ngram: shortest ending that is looked up.
-        continuation: most tokens read behind an occurrence, the depth of the tree.
+        continuation: most tokens read after an occurrence, the depth of the tree.
         occurrences: most occurrences read per round.
         checkpoint: folder of a datastore; None: the one prepared for this model.
 

@@ -30,7 +30,7 @@ from methods.training.interface import Workshop
 VERSION = 1
 HEADER, TOKENS, PLACES = "datastore.json", "tokens.npy", "places.npy"
 SEPARATOR = 2**32 - 1  # no id of any vocabulary, and larger than all of them
-MARGIN = 64  # SEPARATORs behind the last document, so that a key or a continuation never leaves the file
+MARGIN = 64  # SEPARATORs after the last document, so that a key or a continuation never leaves the file
 LONGEST = MARGIN - 1  # most tokens of an n-gram, and of a continuation
 
 _ID = np.dtype(">u4")
@@ -148,7 +148,7 @@ class Datastore:
             return None
 
     def find(self, text: Sequence[int], longest: int, shortest: int = 1) -> Match | None:
-        """The longest ending of a text that stands in a document with a token behind it.
+        """The longest ending of a text that stands in a document with a token after it.
 
         An ending that stands somewhere has all shorter ones standing there, so each try halves the lengths in question.
 
@@ -191,7 +191,7 @@ class Datastore:
 
 
 def joined(documents: Iterable[Sequence[int]], vocab_size: int) -> UInt32[np.ndarray, "L"]:
-    """The documents one behind the other, as they lie in the file; empty ones are left out.
+    """The documents one after the other, as they lie in the file; empty ones are left out.
 
     Raises:
         ValueError: no tokens at all, or an id outside the vocabulary.

@@ -81,7 +81,7 @@ class DraftModel:
         return bool((logits.float().softmax(-1).amax(-1) < self.confidence).all())
 
     def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
-        """Feed what was committed since the last draft; logits behind each row's last committed token."""
+        """Feed what was committed since the last draft; logits after each row's last committed token."""
         committed, cache = context.tokens, self._cache
         assert cache is not None, "reset comes before propose"
         cache.truncate([len(row) - 1 for row in committed])

@@ -56,9 +56,9 @@ class SuffixAutomaton:
         return state, self._length[state]
 
     def likeliest(self, state: int) -> tuple[int, int, float]:
-        """The most frequent token behind a state's strings (of equals the latest), the state it leads to, its share.
+        """The most frequent token after a state's strings (of equals the latest), the state it leads to, its share.
 
-        Behind the end of the text stands nothing; there its longest ending that stands elsewhere is asked instead.
+        After the end of the text stands nothing; there its longest ending that stands elsewhere is asked instead.
         """
         while not self._next[state]:
             state = self._link[state]
@@ -186,7 +186,7 @@ class SuffixDecoding(SpeculativeDecoder):
             )
         if not 1.0 <= factor * min_match < math.inf:
             raise ValueError(
-                f"Got factor={factor} and min_match={min_match}; their product, the tokens drafted behind the "
+                f"Got factor={factor} and min_match={min_match}; their product, the tokens drafted after the "
                 "shortest match, has to reach 1 and be finite. Change one of the two."
             )
         drafter = SuffixDrafter(gamma, factor, min_match, min_prob)

@@ -48,7 +48,7 @@ TREES: dict[str, list[list[int]]] = {
 
 
 class CandidateMatrix:
-    """For every row and every token, the k tokens last found most likely behind it, the likeliest first.
+    """For every row and every token, the k tokens last found most likely after it, the likeliest first.
 
     Args:
         vocab_size: tokens.
@@ -101,7 +101,7 @@ class CandidateMatrix:
         self._lines[_rows(tokens), tokens] = candidates.to(self._lines.dtype)
 
     def find(self, tokens: Int[Tensor, "B n"], ranks: Int[Tensor, "n"]) -> Int[Tensor, "B n"]:
-        """The candidate of rank ``ranks[i]`` behind ``tokens[:, i]``."""
+        """The candidate of rank ``ranks[i]`` after ``tokens[:, i]``."""
         return self._lines[_rows(tokens), tokens, ranks].long()
 
 

@@ -2,7 +2,7 @@
 
 EXACT rules leave the target's greedy text, or its distribution, untouched whatever was drafted. RELAXED rules
 keep more and say what they tolerate. All are vectorised over rows, loop over the levels of a tree at most,
-and never ask the device. In the formulas p is the target's processed distribution behind a node, q the
+and never ask the device. In the formulas p is the target's processed distribution after a node, q the
 distribution its children were drawn from.
 """
 
@@ -34,12 +34,12 @@ class ExactRule:
         return self.judge(draft, sampling.probs(logits), rng)
 
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
-        """Judge by probabilities: ``probs[:, 0]`` behind the root, ``probs[:, 1 + i]`` behind draft node i."""
+        """Judge by probabilities: ``probs[:, 0]`` after the root, ``probs[:, 1 + i]`` after draft node i."""
         raise NotImplementedError
 
 
 class Greedy(ExactRule):
-    """Keep what is the target's argmax; the bonus is the argmax behind it. Stern et al. 2018, arXiv 1811.03115, sec. 3.
+    """Keep what is the target's argmax; the bonus is the argmax after it. Stern et al. 2018, arXiv 1811.03115, sec. 3.
 
     Without a draft and at a temperature it draws the bonus from p, so that it serves the baseline too.
     """
@@ -57,7 +57,7 @@ class Greedy(ExactRule):
 
 
 class DeterministicTree(ExactRule):
-    """Draw t ~ p behind the node; descend if t is one of its children, else emit t.
+    """Draw t ~ p after the node; descend if t is one of its children, else emit t.
 
     Equal in law to accepting each child c with probability p(c) in turn and removing it from p on rejection, the
     rule for drafts that were not drawn (q = 1): n-grams, retrieval, top-k trees.
@@ -69,7 +69,7 @@ class DeterministicTree(ExactRule):
         return self._walk(draft, probs, rng)
 
     def _walk(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
-        """As ``follow``, but draws only behind the nodes it comes by."""
+        """As ``follow``, but draws only after the nodes it comes by."""
         walk = Walk(draft)
         wanted = draw(values_at(probs, walk.node), rng)
         for _ in range(draft.max_depth):
@@ -99,7 +99,7 @@ class ChainRejection(ExactRule):
 class BlockRejection(ExactRule):
     """Judge the chain as a block: keep the longest prefix i with u_i <= h_i. Sun et al. 2024, arXiv 2403.10444, alg. 2.
 
-    With w_0 = 1 and w_i = min(1, w_{i-1} p(d_i) / q(d_i)): S_i = sum_x max(w_i p - q, 0) behind d_i,
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(d_i) / q(d_i)): S_i = sum_x max(w_i p - q, 0) after d_i,
     h_i = S_i / (S_i + 1 - w_i), at the end of the draft h = w; the bonus is drawn from norm(max(w_i p - q, 0)).
     Never keeps less on average than ``ChainRejection``.
     """
@@ -210,7 +210,7 @@ class RelaxedRule:
         return _longest(draft, fits, _of_tokens(behind, draft.tokens) - behind.logsumexp(-1), scores.argmax(-1))
 
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
-        """Which nodes meet the criterion, given the target's unnormalised log-probabilities behind their parents."""
+        """Which nodes meet the criterion, given the target's unnormalised log-probabilities after their parents."""
         raise NotImplementedError
 
 
@@ -332,7 +332,7 @@ def default_rule(sampling: Sampling, shape: Literal["chain", "tree"], drawn: boo
 
 
 def follow(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verification:
-    """Descend while a child is what its parent wants; ``wanted`` holds the target's token behind every node."""
+    """Descend while a child is what its parent wants; ``wanted`` holds the target's token after every node."""
     if draft.is_chain:
         accepted = _leading(draft.tokens == wanted[:, :-1])
         return _chain_verdict(draft, accepted, wanted.gather(1, accepted[:, None])[:, 0])

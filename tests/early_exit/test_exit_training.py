@@ -252,7 +252,7 @@ def test_what_training_writes_can_be_decoded_with(target: CausalLM, common: Path
     for make in (Free, StaticDepth):
         decoder = make(target, GREEDY, depth=2, checkpoint=tmp_path)
         assert [len(row) for row in checks.outputs(decoder, batch, 12)] == [12, 12]
-        with pytest.raises(ValueError, match=r"trained exits are behind \[1, 2, 3\]|1 to "):
+        with pytest.raises(ValueError, match=r"trained exits are after \[1, 2, 3\]|1 to "):
             make(target, GREEDY, depth=9, checkpoint=tmp_path)
     stored = (tmp_path / "exits.safetensors").stat().st_size
     assert stored < 3 * 2 * (32 * 32 + 32) + 2 * 33 + 1500, "16 bit each, and a header"

@@ -84,7 +84,7 @@ def test_trailing_nodes_have_no_children():
 
 @pytest.mark.parametrize("counts", [[[1, 1]], [[2], [1, 1, 1]], [[2], [0, 0]], [[2], []], [[-1]], [[2], [2, -1]]])
 def test_impossible_trees_are_refused(counts):
-    with pytest.raises(ValueError, match="came as numbers of children"):
+    with pytest.raises(ValueError, match="as numbers of children"):
         Shape.of_children(counts)
 
 

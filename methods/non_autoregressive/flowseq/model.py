@@ -134,7 +134,7 @@ class FlowSeqStudent(Student):
         return moments
 
     def decode(self, z: Float[Tensor, "B T Z"], present: Tensor, memory: Memory) -> Float[Tensor, "B T D"]:
-        """States behind the decoder."""
+        """States after the decoder."""
         return self.network.decode(self.reader(z, self._positions(z.shape[1]), present), present, memory)
 
     def _positions(self, count: int) -> Float[Tensor, "T D"]:
@@ -246,7 +246,7 @@ class FlowPass:
         lengths: that are tried.
         samples: latents for each of them; the noise of the first is 0.
         temperature: of the others' noise.
-        importance: samples of the posterior behind a candidate's score; 0: the score is the mean log-probability of
+        importance: samples of the posterior after a candidate's score; 0: the score is the mean log-probability of
             its tokens.
     """
 
@@ -300,7 +300,7 @@ class FlowSeq(NonAutoregressive):
         lengths: with ``npd`` and ``iwd``, lengths that are tried.
         samples: with these, latent sequences for each length.
         temperature: of their noise.
-        importance: with ``iwd``, samples of the posterior behind each score.
+        importance: with ``iwd``, samples of the posterior after each score.
 
     Raises:
         ValueError: a number below 1, too many lengths, or see ``NonAutoregressive``.

@@ -70,7 +70,7 @@ class Prior(nn.Module):
 
     Attributes:
         unit: lengths are multiples of it.
-        layers: of a decoder that a pass through the flow runs one behind the other.
+        layers: of a decoder that a pass through the flow runs one after the other.
     """
 
     def __init__(self, shape: Shape, latent: int, width: int, inner: int, steps: list[int], dropout: float) -> None:

@@ -50,7 +50,7 @@ class Spec:
         layers, vocab_size: of the target.
         norm_before_residual: version 3: the residual is the normalised feature instead of the feature itself.
         norm_before_fc, fc_norm: version 3: the tapped states are normalised before they are mixed, together or each.
-        norm_output: version 3: a guess has the feature behind the last norm, not the one before it. No network trained
+        norm_output: version 3: a guess has the feature after the last norm, not the one before it. No network trained
             here has any of these four; published ones may.
     """
 

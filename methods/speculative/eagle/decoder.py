@@ -44,12 +44,12 @@ TreeKind = Literal["auto", "chain", "static", "dynamic"]
 
 
 class EagleDrafter:
-    """Reads what was committed with the target's features, then lets a tree grow behind it."""
+    """Reads what was committed with the target's features, then lets a tree grow after it."""
 
     def __init__(self, network: Network, growth: Growth, last_layer: int) -> None:
         self.network, self.growth, self.nodes = network, growth, growth.nodes
         self.nbytes = network.nbytes
-        # Behind a prefill the states of all positions are there only if some layer is tapped.
+        # After a prefill the states of all positions are there only if some layer is tapped.
         self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
 
@@ -63,7 +63,7 @@ class EagleDrafter:
         return self.growth.grow(self._reader, self._catch_up(context), context)
 
     def _catch_up(self, context: Context) -> Float[Tensor, "B 1 D"]:
-        """Read the pairs that the last pass completed; the feature behind the one with the root.
+        """Read the pairs that the last pass completed; the feature after the one with the root.
 
         A row at its limit has no new pair; what it reads is forgotten, and what it drafts is never looked at.
         """

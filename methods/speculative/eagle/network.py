@@ -1,9 +1,9 @@
 """The draft network of EAGLE at work: its pass for decoding, over a small cache of its own.
 
 One Llama layer predicts the target's next feature from the pair of the feature at a place and the embedding of the
-token behind it, and the output matrix turns that feature into a token. Versions 1 and 2 (arXiv 2401.15077, sec. 3.1;
-arXiv 2406.16858) mix the pair in front of the layer, and the feature is the target's last hidden state behind its final
-norm. Version 3 (arXiv 2503.01840, sec. 3) mixes the states behind three layers of the target into the first feature,
+token after it, and the output matrix turns that feature into a token. Versions 1 and 2 (arXiv 2401.15077, sec. 3.1;
+arXiv 2406.16858) mix the pair in front of the layer, and the feature is the target's last hidden state after its final
+norm. Version 3 (arXiv 2503.01840, sec. 3) mixes the states after three layers of the target into the first feature,
 gives the layer both halves of the pair side by side, and no longer asks that its own feature resemble the target's.
 
 ``eagle_training.py`` holds the same network as a module; a test proves the two equal.
@@ -121,10 +121,10 @@ class Network:
 
 
 class Reader:
-    """The draft network at work: pairs of committed tokens in a cache of its own, and a tree of guesses behind them.
+    """The draft network at work: pairs of committed tokens in a cache of its own, and a tree of guesses after them.
 
-    A pair is the feature at a place and the token behind it; it counts from 0 as the place does. Committed pairs have
-    the target's features and stand at each row's own slots; guesses of all rows begin at the same slot, behind the
+    A pair is the feature at a place and the token after it; it counts from 0 as the place does. Committed pairs have
+    the target's features and stand at each row's own slots; guesses of all rows begin at the same slot, after the
     longest, so that a level of the tree is written and masked alike in every row.
     """
 
@@ -145,7 +145,7 @@ class Reader:
     def read(
         self, feature: Float[Tensor, "B W D"], tokens: Int[Tensor, "B W"], counts: Sequence[int]
     ) -> Float[Tensor, "B 1 D"]:
-        """Commit the first ``counts[b]`` pairs of each row and forget all guesses; the feature behind the last pair.
+        """Commit the first ``counts[b]`` pairs of each row and forget all guesses; the feature after the last pair.
 
         Of the earlier ones only keys and values are wanted.
         """
@@ -176,10 +176,10 @@ class Reader:
         level: int,
         reach: Bool[Tensor, "b M g"] | None = None,
     ) -> Float[Tensor, "B M D"]:
-        """The features behind some guesses of one level, 0 being the one right behind the root.
+        """The features after some guesses of one level, 0 being the one right after the root.
 
         Args:
-            feature: behind the parent of each.
+            feature: after the parent of each.
             tokens: the guesses.
             level: guesses between each and the root.
             reach: which guesses each of them sees, of all so far and these; None: all (a chain).

@@ -1,7 +1,7 @@
 """The drafts of EAGLE: a chain, a tree of fixed shape, a tree shaped by the network's confidence.
 
-All grow level by level: the logits behind the nodes of a level name their children, and one pass of the draft network
-over those of them that shall have children themselves yields the features behind them. Sizes are fixed, so nothing has
+All grow level by level: the logits after the nodes of a level name their children, and one pass of the draft network
+over those of them that shall have children themselves yields the features after them. Sizes are fixed, so nothing has
 to be read from the device.
 """
 
@@ -32,7 +32,7 @@ _FLOOR = 1e-9  # probability that any token of the draft vocabulary keeps when i
 
 @runtime_checkable
 class Growth(Protocol):
-    """How a tree grows from the feature behind the root.
+    """How a tree grows from the feature after the root.
 
     Attributes:
         nodes: of the tree.

@@ -125,7 +125,7 @@ def states(rows: Float[Tensor, "R D"], first: Product, second: Product) -> Float
     """The states that heads 2 to k multiply with the output matrix (sec. 6 of the paper).
 
     Args:
-        rows: the target's last hidden states, behind its final norm.
+        rows: the target's last hidden states, after its final norm.
         first, second: the two layers; in training modules, in decoding packed products.
     """
     updates = second(torch.relu(first(rows)))
@@ -133,7 +133,7 @@ def states(rows: Float[Tensor, "R D"], first: Product, second: Product) -> Float
 
 
 class BlockwiseDrafter(StatelessDrafter):
-    """Drafts a chain of ``nodes`` tokens, all from the state behind the last kept one."""
+    """Drafts a chain of ``nodes`` tokens, all from the state after the last kept one."""
 
     def __init__(self, target: CausalLM, heads: Heads, nodes: int) -> None:
         self.nodes, self._vocabulary = nodes, heads.vocabulary

@@ -131,7 +131,7 @@ def named(paths: Iterable[Sequence[int]]) -> Tree:
     ]
     if wrong or not given:
         raise ValueError(
-            f"Got tree={[list(path) for path in given]}; different paths of ranks from 0 on, each behind its parent, "
+            f"Got tree={[list(path) for path in given]}; different paths of ranks from 0 on, each after its parent, "
             f"are allowed ({[list(path) for path in wrong]} are not). An example: tree=[[0],[1],[0,0]]."
         )
     return Tree(tuple(given))
@@ -143,7 +143,7 @@ def best_size(tree: Tree, costs: Costs, draft_cost: float = 0.0, level_cost: flo
     Args:
         tree: with values.
         costs: pairs (nodes of a pass, root included; its time over that of a pass over the root alone), linear between
-            them and behind the last.
+            them and after the last.
         draft_cost: time of drafting, as a share of a pass over the root alone.
         level_cost: what every level of the tree adds to it.
 

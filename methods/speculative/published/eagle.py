@@ -49,11 +49,11 @@ class EagleWeights:
             target, or None where all ids are drafted; with the flags of these names ``input_norm.weight`` and
             ``fc_norm.{i}.weight``. ``embed_tokens.weight`` only where it is not the target's embedding.
         taps: 0-based layers whose outputs are concatenated for ``fc``, in this order; empty for version 1, which reads
-            the state behind the final norm.
-        norm_before_residual: the layer's residual is the state behind ``hidden_norm``, not the one before it.
+            the state after the final norm.
+        norm_before_residual: the layer's residual is the state after ``hidden_norm``, not the one before it.
         norm_before_fc: ``input_norm`` over the concatenated states comes before ``fc``.
         fc_norm: each of the concatenated states has a norm of its own before ``fc``.
-        norm_output: the state that the next draft step reads is the one behind ``norm``.
+        norm_output: the state that the next draft step reads is the one after ``norm``.
         notes: what a user should know.
     """
 

@@ -242,7 +242,7 @@ class SharedTarget(CausalLM):
         levels: int | None = None,
         hidden_layers: Collection[int] = (),
     ) -> Output:
-        """As the target's, behind the layers whose output is known."""
+        """As the target's, after the layers whose output is known."""
         if not self.known:
             return super().forward(tokens, parents, cache, levels=levels, hidden_layers=hidden_layers)
         assert parents is None and not hidden_layers, "the draft is a chain and reads nothing of the target"
@@ -255,7 +255,7 @@ class SharedTarget(CausalLM):
         return Output(self.head(hidden), hidden)
 
     def _through_common(self, tokens: Int[Tensor, "B n"], cache: Cache) -> Float[Tensor, "B n D"]:
-        """The common layers over tokens that stand behind the known ones."""
+        """The common layers over tokens that stand after the known ones."""
         lengths = cache.lengths
         cache.advance([len(self.known)] * len(lengths))
         state = self.begin(tokens, None, cache)

@@ -5,7 +5,7 @@ continuation is cut into blocks of K tokens, and one pass of the thinner view go
 token sees the target's own keys and values before its block and the view's inside it, which is what a draft that
 began at the block sees. So each block says which of its K drafts would have been right, and how sure the drafter was,
 for any draft length up to K and any threshold. Two approximations: real rounds begin where the last one ended, more
-often behind a token that is hard to predict, and blocks begin everywhere; and how far a draft goes on behind its first
+often after a token that is hard to predict, and blocks begin everywhere; and how far a draft goes on after its first
 wrong token is judged as if that token had been right. For greedy decoding of one row (Leviathan et al. 2023, arXiv
 2211.17192, theorem 3.8, with counted acceptance in place of its geometric law):
 
@@ -106,7 +106,7 @@ class Costs:
 
     @classmethod
     def measure(cls, target: CausalLM, prompt: Int[Tensor, "_"], gamma: int) -> Costs:
-        """Time rounds and draft steps behind a prompt, all kinds in turn, and take lower quartiles.
+        """Time rounds and draft steps after a prompt, all kinds in turn, and take lower quartiles.
 
         What else runs on a machine can only add to a time, so the lower quartile is nearer to the method's own.
         """
@@ -209,7 +209,7 @@ class Calibration:
         cache: keys and values of prompts and continuations by the whole target, and room for those of a view.
         lengths: of the prompts.
         inputs: [B, T] continuation, which is what a draft reads.
-        wanted: [B, T] the target's token behind each.
+        wanted: [B, T] the target's token after each.
         slots: [B, T] where a view's keys and values go.
         mask: [B, 1, T * G, S] additive.
         blocks: [B, T / K] blocks that lie before the end of the text.

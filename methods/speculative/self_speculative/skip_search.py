@@ -99,7 +99,7 @@ class SkipSearch:
     """Bayesian search for a skip set.
 
     Args:
-        trials: sets tried behind the warm start (uniform sets, early exits, every sub-layer alone, joined ones).
+        trials: sets tried after the warm start (uniform sets, early exits, every sub-layer alone, joined ones).
         prompts: per group, drawn from the corpus: one to search, one to choose a finalist, one held out for the facts.
         new_tokens: tokens that each is continued by; a multiple of ``gamma``.
         gamma: longest draft considered.

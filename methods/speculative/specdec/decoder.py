@@ -67,7 +67,7 @@ class SpecDrafter:
         return replace(drafts, passes=1)
 
     def _up_to_end(self, row: list[int]) -> list[int]:
-        """Reading the block costs a wait, and saves the target the places behind the end of most sentences."""
+        """Reading the block costs a wait, and saves the target the places after the end of most sentences."""
         return row[: next((place for place, token in enumerate(row, 1) if token in self._ends), len(row))]
 
 

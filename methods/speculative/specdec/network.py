@@ -2,7 +2,7 @@
 
 Its encoder is the target's own (``Output.memory``), its embedding and output matrix are the target's too; what is
 trained and stored is the decoder. A pass reads nodes side by side: tokens that were committed since the last pass, each
-of which sees what stands before it, and behind them the block, whose places see all committed tokens and one another.
+of which sees what stands before it, and after them the block, whose places see all committed tokens and one another.
 So the keys and values of committed tokens never change and are cached; those of the block are forgotten.
 
 A place of the block enters as a mixture of the source's embeddings, which it chooses by its position (soft copy), and a
@@ -45,7 +45,7 @@ class Shape:
         depth: its layers.
         heads: of each attention.
         inner: units of its feed-forward layers.
-        positions: longest text it knows the positions of, in tokens, a block behind it included.
+        positions: longest text it knows the positions of, in tokens, a block after it included.
         hidden_size, layers, vocab_size: of the target.
     """
 
@@ -303,7 +303,7 @@ class DraftPass:
         return self._cache.lengths
 
     def fill(self, new: Sequence[Sequence[int]], block: int) -> Int[Tensor, "B k"]:
-        """The most likely token at each of ``block`` places behind the texts, which ``new`` tokens go on with."""
+        """The most likely token at each of ``block`` places after the texts, which ``new`` tokens go on with."""
         best = argmax(self._output(self.states(new, block).flatten(0, 1))).view(len(new), block)
         return self.vocabulary.tokens(best)
 

@@ -557,7 +557,7 @@ def test_heads_of_the_other_method_are_refused(target, texts, tmp_path):
         ({"tree": "oak"}, "tree=oak; measured, mc_sim_7b_63 or paths"),
         ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "needs 4 heads .* there are 3 heads"),
         ({"tree": [[61]]}, "and 62 candidates of each; .*61 tokens"),
-        ({"tree": [[0, 0]]}, "each behind its parent"),
+        ({"tree": [[0, 0]]}, "each after its parent"),
         ({"acceptance": "typical", "epsilon": 2.0}, "epsilon=2.0"),
         ({"costs": [[1, 1.0]]}, "two or more pairs"),
     ],
