@@ -29,8 +29,8 @@ test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m bench fetch models smollm2
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# What only a GPU can still add to the committed records, in order of value. Finished runs are not repeated, so the target can be
-# stopped and called again; each training and each run stays well under ten minutes on a current card.
+# Committed records that need a GPU, in order of value. Finished runs are skipped, so the target can be stopped and
+# repeated; each training and each run takes less than ten minutes on a current card.
 GPU := hardware=cuda_bf16 measure=quick
 HEADS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly,gsm8k train.answers.tokens=2000000 train.answers.limit=512 train.answers.batch=256 train.features=live
 LONG := train.recipe.batch_size=64 train.recipe.steps=6000
@@ -42,24 +42,24 @@ gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m bench fetch models smollm2
 	$(BIN)/python -m bench fetch data mtbench
 	$(BIN)/python -m pytest -m gpu
-	-$(BIN)/python -m bench.train method=eagle out=data/checkpoints/eagle-smollm2 $(HEADS) $(LONG)
-	-$(BIN)/python -m bench.train method=medusa out=data/checkpoints/medusa-smollm2 $(HEADS) $(LONG)
-	-$(BIN)/python -m bench.train method=hydra_heads out=data/checkpoints/hydra_heads-smollm2 $(HEADS) $(LONG)
-	-$(BIN)/python -m bench.train method=blockwise out=data/checkpoints/blockwise-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench train method=eagle out=data/checkpoints/eagle-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench train method=medusa out=data/checkpoints/medusa-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench train method=hydra_heads out=data/checkpoints/hydra_heads-smollm2 $(HEADS) $(LONG)
+	-$(BIN)/python -m bench train method=blockwise out=data/checkpoints/blockwise-smollm2 $(HEADS) $(LONG)
 	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench.train method=teacher out=data/checkpoints/teacher-multi30k_4_4 $(PAIRS)
-	-$(BIN)/python -m bench.train method=specdec out=data/checkpoints/specdec-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
-	-$(BIN)/python -m bench.train method=blockwise_translation out=data/checkpoints/blockwise_translation-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
-	-for student in nat glat depa cmlm ctc; do $(BIN)/python -m bench.train method=$$student out=data/checkpoints/$$student-multi30k_4_4 $(STUDENTS) $(PAIRS); done
-	-$(BIN)/python -m bench.train method=flowseq out=data/checkpoints/flowseq-multi30k_4_4 $(STUDENTS) $(FLOW) $(PAIRS)
-	-$(BIN)/python -m bench.train method=teacher 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4 out=data/checkpoints/teacher-multi30k_6_1_distilled $(PAIRS)
+	-$(BIN)/python -m bench train method=teacher out=data/checkpoints/teacher-multi30k_4_4 $(PAIRS)
+	-$(BIN)/python -m bench train method=specdec out=data/checkpoints/specdec-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
+	-$(BIN)/python -m bench train method=blockwise_translation out=data/checkpoints/blockwise_translation-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
+	-for student in nat glat depa cmlm ctc; do $(BIN)/python -m bench train method=$$student out=data/checkpoints/$$student-multi30k_4_4 $(STUDENTS) $(PAIRS); done
+	-$(BIN)/python -m bench train method=flowseq out=data/checkpoints/flowseq-multi30k_4_4 $(STUDENTS) $(FLOW) $(PAIRS)
+	-$(BIN)/python -m bench train method=teacher 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4 out=data/checkpoints/teacher-multi30k_6_1_distilled $(PAIRS)
 	-$(BIN)/python -m bench sweep=translation $(GPU)
-	-$(BIN)/python -m bench.train method=calm 'train.exits=[16,20,24,26,28]' train.recipe.steps=4000 out=data/checkpoints/calm-smollm2 $(EXITS)
-	-$(BIN)/python -m bench.train method=static_depth 'train.exits=[20,24,28]' train.recipe.steps=4000 out=data/checkpoints/static_depth-smollm2 $(EXITS)
-	-$(BIN)/python -m bench.train method=free 'train.exits=[20,24,26]' train.recipe.steps=4000 out=data/checkpoints/free-smollm2 $(EXITS)
+	-$(BIN)/python -m bench train method=calm 'train.exits=[16,20,24,26,28]' train.recipe.steps=4000 out=data/checkpoints/calm-smollm2 $(EXITS)
+	-$(BIN)/python -m bench train method=static_depth 'train.exits=[20,24,28]' train.recipe.steps=4000 out=data/checkpoints/static_depth-smollm2 $(EXITS)
+	-$(BIN)/python -m bench train method=free 'train.exits=[20,24,26]' train.recipe.steps=4000 out=data/checkpoints/free-smollm2 $(EXITS)
 	-$(BIN)/python -m bench sweep=frontier $(GPU)
 	-$(BIN)/python -m bench sweep=frontier_static $(GPU)
-	-$(BIN)/python -m bench.train method=exit_teacher model=multi30k_4_4 $(PAIRS)
+	-$(BIN)/python -m bench train method=exit_teacher model=multi30k_4_4 $(PAIRS)
 	-$(BIN)/python -m bench -m method=eagle method.tree=dynamic method.depth=6 method.top_k=10 method.nodes=59 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=medusa,hydra_heads method.tree=mc_sim_7b_63 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench batch_size=4,16,32 $(GPU)
@@ -70,9 +70,9 @@ gpu: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench -m method=lookahead method.window=15 method.ngram=5 method.guesses=15 dataset=mtbench $(GPU)
 	-$(BIN)/python -m bench -m method=prompt_lookup dataset=mtbench batch_size=4,16,32 $(GPU)
 	-$(BIN)/python -m bench -m method=prompt_lookup,speculative_sampling dataset=mtbench sampling=sample $(GPU)
-	$(BIN)/python -m bench.lossless experiment=sampling method=speculative_sampling hardware=cuda_bf16
+	$(BIN)/python -m bench lossless experiment=sampling method=speculative_sampling hardware=cuda_bf16
 
-# Bring what shows committed records up to date: the measured tables of README.md, RESULTS.md, and the executed notebooks.
+# Regenerate the tables of README.md and docs/, and RESULTS.md, from the committed records.
 readme: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.readme
 
@@ -88,7 +88,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# An environment that already holds everything (its own stamp is newer than what defines it) is left alone.
+# An environment that is newer than its definition is kept.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV), which takes minutes the first time"
 	$(PIP) install --constraint constraints.txt --editable '.$(if $(NVIDIA),[nvidia])'
@@ -100,10 +100,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else "Python %d.%d came; 3.10 to 3.13 are supported. Choose one: make PYTHON=python3.12" % v)'
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else "Python must be 3.10 to 3.13, got %d.%d. Choose one: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
 
-# What tests use from the system where it is there, SLURM and Chromium; they skip where it is not.
+# SLURM and Chromium, which tests use if they are installed and skip otherwise.
 system-packages:
 	-@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 			! { command -v slurmctld && command -v chromedriver; } >/dev/null; then \

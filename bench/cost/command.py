@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from bench.config import compose, options
 from bench.config.typecheck import did_you_mean
 from bench.cost.settings import Grid, WhatIfQuery
 from bench.errors import OK, UserError, guard
+from bench.report import tables
 from bench.report.terminal import plural
 
 WHAT_IF = "what-if"
@@ -148,19 +147,19 @@ def _curves(summary: Mapping[str, Any]) -> list[str]:
         seconds, single = (points.get((context, n, batch)) for n in (count, 1))
         return "-" if seconds is None else f"{seconds * 1e3:,.2f}" + (f" {seconds / single:6.2f}" if single else "")
 
-    tables = []
+    found = []
     for context in contexts:
-        rows = [[count, *(cell(context, count, batch) for batch in batches)] for count in nodes]
+        rows = [[str(count), *(cell(context, count, batch) for batch in batches)] for count in nodes]
         title = f"round in ms at {context:,} tokens of context, and its cost in rounds of one node"
-        tables.append(f"{title}\n{_table(['nodes', *(plural(batch, 'row') for batch in batches)], rows)}")
-    return tables
+        found.append(f"{title}\n{_table(['nodes', *(plural(batch, 'row') for batch in batches)], rows)}")
+    return found
 
 
 def _drafts(summary: Mapping[str, Any]) -> str:
     rows = [
         [
             found["method"]["name"],
-            found["batch"],
+            str(found["batch"]),
             f"{found['seconds'] * 1e3:.3f}",
             f"{found['median'] * 1e3:.3f}",
             f"{found['passes']:.1f}",
@@ -169,12 +168,12 @@ def _drafts(summary: Mapping[str, Any]) -> str:
         for found in summary["drafts"]
     ]
     header = ["method", "rows", "mean", "median", "passes", "rounds"]
-    return f"proposals in ms\n{_table(header, rows, 'left')}" if rows else ""
+    return f"proposals in ms\n{_table(header, rows, first=1)}" if rows else ""
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], first: str = "right") -> str:
-    text = tabulate(rows, header, tablefmt="plain", disable_numparse=True, stralign="right", colalign=(first,))
-    return textwrap.indent(text, "  ")
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) -> str:
+    """Columns from ``first`` on are numbers."""
+    return textwrap.indent(tables.aligned(header, rows, range(first, len(header))), "  ")
 
 
 def _failures(summary: Mapping[str, Any]) -> str:

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tabulate import tabulate
 
 from bench.analysis import metrics
 from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.errors import UserError
 from bench.records.run_folder import Sample, read_manifest, read_samples
+from bench.report import tables
 from bench.report.terminal import plural
 
 if TYPE_CHECKING:
@@ -362,8 +362,7 @@ def answer(asked: WhatIfQuery) -> str:
             rows += [_row(size, gamma, forecast(samples, manifest, curve, asked, size, gamma)) for gamma in lengths]
     except ValueError as error:
         raise UserError(str(error)) from error
-    table = tabulate(rows, header, tablefmt="plain", disable_numparse=True, stralign="right")
-    return "\n".join([*lines, textwrap.indent(table, "  ")])
+    return "\n".join([*lines, textwrap.indent(tables.aligned(header, rows, range(len(header))), "  ")])
 
 
 def forecast(

@@ -10,10 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
 from bench.config.identity import strip
 from bench.config.schema import RunConfig, sanitise
+from bench.report import tables
 from bench.utils import files
 
 if TYPE_CHECKING:
@@ -143,9 +142,8 @@ def _joint(result: dict[str, Any]) -> list[str]:
 def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> list[str]:
     """Columns of words to the left, of numbers to the right."""
     cells = [[form.format(**row) for form in columns.values()] for row in rows]
-    align = ["left" if name in ("rule", "prompt", "verdict") else "right" for name in columns]
-    text = tabulate(cells, list(columns), tablefmt="plain", disable_numparse=True, colalign=align)
-    return [f"  {line}" for line in text.splitlines()]
+    numbers = [place for place, name in enumerate(columns) if name not in ("rule", "prompt", "verdict")]
+    return [f"  {line}" for line in tables.aligned(list(columns), cells, numbers).splitlines()]
 
 
 def _shown(path: Path) -> str:
