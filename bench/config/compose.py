@@ -1,8 +1,4 @@
-"""From a command line to a checked configuration, or to one message that says what to do instead.
-
-Composes with Hydra's compose API; only when that fails is the command line searched for the reason. Nothing
-here imports torch.
-"""
+"""From a command line to a checked configuration, or to one message that says what to do instead."""
 
 from __future__ import annotations
 
@@ -10,21 +6,21 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.config.schema import RunConfig, conf_dir, set_path_defaults
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
+from bench.utils.text import first_line, flatten
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
 VERSION_BASE = "1.3"
-TRAIN = "train"  # the group of preparations (bench.train): no part of a run
-SWEEP = "sweep"  # named sweeps (bench.sweep.plan): settings with several values, no part of a run either
-CLUSTER = "cluster"  # where the jobs of a sweep run (bench.sweep.executors)
+TRAIN, SWEEP, CLUSTER = "train", "sweep", "cluster"  # groups that are no part of a run
 _REFERS = re.compile(r"\$\{(?!oc\.env|now|hydra)")  # an interpolation of another setting
 
 
@@ -51,7 +47,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 
 
 def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, dict[str, Any]]:
-    """What a preparation needs of a run's configuration, and the ``train`` group of one method.
+    """What training needs of a run's configuration, and the ``train`` group of one choice.
 
     Raises:
         UserError: see ``compose``.
@@ -64,10 +60,7 @@ def compose_training(overrides: Sequence[str], choice: str) -> tuple[RunConfig, 
 
 
 def compose_cluster(overrides: Sequence[str]) -> dict[str, Any]:
-    """The ``cluster`` group.
-
-    Args:
-        overrides: the words of a command line that concern it, without its choice: the local one.
+    """The ``cluster`` group, ``local`` unless the words choose another.
 
     Raises:
         UserError: see ``compose``.
@@ -84,15 +77,15 @@ def compose_cluster(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def compose_sweep(overrides: Sequence[str]) -> list[RunConfig]:
-    """The runs of a sweep, every combination of its values one."""
+    """The runs of a sweep, one for each combination of values."""
     return [cfg for _, cfg in compose_jobs(overrides)]
 
 
 def compose_jobs(overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
-    """The words and the run of every job of a sweep, so that a mistake in the last shows before the first starts.
+    """The words and the run of every job of a sweep, so that a mistake in the last job shows before the first starts.
 
-    Hydra composes each choice of groups once; the other settings of a job are put into the result, which takes a
-    hundredth of the time.
+    Hydra composes each choice of groups once; the other settings of a job replace values in the result, which is a
+    hundred times faster.
 
     Raises:
         UserError: see ``compose``.
@@ -112,13 +105,13 @@ def compose_jobs(overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
 
 
 class _Composed:
-    """Configurations of the choices of groups met so far, resolved; None where a setting refers to another one."""
+    """Remembers resolved configurations by choices of groups; None where a setting refers to another one."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], dict[str, Any] | None] = {}
 
     def run(self, words: Sequence[str], varying: Collection[str]) -> RunConfig:
-        """The run of one job, whose settings in ``varying`` differ from job to job."""
+        """The run of one job; settings in ``varying`` differ from job to job."""
         common = tuple(word for word in words if word.split("=")[0] not in varying)
         own = [word for word in words if word.split("=")[0] in varying]
         if common not in self._known:
@@ -130,18 +123,17 @@ class _Composed:
 
 
 def _settled(words: Sequence[str]) -> dict[str, Any] | None:
-    """What the words compose to, if that does not depend on further settings."""
     from omegaconf import OmegaConf
 
     try:
         cfg = _compose(words)
         return None if _REFERS.search(OmegaConf.to_yaml(cfg)) else _resolve(cfg)
-    except UserError:  # perhaps for want of what is still to come; else the whole job says the same
+    except UserError:  # a later word may supply what is missing; if not, composing the whole job fails likewise
         return None
 
 
 def _with(tree: dict[str, Any] | None, words: Sequence[str]) -> dict[str, Any] | None:
-    """A copy with settings replaced; None where a word does more than to replace a value by a plain one."""
+    """A copy with settings replaced; None where a word does more than replace one plain value by another."""
     if tree is None or not words:
         return tree
     tree = deepcopy(tree)
@@ -168,7 +160,7 @@ def _resolve(cfg: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {_one_line(error)}. Correct the value with ${{...}} in it.") from error
     if missing:
-        raise UserError(f"{missing[0]} is needed and has no value. Set it: {missing[0]}=VALUE.")
+        raise UserError(f"{missing[0]} must be set: {missing[0]}=VALUE.")
     return dict(resolved)
 
 
@@ -179,7 +171,7 @@ def unknown_choice(group: str, choice: str) -> UserError:
 
 
 def plural(group: str) -> str:
-    """The group as a heading: ``methods``, ``datasets``; ``hardware`` and the like stay."""
+    """The group as a heading: ``methods``, ``datasets``; ``hardware`` has no plural."""
     return group + "s" if group in {"method", "model", "dataset", "tracker", "sweep"} else group
 
 
@@ -225,12 +217,12 @@ def _check_words(overrides: Sequence[str]) -> list[Override]:
 
 
 def _diagnose(overrides: Sequence[str], error: Exception) -> UserError:
-    """Why Hydra refused: the first word of the command line that does not fit, else Hydra's own reason."""
+    """The first word of the command line that does not fit, else Hydra's own reason."""
     for override in _check_words(overrides):
         if override.key_or_group.startswith("hydra"):
             continue
         if override.is_sweep_override():
-            return UserError(f"'{override.input_line}' names several values. Add -m for a sweep over them.")
+            return UserError(f"'{override.input_line}' has several values. Add -m for a sweep over them.")
         if found := _misfit(override, overrides):
             return found
     return UserError(_one_line(error))
@@ -252,7 +244,7 @@ def _misfit(override: Override, overrides: Sequence[str]) -> UserError | None:
 
 
 def _settings(overrides: Sequence[str], choices: dict[str, list[str]]) -> dict[str, Any]:
-    """All keys that the chosen groups offer, flattened, with their values."""
+    """All keys that the chosen groups offer, with their values."""
     from hydra import compose as hydra_compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -261,22 +253,15 @@ def _settings(overrides: Sequence[str], choices: dict[str, list[str]]) -> dict[s
     chosen += [o for o in overrides if o.startswith((f"+{TRAIN}=", f"+{CLUSTER}="))]
     try:
         plain: Any = OmegaConf.to_container(hydra_compose("config", overrides=chosen), resolve=False)
-    except HydraException:  # the files themselves do not compose; the reason is in the first error
+    except HydraException:  # the files themselves do not compose; the first error says why
         return {}
-    return dict.fromkeys(choices) | dict(_flat(plain))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        yield prefix + key, value
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+    parents = {key.rsplit(".", depth)[0]: None for key, _ in flatten(plain) for depth in range(1, key.count(".") + 1)}
+    return dict.fromkeys(choices) | parents | dict(flatten(plain))
 
 
 def _one_line(error: Exception) -> str:
-    """The first sentence of a message that Hydra spreads over many lines."""
-    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return re.sub(r"\s+", " ", text).strip().rstrip(".")
+    """The first line of a message that Hydra spreads over many."""
+    return re.sub(r"\s+", " ", first_line(error)).rstrip(".")
 
 
 def config_file(group: str, choice: str) -> Path:
@@ -291,3 +276,20 @@ def config_file(group: str, choice: str) -> Path:
     if choice not in choices[group]:
         raise unknown_choice(group, choice)
     return conf_dir() / group / f"{choice}.yaml"
+
+
+def merged(group: str, choice: str) -> str:
+    """The YAML of one choice, with what it inherits.
+
+    Raises:
+        UserError: no such group or choice.
+    """
+    from omegaconf import OmegaConf
+
+    text = config_file(group, choice).read_text(encoding="utf-8").rstrip()
+    if "\ndefaults:" not in text or text.startswith("# @package"):
+        return text
+    comments = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    with _hydra():
+        found = _compose([f"{'' if group in groups() else '+'}{group}={choice}"])[group]
+    return "\n".join([*comments, OmegaConf.to_yaml(found).rstrip()])

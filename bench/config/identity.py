@@ -29,6 +29,8 @@ _OWN = ("methods.", "bench.")
 # Former names of choices, and of settings by group and choice, as stored configurations and cards have them.
 MOVED_NAMES = {"method": {"bild_6_1": "bild", "speculative_sampling_6_1": "speculative_sampling"}}
 MOVED_KEYS: dict[str, dict[str, str]] = {}  # "method.eagle": {"gamma": "num_draft_tokens"}; "train": for every choice
+# Settings that do not count where another one takes their place.
+_REPLACED = {"draft_model": ("skip_attention", "skip_mlp")}
 
 
 def run_id(cfg: RunConfig, resolved: Mapping[str, Any]) -> str:
@@ -59,7 +61,7 @@ def fingerprint(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
 
 
 def definition_sha256(definition: Mapping[str, Any]) -> str:
-    """Hash of what defines a checkpoint: method, ``train`` group, model, corpus, seed; as today's job or a card has it."""
+    """Hash of what defines a checkpoint: method, ``train`` group, model, corpus, seed; as a job or a card has them."""
     choice = str(definition["method"])
     train = _strip({"name": choice, **definition["train"]}, "train", None)
     return json_sha256({**redact.tree(definition), "train": train})
@@ -100,7 +102,8 @@ def _strip(group: Mapping[str, Any], where: str, kind: type | None) -> dict[str,
         both_default = plain == {} and default is not inspect.Parameter.empty and default is not None
         if not both_default and json.dumps(plain) != json.dumps(_plain(default), default=str):
             found[key] = plain
-    return found
+    unused = [key for replacement, keys in _REPLACED.items() if replacement in found for key in keys]
+    return {key: value for key, value in found.items() if key not in unused}
 
 
 def _plain(value: Any) -> Any:

@@ -200,16 +200,7 @@ def _build(
     try:
         return target(**built)
     except ValueError as error:
-        raise UserError(f"{error} {_shipped(error, str(group.get('name')))}".strip()) from error
-
-
-def _shipped(error: ValueError, method: str) -> str:
-    """Where a part is missing, the models for which it comes with the project."""
-    from bench.models import artifacts
-    from methods.engine.checkpoint_files import MissingPart
-
-    models = artifacts.shipped(method) if isinstance(error, MissingPart) else []
-    return f"Prepared ones come with the project for model={', model='.join(models)}." if models else ""
+        raise UserError(str(error)) from error
 
 
 def _value(value: Any, where: str, hint: Any, load_model: ModelLoader | None) -> Any:

@@ -51,7 +51,7 @@ def check_arguments(
             raise UserError(f"Unknown setting '{prefix}{key}'.{hint} Allowed: {listing}.")
     for name in allowed:
         if name not in given and named[name].default is inspect.Parameter.empty:
-            raise UserError(f"{prefix}{name} is needed and has no value. Set it: {prefix}{name}=VALUE.")
+            raise UserError(f"{prefix}{name} must be set: {prefix}{name}=VALUE.")
     for name, value in given.items():
         expected = hint_of(target, name)
         if not fits(value, expected):

@@ -25,6 +25,7 @@ MANDATORY = {
     ("dataset", "hub_pairs"): ["dataset.repo=some/pairs"],
     ("model", "hf"): ["model.name=some/model"],
 }
+from methods.decoder import Decoder, Guarantee
 
 
 def run_config(**changes: Any) -> RunConfig:
@@ -187,7 +188,7 @@ class Method:
         ({"gama": 3, "gamma": 3}, ["method.gama", "Did you mean 'gamma'", "method.pick"]),
         ({"gamma": "three"}, ["method.gamma", "'three'", "a whole number", "method.gamma=VALUE"]),
         ({"gamma": 3, "pick": "lst"}, ["method.pick", "'lst'", "one of first, last"]),
-        ({}, ["method.gamma", "needed"]),
+        ({}, ["method.gamma must be set"]),
         ({"gamma": 3, "target": 1}, ["method.target"]),
     ],
 )
@@ -294,11 +295,16 @@ def test_a_whole_number_becomes_a_float_where_one_is_wanted() -> None:
     assert type(whole.sampling.temperature) is float and run_id(whole, {}) == run_id(broken, {})
 
 
-class NeedsModel:
+class NeedsModel(Decoder):
     """A stand-in for a method with a draft model."""
+
+    guarantee = Guarantee.EXACT
 
     class CausalLM:
         """Known to the config by its name."""
+
+    def decode(self, prompts: Any, limit: int, rng: Any) -> Any:
+        raise NotImplementedError
 
     def __init__(self, draft_model: CausalLM | None = None) -> None:
         self.draft_model = draft_model

@@ -24,7 +24,6 @@ from bench.errors import RunFailed, UserError
 from bench.measure import preconditions
 from bench.records import lookup
 from bench.records.run_folder import RunFolder
-from bench.sweep import history
 from bench.sweep import plan as sweep
 from bench.sweep.history import Archive
 from bench.utils import machine, redact
@@ -255,7 +254,7 @@ def test_jobs_are_composed_as_hydra_composes_them_one_by_one(swept: list[str]) -
         (["seed=1,x"], "seed must be a whole number, got 'x' (text)"),
         (["method.gama=1,2"], "Unknown setting 'method.gama'. Did you mean 'method.gamma'?"),
         (["method=autoregressive,prompt_lookup", "method.gamma=1,2"], "Unknown setting 'method.gamma'"),
-        (["dataset=jsonl", "seed=1,2"], "dataset.path is needed"),
+        (["dataset=jsonl", "seed=1,2"], "dataset.path must be set"),
     ],
     ids=str,
 )
@@ -422,6 +421,7 @@ def test_the_named_sweeps() -> None:
     assert (
         set(NAMED)
         == {"smoke", "all_methods", "draft_length", "batch", "batch_refilled", "pareto", "translation", "peers"}
+        | {"translation_draft_model"}
         | early_exit
     )
     assert "sweep" not in compose.groups(), "a sweep is no part of a run"
