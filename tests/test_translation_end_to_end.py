@@ -84,7 +84,7 @@ def only(results: Path) -> Path:
     ],
 )
 def test_exact_methods_write_the_teachers_text(words: list[str], batch: int, bench: Any, tmp_path: Path) -> None:
-    """Those that ``tests/bench/tasks/test_seq2seq_tasks.py`` does not run; VALID or not depends on this machine's load."""
+    """Those that ``test_seq2seq_tasks.py`` does not run; VALID or not depends on this machine's load."""
     code, out, _ = bench(*track(*words, f"batch_size={batch}"))
     assert code in (errors.OK, errors.INVALID)
     summary = json.loads((only(tmp_path / "results") / run_folder.SUMMARY).read_text())

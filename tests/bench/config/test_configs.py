@@ -17,6 +17,7 @@ from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir
 from bench.config.typecheck import check_arguments, describe, fits
 from bench.errors import UserError
 from bench.models import source
+from methods.decoder import Decoder, Guarantee
 
 CHOICES = [(group, choice) for group, choices in compose.groups().items() for choice in choices]
 NAMES = [f"{group}/{choice}" for group, choice in CHOICES]
@@ -25,7 +26,6 @@ MANDATORY = {
     ("dataset", "hub_pairs"): ["dataset.repo=some/pairs"],
     ("model", "hf"): ["model.name=some/model"],
 }
-from methods.decoder import Decoder, Guarantee
 
 
 def run_config(**changes: Any) -> RunConfig:

@@ -285,7 +285,7 @@ def test_the_translation_models_of_the_project_are_found(layers: str, tmp_path: 
 
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     found = obstacle("method=medusa", "model=random", f"paths.cache={tmp_path}")
-    assert found and found.startswith("method=medusa has no checkpoint for model=random") and "bench.train method=medusa" in found
+    assert found.startswith("method=medusa has no checkpoint for model=random") and "bench.train method=medusa" in found
 
 
 @pytest.mark.parametrize("method", ["blockwise", "calm", "eagle", "hydra_heads", "rest", "self_speculative"])
@@ -304,7 +304,8 @@ def test_kinds_must_fit() -> None:
     assert obstacle("dataset=multi30k").startswith(
         "dataset=multi30k needs an encoder-decoder model, and smollm2 is a causal model."
     )
-    assert obstacle("method=nat").startswith("method=nat needs an encoder-decoder model, and smollm2 is a causal model.")
+    said = "method=nat needs an encoder-decoder model, and smollm2 is a causal model."
+    assert obstacle("method=nat").startswith(said)
     assert not obstacle("dataset=multi30k", "model=hf", "model.name=nobody/unknown")  # its files will tell
 
 
