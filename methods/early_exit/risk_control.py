@@ -52,37 +52,6 @@ _SIMULATIONS = 2_000  # of a plan; the standard error of a power of 0.9 is 0.007
 _AT_ONCE = 2_000_000  # losses simulated in one array
 
 
-# ---------------------------------------------------------------------------------------------------------- losses
-
-
-def textual_consistency(similarity: Float[np.ndarray, "prompts thresholds"]) -> Float[np.ndarray, "prompts thresholds"]:
-    """Loss 1 - similarity: how far an output is from the full model's on the same prompt; needs no references.
-
-    Args:
-        similarity: score in [0, 1] of each output against the full model's output (ROUGE-L, token F1, equality).
-
-    Raises:
-        ValueError: a score lies outside [0, 1].
-    """
-    return 1 - _in_unit(similarity, "similarity")
-
-
-def risk_consistency(
-    full: Float[np.ndarray, " prompts"], exited: Float[np.ndarray, "prompts thresholds"]
-) -> Float[np.ndarray, "prompts thresholds"]:
-    """Loss max(0, full - exited): quality lost against references. Gains count nothing, so it bounds the net loss.
-
-    Args:
-        full: score in [0, 1] of the full model's output against the reference. Per prompt: a metric that exists only
-            for a corpus (corpus BLEU) has no loss of a prompt.
-        exited: likewise for the output at each threshold.
-
-    Raises:
-        ValueError: a score lies outside [0, 1].
-    """
-    return np.maximum(0.0, _in_unit(full, "full")[:, None] - _in_unit(exited, "exited"))
-
-
 # -------------------------------------------------------------------------------------------------------- p-values
 
 

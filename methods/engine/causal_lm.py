@@ -143,12 +143,6 @@ class CausalLM:
         return len(self.layers)
 
     @property
-    def depth_share(self) -> float:
-        """Sub-layers this view runs over sub-layers of the model."""
-        skipped = len(self.skipped_attention) + len(self.skipped_mlp)
-        return 1.0 - skipped / (2 * self.n_layers)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices this view multiplies with in a pass, and of the embedding."""
         products = [self._head]

@@ -31,8 +31,6 @@ from methods.early_exit.risk_control import (
     p_values,
     prompts_needed,
     redraw,
-    risk_consistency,
-    textual_consistency,
 )
 
 KINDS: list[PValue] = list(get_args(PValue))
@@ -430,14 +428,10 @@ def test_a_plan_without_any_loss_needs_the_fewest_prompts() -> None:
 # ------------------------------------------------------------------------------------------------ losses and errors
 
 
-def test_losses_by_hand() -> None:
-    assert textual_consistency(np.array([[1.0, 0.25]])).tolist() == [[0.0, 0.75]]
-    # a gain over the full model is no negative loss
-    found = risk_consistency(np.array([0.5, 0.2]), np.array([[0.5, 0.25], [0.3, 0.0]]))
-    assert found.tolist() == [[0.0, 0.25], [0.0, 0.2]]
-    for score in (31.0, float("nan"), -0.1):
-        with pytest.raises(ValueError, match=r"allowed is \[0, 1\].*divide percentages by 100"):
-            textual_consistency(np.array([[score]]))
+@pytest.mark.parametrize("loss", [31.0, float("nan"), -0.1])
+def test_losses_outside_of_0_to_1_are_refused(loss: float) -> None:
+    with pytest.raises(ValueError, match=r"allowed is \[0, 1\].*divide percentages by 100"):
+        calibrate(np.full((100, 1), loss), [0.5], tolerance=0.5)
 
 
 @pytest.mark.parametrize(

