@@ -12,7 +12,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
@@ -20,7 +19,7 @@ from methods.early_exit.exits import Reader
 from methods.early_exit.free_loop import ShallowDeepDecoder
 from methods.early_exit.loop import DecodeStats, EarlyExitDecoder
 from methods.engine.causal_lm import CausalLM
-from methods.engine.stopwatch import Stopwatch
+from methods.engine.stopwatch import Stopwatch, synchronize
 
 _ON_THE_WAY = ("begin", "run", "fill")  # of a target, between two decisions
 
@@ -83,8 +82,7 @@ def confidence_share(
         if not open_rows:
             break
     whole.stop()
-    if decoder.target.device.type == "cuda":
-        torch.cuda.synchronize(decoder.target.device)
+    synchronize(decoder.target.device)
     spent = whole.ns()
     if not steps or not spent:
         return {}

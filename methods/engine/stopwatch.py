@@ -1,10 +1,16 @@
-"""A stopwatch that does not make a device wait."""
+"""Time on a device: waiting for it, and a stopwatch that does not wait."""
 
 from __future__ import annotations
 
 import time
 
 import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Stopwatch:

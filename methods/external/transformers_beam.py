@@ -27,7 +27,8 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.generation import plainly, search_settings
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
-from methods.external.transformers_generate import Diary, HFGenerate, left_pad
+from methods.engine.stopwatch import synchronize
+from methods.external.transformers_generate import HFGenerate, StepRecorder, left_pad
 
 
 class HFBeam(HFGenerate):
@@ -72,29 +73,25 @@ class HFBeam(HFGenerate):
         """See ``methods.decoder.Decoder.decode``; ends by itself, as transformers does."""
         pad = left_pad if self._start is None else _right_pad  # an encoder counts positions from the left
         ids, attention = pad(prompts, self.target.device)
-        diary, start = Diary(), ids.shape[1] if self._start is None else self._start
+        recorder, start = StepRecorder(), ids.shape[1] if self._start is None else self._start
         options = self._options(limit)
         with torch.inference_mode(), plainly(self.model, options):
             output = self.model.generate(
                 ids,
                 attention_mask=attention,
                 generation_config=options,
-                stopping_criteria=StoppingCriteriaList([diary]),
+                stopping_criteria=StoppingCriteriaList([recorder]),
             )
-        yield from self._rounds(output[:, start:].tolist(), diary, self._ended(ids.device))
+        synchronize(ids.device)
+        yield from self._rounds(output[:, start:].tolist(), recorder, time.perf_counter_ns())
 
     def _options(self, limit: int) -> GenerationConfig:
         beams = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
         return search_settings(self.target, limit, num_beams=self.num_beams, **(beams if self.num_beams > 1 else {}))
 
-    def _ended(self, device: torch.device) -> int:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter_ns()
-
-    def _rounds(self, rows: list[list[int]], diary: Diary, end_ns: int) -> Iterator[Step]:
+    def _rounds(self, rows: list[list[int]], recorder: StepRecorder, end_ns: int) -> Iterator[Step]:
         count, batch = len(rows[0]), len(rows)
-        times: list[Any] = [*diary.times[: count - 1], end_ns]
+        times: list[Any] = [*recorder.times[: count - 1], end_ns]
         for place, at_ns in enumerate(times):
             yield Step(
                 [[row[place]] for row in rows],
@@ -103,7 +100,7 @@ class HFBeam(HFGenerate):
                 layers=[1.0] * batch,
                 depth=[0] * batch,
                 nodes=self.num_beams,
-                target_passes=1 if place < count - 1 else max(1, len(diary.times) - place),
+                target_passes=1 if place < count - 1 else max(1, len(recorder.times) - place),
                 at_ns=at_ns,
             )
 

@@ -25,9 +25,10 @@ from methods.decoder import Decoder, Guarantee, ModelKind, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.engine.stopwatch import synchronize
 
 
-class Diary(StoppingCriteria):
+class StepRecorder(StoppingCriteria):
     """Notes, once per round, when it ended and how long the rows were; never stops anything."""
 
     def __init__(self) -> None:
@@ -35,8 +36,7 @@ class Diary(StoppingCriteria):
         self.lengths: list[int] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if input_ids.device.type == "cuda":
-            torch.cuda.synchronize(input_ids.device)
+        synchronize(input_ids.device)
         self.times.append(time.perf_counter_ns())
         self.lengths.append(input_ids.shape[1])
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -75,7 +75,7 @@ class HFGenerate(Decoder):
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; stops at end-of-sequence by itself, as transformers does."""
         ids, attention = left_pad(prompts, self.target.device)
-        diary, drafted = Diary(), [0]
+        recorder, drafted = StepRecorder(), [0]
         torch.manual_seed(rng.initial_seed())
         options = self._options(limit)
         with torch.inference_mode():
@@ -85,12 +85,12 @@ class HFGenerate(Decoder):
                     ids,
                     attention_mask=attention,
                     generation_config=options,
-                    stopping_criteria=StoppingCriteriaList([diary]),
+                    stopping_criteria=StoppingCriteriaList([recorder]),
                     **self._arguments(),
                 )
             finally:
                 self._unwatch()
-        yield from self._steps(output, ids.shape[1], diary, drafted[1:])
+        yield from self._steps(output, ids.shape[1], recorder, drafted[1:])
 
     def _options(self, limit: int) -> GenerationConfig:
         s = self.sampling
@@ -109,11 +109,11 @@ class HFGenerate(Decoder):
     def _unwatch(self) -> None:
         self.model.__dict__.pop("_get_candidate_generator", None)
 
-    def _steps(self, output: Tensor, start: int, diary: Diary, drafted: list[int]) -> Iterator[Step]:
+    def _steps(self, output: Tensor, start: int, recorder: StepRecorder, drafted: list[int]) -> Iterator[Step]:
         rows = output[:, start:].tolist()
         batch = len(rows)
         before = start
-        for number, (end, at_ns) in enumerate(zip(diary.lengths, diary.times, strict=True)):
+        for number, (end, at_ns) in enumerate(zip(recorder.lengths, recorder.times, strict=True)):
             new = [row[before - start : end - start] for row in rows]
             proposed = drafted[number] if number < len(drafted) else 0
             kept = [max(0, len(tokens) - 1) for tokens in new]
