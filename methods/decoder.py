@@ -213,12 +213,12 @@ class Calibrator(ABC):
     """Chooses a threshold by what texts lose at it on calibration prompts.
 
     Attributes:
-        promise: its settings, of which the benchmark reads ``against``, ``metric``, ``corpus``, ``prompts``, ``seed``.
+        risk_target: its settings, of which the run reads ``against``, ``metric``, ``corpus``, ``prompts``, ``seed``.
         thresholds: to be tried in this order, the safest first; all below 1, which is the full model.
-        fewest: prompts without which nothing can be promised.
+        fewest: prompts needed at least.
     """
 
-    promise: Any
+    risk_target: Any
     thresholds: Sequence[float]
     fewest: int
 

@@ -42,7 +42,7 @@ from IPython.display import Markdown, display
 
 
 def checkout() -> Path:
-    """The project that this notebook lies in."""
+    """The root of the checkout."""
     here = Path.cwd()
     return next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
 

@@ -36,7 +36,7 @@ from IPython.display import Markdown, display
 
 
 def checkout() -> Path:
-    """The project that this notebook lies in."""
+    """The root of the checkout."""
     here = Path.cwd()
     return next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
 
@@ -111,9 +111,7 @@ if not PICTURED:
 for group in PICTURED:
     values = leaderboard.categories(group)
     if values.shape[1] > 1:
-        figure, ax = plt.subplots(
-            figsize=(1.5 + 1.05 * values.shape[1], 0.34 * len(values) + 1.6), layout="constrained"
-        )
+        figure, ax = plt.subplots(figsize=(1.5 + 1.05 * values.shape[1], 0.34 * len(values) + 1.6), layout="constrained")
         plots.heat_map(ax, group)
         plt.show()
         display(leaderboard.categories(group, shown=True))

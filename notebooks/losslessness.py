@@ -44,7 +44,7 @@ TARGET, DRAFT, RESIDUAL, REJECTED, EMPIRICAL = (sns.color_palette("colorblind")[
 
 
 def results_folder() -> Path:
-    """DECODEBENCH_RESULTS, or results/ of the checkout this notebook lies in."""
+    """DECODEBENCH_RESULTS, or results/ of this checkout."""
     if given := os.environ.get("DECODEBENCH_RESULTS"):
         return Path(given)
     here = Path.cwd()

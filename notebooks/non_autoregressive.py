@@ -42,7 +42,7 @@ from IPython.display import Markdown, display
 
 
 def checkout() -> Path:
-    """The project that this notebook lies in."""
+    """The root of the checkout."""
     here = Path.cwd()
     return next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
 
@@ -56,20 +56,12 @@ plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 11, "axes.labelsize": 1
 RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
 FAMILY, DATA = "non-autoregressive", "multi30k"
 
-GROUPS = [
-    group for group in leaderboard.groups(collect.read(RESULTS)) if str(group.first.get("dataset")).startswith(DATA)
-]
+GROUPS = [group for group in leaderboard.groups(collect.read(RESULTS)) if str(group.first.get("dataset")).startswith(DATA)]
 ROWS = [row for group in GROUPS for row in group.rows]
 PARALLEL = [row for row in ROWS if row.family == FAMILY]
-display(
-    Markdown(
-        f"{len(PARALLEL)} finished runs of non-autoregressive methods on Multi30k, {len(ROWS) - len(PARALLEL)} of others."
-    )
-)
+display(Markdown(f"{len(PARALLEL)} finished runs of non-autoregressive methods on Multi30k, {len(ROWS) - len(PARALLEL)} of others."))
 if not PARALLEL:
-    print(
-        "Nothing is recorded yet, so nothing is said about quality or speed of our own. What needs no record is shown."
-    )
+    print("Nothing is recorded yet, so nothing is said about quality or speed of our own. What needs no record is shown.")
 
 # %% [markdown]
 # ## 1. What the papers found
@@ -172,7 +164,6 @@ plt.show()
 #
 # ## 3. Quality against speed, at batch 1 and at batch 32
 
-
 # %%
 def draw_plot(plot: leaderboard.QualitySpeedPlot) -> None:
     """The runs, and as a star the greedy baseline of each model, the median over the runs it was measured in."""
@@ -251,15 +242,8 @@ def span(change: dict | None) -> str:
 def honest(row: leaderboard.Row) -> dict[str, str]:
     """What a run says of itself beside its speed."""
     summary = row.summary
-    facts, quality, before = (
-        summary.get("method_facts") or {},
-        summary.get("quality") or {},
-        summary["baseline"].get("quality") or {},
-    )
-    layers, teacher = (
-        facts.get("decoder_layer_passes_per_token"),
-        facts.get("decoder_layer_passes_per_token_of_the_teacher"),
-    )
+    facts, quality, before = summary.get("method_facts") or {}, summary.get("quality") or {}, summary["baseline"].get("quality") or {}
+    layers, teacher = facts.get("decoder_layer_passes_per_token"), facts.get("decoder_layer_passes_per_token_of_the_teacher")
     beams = facts.get("teacher_beams")
     return {
         "batch": str(summary["batch_size"]),
@@ -295,15 +279,7 @@ else:
 # %%
 DRAFTING = [row for row in ROWS if row.method == "specdec_nat" and row.valid]
 if DRAFTING:
-    cells = [
-        {
-            "batch": e.summary["batch_size"],
-            "run": e.label,
-            "tokens per step": e.summary["tokens_per_step"],
-            "speed-up": e.speed,
-        }
-        for e in DRAFTING
-    ]
+    cells = [{"batch": e.summary["batch_size"], "run": e.label, "tokens per step": e.summary["tokens_per_step"], "speed-up": e.speed} for e in DRAFTING]
     display(pd.DataFrame(cells).style.hide().format(precision=2, na_rep="-"))
 else:
     print("No run yet: python -m bench method=specdec_nat method.drafter=glat model=multi30k_4_4 dataset=multi30k")

@@ -1,8 +1,8 @@
-"""Does the target agree with what was written? The teacher-forced check of real outputs.
+"""Teacher-forced check of outputs: does the target agree with what was written?
 
-The target reads prompt and output once more in one pass; every id must be its own greedy choice or lie within a
-stated gap of log-probability below it (a near-tie). Passes over one token and over many round differently, so in
-16 bit equal text is a number to report, not a test; in 32 bit every id should be the argmax.
+The target reads prompt and output in one pass; every id must be its argmax or within a stated gap of log-probability (a
+near-tie). Passes over one and over many tokens round differently, so in 16 bit equal text is reported, not required; in
+32 bit every id should be the argmax.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ NEAR_TIE_GAP = {
 }
 """Largest gap of log-probability that rounding explains.
 
-A bfloat16 logit between 16 and 32, where the largest ones of a language model lie, is a multiple of 1/8, and
-SmolLM2-135M's logits in bfloat16 are up to 0.47 away from those in float32; two kernels that differ by as much choose
-between tokens up to 0.5 apart. float16 has three more bits, an eighth of that. In float32 sums in another order differ
-by some 1e-5 per logit, and a hundred times that is still far below the gap to a wrong token.
+A bfloat16 logit between 16 and 32, as the largest ones of a language model are, is a multiple of 1/8, and
+SmolLM2-135M's logits in bfloat16 differ by up to 0.47 from those in float32. float16 has three more bits, an eighth of
+that. In float32 sums in another order differ by some 1e-5 per logit; 1e-3 is far below the gap to a wrong token.
 """
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """What the check needs of a target: ``methods.engine.causal_lm.CausalLM``, or a fake."""
+    """What the check needs of a target, e.g. ``methods.engine.causal_lm.CausalLM``."""
 
     device: torch.device
     dtype: torch.dtype
 
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:
-        """Logits behind tokens ``start`` .. T - 1; row i judges token ``start + i + 1``."""
+        """Logits after tokens ``start`` .. T - 1; row i judges token ``start + i + 1``."""
         ...
 
 
@@ -62,45 +61,33 @@ class Check:
 
     @property
     def exact(self) -> int:
-        """Tokens that are the argmax; among equal logits each one is."""
+        """Tokens that are the argmax, also among equal logits."""
         return sum(gap == 0.0 for gap in self.gaps)
 
     @property
     def near_ties(self) -> int:
-        """Tokens that are not the argmax but within the gap."""
         return sum(0.0 < gap <= self.near_tie for gap in self.gaps)
 
     @property
     def violations(self) -> int:
-        """Tokens the target would not have written."""
         return len(self.gaps) - self.exact - self.near_ties
 
     @property
     def first_divergence(self) -> int | None:
-        """Position of the first token that is not the argmax."""
         return next((i for i, gap in enumerate(self.gaps) if gap != 0.0), None)
 
     @property
     def max_gap(self) -> float:
-        """The largest gap; 0 where the target agrees throughout."""
         return max(self.gaps, default=0.0)
 
 
 def near_tie_gap(dtype: torch.dtype, wanted: float | None = None) -> float:
-    """The stated gap: what the user wants, else the one of the dtype."""
     return NEAR_TIE_GAP.get(dtype, 0.5) if wanted is None else wanted
 
 
 @torch.inference_mode()
 def check(target: Scorer, prompt_ids: Sequence[int], output_ids: Sequence[int], near_tie: float) -> Check:
-    """Score an output with the target.
-
-    Args:
-        target: the model whose output it claims to be.
-        prompt_ids: at least one id.
-        output_ids: at least one id; the last one is not read by the target, only judged.
-        near_tie: gap of log-probability up to which a token is a near-tie.
-    """
+    """Score an output of at least one id with the target; the last id is judged, not read."""
     ids = torch.tensor([*prompt_ids, *output_ids], dtype=torch.long, device=target.device)
     logits = target.score(ids[:-1], start=len(prompt_ids) - 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -123,7 +110,7 @@ def check_run(target: Scorer, samples: Sequence[Sample], near_tie: float, *, gre
 
     Returns:
         ``exact``, ``near_tie`` and ``violation`` as shares of the tokens (None when sampling, with ``reason``),
-        ``first_divergence``, ``max_gap``, ``mean_logprob``, ``identical_to_baseline``, the counts behind them, and
+        ``first_divergence``, ``max_gap``, ``mean_logprob``, ``identical_to_baseline``, the counts, and
         ``baseline`` with the same for the other arm.
     """
     arms = {arm: _first_repeat(samples, arm) for arm in ("method", "baseline")}

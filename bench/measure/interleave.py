@@ -1,7 +1,4 @@
-"""The measuring loop: two arms on the same prompts, side by side, and nothing else in the clock.
-
-It owns warm-up, order, seeds, clocks, cutting, resume and exceptions; a method owns none of these.
-"""
+"""The measuring loop: two arms, interleaved on the same prompts. It owns warm-up, order, seeds, clocks and resume."""
 
 from __future__ import annotations
 
@@ -25,21 +22,20 @@ from bench.tasks.prompts import Batch
 from bench.utils.progress import Progress
 from methods.decoder import Decoder, Step
 
-_SEED_BYTES = 6  # 48 bits survive every JSON reader, those that know only doubles included
+_SEED_BYTES = 6  # 48 bits survive JSON readers that use doubles
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the loop needs to know of the configuration.
+    """What the loop needs from the configuration.
 
     Attributes:
         limit: most new tokens per prompt.
-        context: most tokens of prompt and answer together; with ``apart`` of each of them.
+        context: most tokens of prompt and answer together; with ``apart`` (encoder-decoders) of each of them.
         eos_ids: ids that end a text.
-        repeats: how often each prompt is decoded by each arm.
+        repeats: of each prompt by each arm.
         warmup: prompts decoded by both arms before the measurement.
-        apart: prompt and answer each have the whole context, the target being an encoder-decoder.
-        refill: a prompt that waits takes the place of a row that has ended.
+        refill: continuous batching: a waiting prompt takes the place of a finished row.
         refill_queue: with ``refill``, the fewest prompts of a queue, which is measured as a whole; None: all.
     """
 
@@ -80,11 +76,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What is measured, and recorded, together: one batch or one queue, once, by both arms.
-
-    Attributes:
-        rows: ids of each prompt.
-    """
+    """What is measured and recorded together: one batch or queue, once, by both arms; ``rows``: ids of each prompt."""
 
     batch: Batch
     repeat: int
@@ -94,13 +86,13 @@ class _Unit:
 
 
 def derive_seed(seed: int, *names: object) -> int:
-    """A seed that depends on nothing but its arguments: no running stream, so a resumed run draws the same."""
+    """A seed that depends on its arguments alone, so that a resumed run draws the same."""
     text = "\x1f".join(str(name) for name in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_SEED_BYTES], "big")
 
 
 def arm_order(seed: int, batch: Sequence[str], repeat: int) -> tuple[Arm, Arm]:
-    """Which arm goes first on a batch of prompts: a coin whose fall is fixed by the seed."""
+    """Random order of the arms on a batch of prompts, determined by the seed."""
     first = derive_seed(seed, "order", *batch, repeat) & 1
     return ("method", "baseline") if first else ("baseline", "method")
 
@@ -109,18 +101,15 @@ def arm_order(seed: int, batch: Sequence[str], repeat: int) -> tuple[Arm, Arm]:
 class Runner:
     """Measures a method against its baseline over the prompts of a task.
 
-    The baseline's answer to an earlier turn (first repeat) is the history of a later one in both arms: the target's
-    own words, so both arms answer the same prompt. Prompts must have passed ``bench.tasks.prompts.check``.
+    The baseline's answer to an earlier turn (first repeat) is the history of a later one in both arms, so that both get
+    the same prompt. Prompts must have passed ``bench.tasks.prompts.check``.
 
     Args:
         baseline: the target decoding one token at a time.
         method: the decoder under test.
         task: writes prompts and scores answers.
         examples: what is measured, in order.
-        tokenizer: the target's.
         folder: where samples go; what it already holds is not measured again.
-        settings: see ``Settings``.
-        instruments: clock and meters of the target's device.
         spare: examples that are not measured; warm-up prefers them.
     """
 
@@ -147,11 +136,7 @@ class Runner:
         return all(self._is_done(batch, repeat) for batch, repeat in self._units())
 
     def warm_up(self) -> list[Sample]:
-        """Decode prompts of the real shapes with both arms, recorded as warm-up.
-
-        Returns:
-            The samples; ``repeat`` counts the processes that worked on this run.
-        """
+        """Decode prompts of the real shapes with both arms; in the samples ``repeat`` counts the processes so far."""
         begin = self.wall()
         session = 1 + max((s.repeat for s in self.folder.samples if s.phase == "warmup"), default=-1)
         done: list[Sample] = []
@@ -164,7 +149,7 @@ class Runner:
         """Measure every pair that the folder does not hold yet.
 
         Raises:
-            RunFailed: out of memory or out of disk; everything measured so far is kept.
+            RunFailed: out of memory or disk; what was measured is kept.
         """
         units = self._units()
         todo = [(batch, repeat) for batch, repeat in units if not self._is_done(batch, repeat)]
@@ -220,7 +205,7 @@ class Runner:
         return ids
 
     def _pair(self, unit: _Unit) -> list[Sample]:
-        """Both arms, one right after the other; recorded together or not at all."""
+        """Both arms in turn, recorded together or not at all."""
         arms: dict[Arm, Decoder] = {"baseline": self.baseline, "method": self.method}
         samples: list[Sample] = []
         for order, arm in enumerate(arm_order(self.settings.seed, unit.batch.prompt_ids, unit.repeat)):
@@ -319,7 +304,7 @@ def _measured(timed: Timed, row: int) -> dict[str, Any]:
 
 
 def _waits(step: Step, place: int) -> bool:
-    """Whether a row stood still while prompts of others were read."""
+    """Whether a row waited while prompts of others were read."""
     return bool(step.admitted) and place not in step.admitted
 
 
@@ -329,7 +314,7 @@ def _rows(units: Sequence[tuple[Batch, int]]) -> int:
 
 @contextmanager
 def _quiet_heap() -> Iterator[None]:
-    """A collection before each section costs 1 ms instead of 200: what is alive is out of the collector's sight."""
+    """Freeze live objects so that gc between sections takes 1 ms, not 200."""
     _settle()
     try:
         yield
@@ -338,6 +323,6 @@ def _quiet_heap() -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Collect, and take what stays out of sight: after each pair, or its samples are searched at every later one."""
+    """Collect and freeze; after each pair, or its samples would be searched at every later one."""
     gc.collect()
     gc.freeze()

@@ -101,14 +101,14 @@ def draw(
     calibrator = method.calibrator if isinstance(method, Calibrated) else None
     if calibrator is None:
         return None
-    promise, sources = calibrator.promise, Sources(cfg.paths.data, cfg.paths.cache)
-    _scorer(promise.metric)
-    wanted, name = promise.prompts or calibrator.planned(), promise.corpus or _corpus_of(cfg, loaded.kind)
-    texts = corpus.read(name, None, promise.seed, sources)
+    target, sources = calibrator.risk_target, Sources(cfg.paths.data, cfg.paths.cache)
+    _scorer(target.metric)
+    wanted, name = target.prompts or calibrator.planned(), target.corpus or _corpus_of(cfg, loaded.kind)
+    texts = corpus.read(name, None, target.seed, sources)
     asked = {turn.strip() for example in examples for turn in example.turns}
     unasked = [dialogue for dialogue in texts.dialogues if dialogue.said[-1].strip() not in asked]
     room = context if loaded.kind == "seq2seq" else context - cfg.max_new_tokens
-    order = random.Random(promise.seed).sample(unasked, len(unasked))
+    order = random.Random(target.seed).sample(unasked, len(unasked))
     learnt = _learnt(part, sources)
     apart: bool | None = None if learnt is None else True
     rows = _take([dialogue for dialogue in order if dialogue.digest not in (learnt or ())], wanted, loaded, room)
@@ -126,7 +126,7 @@ def draw(
         "apart_from_training": apart,
         "wanted": wanted,
         "prompts": len(rows),
-        "seed": promise.seed,
+        "seed": target.seed,
         "sha256": hashlib.sha256(json.dumps(encoded).encode()).hexdigest(),
     }
     return CalibrationSet(calibrator, encoded, [dialogue.answer for dialogue, _ in rows], facts)
@@ -171,7 +171,7 @@ def _take(dialogues: Sequence[Dialogue], wanted: int, loaded: Any, room: int) ->
 
 
 def _require(found: int, wanted: int, name: str, calibrator: Calibrator) -> None:
-    least = calibrator.promise.prompts or calibrator.fewest
+    least = calibrator.risk_target.prompts or calibrator.fewest
     if found < least:
         raise UserError(
             f"corpus={name} must have at least {least} prompts that fit the context and are not in the run (better "
@@ -194,11 +194,11 @@ def choose(
         part: sha256 of the trained exits.
     """
     assert isinstance(method, Calibrated)
-    promise = drawn.calibrator.promise
+    target = drawn.calibrator.risk_target
     kept = _Losses(cfg, drawn, writer.loaded, part)
     full = kept.full or writer.write(baseline, drawn.rows, "calibration: full model")
     kept.note(found=full)
-    lost = _loss(promise, drawn.references, full, writer)
+    lost = _loss(target, drawn.references, full, writer)
     columns: list[list[float]] = []
     for threshold in drawn.calibrator.thresholds:
         if drawn.calibrator.complete(_table(columns, len(drawn.rows))):
@@ -214,8 +214,8 @@ def choose(
         record["explanation"] += "; its exits may have been trained on these prompts"
     method.set_threshold(record["threshold"])
     costs = [kept.measured[repr(threshold)]["layer_equivalents"] for threshold in record["thresholds"]]
-    metric = None if promise.against == "textual" else promise.metric or _USUAL[writer.loaded.kind]
-    facts = {"against": promise.against, "metric": metric, "layer_equivalents": costs, "corpus": drawn.facts}
+    metric = None if target.against == "textual" else target.metric or _USUAL[writer.loaded.kind]
+    facts = {"against": target.against, "metric": metric, "layer_equivalents": costs, "corpus": drawn.facts}
     print(f"calibration: {record['explanation']}", file=sys.stderr)
     return Choice(record | facts, columns)
 
@@ -243,12 +243,12 @@ def _layer_equivalents(method: Decoder) -> float | None:
 
 
 def _loss(
-    promise: Any, references: Sequence[str], full: Sequence[Sequence[int]], writer: Writer
+    target: Any, references: Sequence[str], full: Sequence[Sequence[int]], writer: Writer
 ) -> Callable[[Sequence[Sequence[int]]], list[float]]:
     """A function from texts to the loss of each, in [0, 1]."""
-    if promise.against == "textual":
+    if target.against == "textual":
         return lambda texts: [1.0 - rouge_l(ours, theirs) for ours, theirs in zip(full, texts, strict=True)]
-    metric = promise.metric or _USUAL[writer.loaded.kind]
+    metric = target.metric or _USUAL[writer.loaded.kind]
     scorer = _scorer(metric)
 
     def scores(texts: Sequence[Sequence[int]]) -> list[float]:
@@ -274,7 +274,7 @@ class _Losses:
 
     def __init__(self, cfg: RunConfig, drawn: CalibrationSet, loaded: Any, part: str | None) -> None:
         facts = machine.facts(loaded.lm.device)
-        target = drawn.calibrator.promise
+        target = drawn.calibrator.risk_target
         definition = {
             "form": _FORM,
             "method": {k: v for k, v in cfg.method.items() if k not in ("threshold", "calibration")},

@@ -1,4 +1,4 @@
-"""One decode under the clock, and the one place where output is cut at the end of text and at the limit."""
+"""Time one decode, and cut its output at the end of text and at the limit."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ from methods.decoder import Decoder, Prompts, Refillable, Step
 
 @dataclass(slots=True)
 class Row:
-    """What is kept of one row: everything up to the first end-of-sequence token, that token included, or the limit.
-
-    The end-of-sequence token counts as output, in every arm: the model had to produce it.
+    """One row's output up to the first end-of-sequence token, which counts as output, or the limit.
 
     Attributes:
-        limit: most tokens kept.
-        eos_ids: ids that end a text.
-        place: which of the decoder's rows it is, or was while it went on.
+        place: which of the decoder's rows it is.
         first: the step in which its prompt was read.
-        counts: tokens kept of each step from then on until the row had finished.
+        counts: tokens kept of each step from then on until the row finished.
     """
 
     limit: int
@@ -39,7 +35,7 @@ class Row:
     finish: Literal["eos", "length"] | None = None
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Take over what a step committed; nothing once the row has finished."""
+        """Append what a step committed, unless the row has finished."""
         if self.finish:
             return
         before = len(self.ids)
@@ -94,23 +90,17 @@ def timed_decode(
     instruments: Instruments,
     places: int | None = None,
 ) -> Timed:
-    """Decode a batch, or a queue, until every row has ended, reading the clock once per step.
+    """Decode a batch, or a queue, until every row has finished, reading the clock once per step.
 
     The device is synchronised before the first and after the last step, in between only by what the method itself
-    needs; Python's garbage collector runs before and not during.
+    needs; garbage is collected before and not during.
 
     Args:
-        decoder: the arm.
-        prompts: one 1-D tensor of ids each.
-        limit: most tokens per row.
-        eos_ids: ids that end a text.
-        rng: the arm's only source of randomness.
-        instruments: clock and meters.
-        places: rows at a time; a prompt that waits takes the place of a row as soon as that has ended, so the decoder
-            must be ``Refillable``. None: a row for each prompt.
+        places: rows at a time; a waiting prompt takes the place of a finished row, so the decoder must be
+            ``Refillable``. None: a row for each prompt.
 
     Raises:
-        RunFailed: the method stopped before every row had ended, against the interface.
+        RunFailed: the method stopped before every row had finished.
     """
     eos = frozenset(eos_ids)
     at_once = len(prompts) if places is None else min(places, len(prompts))
@@ -143,8 +133,8 @@ def timed_decode(
     if waiting or not all(row.finish for row in rows):
         lengths = ", ".join(str(len(row.ids)) for row in rows)
         raise RunFailed(
-            f"{type(decoder).__name__} stopped after {lengths} of {limit} tokens without an end-of-sequence token; a "
-            "decoder goes on until every row has reached its limit. Correct its decode()."
+            f"{type(decoder).__name__} stopped after {lengths} of {limit} tokens without an end-of-sequence token. Its "
+            "decode() must continue until every row has reached the limit."
         )
     if steps[-1].at_ns is None:
         ends[-1] = stop  # work the method left running on the device belongs to its last step
@@ -159,7 +149,7 @@ def _begin(decoder: Decoder, prompts: list[Tensor], limit: int, rng: Generator, 
 
 
 def _next(decode: Iterator[Step], prompts: Prompts) -> Step | None:
-    """The next step, some rows beginning anew; None where the decoder has stopped."""
+    """The next step, with new prompts for some rows; None if the decoder has stopped."""
     if not prompts:
         return next(decode, None)
     assert isinstance(decode, abc.Generator), "rows can be given new prompts"
@@ -182,7 +172,7 @@ def _commit(rows: list[Row], step: Step) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection inside; what was on before is on afterwards."""
+    """Switch garbage collection off inside."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

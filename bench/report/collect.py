@@ -1,7 +1,7 @@
-"""``python -m bench collect``: one table over all recorded runs, filtered, to the terminal or into a file.
+"""``python -m bench collect``: one table of all recorded runs, filtered, to the terminal or into a file.
 
-A row is the flattened summary of a run with what its manifest adds; a column is named as in summary.json, nested keys
-joined by dots (``speedup.total.value``). Runs that are not finished have a row too: status, names, and no numbers.
+A row is the flattened summary of a run plus facts of its manifest, columns named by dotted keys
+(``speedup.total.value``). Unfinished runs have a row without numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FlatRow = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """A run folder as far as it has come; ``summary`` is None where the run is not finished."""
+    """A run folder; ``summary`` is None if the run is not finished."""
 
     path: Path
     manifest: dict[str, Any]
@@ -51,13 +51,13 @@ def read(results: Path) -> list[Record]:
         UserError: no such folder, or a manifest that cannot be read.
     """
     if not results.is_dir():
-        raise UserError(f"{results} is no folder; the folder that holds the runs is needed. See paths.results.")
+        raise UserError(f"paths.results must be the folder of the runs, got {results}, which is not a folder.")
     folders = sorted(file.parent for file in results.glob(f"*/{run_folder.MANIFEST}"))
     return [Record(folder, run_folder.read_manifest(folder) or {}, read_summary(folder)) for folder in folders]
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run, or None where there is none yet or it cannot be read: it can be made again."""
+    """summary.json of a run; None if it is missing or unreadable, as it can be rebuilt."""
     found = read_json(folder / run_folder.SUMMARY)
     return found if found and "speedup" in found else None
 
@@ -85,7 +85,7 @@ def row(record: Record) -> FlatRow:
 
 
 def is_valid(summary: Mapping[str, Any]) -> bool:
-    """Whether the numbers of a run may be believed; one that was not judged may not."""
+    """Whether the audit found the run VALID."""
     return bool((summary.get("verdict") or {}).get("valid"))
 
 
@@ -95,7 +95,7 @@ def _settings(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _cell(value: Any) -> Any:
-    """A list or a group as JSON text: a cell of a CSV file holds one thing."""
+    """A list or a group as JSON text."""
     return json.dumps(value) if isinstance(value, Mapping | list) else value
 
 
@@ -124,7 +124,7 @@ def select(rows: Sequence[FlatRow], filters: Iterable[str]) -> list[FlatRow]:
 def _filter(word: str, columns: Mapping[str, Any]) -> Callable[[FlatRow], bool]:
     name, equals, wanted = word.partition("=")
     if not equals:
-        raise UserError(f"'{word}' came; a filter is written column=value, as in: collect method=eagle valid=true")
+        raise UserError(f"A filter must be column=value, got '{word}'. Example: collect method=eagle valid=true")
     unwanted, name = name.endswith("!"), name.removesuffix("!")
     if columns and name not in columns:
         hint = did_you_mean(name, columns)
@@ -163,7 +163,7 @@ def write(rows: Sequence[FlatRow], file: Path) -> None:
         ".md": lambda _: file.write_text(tables.markdown(_columns(rows), _cells(rows, _columns(rows))) + "\n"),
     }
     if file.suffix not in writers:
-        raise UserError(f"out={file} came; it must end in {', '.join(writers)}. Set out=FILE.")
+        raise UserError(f"out must end in {', '.join(writers)}, got {file}.")
     with run_folder.machine_failures():
         file.parent.mkdir(parents=True, exist_ok=True)
         writers[file.suffix](to_frame(rows))
@@ -194,7 +194,7 @@ def _shown(each: FlatRow, name: str) -> str:
 
 
 def groups(summaries: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs that may stand in one table, see ``bench.report.terminal.JOIN_KEYS``; each group with its fastest first."""
+    """Comparable runs (``bench.report.terminal.JOIN_KEYS``); in each group the fastest first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         found.setdefault(repr([terminal.join_value(summary, key) for key in terminal.JOIN_KEYS]), []).append(summary)

@@ -1,8 +1,7 @@
 """``python -m bench compare A B``: two runs side by side, and how much faster B is than A.
 
-Each run has its own baseline, interleaved with its method, so what is compared are the two speed-ups: a machine that
-was slower on one day slows both arms. The ratio of the speed-ups and its interval are paired by prompt, since both runs
-decoded the same ones. Runs that do not share model, prompts, machine and the like are refused.
+Each run has its own interleaved baseline, so the two speed-ups are compared: a machine that was slower on one day slows
+both arms. Their ratio and its interval are paired by prompt. Runs of different models, prompts or machines are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from bench.utils import stats
 from bench.utils.text import flatten
 
 _SAME_BASELINE = 0.01  # of the baseline's tokens: where it wrote other texts, the two speed-ups are of other work
-_SPEED = 0.10  # drift of the baseline's speed from which on it is told
+_SPEED = 0.10  # drift of the baseline's speed that is reported
 _N_BOOTSTRAP, _SEED = 10_000, 0
 
 
@@ -52,8 +51,7 @@ class Run:
         if manifest is None or summary is None or manifest.get("status") != "finished":
             status = "none" if manifest is None else repr(manifest.get("status"))
             raise UserError(
-                f"{path} holds no finished run (status {status}); two finished ones can be compared. Run the command "
-                "that made it again, it goes on where it stopped."
+                f"{path} must hold a finished run, got status {status}. Repeat the command that made it to resume it."
             )
         return cls(path, summary, manifest, pairs.read(path))
 
@@ -127,8 +125,8 @@ def find(name: str, results: Path) -> Path:
     )
     if len(found) == 1 or (found and found[0].name == name):
         return found[0]
-    what = f"is the beginning of {len(found)} runs: {', '.join(f.name for f in found[:4])}" if found else "is no run"
-    raise UserError(f"'{name}' {what}; a folder or an id is needed. See {results}, or python -m bench collect.")
+    what = f"{len(found)} runs begin so: {', '.join(f.name for f in found[:4])}" if found else "there is none"
+    raise UserError(f"'{name}' must name one run, but {what}. See {results}, or python -m bench collect.")
 
 
 # ------------------------------------------------------------------------------------------------ may they be compared

@@ -1,16 +1,15 @@
-"""``python -m bench frontier``: what speed costs in quality, and which points of a method that loses something count.
+"""``python -m bench frontier``: what speed costs in quality, and which points of a lossy method count.
 
-A method that may change the text has no one speed: each threshold, depth or table is a point in quality and time. Here
-are all recorded points of the runs that may stand in one table, beside the methods that lose nothing. A point that
-loses something counts only if it is faster
+Each threshold, depth or table of a method that may change the text is a point in quality and time. Such a point counts
+only if it is faster than
 
-- than its own baseline, the same weights one token at a time,
-- than the fastest EXACT method, for whoever takes a risk must get something for it,
-- than every static depth of at least its quality, for else nothing has to be decided token by token,
-- than the original weights, where it runs on weights that were trained to exit (``original=MODEL``), and no worse.
+- its own baseline, the same weights one token at a time,
+- the fastest EXACT method,
+- every static depth of at least its quality,
+- the original weights, if it runs on weights trained to exit (``original=MODEL``), at no lower quality.
 
-Quality is the first score of the data set or, where it has none, or prompts of several kinds that no one score fits,
-ROUGE-L of ids to the baseline's output. INVALID runs are shown, do not count and beat nobody.
+Quality is the data set's first score; without one, or with prompts of several categories, ROUGE-L of ids to the
+baseline's output. INVALID runs are shown and do not count.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from bench.utils.text import flatten
 STATIC = "static_depth"
 OPEN, MISSING = "open", "not measured"
 _OF_MODEL = ("model", "model_revision")
+_FIRST = ("threshold", "depth")  # settings that come first in a label
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Point:
         speed: speed-up over the autoregressive baseline of the same run, total time.
         low, high: its 95 % interval; None where it has none.
         per_token: speed-up by tokens per second.
-        quality: see the head of this file, in the units of ``metric``.
+        quality: in the units of ``metric``.
         full: quality of the baseline.
         agreement: share of tokens that the target would have written.
         rouge_l: to the baseline's output, mean over prompts.
         length_ratio: output tokens over the baseline's.
-        layer_equivalents: per token, output matrices and filled caches included; None where they were not counted.
+        layer_equivalents: per token, output matrices and filled caches included; None if not counted.
         layers: share of the target's layers per token.
-        certified: what was promised and kept to; None where nothing was calibrated.
+        certified: whether a calibration certified the threshold; None without calibration.
         seconds: of all prompts together, in the method and in the baseline.
     """
 
@@ -80,10 +80,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The points of runs that may stand in one table, the fastest first, and what each beats.
+    """The points of comparable runs, the fastest first, and what each beats.
 
     Attributes:
-        heading: what the runs share.
         verdicts: per point, by name of the rival (``baseline``, ``exact``, ``static depth``, ``original``): yes, no,
             open (the intervals overlap), or not measured.
     """
@@ -93,7 +92,7 @@ class Frontier:
     verdicts: list[dict[str, str]] = field(default_factory=list)
 
     def counts(self, place: int) -> str:
-        """``yes``; else the rivals it loses to, and those that are open or missing."""
+        """``yes``, else the rivals that are not beaten."""
         verdicts = self.verdicts[place]
         if not verdicts:
             return ""
@@ -106,12 +105,11 @@ class Frontier:
 
 
 def frontiers(found: Sequence[Record], original: str | None = None, metric: str | None = None) -> list[Frontier]:
-    """Points of all groups of runs in which something loses quality.
+    """Points of all groups of comparable runs that contain a lossy one.
 
     Args:
-        found: of ``collect.read``; samples are read where a point is made of them.
-        original: name of the model whose weights those of the other models were made of.
-        metric: score that stands for quality; None: see the head of this file.
+        original: name of the model from whose weights the others were trained.
+        metric: score used as quality; None: as above.
 
     Raises:
         UserError: a metric that no run of a group has.
@@ -148,8 +146,7 @@ def _metric(group: Sequence[Mapping[str, Any]], wanted: str | None) -> str:
     known = dict.fromkeys(name for run in group for name in run.get("quality") or {})
     if wanted not in (None, "rouge_l", *known):
         raise UserError(
-            f"quality={wanted} came; the runs on {group[0].get('dataset')} have {', '.join([*known, 'rouge_l'])}. "
-            "Name one of these, or leave it out."
+            f"quality must be one of {', '.join([*known, 'rouge_l'])} for {group[0].get('dataset')}, got {wanted}."
         )
     if wanted is not None:
         return wanted
@@ -202,7 +199,7 @@ def similarity_to_baseline(folder: Path) -> float | None:
 
 
 def settings(found: Sequence[Record]) -> dict[str, str]:
-    """By run: the settings in which it differs from another run of its method, the chosen threshold among them."""
+    """By run: the settings, chosen threshold included, in which it differs from another run of its method."""
     given: dict[str, dict[str, Any]] = {}
     for record in found:
         flat = dict(flatten(record.manifest.get("method") or {}))
@@ -213,7 +210,8 @@ def settings(found: Sequence[Record]) -> dict[str, str]:
     for name, flat in given.items():
         same = [other for other in given.values() if other.get("name") == flat.get("name")]
         differing = [key for key in flat if any(other.get(key) != flat[key] for other in same)]
-        usual = [key for key in ("threshold", "depth") if flat.get(key) is not None and key not in differing]
+        differing.sort(key=lambda key: (key not in _FIRST, "." in key))
+        usual = [key for key in _FIRST if flat.get(key) is not None and key not in differing]
         shown[name] = " ".join(f"{key.rpartition('.')[2]}={_text(flat[key])}" for key in [*usual, *differing])
     return shown
 
@@ -226,7 +224,7 @@ def _text(value: Any) -> str:
 
 
 def _verdicts(point: Point, points: Sequence[Point], beside: Sequence[Point] | None) -> dict[str, str]:
-    """What a point that may lose something beats; empty for one that cannot, or is INVALID."""
+    """What a point beats; empty if it is EXACT or INVALID."""
     if point.exact or not point.valid or point.speed is None:
         return {}
     valid = [other for other in points if other.valid and other.speed is not None]
@@ -240,7 +238,7 @@ def _verdicts(point: Point, points: Sequence[Point], beside: Sequence[Point] | N
 
 
 def _faster(point: Point, rival: Point) -> str:
-    """By the speed-ups; ``open`` where their intervals overlap, or one has none."""
+    """``open`` if the intervals overlap, or one has none."""
     return OPEN if rival.low is None or rival.high is None else _above(point, rival.low, rival.high)
 
 
@@ -261,7 +259,7 @@ def _against_static(point: Point, statics: Sequence[Point]) -> str:
 
 
 def _against_original(point: Point, beside: Sequence[Point]) -> str:
-    """Against the fastest EXACT run of the original weights, by seconds: the two have no baseline in common."""
+    """Against the fastest EXACT run of the original weights, by seconds, as the two have no common baseline."""
     fastest = min((o for o in beside if o.valid and o.exact), key=_own_seconds, default=None)
     if fastest is None or None in (point.seconds[0], fastest.seconds[0], point.quality, fastest.full):
         return MISSING

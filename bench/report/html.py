@@ -1,7 +1,7 @@
-"""The report as one HTML page that needs nothing beside itself: sort, filter, and open a run to see what it recorded.
+"""The report as one self-contained HTML page: sort, filter, and open a run to see its record.
 
-Whatever comes from a record is escaped, or lies in a block of JSON that is only ever shown as text; a content policy
-lets no script run but the page's own. Without scripts the tables are there all the same.
+Text from records is escaped or in a block of JSON that is shown as text only; a content policy allows only the page's
+own script. The tables work without scripts.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ _COLUMNS = (
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Text of all columns but the interval and the run, which hold more than text."""
+    """Text of all columns but the interval and the run."""
     own, before = row.summary.get("quality") or {}, row.summary["baseline"].get("quality") or {}
     name = next(iter(own), None)
     cells = {name: cell(row.summary) for name, cell in terminal.COLUMNS.items()} | {
@@ -268,7 +268,7 @@ def _point(row: Row, x: float, y: float, title: str, ids: Mapping[int, str]) -> 
 
 
 class _Axis:
-    """Values to pixels, with round numbers to write beside it."""
+    """Values to pixels, with round numbers as ticks."""
 
     def __init__(self, values: Sequence[float], size: int) -> None:
         low, high = min(values), max(values)
@@ -287,7 +287,7 @@ class _Axis:
 
 
 def _data(groups: Sequence[ComparisonGroup], ids: Mapping[int, str]) -> str:
-    """Details of all runs as JSON that no parser of HTML can take for markup."""
+    """Details of all runs as JSON without characters of markup."""
     found = {ids[id(row)]: _details(row) for group in groups for row in group.rows}
     text = json.dumps(found, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

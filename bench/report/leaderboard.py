@@ -53,7 +53,6 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
         return self.record.path.name
 
     @property
@@ -74,26 +73,20 @@ class Row:
 
     @property
     def speed(self) -> float | None:
-        """Speed-up over the baseline of the same run, total time."""
         value = self.summary["speedup"]["total"]["value"]
         return None if value is None else float(value)
 
 
 @dataclass(frozen=True)
 class ComparisonGroup:
-    """Runs that may stand in one table.
-
-    Attributes:
-        heading: what they share, in words that no other group has.
-        rows: by guarantee and rank, INVALID ones last.
-    """
+    """Comparable runs by guarantee and rank, INVALID ones last; the heading is unique."""
 
     heading: str
     rows: list[Row]
 
     @property
     def first(self) -> Mapping[str, Any]:
-        """A summary, for what all runs share."""
+        """The summary of one run, for what all share."""
         return self.rows[0].summary
 
     @property
@@ -120,7 +113,7 @@ def groups(found: Iterable[Record]) -> list[ComparisonGroup]:
 
 
 def _headings(firsts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the runs share, from a summary of each group; where that is the same for two, revisions are named, too."""
+    """What the runs of each group share; with revisions if two groups would have the same heading."""
     short = [_heading(first) for first in firsts]
     count = Counter(short)
     revisions = ("schema_version", "model_revision", "dataset_revision")
@@ -149,7 +142,7 @@ def _rows(records: Sequence[Record]) -> list[Row]:
 
 
 def _settings(records: Sequence[Record]) -> dict[str, str]:
-    """By folder; runs that differ in nothing of their method's settings are told apart by the end of their names."""
+    """By folder; runs with the same settings of their method get the end of their names."""
     known = frontier.settings(records)
     of = {record.path.name: known[str((record.summary or {})["run_id"])] for record in records}
     methods = {record.path.name: (record.summary or {})["method"] for record in records}
@@ -164,7 +157,7 @@ def _settings(records: Sequence[Record]) -> dict[str, str]:
 
 
 def ranking(group: ComparisonGroup) -> pd.DataFrame:
-    """One row per run, as text; with a score where the text is the point, or may change."""
+    """One row per run, as text; with a score for translations and where the text may change."""
     import pandas as pd
 
     judged = any(row.guarantee != GUARANTEES[0] or terminal.translates(row.summary) for row in group.rows)
@@ -193,7 +186,7 @@ def _ranking_row(row: Row, scores: Sequence[str]) -> dict[str, str]:
 
 
 def winners(found: Sequence[ComparisonGroup]) -> pd.DataFrame:
-    """The fastest valid run of each family and guarantee, on each group; runs that are INVALID are counted apart."""
+    """The fastest valid run of each family and guarantee in each group, and how many have no rank."""
     import pandas as pd
 
     return pd.DataFrame([line for group in found for line in _winners(group)])
@@ -243,7 +236,7 @@ def categories(group: ComparisonGroup, *, shown: bool = False) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class QualitySpeedPoint:
-    """A run as a point of quality and speed in prompts per second; ``before`` is the same of its model's baseline."""
+    """Quality and prompts per second of a run; ``before``: those of its model's baseline."""
 
     row: Row
     quality: float
@@ -253,13 +246,7 @@ class QualitySpeedPoint:
 
 @dataclass(frozen=True)
 class QualitySpeedPlot:
-    """Runs over the same prompts on one machine at one batch size, with whatever model.
-
-    Attributes:
-        heading: what they share, and how many models stand in it.
-        metric: name of the score.
-        front: names of the valid runs that no other valid one is both faster and better than.
-    """
+    """Runs over the same prompts on one machine at one batch size; ``front``: names on the Pareto front."""
 
     heading: str
     metric: str
@@ -268,11 +255,10 @@ class QualitySpeedPlot:
 
 
 def quality_speed_plots(found: Sequence[ComparisonGroup], metric: str, dataset: str) -> list[QualitySpeedPlot]:
-    """Quality against prompts per second, over the families and models of one data set.
+    """Quality against prompts per second for all models of one data set.
 
-    Models of different quality have no baseline in common, so rates are compared. They come from different runs,
-    between which the machine drifts, and a drift slows both arms of a run. So the rate of a run is its speed-up in
-    prompts per second times the rate of its model's baseline, the median over these runs.
+    Between runs the machine drifts, which slows both arms. So the rate of a run is its speed-up in prompts per second
+    times the median rate of its model's baseline.
 
     Args:
         metric: the score.
@@ -320,10 +306,7 @@ def _quality_speed_point(row: Row, metric: str, baselines: Mapping[Any, float]) 
 
 
 def batch_series(found: Sequence[ComparisonGroup]) -> list[tuple[str, dict[str, list[Row]]]]:
-    """Boards that differ in their batch size alone: heading, and by label the valid runs in its order.
-
-    Labels with one batch size are left out. The number of prompts may differ between batch sizes.
-    """
+    """Groups that differ in their batch size alone: heading, and by label the valid runs by batch size, if several."""
     made = []
     for heading, lines in _by_batch(found, lambda group: group.valid):
         several = {name: [line[b] for b in sorted(line)] for name, line in lines.items() if len(line) > 1}
@@ -333,10 +316,7 @@ def batch_series(found: Sequence[ComparisonGroup]) -> list[tuple[str, dict[str, 
 
 
 def batch_coverage(found: Sequence[ComparisonGroup], sizes: Sequence[int]) -> list[tuple[str, pd.DataFrame]]:
-    """As ``batch_series``, of all runs: by label (rows) the speed-up at each batch size, those asked for among them.
-
-    A run that is INVALID stands as such, and ``-`` where none is recorded.
-    """
+    """As ``batch_series``, of all runs: by label (rows) the speed-up, INVALID or ``-`` at each batch size."""
     import pandas as pd
 
     made = []
@@ -382,9 +362,9 @@ def _shared(group: ComparisonGroup, apart: Sequence[str]) -> str:
 
 
 def slopes(group: ComparisonGroup, widths: Sequence[int] = (1, 4, 8, 16, 32, 64)) -> dict[int, float]:
-    """By number of verified tokens: one-token pass over a pass of that many, the median over the runs that timed it.
+    """By number of verified tokens M: time of a one-token pass over that of M tokens, the median over the runs.
 
-    Times tokens per step that is the speed-up of decoding whose drafts cost nothing.
+    Times tokens per step it is the speed-up with free drafts.
     """
     import numpy as np
 

@@ -1,7 +1,6 @@
-"""``python -m bench report``: one table per group of runs that may be compared, from results/.
+"""``python -m bench report``: one table per group of comparable runs, as HTML (``bench.report.html``) or Markdown.
 
-An HTML page (``bench.report.html``) or Markdown, by the ending of the file. Whatever comes from a record is escaped: a
-model's name or a message cannot put markup into either. INVALID runs stand last and have no rank.
+Text from records is escaped.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from bench.report.leaderboard import ComparisonGroup
 
 
 def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[Record], list[str]]:
-    """Make summaries again from manifest and samples, where they are missing, or all of them.
-
-    Args:
-        found: of ``collect.read``.
-        everything: rewrite those that are there, too; as long as the bootstrap takes, a second or so for each.
+    """Rebuild missing summaries, or ``everything``, from manifest and samples.
 
     Returns:
         The records with their summaries, and a message for each finished run that could not be summed up.
@@ -46,7 +41,7 @@ def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[
 
 
 def unfinished(found: Sequence[Record]) -> list[str]:
-    """One line for each run that is cut, failed or still going."""
+    """One line for each run that is interrupted, failed or still running."""
     return [
         f"{record.path.name}: {record.manifest.get('status')}{_why(record.manifest.get('error'))}"
         for record in found
@@ -64,12 +59,12 @@ def _why(error: Any) -> str:
 
 
 def to_markdown(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], folder: str = "") -> str:
-    """The report for reading in a repository.
+    """The report in Markdown.
 
     Args:
         groups: of ``leaderboard.groups``.
         open_runs: a line for each run without numbers.
-        folder: where the runs lie as seen from the file, to link them; empty for no links.
+        folder: of the runs, relative to the file, for links; empty for none.
     """
     parts = [f"# {html.TITLE}", *(_index(groups) if len(groups) > 1 else [])]
     parts += [_section(group, folder) for group in groups] or ["No finished run yet. Run: python -m bench"]
@@ -125,7 +120,7 @@ def write(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], file: Pat
     """
     forms = {".html": html.render, ".md": to_markdown}
     if file.suffix not in forms:
-        raise UserError(f"out={file} came; it must end in {' or '.join(forms)}. Set out=FILE.")
+        raise UserError(f"out must end in {' or '.join(forms)}, got {file}.")
     with run_folder.machine_failures():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(forms[file.suffix](groups, open_runs), encoding="utf-8")

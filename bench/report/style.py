@@ -1,4 +1,4 @@
-"""How a method is drawn: the same colour, mark and line in every figure, whatever else is in it."""
+"""Colour, mark and line of a method, the same in every figure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARKS, _LINES = "osD^vP", ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Style:
-    """Of a method: colour, and mark and line in matplotlib's letters."""
+    """Mark and line are matplotlib's letters."""
 
     colour: str
     mark: str
@@ -26,7 +26,7 @@ class Style:
 
 @cache
 def style_of(method: str) -> Style:
-    """By its place among the methods of the suite; of a method from outside by its name."""
+    """By its place in the list of methods; for a third-party method by its name."""
     known = compose.groups().get("method", [])
     place = known.index(method) if method in known else zlib.crc32(method.encode())
     turn, colour = divmod(place, len(COLOURS))

@@ -1,4 +1,4 @@
-"""A run, or several, as plain text for the terminal: at most 100 columns, no colours, paths never broken."""
+"""One or more runs as plain text of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -31,22 +31,17 @@ JOIN_KEYS = (
 )
 _LABEL, _GAP = 16, "   "
 Number = float | int
-_LENGTHS_DIFFER = 0.01  # from here on the speed-up per token is shown beside the total
+_LENGTHS_DIFFER = 0.01  # from here on the speed-up per token is shown, too
 
 
 def join_value(summary: Mapping[str, Any], key: str) -> Any:
-    """What runs of one table share of a key: of a data set what was in it, not where its files were found."""
+    """The value that comparable runs share; of a data set its content."""
     found = summary.get(key)
     return str(found.get("content"))[:12] if key == "dataset_revision" and isinstance(found, Mapping) else found
 
 
 def render(summary: Mapping[str, Any], path: str | Path) -> str:
-    """The table of one run.
-
-    Args:
-        summary: summary.json with the names of the run and its verdict.
-        path: the run's folder.
-    """
+    """The table of one run, from its summary.json and its folder."""
     shown = _shown(path)
     lines = [
         *_pack([place(summary), f"{summary.get('dataset')}: {plural(summary['n_prompts'], 'prompt')}", how(summary)]),
@@ -61,7 +56,7 @@ def render(summary: Mapping[str, Any], path: str | Path) -> str:
 
 
 def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
-    """Several runs of one kind, the fastest first; INVALID ones are marked and stand last.
+    """Several runs, the fastest first, INVALID ones last.
 
     Raises:
         UserError: no run, or runs that differ in what makes numbers comparable.
@@ -142,7 +137,7 @@ def _layers(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _exits(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What tokens that leave early cost all in all."""
+    """The cost of early exit."""
     facts = summary.get("method_facts") or {}
     if (cost := facts.get("layer_equivalents_per_token")) is not None:
         yield f"{cost:.1f} of {facts['layer_equivalents_of_the_model']:.1f} layer-equivalents"
@@ -175,7 +170,7 @@ def _memory(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _ahead(summary: Mapping[str, Any]) -> list[str]:
-    """What was made once, and how much of it within measured time."""
+    """Compiled functions and captured graphs, and how many of them within measured time."""
     details = []
     for kind, count, noun in (("compiled", "functions", "compiled function"), ("graphs", "captured", "graph")):
         if found := summary.get("made_ahead", {}).get(kind):
@@ -203,7 +198,7 @@ def _agreement(summary: Mapping[str, Any]) -> list[str]:
 
 
 def translates(summary: Mapping[str, Any]) -> bool:
-    """Whether every answer is a translation: only their scorer counts repetitions."""
+    """Whether answers are translations; only their scorer counts repetitions."""
     return {"bleu", "repetition"} <= set(summary.get("quality", {}))
 
 
@@ -283,7 +278,7 @@ def _row(label: str, value: str, details: Sequence[str]) -> list[str]:
 
 
 def _pack(parts: Sequence[str], indent: int = 0) -> list[str]:
-    """Put parts side by side, as many to a line as fit; a part that fits on no line is wrapped."""
+    """Fill lines with parts; a part longer than a line is wrapped."""
     room, lines = WIDTH - indent, [""]
     for part in parts:
         for piece in [part] if len(part) <= room else textwrap.wrap(part, room):
@@ -323,12 +318,11 @@ _LEFT = ("method", "guarantee", "result")
 
 def _check_comparable(runs: Sequence[Mapping[str, Any]]) -> None:
     if not runs:
-        raise UserError("No runs to compare; a leaderboard needs one or more. Run: python -m bench")
+        raise UserError("A leaderboard needs at least one run, got none. Run: python -m bench")
     differing = {key: list(dict.fromkeys(str(join_value(run, key)) for run in runs)) for key in JOIN_KEYS}
     if named := "; ".join(f"{key}: {', '.join(found)}" for key, found in differing.items() if len(found) > 1):
         raise UserError(
-            f"The runs differ in {named}. Only runs that share {', '.join(JOIN_KEYS)} can stand in one table. Make one "
-            "table for each."
+            f"Runs of one table must share {', '.join(JOIN_KEYS)}; these differ in {named}. Make one table for each."
         )
 
 
@@ -376,7 +370,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """Relative to where the user is, if that is shorter, and with the slash of a folder."""
+    """Relative to the current folder, if below it."""
     given = os.fspath(path).rstrip("/")
     relative = os.path.relpath(given)
     return f"{given if relative.startswith('..') else relative}/"

@@ -1,8 +1,7 @@
 """``python -m bench dashboard``: a saved view at Weights & Biases for each table of results/, built from code.
 
-A view holds the runs that may stand in one table and no others: its filters fix everything that makes numbers
-comparable, and leave INVALID runs out. The runs themselves are sent by ``tracker=wandb`` (offline: ``wandb sync``).
-Needs the extra ``dashboard``; building a view asks nobody, saving it needs a login.
+The filters of a view select one group of comparable, VALID runs. The runs themselves are sent by ``tracker=wandb``
+(offline: ``wandb sync``). Needs the extra ``dashboard``; saving a view needs a login, building it does not.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def views(groups: Sequence[ComparisonGroup], entity: str, project: str) -> list[
         from wandb_workspaces import workspaces as ws
     except ImportError as error:
         raise UserError(
-            f"The dashboard needs a package that is not installed ({error}). Install it: pip install "
-            "'decodebench[dashboard]'"
+            f"The dashboard needs an extra package ({error}). Run: pip install 'decodebench[dashboard]'"
         ) from error
     return [
         ws.Workspace(
@@ -111,7 +109,7 @@ def write(found: Sequence[Workspace], file: Path) -> None:
         UserError: another ending.
     """
     if file.suffix != ".json":
-        raise UserError(f"out={file} came; it must end in .json. Set out=FILE.json.")
+        raise UserError(f"out must end in .json, got {file}.")
     models = [view._to_model() for view in found]  # the package has no public form of it
     specs = [{"name": m.display_name, "spec": json.loads(m.spec.model_dump_json(by_alias=True))} for m in models]
     with run_folder.machine_failures():
@@ -126,8 +124,7 @@ def push(groups: Sequence[ComparisonGroup], entity: str | None, project: str) ->
     """
     if not _has_login():
         raise UserError(
-            "No login at Weights & Biases was found, and saving views needs one. Run `wandb login`, or set "
-            "out=FILE.json to build them only."
+            "Saving views needs a login at Weights & Biases. Run `wandb login`, or set out=FILE.json."
         )
     import wandb
 

@@ -1,4 +1,4 @@
-"""What a run promises of its text: the settings of a calibration, and the thresholds it may choose among.
+"""Risk targets: the settings of a calibration, and the thresholds it may choose among.
 
     python -m bench method=calm method.calibration.tolerance=0.05 method.calibration.error_rate=0.05
 
@@ -29,12 +29,12 @@ _CONFORMAL = 10  # times the fewest prompts that can do: the mean of so many is 
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """What is promised, and how the threshold is found.
+class RiskTarget:
+    """The loss that is allowed, and how the threshold is found.
 
     Args:
-        tolerance: expected loss that is allowed; None: nothing is promised and nothing is calibrated.
-        error_rate: probability that the promise may be wrong.
+        tolerance: expected loss that is allowed; None: no calibration.
+        error_rate: probability that the target may be missed.
         p_value: see ``risk_control.py``.
         procedure: likewise.
         against: what a text loses against: the full model's own (``textual``: 1 - ROUGE-L of the two texts' tokens), or
@@ -77,7 +77,7 @@ class Promise:
             )
 
     def over(self, grid: Sequence[float], sampling: Sampling) -> ThresholdCalibrator | None:
-        """What chooses among the user's thresholds or, without any, a method's own; None where nothing is promised.
+        """What chooses among the user's thresholds or, without any, a method's own; None without a tolerance.
 
         Raises:
             ValueError: a setting out of range, thresholds that do not fall, fewer prompts than can certify anything, or
@@ -98,41 +98,41 @@ class ThresholdCalibrator(Calibrator):
     """Says how many prompts are needed, how far to go, and which threshold is chosen.
 
     Attributes:
-        promise: the settings.
+        risk_target: the settings.
         thresholds: to be tried, safest first.
-        fewest: prompts without which nothing can be promised.
+        fewest: prompts needed at least.
     """
 
-    def __init__(self, promise: Promise, tolerance: float, thresholds: tuple[float, ...]) -> None:
-        self.promise, self.tolerance, self.thresholds = promise, tolerance, thresholds
+    def __init__(self, target: RiskTarget, tolerance: float, thresholds: tuple[float, ...]) -> None:
+        self.risk_target, self.tolerance, self.thresholds = target, tolerance, thresholds
         try:
             risk_control.require_falling(thresholds)
             self.fewest = risk_control.fewest_prompts(
-                tolerance, promise.error_rate, promise.p_value, promise.procedure, len(thresholds)
+                tolerance, target.error_rate, target.p_value, target.procedure, len(thresholds)
             )
         except ValueError as error:
             raise ValueError(f"method.calibration: {error}.") from None
-        if promise.prompts is not None and promise.prompts < self.fewest:
+        if target.prompts is not None and target.prompts < self.fewest:
             raise ValueError(
-                f"Got method.calibration.prompts={promise.prompts}; for tolerance={tolerance:g} "
+                f"Got method.calibration.prompts={target.prompts}; for tolerance={tolerance:g} "
                 f"({self._by()}) {self.fewest} or more are needed, since fewer certify nothing even if none of them "
                 f"lost anything. Set method.calibration.prompts={self.planned()} or more, or a larger tolerance."
             )
 
     def planned(self) -> int:
-        """Prompts with which a threshold that loses half the tolerance passes nine times in ten, see ``Promise``."""
-        promise, risk = self.promise, self.tolerance / 2
-        if promise.procedure == "conformal":
+        """Prompts with which a threshold that loses half the tolerance passes nine times in ten, see ``RiskTarget``."""
+        target, risk = self.risk_target, self.tolerance / 2
+        if target.procedure == "conformal":
             return _CONFORMAL * self.fewest
         deviation = min(2 * self.tolerance, (risk * (1 - risk)) ** 0.5)
-        share = len(self.thresholds) if promise.procedure == "bonferroni" else 1
+        share = len(self.thresholds) if target.procedure == "bonferroni" else 1
         return risk_control.prompts_needed(
-            risk, self.tolerance, promise.error_rate / share, promise.p_value, _POWER, deviation
+            risk, self.tolerance, target.error_rate / share, target.p_value, _POWER, deviation
         )
 
     def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:
         """Whether the thresholds tried so far decide: after the first failure of a sequence nothing counts."""
-        if self.promise.procedure == "bonferroni" or self.promise.whole_grid or not losses.shape[1]:
+        if self.risk_target.procedure == "bonferroni" or self.risk_target.whole_grid or not losses.shape[1]:
             return losses.shape[1] == len(self.thresholds)
         return losses.shape[1] == len(self.thresholds) or not self._chosen(losses).passed[-1]
 
@@ -142,19 +142,19 @@ class ThresholdCalibrator(Calibrator):
         return {"explanation": found.explain(), **found.record()}
 
     def _chosen(self, losses: Float[np.ndarray, "prompts tried"]) -> risk_control.Calibration:
-        promise = self.promise
+        target = self.risk_target
         return risk_control.calibrate(
             losses,
             self.thresholds[: losses.shape[1]],
             tolerance=self.tolerance,
-            error_rate=promise.error_rate,
-            p_value=promise.p_value,
-            procedure=promise.procedure,
-            seed=promise.seed,
+            error_rate=target.error_rate,
+            p_value=target.p_value,
+            procedure=target.procedure,
+            seed=target.seed,
         )
 
     def _by(self) -> str:
-        promise = self.promise
-        if promise.procedure == "conformal":
-            return promise.procedure
-        return f"error_rate={promise.error_rate:g}, p_value={promise.p_value}, {promise.procedure}"
+        target = self.risk_target
+        if target.procedure == "conformal":
+            return target.procedure
+        return f"error_rate={target.error_rate:g}, p_value={target.p_value}, {target.procedure}"

@@ -2,7 +2,7 @@
 
 After each of a set of layers the token's confidence (``confidence.py``: softmax gap, saturation of the state, trained
 classifier) is compared with one threshold, which may fall along the text (``threshold.py``); skipped layers get keys
-and values of the state it exited with (``loop.py``). A threshold of 1 is the full model; below, nothing is promised
+and values of the state it exited with (``loop.py``). A threshold of 1 is the full model; below, nothing is guaranteed
 about one text, and ``method.calibration.tolerance`` chooses the threshold on calibration prompts with a bound on the
 expected loss (``calibrator.py``, ``risk_control.py``).
 
@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.decoder import Calibrated
-from methods.early_exit.calibrator import GRID, Promise
+from methods.early_exit.calibrator import GRID, RiskTarget
 from methods.early_exit.confidence import Confidence, Measure, Vocabulary, make_confidence
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
@@ -87,7 +87,7 @@ class Calm(EarlyExitDecoder, Calibrated):
         decay: how the threshold falls along the text.
         tau: how fast.
         horizon: tokens over which it does; None: the limit of the run.
-        calibration: a promise for which the threshold is chosen; it takes the place of ``threshold``.
+        calibration: a risk target for which the threshold is chosen; it takes the place of ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
     Raises:
@@ -108,7 +108,7 @@ class Calm(EarlyExitDecoder, Calibrated):
         decay: Decay = "none",
         tau: float = 4.0,
         horizon: int | None = None,
-        calibration: Promise | None = None,
+        calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         trained = find_exits(target, checkpoint)

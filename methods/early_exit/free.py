@@ -30,7 +30,7 @@ from pathlib import Path
 
 from methods.decoder import Calibrated
 from methods.drafting import AcceptanceRule
-from methods.early_exit.calibrator import GRID, Promise
+from methods.early_exit.calibrator import GRID, RiskTarget
 from methods.early_exit.confidence import Vocabulary
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.free_loop import (
@@ -64,7 +64,7 @@ class Free(ShallowDeepDecoder, Calibrated):
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
         vocabulary: ids that the exit asks first, see ``confidence.py``; None: no screen. A threshold that learns has
             none.
-        calibration: a promise for which the threshold is chosen; it takes the place of ``threshold``.
+        calibration: a risk target for which the threshold is chosen; it takes the place of ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
     Raises:
@@ -87,7 +87,7 @@ class Free(ShallowDeepDecoder, Calibrated):
         max_pending: int = 16,
         head: Head = "trained",
         vocabulary: Vocabulary = "auto",
-        calibration: Promise | None = None,
+        calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         reader = find_reader("free", head, target, find_exits(target, checkpoint))

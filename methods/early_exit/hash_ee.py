@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.decoder import Calibrated, Guarantee
-from methods.early_exit.calibrator import Promise
+from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
@@ -74,7 +74,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         sampling: how the distribution at an exit is processed.
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
-        calibration: a promise for which the least depth is chosen.
+        calibration: a risk target for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
 
     Attributes:
@@ -93,7 +93,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         sampling: Sampling,
         prompt: Prompt = "full",
         head: Head = "trained",
-        calibration: Promise | None = None,
+        calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         if prompt == "hash" and isinstance(target, Seq2SeqLM):

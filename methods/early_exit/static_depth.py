@@ -7,7 +7,7 @@ The exit after layer k must be trained, into the model (``method.head=lens``) or
 
     python -m bench.train method=static_depth model=MODEL
 
-With ``method.calibration.tolerance`` the depth is the smallest trained one that keeps the promise; its share of the
+With ``method.calibration.tolerance`` the depth is the smallest trained one that meets the risk target; its share of the
 layers is what other methods call a threshold.
 
 Command: ``python -m bench method=static_depth method.depth=20``
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from methods.decoder import Calibrated
-from methods.early_exit.calibrator import Promise
+from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Policy, exact_if
 from methods.engine.causal_lm import CausalLM
@@ -46,7 +46,7 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
         sampling: how the distribution at the exit is processed.
         depth: layers run; None: three quarters of the model's, or the trained depth next to that.
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
-        calibration: a promise for which the depth is chosen; it takes the place of ``depth``.
+        calibration: a risk target for which the depth is chosen; it takes the place of ``depth``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
     Raises:
@@ -59,7 +59,7 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
         sampling: Sampling,
         depth: int | None = None,
         head: Head = "trained",
-        calibration: Promise | None = None,
+        calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         whole = depth == target.n_layers and (calibration is None or calibration.tolerance is None)

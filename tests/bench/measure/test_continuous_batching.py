@@ -19,7 +19,8 @@ from bench import cli, errors
 from bench.analysis import metrics
 from bench.analysis.audit import audit
 from bench.config import compose
-from bench.config.schema import PathsConfig, RunConfig, identity
+from bench.config.identity import strip
+from bench.config.schema import PathsConfig, RunConfig
 from bench.contract import checks
 from bench.cost import what_if
 from bench.cost.settings import Question
@@ -381,5 +382,5 @@ def test_queues_without_refilling_are_refused() -> None:
 
 
 def test_the_id_of_a_run_in_lockstep_is_what_it_was(cfg: RunConfig) -> None:
-    known = identity(with_measure(cfg, refill=False))["measure"]
-    assert "refill" not in known and identity(cfg)["measure"]["refill"] is True
+    known = strip(with_measure(cfg, refill=False).to_dict())["measure"]
+    assert "refill" not in known and strip(cfg.to_dict())["measure"]["refill"] is True

@@ -29,7 +29,7 @@ from bench.sweep.history import Archive
 from bench.tasks import corpus
 from methods.autoregressive import Autoregressive
 from methods.decoder import Calibrated, Guarantee
-from methods.early_exit.calibrator import GRID, Promise
+from methods.early_exit.calibrator import GRID, RiskTarget
 from methods.early_exit.calm import Calm
 from methods.early_exit.confidence_timing import confidence_share
 from methods.early_exit.exits import Exits
@@ -95,7 +95,7 @@ def chosen(
 ) -> Chosen:
     """Draw and choose as a run does, without the run; the texts of the cache are the folder's own."""
     settings = {k: v for k, v in cfg.method["calibration"].items() if k != "_target_"} | promise
-    method = make(loaded.lm, GREEDY, head="lens", calibration=Promise(**settings))
+    method = make(loaded.lm, GREEDY, head="lens", calibration=RiskTarget(**settings))
     own = replace(cfg, paths=replace(cfg.paths, cache=str(cache)), max_new_tokens=limit, batch_size=batch)
     drawn_set = threshold_calibration.draw(own, method, loaded, ASKED, None, 512)
     assert drawn_set is not None
@@ -180,7 +180,7 @@ def test_what_was_decoded_once_is_not_decoded_again(
 
 def test_a_seed_draws_the_prompts(cfg: RunConfig, loaded: Any) -> None:
     def drawn(seed: int) -> str:
-        promise = Promise(tolerance=0.3, corpus=cfg.method["calibration"]["corpus"], prompts=30, seed=seed)
+        promise = RiskTarget(tolerance=0.3, corpus=cfg.method["calibration"]["corpus"], prompts=30, seed=seed)
         drawn_set = threshold_calibration.draw(
             cfg, Calm(loaded.lm, GREEDY, head="lens", calibration=promise), loaded, [], None, 512
         )
@@ -219,7 +219,7 @@ def test_risk_counts_what_is_lost_against_references_and_no_gain(
     monkeypatch.setattr(threshold_calibration, "_scorer", lambda metric: Scorer())
     monkeypatch.setattr(threshold_calibration.Writer, "text", lambda self, ids: "x" * len(ids))
     writer = threshold_calibration.Writer(loaded, 8, (), 4)
-    lost = threshold_calibration._loss(Promise(against="risk"), ["a", "b", "c"], [[1] * 5, [1] * 2, [1] * 6], writer)
+    lost = threshold_calibration._loss(RiskTarget(against="risk"), ["a", "b", "c"], [[1] * 5, [1] * 2, [1] * 6], writer)
     assert lost([[1] * 3, [1] * 4, [1] * 6]) == pytest.approx([0.2, 0.0, 0.0])
 
 
@@ -228,7 +228,7 @@ def test_prompts_that_the_exits_learnt_from_are_left_out(
 ) -> None:
     name = str(files / "others.jsonl")
     learnt = corpus.read(name, 8, 5)
-    promise = Promise(tolerance=0.3, corpus=name, prompts=30)
+    promise = RiskTarget(tolerance=0.3, corpus=name, prompts=30)
 
     def drawn(asked: str, limit: int | None) -> threshold_calibration.CalibrationSet:
         facts = {"asked": asked, "limit": limit, "sha256": corpus.read(name, limit, 5).sha256}
@@ -284,7 +284,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
 )
 def test_a_promise_refuses(settings: dict[str, Any], sampling: Sampling, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Promise(**settings).over(GRID, sampling)
+        RiskTarget(**settings).over(GRID, sampling)
 
 
 def test_a_metric_that_nothing_computes_is_refused() -> None:
@@ -295,12 +295,12 @@ def test_a_metric_that_nothing_computes_is_refused() -> None:
 @pytest.mark.parametrize("options", [{"accept": "verify"}, {"adaptive": BetaMixture(0.9)}])
 def test_free_refuses_a_promise_for_what_has_no_fixed_threshold(options: dict[str, Any], target: CausalLM) -> None:
     with pytest.raises(ValueError, match=r"method\.calibration\.tolerance=null"):
-        Free(target, GREEDY, depth=2, head="lens", calibration=Promise(tolerance=0.1), **options)
+        Free(target, GREEDY, depth=2, head="lens", calibration=RiskTarget(tolerance=0.1), **options)
 
 
 def test_static_depth_may_not_slip_in_an_untrained_lens(target: CausalLM) -> None:
     with pytest.raises(MissingPart):
-        StaticDepth(target, GREEDY, depth=4, calibration=Promise(tolerance=0.1))
+        StaticDepth(target, GREEDY, depth=4, calibration=RiskTarget(tolerance=0.1))
 
 
 def test_a_corpus_like_the_runs_own_prompts_is_found_or_asked_for(cfg: RunConfig) -> None:
@@ -309,7 +309,7 @@ def test_a_corpus_like_the_runs_own_prompts_is_found_or_asked_for(cfg: RunConfig
 
     assert found("seq2seq", name="multi30k", source="de", target="en") == "multi30k_de_en_val"
     assert found("causal", name="gsm8k") == "gsm8k" and found("causal", name="xsum") == "dolly"
-    with pytest.raises(UserError, match=r"method\.calibration\.corpus="):
+    with pytest.raises(UserError, match=r"method\.calibration\.corpus must be set"):
         found("seq2seq", name="wmt14", source="en", target="fr")
 
 
@@ -317,15 +317,15 @@ def test_a_corpus_like_the_runs_own_prompts_is_found_or_asked_for(cfg: RunConfig
 
 
 def test_the_plan_certifies_what_it_was_made_for() -> None:
-    found = Promise(tolerance=0.1, p_value="hoeffding_bentkus").over(GRID, GREEDY)
+    found = RiskTarget(tolerance=0.1, p_value="hoeffding_bentkus").over(GRID, GREEDY)
     assert found is not None and found.fewest == fewest_prompts(0.1, 0.05, "hoeffding_bentkus")
     assert found.planned() == prompts_needed(0.05, 0.1, 0.05, "hoeffding_bentkus", 0.9, 0.2) > found.fewest
-    assert Promise().over(GRID, GREEDY) is None, "nothing is promised"
+    assert RiskTarget().over(GRID, GREEDY) is None, "nothing is promised"
 
 
 def test_a_sequence_is_over_at_its_first_failure() -> None:
-    found = Promise(tolerance=0.1).over([0.9, 0.8, 0.7], GREEDY)
-    whole = Promise(tolerance=0.1, whole_grid=True).over([0.9, 0.8, 0.7], GREEDY)
+    found = RiskTarget(tolerance=0.1).over([0.9, 0.8, 0.7], GREEDY)
+    whole = RiskTarget(tolerance=0.1, whole_grid=True).over([0.9, 0.8, 0.7], GREEDY)
     assert found is not None and whole is not None
     good, bad = np.zeros((60, 1)), np.ones((60, 1))
     assert [found.complete(np.hstack(c)) for c in ([good], [good, bad], [good, good, good])] == [False, True, True]

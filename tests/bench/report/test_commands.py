@@ -165,7 +165,7 @@ def test_runs_of_different_kinds_are_refused(changes: dict[str, Any], message: s
     a, b = folder_with(tmp_path), folder_with(tmp_path, **changes)
     with pytest.raises(UserError, match=re.escape(message)) as refused:
         compare.compare(compare.Run.read(a), compare.Run.read(b))
-    assert "Measure one of them again" in str(refused.value)
+    assert "Repeat one of them" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_runs_are_found_by_folder_id_and_beginning(pair: tuple[Path, Path], tmp_
     assert compare.find(str(a), tmp_path / "no") == a
     assert compare.find(a.name, tmp_path) == a and compare.find("suff", tmp_path) == b
     recorded(tmp_path, "suffix", rows(25))
-    with pytest.raises(UserError, match="'suff' is the beginning of 2 runs: suffix-mtbench-1, suffix-mtbench-2"):
+    with pytest.raises(UserError, match="'suff' must name one run, but 2 runs begin so: suffix-mtbench-1, suffix"):
         compare.find("suff", tmp_path)
-    with pytest.raises(UserError, match="'nothing' is no run"):
+    with pytest.raises(UserError, match="'nothing' must name one run, but there is none"):
         compare.find("nothing", tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_compare_wants_two_finished_runs(tmp_path: Path, capsys: pytest.CaptureF
     (path / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
     assert cli.main(["compare", str(path), str(path)]) == cli.main(["compare", str(path)]) == 2
     err = capsys.readouterr().err
-    assert "holds no finished run (status 'failed')" in err and "compare needs two runs" in err
+    assert "must hold a finished run, got status 'failed'" in err and "compare needs two runs" in err
 
 
 def test_the_committed_records_can_be_compared() -> None:
@@ -269,9 +269,9 @@ def test_filters(filters: list[str], kept: list[str], three: Path) -> None:
 def test_wrong_filters_are_one_message(three: Path) -> None:
     with pytest.raises(UserError, match=r"No run has a column 'methd'\. Did you mean 'method'\?"):
         table_rows(three, "methd=x")
-    with pytest.raises(UserError, match="a filter is written column=value"):
+    with pytest.raises(UserError, match="A filter must be column=value"):
         table_rows(three, "suffix")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="which is not a folder"):
         collect.read(three / "nowhere")
 
 

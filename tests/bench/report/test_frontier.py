@@ -108,7 +108,7 @@ def test_scores_of_the_data_set_stand_for_quality_where_there_are_any(tmp_path: 
     recorded(tmp_path, "suffix", of_one_kind(lossy(28, 0, 50.0)))
     scored = by_name(only(frontiers(collect.read(tmp_path))))
     assert scored["calm threshold=0.5"][0].quality == 49.0 and scored["calm threshold=0.5"][1] == "yes"
-    with pytest.raises(UserError, match="have em"):
+    with pytest.raises(UserError, match="one of em"):
         frontiers(collect.read(tmp_path), metric="bleu")
 
 

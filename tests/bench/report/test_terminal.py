@@ -174,5 +174,5 @@ def test_runs_of_different_kinds_are_not_joined(key: str) -> None:
 
 
 def test_no_runs_make_no_leaderboard() -> None:
-    with pytest.raises(UserError, match="No runs to compare"):
+    with pytest.raises(UserError, match="at least one run, got none"):
         terminal.leaderboard([])
