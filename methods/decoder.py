@@ -75,7 +75,8 @@ Rounds = abc.Generator[Step, Prompts | None, None]  # takes the prompts that beg
 class Decoder(ABC):
     """A generation method bound to a target model.
 
-    Class attributes say what a method is and needs, so that a run can be refused before a model is loaded.
+    Class attributes say what a method is and needs, so that a run can be refused before a model is loaded. Constructors
+    take the target model and ``sampling``, how its distribution is processed, first.
 
     Attributes:
         guarantee: what the method promises; on the class with default settings, on an object with its own.

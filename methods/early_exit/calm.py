@@ -76,8 +76,6 @@ class Calm(EarlyExitDecoder, Calibrated):
     """Confident adaptive language modeling.
 
     Args:
-        target: model to leave early.
-        sampling: how the distribution at an exit is processed.
         threshold: confidence above which a token leaves; 1 is the full model.
         confidence: how it is measured.
         exits: depths that are checked, in layers run; None: those that were trained, else every fourth from the middle

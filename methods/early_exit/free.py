@@ -51,7 +51,6 @@ class Free(ShallowDeepDecoder, Calibrated):
 
     Args:
         target: model to leave early, and to catch up with.
-        sampling: how both distributions are processed.
         depth: k, layers of the shallow exit; None: a quarter of the model, or the trained depth next to that.
         threshold: confidence (gap between the two likeliest tokens) above which it is taken; 1 is the full model.
         accept: what becomes of shallow tokens: ``all``, ``rollback`` or ``verify``.

@@ -70,8 +70,6 @@ class HashEE(EarlyExitDecoder, Calibrated):
     """Early exit by a table of tokens.
 
     Args:
-        target: model to leave early.
-        sampling: how the distribution at an exit is processed.
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
         calibration: a risk target for which the least depth is chosen.

@@ -42,8 +42,6 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
     """The first layers of the target.
 
     Args:
-        target: model to leave early.
-        sampling: how the distribution at the exit is processed.
         depth: layers run; None: three quarters of the model's, or the trained depth next to that.
         head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
         calibration: a risk target for which the depth is chosen; it takes the place of ``depth``.

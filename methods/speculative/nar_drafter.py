@@ -200,7 +200,6 @@ class SpecDecNat(HeadsDecoder):
 
     Args:
         target: the student's teacher, which verifies.
-        sampling: how its distribution is processed.
         drafter: the method whose student drafts.
         redraft: ask the student anew before every round, with the text so far in its input.
         block: most tokens of a draft.

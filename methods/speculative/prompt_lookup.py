@@ -104,8 +104,6 @@ class PromptLookup(SpeculativeDecoder):
     """Prompt lookup with a chain of up to ``gamma`` tokens.
 
     Args:
-        target: model that verifies.
-        sampling: how its distribution is processed.
         gamma: most tokens drafted per round.
         max_ngram: longest ending that is looked up; longer ones are tried first.
         min_ngram: shortest ending that is looked up.

@@ -154,8 +154,6 @@ class Rest(SpeculativeDecoder):
     """REST with a tree of up to ``nodes`` tokens.
 
     Args:
-        target: model that verifies.
-        sampling: how its distribution is processed.
         nodes: most tokens drafted per round.
         max_ngram: longest ending that is looked up; longer ones are preferred.
         min_ngram: shortest ending that is looked up.

@@ -117,8 +117,6 @@ class SpeculativeSampling(SpeculativeDecoder):
     """Speculative sampling with a draft model or a layer-skipped view of the target.
 
     Args:
-        target: model that verifies.
-        sampling: how both distributions are processed.
         gamma: tokens drafted per round.
         draft_model: the model that drafts; None: the target without the sub-layers below.
         skip_attention, skip_mlp: 0-based layers whose sub-layer the draft leaves out, if there is no ``draft_model``.

@@ -156,8 +156,6 @@ class SuffixDecoding(SpeculativeDecoder):
     """Suffix decoding with a chain of up to ``gamma`` tokens.
 
     Args:
-        target: model that verifies.
-        sampling: how its distribution is processed.
         gamma: most tokens drafted per round.
         factor: tokens drafted per token of the match.
         min_match: shortest ending of the text that is taken for a match.

@@ -172,7 +172,6 @@ class TokenRecycling(SpeculativeDecoder):
 
     Args:
         target: model that verifies and whose candidates are kept.
-        sampling: how its distribution is processed.
         tree: a name in ``TREES``, or numbers of children, level by level and breadth first, e.g. ``[[3], [2, 1]]``.
             The matrix keeps as many candidates as the tree is wide.
         warm: keep the matrix from prompt to prompt. The output stays exact, but its speed depends on earlier prompts.

@@ -91,8 +91,6 @@ class Eagle(HeadsDecoder):
     """EAGLE 1, 2 and 3.
 
     Args:
-        target: model that verifies.
-        sampling: how its distribution is processed.
         version: 1, 2 or 3; must be that of the trained network, of which 1 and 2 share one.
         tree: ``chain``; ``static``, the fixed tree ``shape``; ``dynamic``, shaped by confidence; ``auto``: static for
             version 1, else dynamic.

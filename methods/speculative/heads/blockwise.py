@@ -159,7 +159,6 @@ class Blockwise(HeadsDecoder):
 
     Args:
         target: model that verifies, and the first head.
-        sampling: how its distribution is processed.
         k: tokens of a block; None: as many as there are heads. Fewer use the first heads only.
         criterion: which proposals stay: ``exact``, those the target itself would write; ``top_k``, those among its
             ``top`` most likely ones (sec. 5.1); ``distance``, ids at most ``epsilon`` from its own, for ids on a scale

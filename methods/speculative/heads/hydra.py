@@ -243,7 +243,6 @@ class HydraHeads(HeadsDecoder):
 
     Args:
         target: model that verifies, and whose states and embeddings the heads read.
-        sampling: how its distribution is processed.
         tree, nodes, costs, draft_cost, acceptance, epsilon, delta: see ``methods.speculative.heads.medusa.Medusa``.
         level_cost: what each level of the tree adds to the time of drafting, over that of a pass over one node.
         checkpoint: folder of trained heads, or published ones by path or hub id; None: those prepared for this model.

@@ -196,7 +196,6 @@ class Medusa(HeadsDecoder):
 
     Args:
         target: model that verifies, and whose states the heads read.
-        sampling: how its distribution is processed.
         tree: ``measured``, by the heads' own candidates on held-out text (of published heads, which nobody measured,
             the paper's tree); a name in ``candidate_tree.TREES``; or paths of ranks, each after its parent, e.g.
             ``[[0],[1],[0,0]]``.

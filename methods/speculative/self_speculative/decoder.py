@@ -320,7 +320,6 @@ class SelfSpeculative(SpeculativeDecoder):
 
     Args:
         target: model that verifies, and drafts.
-        sampling: how both distributions are processed.
         gamma: most tokens drafted per round; None: as the skip set recommends, else 12.
         confidence: threshold on the drafter's most likely token at the start of a text, 0 never stops; None: as the
             skip set recommends, else 0.6.

@@ -76,7 +76,6 @@ class SpecDec(HeadsDecoder):
 
     Args:
         target: encoder-decoder model that verifies.
-        sampling: how its distribution is processed.
         block: tokens drafted at once; None: as many as the drafter was trained for, which is also the most.
         top_beta: a drafted token must be among so many most likely ones of the target; 1 is the target's own text.
         tau: most nats that its log-probability may be below that of the most likely one.
