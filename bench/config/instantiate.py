@@ -144,8 +144,8 @@ def build_trainable(train: Mapping[str, Any]) -> Trainable:
     trainable = _build(train, "train")
     if not isinstance(trainable, Trainable):
         raise UserError(
-            f"_target_ {train['_target_']!r} prepares nothing: it lacks fit, prepares or takes (methods/decoder.py). "
-            "Correct the YAML file that names it."
+            f"_target_ must be a subclass of methods.training.interface.Trainable, got {train['_target_']!r}. Correct "
+            "the YAML file that names it."
         )
     return trainable
 

@@ -171,9 +171,11 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _namespace(target: Callable[..., Any]) -> dict[str, Any]:
+    """Names that annotations may use; a dataclass has those of its bases."""
     owner = getattr(target, "__init__", target) if inspect.isclass(target) else target
-    module = sys.modules.get(getattr(inspect.unwrap(owner), "__module__", None) or target.__module__)
-    return dict(vars(module)) if module else {}
+    places = [each.__module__ for each in reversed(getattr(target, "__mro__", ()))]
+    places.append(getattr(inspect.unwrap(owner), "__module__", None) or target.__module__)
+    return {name: value for place in places if place in sys.modules for name, value in vars(sys.modules[place]).items()}
 
 
 def _show(value: Any) -> str:

@@ -17,9 +17,10 @@ from bench.config.schema import PathsConfig, sanitise
 from bench.tasks.sources import project_data
 from bench.utils.files import digest, read_json
 
-CARD, PLAN, CURVES, LOCK = "card.json", "making.json", "curves.jsonl", ".lock"
+CARD, PLAN, CURVES, LOCK = "card.json", "training.json", "curves.jsonl", ".lock"
+LOG = "training_log"  # folder of trials, costs, pictures
 _NOT_THE_PART = frozenset({CARD, PLAN, CURVES, LOCK})
-_MAKING = "making/"  # what a preparation notes on its way: trials, costs, pictures
+_LOGS = (f"{LOG}/", "making/")  # the second name is that of earlier versions
 
 Origin = Literal["checkpoint", "shipped", "trained"]
 
@@ -99,7 +100,7 @@ def files(folder: Path) -> dict[str, Path]:
         return {folder.name: folder}
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     found = dict(sorted({**found, **shared(folder)}.items()))
-    return {name: path for name, path in found.items() if name not in _NOT_THE_PART and not name.startswith(_MAKING)}
+    return {name: path for name, path in found.items() if name not in _NOT_THE_PART and not name.startswith(_LOGS)}
 
 
 def shared(folder: Path) -> dict[str, Path]:

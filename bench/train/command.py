@@ -80,7 +80,7 @@ def _describe(name: str) -> tuple[str, str]:
 
     group = yaml.safe_load(compose.config_file(compose.TRAIN, name).read_text(encoding="utf-8"))
     kind: Any = locate(group.get("_target_"))
-    return kind.prepares, kind.takes
+    return kind.description, kind.duration
 
 
 def split(words: Sequence[str]) -> tuple[TrainConfig, list[str]]:

@@ -1,4 +1,4 @@
-"""What surrounds a preparation: corpus, model, folder, interrupted and finished attempts, and the card of the part."""
+"""A training job: corpus, model, output folder, resuming, and the card of the result."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.config import compose, instantiate
-from bench.config.identity import definition_sha256
+import torch
+
+from bench.config import compose, identity, instantiate
 from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, sanitise
 from bench.errors import UserError
 from bench.measure import preconditions
 from bench.models import artifacts, loading
-from bench.models.artifacts import CARD, CURVES, LOCK, PLAN
+from bench.models.artifacts import CARD, CURVES, LOCK, LOG, PLAN
 from bench.models.source import Loaded
 from bench.records.tracking import Tracker
 from bench.tasks import corpus
@@ -29,131 +31,138 @@ from bench.tasks.corpus import Corpus, Texts
 from bench.tasks.sources import Sources
 from bench.utils import files, machine, redact
 from bench.utils.progress import Progress
-from methods.training.interface import ModelMaker, PairLearner, Trainable, Workshop
+from methods.training.interface import Trainable, TrainingContext
 
-if TYPE_CHECKING:
-    import torch
+_OLD_PLAN, _OLD_LOG = "making.json", "making"
 
 
 def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str]) -> str:
-    """Read, load, make the part unless it is there, and write its card.
+    """Train, unless the result is already there, and write its card.
 
     Args:
-        settings: what to prepare, and from what.
-        overrides: words of the command line that configure model, machine and the preparation itself.
+        settings: what to train, and from what.
+        overrides: words of the command line that configure model, machine and the training itself.
         words: the whole command line, for the card.
 
     Returns:
-        Where the part is, for people.
+        Where the result is, as text.
 
     Raises:
-        UserError: what was asked for cannot be prepared.
+        UserError: the settings cannot work.
     """
     cfg, train = compose.compose_training(overrides, settings.method)
     if like := cfg.model.get("like"):
-        raise UserError(preconditions.random_weights(like, f"method={settings.method} learns from what a model says"))
+        raise UserError(preconditions.random_weights(like, f"method={settings.method} learns from a model's text"))
     trainable = instantiate.build_trainable(train)
     tracker = instantiate.build_tracker(cfg.tracker)
-    wanted = settings.corpus or str(getattr(trainable, "corpus", DEFAULT_CORPUS))
+    wanted = settings.corpus or trainable.corpus or DEFAULT_CORPUS
     texts = corpus.read(wanted, settings.corpus_limit, cfg.seed, Sources(cfg.paths.data, cfg.paths.cache))
     for warning in filter(None, (revision.warning for revision in texts.revisions)):
         print(f"warning: {warning}", file=sys.stderr)
     machine.set_threads(cfg.hardware.threads)
-    job = _job(settings, cfg, train, trainable, texts, words)
-    with _alone(job.folder):
+    job = TrainingJob(trainable, settings, cfg, train, texts, words)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with files.locked(job.folder / LOCK, f"{job.folder} is in use by another process. Wait, or set out=FOLDER."):
         if made := job.claim():
-            job.make(trainable, tracker)
+            job.run(tracker)
         if settings.publish:
             from bench.train.publish import publish
 
             without = [name for name in settings.without.split(",") if name]
             print(publish(job.folder, settings.publish, without, texts, cfg), file=sys.stderr)
         elif not made:
-            return f"{job.folder} is already there; force=true makes it anew."
+            return f"{job.folder} is already there. Set force=true to train again."
     return job.report()
 
 
-def _job(
-    settings: TrainConfig,
-    cfg: RunConfig,
-    train: Mapping[str, Any],
-    trainable: Trainable | ModelMaker | PairLearner,
-    texts: Texts,
-    words: Sequence[str],
-) -> Job:
-    if isinstance(trainable, ModelMaker):
-        from bench.train.foundry import model_job
+class TrainingJob:
+    """One training: what defines it, the folder it fills, and its progress.
 
-        return model_job(settings, cfg, train, trainable, texts, words)
-    if isinstance(trainable, PairLearner):
-        from bench.train.foundry import student_job
-
-        return student_job(settings, cfg, train, trainable, texts, words)
-    return PartJob(settings, cfg, train, texts, loading.load(cfg.model, asdict(cfg.hardware), cfg.paths), words)
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The model that something is prepared for, or that is made."""
-
-    name: str
-    revision: str | None
-    sha256: str | None
-    device: torch.device
-    dtype: torch.dtype
-
-
-class Job:
-    """One preparation: what defines it, the folder it fills, and how far it came.
+    Args:
+        trainable: what is trained.
+        settings: of the command.
+        cfg: model and machine.
+        train: the ``train`` group.
+        texts: the corpus.
+        words: of the command line, for the card.
 
     Attributes:
-        subject: the model it is about.
-        places: where it is looked for.
-        folder: where the part goes.
-        definition: two parts with an equal one are the same part.
+        model: the target or teacher; None: the training makes a model from scratch.
+        subject: name of the model that is trained for, or made.
+        places: where results for it are looked for.
+        folder: output.
+        definition: two results with an equal one are the same.
+
+    Raises:
+        UserError: model and corpus do not fit.
     """
 
     def __init__(
         self,
+        trainable: Trainable,
         settings: TrainConfig,
         cfg: RunConfig,
         train: Mapping[str, Any],
         texts: Texts,
-        subject: Subject,
         words: Sequence[str],
     ) -> None:
-        self.settings, self.cfg, self.texts, self.subject, self.words = settings, cfg, texts, subject, words
-        self.places = artifacts.places(settings.method, subject.name, cfg.paths)
+        self.trainable, self.settings, self.cfg, self.texts, self.words = trainable, settings, cfg, texts, words
+        self.model = _load_model(trainable, settings, cfg, texts, words)
+        made, paired = trainable.makes == "model", trainable.learns_from == "pairs"
+        target = None if made else self.model
+        self.subject = target.name if target else trainable.model_name("_".join(n.split(".")[0] for n in texts.names))
+        self.model_facts = {
+            "name": self.subject,
+            "revision": target and target.revision,
+            "sha256": target and target.sha256,
+        }
+        self.places = artifacts.places(settings.method, self.subject, cfg.paths)
         self.folder = Path(settings.out).expanduser() if settings.out else self.places["trained"]
         self.definition: dict[str, Any] = {
             "method": settings.method,
             "train": {"_target_": train["_target_"], **instantiate.arguments(train, compose.TRAIN)},
-            "model": {"name": subject.name, "revision": subject.revision},
+            "model": {name: self.model_facts[name] for name in ("name", "revision")},
             "corpus": texts.sha256,
             "seed": cfg.seed,
         }
-        self._spent = 0.0  # seconds, those of interrupted attempts included
+        self.pairs = corpus.pairs(texts) if paired else []
+        self.validation = _validation(trainable.validation, texts, cfg) if paired else []
+        if paired:
+            self.definition["validation"] = files.json_sha256(self.validation)
+        if made:
+            teacher = self.model and {"name": self.model.name, "revision": self.model.revision}
+            self.definition["teacher"] = teacher
+        self._seconds = 0.0  # interrupted attempts included
         self._summary: list[str] = []
 
     @property
     def definition_sha256(self) -> str:
-        """Jobs with an equal one make the same checkpoint."""
-        return definition_sha256(self.definition)
+        """Decides whether a result is already there."""
+        return identity.definition_sha256(self.definition)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the training runs."""
+        return self.model.lm.device if self.model else loading.resolve_hardware(asdict(self.cfg.hardware))[0]
 
     def claim(self) -> bool:
-        """Make the folder ready for this job; False if the finished part is there already.
+        """Prepare the folder; False if the finished result is there already.
 
-        An unfinished attempt with the same definition goes on, a forced one too: else the second call of a command
-        with ``force=true`` would throw away what the first one did.
+        An unfinished attempt with the same definition is resumed, also with ``force=true``.
 
         Raises:
-            UserError: the folder holds something else, which only ``force`` may replace.
+            UserError: the folder has other content, which only ``force`` may replace.
         """
+        if (self.folder / _OLD_PLAN).exists():  # an unfinished training of an earlier version
+            for old, new in ((_OLD_PLAN, PLAN), (_OLD_LOG, LOG)):
+                with suppress(FileNotFoundError):
+                    (self.folder / old).rename(self.folder / new)
         card, plan = artifacts.read_card(self.folder), files.read_json(self.folder / PLAN)
         left = card or plan or {}
         if "definition" not in left:
-            self._require_empty()
-        elif definition_sha256(left["definition"]) != self.definition_sha256:
+            if any(path.name != LOCK for path in self.folder.iterdir()):
+                raise UserError(f"{self.folder} must be empty or of a training, got other files. Set out=FOLDER.")
+        elif identity.definition_sha256(left["definition"]) != self.definition_sha256:
             self._require_force(left)
             _empty(self.folder)
         elif card:
@@ -161,81 +170,108 @@ class Job:
                 return False
             _empty(self.folder)
         else:
-            self._spent = float(left.get("seconds", 0.0))
-            print(f"{self.folder}: going on after {self._spent:.0f} s; delete it to begin anew.", file=sys.stderr)
+            self._seconds = float(left.get("seconds", 0.0))
+            print(f"{self.folder}: resuming after {self._seconds:.0f} s. Delete it to start over.", file=sys.stderr)
         return True
-
-    def _require_empty(self) -> None:
-        if any(path.name != LOCK for path in self.folder.iterdir()):
-            raise UserError(
-                f"{self.folder} holds other files; an empty folder or one of bench.train is needed. Set out=FOLDER."
-            )
 
     def _require_force(self, left: Mapping[str, Any]) -> None:
         if self.settings.force:
             return
-        theirs, ours = left["definition"], redact.tree(self.definition)
+        theirs, ours = left.get("definition") or {}, redact.tree(self.definition)
         differing = ", ".join(key for key in ours if theirs.get(key) != ours[key])
         raise UserError(
-            f"{self.folder} holds a part that was made otherwise ({differing}). force=true puts this one in its "
-            "place, out=FOLDER puts it elsewhere."
+            f"{self.folder} has a result of other settings ({differing}). Set force=true to replace it, or out=FOLDER."
         )
 
-    def shop(self, stages: Stages, curves: Curves) -> Any:
-        """What the class works with."""
-        raise NotImplementedError
+    def context(self, stages: StageProgress, curves: CurveLog) -> TrainingContext:
+        """What the training works with."""
+        model = self.model
+        return TrainingContext(
+            output=self.folder,
+            shared_cache=self._shared_cache(),
+            model=model.lm if model else None,
+            tokenizer=model.tokenizer if model else None,
+            examples=_examples(self.texts, model) if model and self.trainable.learns_from == "dialogues" else (),
+            pairs=self.pairs,
+            validation=self.validation,
+            seed=self.cfg.seed,
+            device=self.device,
+            report_progress=stages,
+            log=curves,
+        )
 
-    def usage(self) -> str:
-        """The command that uses what was made."""
-        raise NotImplementedError
+    def _shared_cache(self) -> Path:
+        """Of this model and corpus, and of the seed, which decides the order of prompts."""
+        if self.model is None:
+            return self.folder
+        model, dtype = self.model, str(self.model.lm.dtype)
+        if self.trainable.learns_from == "pairs":
+            digest = files.json_sha256([model.name, model.revision, model.sha256, dtype, self.texts.sha256])
+        else:
+            shared = {key: self.definition[key] for key in ("model", "corpus", "seed")}
+            digest = files.json_sha256(shared | {"dtype": dtype, "sha256": model.sha256})
+        return Path(self.cfg.paths.cache) / "common" / f"{sanitise(model.name)}-{digest[:12]}"
 
-    def make(self, trainable: Trainable | ModelMaker | PairLearner, tracker: Tracker) -> None:
-        """Let the class work, follow it, and write the card.
+    def run(self, tracker: Tracker) -> None:
+        """Train, log, and write the card.
 
         Raises:
-            UserError: the class refuses its arguments or the corpus.
+            UserError: settings or corpus cannot work.
         """
+        trainable, stages = self.trainable, StageProgress()
         print(
-            f"{self.settings.method} for {self.subject.name}: {trainable.prepares}; {trainable.takes}", file=sys.stderr
+            f"{self.settings.method} for {self.subject}: {trainable.description}; {trainable.duration}", file=sys.stderr
         )
-        stages, curves = Stages(), Curves(self.folder / CURVES, tracker)
-        with self._clocked(), self._followed(tracker):
+        with self._timed(), self._tracked(tracker):
             try:
-                found = dict(trainable.fit(self.shop(stages, curves)))
+                facts = dict(trainable.fit(self.context(stages, CurveLog(self.folder / CURVES, tracker))))
             except ValueError as error:
                 raise UserError(str(error)) from error
             finally:
                 stages.close()
-        self._summary = found.pop("summary", [])
-        files.write_json(self.folder / CARD, redact.tree(self._card(trainable, found)))
+        self._summary = facts.pop("summary", [])
+        files.write_json(self.folder / CARD, redact.tree(self._card(facts)))
         (self.folder / PLAN).unlink(missing_ok=True)
 
     def report(self) -> str:
-        """Where the part is, and the command that uses it."""
+        """Where the result is, and the command that uses it."""
         size = sum(path.stat().st_size for path in artifacts.files(self.folder).values())
-        made = f"{self.folder}: {size / 1e6:,.1f} MB in {self._spent:,.0f} s"
-        return "\n".join([made, *self._summary, f"Use it: {self.usage()}"])
+        made = f"{self.folder}: {size / 1e6:,.1f} MB in {self._seconds:,.0f} s"
+        usage = shlex.join(["python", "-m", "bench", *self._usage()])
+        return "\n".join([made, *self._summary, f"Use it: {usage}"])
+
+    def _usage(self) -> list[str]:
+        if self.trainable.makes == "checkpoint":
+            first = next((folder for folder in self.places.values() if artifacts.read_card(folder)), None)
+            named = [] if first == self.folder else [f"method.checkpoint={self.folder}"]
+            same = [word for word in self.words if re.match(r"(model|paths)[.=]", word)]
+            return [f"method={self.settings.method}", *named, *same]
+        choices, corpus_name = compose.groups(), self.texts.names[0]
+        known = self.subject in choices["model"] and self.folder == self.places["trained"]
+        model = [f"model={self.subject}"] if known else ["model=hf", f"model.name={self.folder}"]
+        own = ["dataset=jsonl", "dataset.path=FILE"]  # lines of a corpus are not lines of a data set
+        return [*model, *([f"dataset={corpus_name}"] if corpus_name in choices["dataset"] else own)]
 
     @contextmanager
-    def _clocked(self) -> Iterator[None]:
-        """Note beside the unfinished part what it is to become, and how long it took so far."""
-        begin, before = perf_counter(), self._spent
+    def _timed(self) -> Iterator[None]:
+        """Note definition and time so far in the folder of the unfinished result."""
+        begin, before = perf_counter(), self._seconds
         self._note_plan()
         try:
             yield
         finally:
-            self._spent = before + perf_counter() - begin
-            with suppress(OSError):  # the disk may be full: that message is on its way already
+            self._seconds = before + perf_counter() - begin
+            with suppress(OSError):  # the disk may be full, which is reported already
                 self._note_plan()
 
     def _note_plan(self) -> None:
         plan = {"definition_sha256": self.definition_sha256, "definition": redact.tree(self.definition)}
-        files.write_json(self.folder / PLAN, plan | {"seconds": round(self._spent, 1)})
+        files.write_json(self.folder / PLAN, plan | {"seconds": round(self._seconds, 1)})
 
     @contextmanager
-    def _followed(self, tracker: Tracker) -> Iterator[None]:
+    def _tracked(self, tracker: Tracker) -> Iterator[None]:
         name = f"{self.places['trained'].name}-{self.definition_sha256[:12]}"
-        tracker.start(name, redact.tree(self.definition), ["train", self.settings.method, self.subject.name])
+        tracker.start(name, redact.tree(self.definition), ["train", self.settings.method, self.subject])
         status = "failed"
         try:
             yield
@@ -243,110 +279,106 @@ class Job:
         finally:
             tracker.finish(status)
 
-    def _card(self, trainable: Trainable | ModelMaker | PairLearner, found: Mapping[str, Any]) -> dict[str, Any]:
-        subject, parts = self.subject, artifacts.files(self.folder)
+    def _card(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        parts, texts = artifacts.files(self.folder), self.texts
+        dtype = self.model.lm.dtype if self.model and self.trainable.makes == "checkpoint" else torch.float16
         return {
-            "prepares": trainable.prepares,
+            "description": self.trainable.description,
             "definition_sha256": self.definition_sha256,
             "definition": self.definition,
-            "facts": dict(found),
+            "facts": dict(facts),
             "sha256": files.digest(parts),
             "bytes": {name: path.stat().st_size for name, path in parts.items()},
-            "command": shlex.join(["python", "-m", "bench.train", *redact.argv(self.words)]),
+            "command": shlex.join(["python", "-m", "bench", "train", *redact.argv(self.words)]),
             "seed": self.cfg.seed,
-            "seconds": round(self._spent, 1),
+            "seconds": round(self._seconds, 1),
             "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "corpus": self._corpus_facts(),
-            "model": {"name": subject.name, "revision": subject.revision, "sha256": subject.sha256},
-            "dtype": str(subject.dtype).removeprefix("torch."),
-            "hardware": machine.facts(subject.device),
+            "corpus": {
+                "names": list(texts.names),
+                "asked": texts.asked,
+                "limit": self.settings.corpus_limit,
+                "dialogues": len(texts.dialogues),
+                "sha256": texts.sha256,
+                "files": [asdict(revision) for revision in texts.revisions],
+            },
+            "model": self.model_facts,
+            "dtype": str(dtype).removeprefix("torch."),
+            "hardware": machine.facts(self.device),
             "versions": machine.versions(),
             "git": machine.git_state(),
         }
 
-    def _corpus_facts(self) -> dict[str, Any]:
-        return {
-            "names": list(self.texts.names),
-            "asked": self.texts.asked,
-            "limit": self.settings.corpus_limit,
-            "dialogues": len(self.texts.dialogues),
-            "sha256": self.texts.sha256,
-            "files": [asdict(revision) for revision in self.texts.revisions],
-        }
+
+# --------------------------------------------------------------------------------------------------- model and corpus
 
 
-class PartJob(Job):
-    """A part of a method for a model that is there."""
-
-    def __init__(
-        self,
-        settings: TrainConfig,
-        cfg: RunConfig,
-        train: Mapping[str, Any],
-        texts: Texts,
-        loaded: Loaded,
-        words: Sequence[str],
-    ) -> None:
-        subject = Subject(loaded.name, loaded.revision, loaded.sha256, loaded.lm.device, loaded.lm.dtype)
-        super().__init__(settings, cfg, train, texts, subject, words)
-        loading.require_languages(loaded, f"corpus={texts.asked}", corpus.languages(texts.names))
-        if loaded.kind == "seq2seq" and settings.corpus is None and corpus.languages(texts.names) is None:
-            raise UserError(
-                f"method={settings.method} learns from {texts.asked} unless told otherwise, requests that an "
-                f"encoder-decoder as {loaded.name} does not answer. Name what it reads: corpus=multi30k, or "
-                "corpus=FILE.jsonl."
-            )
-        self.loaded = loaded
-        if not all(dialogue.said[0] for dialogue in texts.dialogues):
-            raise UserError(
-                f"corpus={','.join(texts.names)} has plain text, which asks nothing; requests are needed for the model "
-                f"to answer. Name another, such as {DEFAULT_CORPUS}."
-            )
-
-    def shop(self, stages: Stages, curves: Curves) -> Workshop:
-        """See ``Job.shop``."""
-        return Workshop(self.loaded.lm, self._corpus(), self.folder, self.cfg.seed, stages, curves, self._common())
-
-    def usage(self) -> str:
-        """See ``Job.usage``."""
-        first = next((folder for folder in self.places.values() if artifacts.read_card(folder)), None)
-        named = [] if first == self.folder else [f"method.checkpoint={self.folder}"]
-        same = [word for word in self.words if re.match(r"(model|paths)[.=]", word)]
-        return shlex.join(["python", "-m", "bench", f"method={self.settings.method}", *named, *same])
-
-    def _common(self) -> Path:
-        """What depends on model, corpus and seed alone is made once, whatever method needs it."""
-        shared = {key: self.definition[key] for key in ("model", "corpus", "seed")}
-        shared |= {"dtype": str(self.loaded.lm.dtype), "sha256": self.loaded.sha256}
-        digest = files.json_sha256(shared)[:12]
-        return Path(self.cfg.paths.cache) / "common" / f"{sanitise(self.loaded.name)}-{digest}"
-
-    def _corpus(self) -> Corpus:
-        lm, tokenizer = self.loaded.lm, self.loaded.tokenizer
-        end = getattr(tokenizer, "eos_token_id", None)
-        if lm.eos_ids and end not in lm.eos_ids:
-            end = lm.eos_ids[0]
-        return Corpus(self.texts, tokenizer, end, lm.max_positions, apart=self.loaded.kind == "seq2seq")
-
-
-# ------------------------------------------------------------------------------------------------------- the folder
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Claim a folder for this process.
+def _load_model(
+    trainable: Trainable, settings: TrainConfig, cfg: RunConfig, texts: Texts, words: Sequence[str]
+) -> Loaded | None:
+    """The target or teacher.
 
     Raises:
-        UserError: another process has it.
+        UserError: it does not fit the training or the corpus.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    refusal = f"{folder} is being filled by another process; one folder has one writer. Wait, or set out=FOLDER."
-    with files.locked(folder / LOCK, refusal):
-        yield
+    made, paired = trainable.makes == "model", trainable.learns_from == "pairs"
+    if made:
+        named = any(word.split("=")[0] == "model" for word in words)
+        if named and not trainable.needs_model:
+            raise UserError(
+                f"method={settings.method} trains a model from scratch, got model=. Leave it out, learn its "
+                "translations (train.data=distilled), or start with its weights (train.begin=model)."
+            )
+        if not trainable.needs_model:
+            return None
+        if not named:
+            raise UserError(
+                "train.data=distilled and train.begin=model need another model, got none. Name one: "
+                "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+            )
+    model = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=paired)
+    if made and model.kind != "seq2seq":
+        raise UserError(
+            f"The teacher must be an encoder-decoder that translates, got {model.name}, a causal model. Set "
+            "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+        )
+    languages = corpus.languages(texts.names)
+    loading.require_languages(model, f"corpus={texts.asked}", languages)
+    if made:
+        return model
+    if model.kind == "seq2seq" and settings.corpus is None and languages is None:
+        raise UserError(
+            f"An encoder-decoder such as {model.name} needs a corpus that it can read, got the default {texts.asked}. "
+            "Set corpus=multi30k, or corpus=FILE.jsonl."
+        )
+    if not all(dialogue.said[0] for dialogue in texts.dialogues):
+        raise UserError(
+            f"method={settings.method} needs requests to the model, got corpus={','.join(texts.names)}, which has "
+            f"plain text. Name another, such as {DEFAULT_CORPUS}."
+        )
+    return model
+
+
+def _examples(texts: Texts, model: Loaded) -> Corpus:
+    lm, end = model.lm, getattr(model.tokenizer, "eos_token_id", None)
+    if lm.eos_ids and end not in lm.eos_ids:
+        end = lm.eos_ids[0]
+    return Corpus(texts, model.tokenizer, end, lm.max_positions, apart=model.kind == "seq2seq")
+
+
+def _validation(name: str | None, texts: Texts, cfg: RunConfig) -> list[tuple[str, str]]:
+    """Pairs of that name, else those that belong to the corpus; empty where there are none."""
+    if name is None and len(texts.names) == 1:
+        name = corpus.validation_of(texts.names[0])
+    if name is None:
+        return []
+    return corpus.pairs(corpus.read(name, sources=Sources(cfg.paths.data, cfg.paths.cache)))
+
+
+# --------------------------------------------------------------------------------------------------------- the folder
 
 
 def _empty(folder: Path) -> None:
-    """Remove what an earlier call left. The lock stays; the card goes last, for it says whose files these are."""
+    """Remove the files of an earlier call except the lock; the card, which says whose files these are, goes last."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name in (CARD, PLAN)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -354,17 +386,17 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-# --------------------------------------------------------------------------------------------- what the class is given
+# ---------------------------------------------------------------------------------------------------------- reporting
 
 
-class Stages:
-    """Shows the stage that a preparation is in, and how far it came."""
+class StageProgress:
+    """Shows the current stage of a training and its progress."""
 
     def __init__(self) -> None:
         self._shown: Progress | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """``done`` of ``total``; a new name, another total or a step back begins a new line."""
+        """``done`` of ``total``; a new name, another total or a step back starts a new line."""
         shown = self._shown
         if shown is None or (shown.label, shown.total) != (stage, total) or done < shown.done:
             self.close()
@@ -372,16 +404,15 @@ class Stages:
         shown.advance(done - shown.done)
 
     def close(self) -> None:
-        """The stage is over."""
+        """End the stage."""
         if self._shown is not None:
             self._shown.close()
         self._shown = None
 
 
-class Curves:
-    """Points of the curves to be followed: one line each in a file, and on to the tracker.
-
-    A preparation that goes on may report points a second time: of equal steps the last line counts.
+class CurveLog:
+    """Training curves: one line per point in a file, and a tracker. A resumed training may log a step twice; the last
+    entry is valid.
     """
 
     def __init__(self, file: Path, tracker: Tracker) -> None:

@@ -1,8 +1,7 @@
 """One vocabulary of byte pairs for both languages (Sennrich et al. 2016, arXiv 1508.07909), over bytes.
 
-Every text can be written with it, so there is no unknown token, and what is decoded is the text itself: scores on
-detokenised text need no undoing. It is learnt from the references alone, so that models of one corpus, with raw or
-distilled targets and whatever their layers, share it and may draft for each other.
+There is no unknown token, and decoding gives the text itself, without detokenisation. The vocabulary is learnt from the
+references only, so that all models of one corpus share it and may draft for each other.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 PAD, EOS, MASK = "<pad>", "</s>", "<mask>"
-SPECIAL = (PAD, EOS, MASK)  # ids 0, 1 and 2; nothing is masked here, non-autoregressive students do that
+SPECIAL = (PAD, EOS, MASK)  # ids 0, 1 and 2; the mask is for non-autoregressive students
 
 
 def learn(texts: Iterable[str], size: int, positions: int) -> PreTrainedTokenizerFast:
@@ -24,9 +23,9 @@ def learn(texts: Iterable[str], size: int, positions: int) -> PreTrainedTokenize
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if size < (least := len(alphabet) + len(SPECIAL)):
-        raise ValueError(f"vocabulary={size} came; bytes and special tokens alone are {least}. Set train.vocabulary.")
+        raise ValueError(f"vocabulary must be at least {least}, all bytes and special tokens, got {size}.")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a first word is a word like others
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a first word is like any other word
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False

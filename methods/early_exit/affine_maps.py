@@ -22,11 +22,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.early_exit.exits import Lens, Reader, default_depths, require_depths
-from methods.early_exit.training_states import AnswerRecipe, states_over_answers
+from methods.early_exit.training_states import states_over_answers
 from methods.engine.causal_lm import CausalLM
 from methods.training import exit_quality
+from methods.training.answers import AnswerRecipe
 from methods.training.exit_quality import Seen
-from methods.training.interface import Workshop
+from methods.training.interface import TrainingContext
 
 HELD_OUT = 4096  # places that exits are judged at, at most
 
@@ -67,10 +68,10 @@ def chosen_depths(exits: Sequence[int] | None, target: CausalLM) -> tuple[int, .
     return depths
 
 
-def gather(workshop: Workshop, depths: Sequence[int], recipe: AnswerRecipe, tokens: int) -> tuple[Places, Places]:
+def gather(context: TrainingContext, depths: Sequence[int], recipe: AnswerRecipe, tokens: int) -> tuple[Places, Places]:
     """States over the target's own answers: ``tokens`` to fit to, and an eighth as many of other dialogues."""
     held_out = min(HELD_OUT, -(-tokens // 8))
-    parts = states_over_answers(workshop, [depth - 1 for depth in depths], recipe, tokens, held_out)
+    parts = states_over_answers(context, [depth - 1 for depth in depths], recipe, tokens, held_out)
     train, judged = (
         Places({depth: part.hidden_layers[depth - 1] for depth in depths}, part.hidden, part.tokens) for part in parts
     )

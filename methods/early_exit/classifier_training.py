@@ -1,18 +1,16 @@
-"""The exit classifier of ``calm``: one linear classifier, shared by all exits, says whether an exit has the model's
-token.
+"""The exit classifier of ``calm``: one linear classifier for all exits predicts whether an exit has the model's token.
 
 Schuster et al. 2022, arXiv 2207.07061, sec. 3.4: the model is frozen, the label of an exit is whether its most likely
-token is that of the whole model, and the classifier has as many weights as a state has dimensions. Two losses:
+token is that of the whole model, and the classifier has one weight per dimension of a state. Two losses:
 
     independent   mean of the binary cross-entropies of all exits. As in the published code (not in the paper) the two
                   classes of an exit are weighted by the share of the other one (``balance``)
-    geometric     cross-entropy of the first right exit under p_i = m_i prod_{j<i} (1 - m_j), the whole model's m being
-                  1 (Elbayad et al. 2020, arXiv 1910.10073). The paper found it worse: F1 of "do not exit" on CNN/DM at
-                  layers 1, 4 and 7 of 8 is .59, .35, .24, against .62, .49, .37
+    geometric     cross-entropy of the first right exit under p_i = m_i prod_{j<i} (1 - m_j), with m = 1 for the whole
+                  model (Elbayad et al. 2020, arXiv 1910.10073). It is worse in the paper: F1 of "do not exit" on CNN/DM
+                  at layers 1, 4 and 7 of 8 is .59, .35, .24, against .62, .49, .37
 
-States are computed once, and both losses are those of a generalised linear model over them: L-BFGS on all of them at
-once takes seconds, and no learning rate has to be found. Over a model that was not trained to exit the classifier
-judges what the maps of its exits yield (``exit_training.py``).
+Both are losses of a generalised linear model over fixed states: L-BFGS takes seconds and needs no learning rate. Over a
+model that was not trained to exit, the classifier reads the output of the maps (``exit_training.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What exits learn from: states of the target over its own answers, which all that is trained for a model share."""
+"""States of the target over its own answers, from which exits are trained; all exits of a model share them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.training.answers import HEADS_CORPUS, AnswerRecipe, Answers, own_answers
+from methods.training.answers import AnswerRecipe, Answers, own_answers
 from methods.training.features import CachedFeatures, Features
-from methods.training.head_trainer import Recipe
-from methods.training.interface import Workshop
-
-__all__ = ["HEADS_CORPUS", "AnswerRecipe", "DraftVocabulary", "Recipe", "States", "own_answers", "states_over_answers"]
+from methods.training.interface import TrainingContext
 
 _BATCH = 16  # dialogues read at once
 
 
 @dataclass(frozen=True)
-class States:
+class TrainingStates:
     """States of the target at N places from which it chooses a token of an answer.
 
     Attributes:
         tokens: what it chose.
-        hidden: behind the whole model and its norm.
+        hidden: after the whole model and its norm.
         hidden_layers: raw, by 0-based layer.
     """
 
@@ -37,17 +33,17 @@ class States:
 
 
 def states_over_answers(
-    workshop: Workshop, hidden_layers: Sequence[int], recipe: AnswerRecipe, tokens: int, held_out: int
-) -> tuple[States, States]:
-    """States to learn from and states to judge by, of different dialogues that the seed draws.
+    context: TrainingContext, hidden_layers: Sequence[int], recipe: AnswerRecipe, tokens: int, held_out: int
+) -> tuple[TrainingStates, TrainingStates]:
+    """States to learn from and states for evaluation, of different dialogues that the seed draws.
 
-    The files lie beside the answers; another preparation that wants as many tokens finds them there.
+    Their files are in the shared cache, for other trainings with as many tokens.
 
     Raises:
         ValueError: the corpus has too few prompts.
     """
-    answers = own_answers(workshop, recipe)
-    found = CachedFeatures.make(workshop, _some(answers, tokens, held_out, workshop.seed), hidden_layers)
+    answers = own_answers(context, recipe)
+    found = CachedFeatures.make(context, _some(answers, tokens, held_out, context.seed), hidden_layers)
     counts = [len(row.answer) for row in found.answers.rows]
     split, judged = len(counts), 0
     while split and judged < held_out:
@@ -55,16 +51,16 @@ def states_over_answers(
         judged += counts[split]
     if not split or not judged:
         raise ValueError(
-            f"The answers to {len(answers.rows)} prompts came; some to learn from and others to judge by are needed. "
+            f"At least two answers, one to learn from and one for evaluation, are needed, got {len(answers.rows)}. "
             "Name a larger corpus, or set train.tokens lower."
         )
     parts = (range(split), range(split, len(counts)))
-    learnt, kept = (_read(found, rows, workshop.target.dtype) for rows in parts)
+    learnt, kept = (_read(found, rows, context.target.dtype) for rows in parts)
     return learnt, kept
 
 
 def _some(answers: Answers, tokens: int, held_out: int, seed: int) -> Answers:
-    """Whole dialogues of so many tokens of answers, or all there are; states of them lie in a folder of their own."""
+    """Whole dialogues of so many tokens of answers, or all; their states have a folder of their own."""
     order = list(range(len(answers.rows)))
     random.Random(seed).shuffle(order)
     kept, count = [], 0
@@ -78,7 +74,7 @@ def _some(answers: Answers, tokens: int, held_out: int, seed: int) -> Answers:
     return Answers(tuple(kept), folder, answers.sha256)
 
 
-def _read(found: Features, rows: Sequence[int], dtype: torch.dtype) -> States:
+def _read(found: Features, rows: Sequence[int], dtype: torch.dtype) -> TrainingStates:
     tokens: list[Tensor] = []
     hidden: list[Tensor] = []
     hidden_layers: dict[int, list[Tensor]] = {}
@@ -89,4 +85,6 @@ def _read(found: Features, rows: Sequence[int], dtype: torch.dtype) -> States:
         hidden.append(batch.hidden[chosen])
         for tap, states in batch.hidden_layers.items():
             hidden_layers.setdefault(tap, []).append(states[chosen])
-    return States(torch.cat(tokens), torch.cat(hidden), {tap: torch.cat(parts) for tap, parts in hidden_layers.items()})
+    return TrainingStates(
+        torch.cat(tokens), torch.cat(hidden), {tap: torch.cat(parts) for tap, parts in hidden_layers.items()}
+    )

@@ -16,6 +16,7 @@ loss of the length weighs as much as that of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -27,18 +28,19 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.non_autoregressive.decoder_inputs import Masks
 from methods.non_autoregressive.loop import NonAutoregressive
-from methods.non_autoregressive.network import Embedding, Memory, Network, present_up_to
+from methods.non_autoregressive.network import Memory, Network, present_up_to
 from methods.non_autoregressive.student import (
     Batch,
     Candidates,
     LengthStudent,
     Objective,
+    Student,
+    Writer,
     lowest,
     mean_over,
     require_at_least_one,
 )
-from methods.non_autoregressive.training import Data, StudentTraining
-from methods.training.translation import Recipe
+from methods.non_autoregressive.training import StudentTraining
 
 
 class CmlmStudent(LengthStudent):
@@ -130,23 +132,16 @@ class Cmlm(NonAutoregressive):
         self.student.lengths.require(length_beam)
 
 
+@dataclass(kw_only=True)
 class CmlmTraining(StudentTraining):
-    """Makes a student of ``cmlm``.
+    """Trains a student of ``cmlm``.
 
     Args:
         length_weight: see ``LengthStudent``.
         data, beams, embedding, validation, recipe: see ``StudentTraining``.
     """
 
-    def __init__(
-        self,
-        length_weight: float = 1.0,
-        data: Data = "distilled",
-        beams: int = 1,
-        embedding: Embedding = "shared",
-        validation: str | None = None,
-        recipe: Recipe | None = None,
-    ) -> None:
-        writers = {f"iterations_{count}": MaskPredict(count) for count in (4, 1, 10)}
-        options = {"length_weight": length_weight}
-        super().__init__(CmlmStudent, options, writers, data, beams, embedding, validation, recipe)
+    kind: ClassVar[type[Student]] = CmlmStudent
+    writers: ClassVar[Mapping[str, Writer]] = {f"iterations_{count}": MaskPredict(count) for count in (4, 1, 10)}
+
+    length_weight: float = 1.0

@@ -32,10 +32,10 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.non_autoregressive.decoder_inputs import gather
 from methods.non_autoregressive.loop import NonAutoregressive
-from methods.non_autoregressive.network import Embedding, Memory, Network, present_up_to
-from methods.non_autoregressive.student import Batch, Candidates, Objective, Student
-from methods.non_autoregressive.training import Data, StudentTraining
-from methods.training.translation import Pair, Recipe
+from methods.non_autoregressive.network import Memory, Network, present_up_to
+from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, Writer
+from methods.non_autoregressive.training import StudentTraining
+from methods.training.translation import Pair
 
 
 class CtcStudent(Student):
@@ -130,26 +130,19 @@ class Ctc(NonAutoregressive):
         super().__init__(target, sampling, CtcPass(), False, collapse, checkpoint)
 
 
+@dataclass(kw_only=True)
 class CtcTraining(StudentTraining):
-    """Makes a student of ``ctc``.
+    """Trains a student of ``ctc``.
 
     Args:
         upsample: see ``CtcStudent``.
         data, beams, embedding, validation, recipe: see ``StudentTraining``.
     """
 
-    def __init__(
-        self,
-        upsample: int = 2,
-        data: Data = "distilled",
-        beams: int = 1,
-        embedding: Embedding = "shared",
-        validation: str | None = None,
-        recipe: Recipe | None = None,
-    ) -> None:
-        self.upsample = upsample
-        options = {"upsample": upsample}
-        super().__init__(CtcStudent, options, {"one_pass": CtcPass()}, data, beams, embedding, validation, recipe)
+    kind: ClassVar[type[Student]] = CtcStudent
+    writers: ClassVar[Mapping[str, Writer]] = {"one_pass": CtcPass()}
+
+    upsample: int = 2
 
     def fits(self, pair: Pair) -> bool:
         """Whether the source has a place for every token, and for a blank between equal ones."""

@@ -29,8 +29,7 @@ at random; positions are added once; one optimiser run and one schedule over bot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -42,11 +41,11 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.decoder_inputs import Copy
 from methods.non_autoregressive.glat import Glat, GlatStudent
-from methods.non_autoregressive.network import Embedding, Memory, Network
-from methods.non_autoregressive.student import Batch, Objective, OnePass, Student
-from methods.non_autoregressive.training import Data, Progress, StudentTraining
+from methods.non_autoregressive.network import Memory, Network
+from methods.non_autoregressive.student import Batch, Objective, OnePass, Student, Writer
+from methods.non_autoregressive.training import Progress, StudentTraining
 from methods.non_autoregressive.word_alignment import NULL, align
-from methods.training.translation import Pair, Recipe
+from methods.training.translation import Pair
 
 Base = Literal["nat", "glat"]
 _LINKS, _RATE = 1024, 3e-3  # of the fit of a dictionary: links of a step, and the learning rate
@@ -187,46 +186,41 @@ class Depa(Glat):
     kind = DepaStudent
 
 
+@dataclass(kw_only=True)
 class DepaTraining(StudentTraining):
-    """Makes a student of ``depa``.
+    """Trains a student of ``depa``.
 
     Args:
-        base: what the last phase is: vanilla NAT, or GLAT.
+        base: of the last phase: vanilla NAT, or GLAT.
         backward: see ``DepaStudent``.
         transform: read target words instead of copies.
         copy, ratio, length_weight: see ``GlatStudent``; vanilla NAT has no ratio.
         data, beams, embedding, validation, recipe: see ``StudentTraining``.
     """
 
-    def __init__(
-        self,
-        base: Base = "glat",
-        backward: float = 0.13,
-        transform: bool = True,
-        copy: Copy = "soft",
-        ratio: Sequence[float] = (0.5, 0.3),
-        length_weight: float = 1.0,
-        data: Data = "distilled",
-        beams: int = 1,
-        embedding: Embedding = "shared",
-        validation: str | None = None,
-        recipe: Recipe | None = None,
-    ) -> None:
-        self.base, self.transform = base, transform
-        glancing = list(ratio) if base == "glat" else [0.0, 0.0]
-        options = {"copy": copy, "ratio": glancing, "backward": backward, "length_weight": length_weight}
-        writers = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
-        super().__init__(DepaStudent, options, writers, data, beams, embedding, validation, recipe)
+    kind: ClassVar[type[Student]] = DepaStudent
+    writers: ClassVar[Mapping[str, Writer]] = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
+
+    base: Base = "glat"
+    backward: float = 0.13
+    transform: bool = True
+    copy: Copy = "soft"
+    ratio: Sequence[float] = (0.5, 0.3)
+    length_weight: float = 1.0
+
+    def options(self, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """See ``StudentTraining``."""
+        words = {"words": len(_target_ids(pairs))} if self.transform else {}
+        own = {"copy": self.copy, "backward": self.backward, "length_weight": self.length_weight}
+        return own | {"ratio": list(self.ratio) if self.base == "glat" else [0.0, 0.0]} | words
 
     def student(self, target: Seq2SeqLM, pairs: Sequence[Pair], progress: Progress) -> Student:
-        """See ``StudentTraining``; the pairs say what the target's words are, and what they translate."""
-        if not self.transform:
-            return super().student(target, pairs, progress)
-        ids = sorted(set(chain.from_iterable(text for _, text in pairs)))
-        self.options["words"] = len(ids)
+        """See ``StudentTraining``; the transformation learns a dictionary of the pairs."""
         made = super().student(target, pairs, progress)
+        if not self.transform:
+            return made
         assert isinstance(made.inputs, AttentiveTransformation)
-        made.inputs.ids.copy_(torch.tensor(ids))
+        made.inputs.ids.copy_(torch.tensor(_target_ids(pairs)))
         content = [(source[:-1] or source, text) for source, text in pairs]
         links = [
             (source[place], token)
@@ -238,6 +232,11 @@ class DepaTraining(StudentTraining):
             made.inputs.learn_words(links, progress)
         return made
 
-    def origin(self) -> dict[str, Any]:
-        words = {"target_words": self.options["words"]} if self.transform else {}
-        return super().origin() | {"base": self.base, "backward": self.options["backward"], **words}
+    def origin(self, student: Student) -> dict[str, Any]:
+        """See ``StudentTraining``."""
+        words = {"target_words": student.options["words"]} if self.transform else {}
+        return super().origin(student) | {"base": self.base, "backward": self.backward, **words}
+
+
+def _target_ids(pairs: Sequence[Pair]) -> list[int]:
+    return sorted({token for _, text in pairs for token in text})

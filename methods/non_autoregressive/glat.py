@@ -18,6 +18,7 @@ Differences: layers and tied embedding of the teacher, and the length's loss wei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,18 +30,18 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.non_autoregressive.decoder_inputs import Copy, copy_of
 from methods.non_autoregressive.loop import NonAutoregressive
-from methods.non_autoregressive.network import Embedding, Memory, Network
+from methods.non_autoregressive.network import Memory, Network
 from methods.non_autoregressive.student import (
     Batch,
     LengthStudent,
     Objective,
     OnePass,
     Student,
+    Writer,
     lowest,
     require_at_least_one,
 )
-from methods.non_autoregressive.training import Data, StudentTraining
-from methods.training.translation import Recipe
+from methods.non_autoregressive.training import StudentTraining
 
 
 class GlatStudent(LengthStudent):
@@ -131,26 +132,19 @@ class Glat(NonAutoregressive):
         self.student.lengths.require(length_beam)
 
 
+@dataclass(kw_only=True)
 class GlatTraining(StudentTraining):
-    """Makes a student of ``glat``.
+    """Trains a student of ``glat``.
 
     Args:
         copy, ratio, positional, length_weight: see ``GlatStudent``.
         data, beams, embedding, validation, recipe: see ``StudentTraining``.
     """
 
-    def __init__(
-        self,
-        copy: Copy = "soft",
-        ratio: Sequence[float] = (0.5, 0.3),
-        positional: bool = False,
-        length_weight: float = 1.0,
-        data: Data = "distilled",
-        beams: int = 1,
-        embedding: Embedding = "shared",
-        validation: str | None = None,
-        recipe: Recipe | None = None,
-    ) -> None:
-        options = {"copy": copy, "ratio": ratio, "positional": positional, "length_weight": length_weight}
-        writers = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
-        super().__init__(GlatStudent, options, writers, data, beams, embedding, validation, recipe)
+    kind: ClassVar[type[Student]] = GlatStudent
+    writers: ClassVar[Mapping[str, Writer]] = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
+
+    copy: Copy = "soft"
+    ratio: Sequence[float] = (0.5, 0.3)
+    positional: bool = False
+    length_weight: float = 1.0

@@ -23,7 +23,7 @@ before them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -38,11 +38,11 @@ from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.decoder_inputs import gather
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.nat_finetuning import Finetuning, three_terms
-from methods.non_autoregressive.network import Embedding, Memory, Network, present_up_to
-from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, fill, require_at_least_one
-from methods.non_autoregressive.training import Data, Progress, StudentTraining
+from methods.non_autoregressive.network import Memory, Network, present_up_to
+from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, Writer, fill, require_at_least_one
+from methods.non_autoregressive.training import Progress, StudentTraining
 from methods.non_autoregressive.word_alignment import align, fertilities
-from methods.training.translation import Pair, Recipe
+from methods.training.translation import Pair
 
 Decoding = Literal["argmax", "average", "npd"]
 _MOST_PER_TOKEN = 2  # of the source, so many tokens of the target at most
@@ -188,8 +188,9 @@ class Nat(NonAutoregressive):
         super().__init__(target, sampling, writer, rescored, collapse, checkpoint)
 
 
+@dataclass(kw_only=True)
 class NatTraining(StudentTraining):
-    """Makes a student of ``nat``.
+    """Trains a student of ``nat``.
 
     Args:
         classes, positional, fertility_weight: see ``NatStudent``.
@@ -197,29 +198,20 @@ class NatTraining(StudentTraining):
         data, beams, embedding, validation, recipe: see ``StudentTraining``.
     """
 
-    def __init__(
-        self,
-        classes: int = 16,
-        positional: bool = True,
-        fertility_weight: float = 1.0,
-        finetune: Finetuning | None = None,
-        data: Data = "distilled",
-        beams: int = 1,
-        embedding: Embedding = "shared",
-        validation: str | None = None,
-        recipe: Recipe | None = None,
-    ) -> None:
-        options = {
-            "classes": classes,
-            "positional": positional,
-            "fertility_weight": fertility_weight,
-            "finetune": None if finetune is None else finetune.as_dict(),
-        }
-        writers = {"argmax": FertilityPass(), "average": FertilityPass("average")}
-        super().__init__(NatStudent, options, writers, data, beams, embedding, validation, recipe)
+    kind: ClassVar[type[Student]] = NatStudent
+    writers: ClassVar[Mapping[str, Writer]] = {"argmax": FertilityPass(), "average": FertilityPass("average")}
+
+    classes: int = 16
+    positional: bool = True
+    fertility_weight: float = 1.0
+    finetune: Finetuning | None = None
+
+    def options(self, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """See ``StudentTraining``."""
+        return super().options(pairs) | {"finetune": None if self.finetune is None else asdict(self.finetune)}
 
     def student(self, target: Seq2SeqLM, pairs: Sequence[Pair], progress: Progress) -> Student:
-        """See ``StudentTraining``; fine-tuning asks the teacher."""
+        """See ``StudentTraining``; fine-tuning uses the teacher."""
         made = super().student(target, pairs, progress)
         assert isinstance(made, NatStudent)
         made.teacher.append(target)

@@ -1,11 +1,11 @@
 """The three-term fine-tuning of NAT (Gu et al. 2018, section 4.3).
 
 RKL(f) = sum over t and v of p_student(v | x, f) * -log p_teacher(v | y'_<t, x), where y' is what the student writes
-under the fertilities f: the teacher, frozen, says what it thinks of the student's whole distributions. Then
+under the fertilities f, and the teacher is frozen. Then
 
     L = weight * (REINFORCE of RKL(f) - RKL(f_average), f drawn, + RKL(f_aligner)) + (1 - weight) * L_distillation
 
-The first term teaches the fertilities only, the second the rest by back-propagation. The reward is centred over the
+The first term trains the fertilities only, the second the rest by back-propagation. The reward is centred over the
 batch and multiplied by 0.1, as in the released code. The paper fine-tunes at a small constant rate; here it is the last
 part of the training, in which the rate falls to nothing.
 """
@@ -13,7 +13,7 @@ part of the training, in which the rate falls to nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,14 +24,15 @@ from methods.engine.seq2seq_lm import Seq2SeqLM, Source
 from methods.non_autoregressive.network import Memory, present_up_to
 from methods.non_autoregressive.rescoring import teacher_log_probs
 from methods.non_autoregressive.student import Batch, Objective
+from methods.training.interface import require
 
 _REWARD = 0.1
-_LEAST_LOG_PROB = -50.0  # of what the teacher never writes: it has -inf, and a student any probability
+_LEAST_LOG_PROB = -50.0  # in place of the teacher's -inf for tokens that it never writes
 
 
 @dataclass(frozen=True, slots=True)
 class Finetuning:
-    """When, and how much.
+    """When, and with which weight.
 
     Attributes:
         share: of the steps, at the end.
@@ -42,13 +43,8 @@ class Finetuning:
     weight: float = 0.25
 
     def __post_init__(self) -> None:
-        if not (0 < self.share <= 1 and 0 <= self.weight <= 1):
-            raise ValueError(
-                f"Got {self}; a share above 0 to 1 and a weight from 0 to 1 are needed. Set train.finetune."
-            )
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
+        require("above 0 and at most 1", share=self.share)
+        require("from 0 to 1", weight=self.weight)
 
 
 def three_terms(

@@ -1,7 +1,7 @@
-"""A corpus of token ids that can be searched: what followed these tokens, wherever they stood?
+"""A searchable corpus of token ids: what follows an n-gram, wherever it occurs.
 
-The suffixes of all documents are kept in lexicographic order (a suffix array: Manber and Myers 1993), so the places at
-which an n-gram stands are one range of it, and within the range they are in the order of what follows. Three files:
+The suffixes of all documents are in lexicographic order (a suffix array: Manber and Myers 1993), so the occurrences of
+an n-gram are one range of it, in the order of what follows. Three files:
 
     tokens.npy      u32, big-endian: the documents, each closed by SEPARATOR, and a margin of further SEPARATORs
     places.npy      i64: where the suffixes start, in their order; those that start at a SEPARATOR are the last
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from jaxtyping import Int64, UInt32
 
-from methods.training.interface import Workshop
+from methods.training.interface import Trainable, TrainingContext
 
 VERSION = 1
 HEADER, TOKENS, PLACES = "datastore.json", "tokens.npy", "places.npy"
@@ -36,7 +36,7 @@ LONGEST = MARGIN - 1  # most tokens of an n-gram, and of a continuation
 _ID = np.dtype(">u4")
 _CLOSING = np.array(SEPARATOR, _ID).tobytes()
 _BLOCK = 1 << 20
-_MAKE = "python -m bench.train method=rest model=MODEL force=true makes a new one"
+_MAKE = "python -m bench train method=rest model=MODEL force=true makes a new one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,39 +281,39 @@ def _write(path: Path, fill: Callable[[Any], Any]) -> None:
     os.replace(draft, path)
 
 
-# ------------------------------------------------------------------------------------------------------- preparation
+# ---------------------------------------------------------------------------------------------------------- training
 
 
-class RestDatastore:
+@dataclass
+class RestDatastore(Trainable):
     """Makes the datastore of the answers of a corpus.
 
     Args:
         prompts: each document is a prompt and its answer; else the answer alone.
     """
 
-    prepares: ClassVar[str] = "a datastore of token ids with a suffix array"
-    takes: ClassVar[str] = "seconds per million tokens, nearly all of them the tokenizer's"
+    description: ClassVar[str] = "a datastore of token ids with a suffix array"
+    duration: ClassVar[str] = "seconds per million tokens, nearly all of them the tokenizer's"
 
-    def __init__(self, prompts: bool = False) -> None:
-        self.prompts = prompts
+    prompts: bool = False
 
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable``. A datastore of the same tokens is kept."""
-        vocab_size = workshop.target.vocab_size
-        tokens = joined(self._documents(workshop), vocab_size)
-        store = _kept(workshop.folder, tokens, vocab_size)
+    def fit(self, context: TrainingContext) -> dict[str, Any]:
+        """See ``Trainable``. An existing datastore of the same tokens is kept."""
+        vocab_size = context.target.vocab_size
+        tokens = joined(self._documents(context), vocab_size)
+        store = _kept(context.output, tokens, vocab_size)
         if store is None:
-            workshop.progress("suffix array", 0, 1)
+            context.report_progress("suffix array", 0, 1)
             store = Datastore(tokens, suffixes(tokens), vocab_size)
-            store.save(workshop.folder)
-            workshop.progress("suffix array", 1, 1)
+            store.save(context.output)
+            context.report_progress("suffix array", 1, 1)
         return {"tokens": store.n_tokens, "documents": store.n_documents, "bytes": store.mapped_bytes}
 
-    def _documents(self, workshop: Workshop) -> Iterable[Sequence[int]]:
-        total = len(workshop.corpus)
-        for done, example in enumerate(workshop.corpus, start=1):
+    def _documents(self, context: TrainingContext) -> Iterable[Sequence[int]]:
+        total = len(context.examples)
+        for done, example in enumerate(context.examples, start=1):
             yield example.prompt + example.answer if self.prompts else example.answer
-            workshop.progress("tokens", done, total)
+            context.report_progress("tokens", done, total)
 
 
 def _kept(folder: Path, tokens: UInt32[np.ndarray, "L"], vocab_size: int) -> Datastore | None:

@@ -1,42 +1,44 @@
-"""What the target itself answers to the prompts of a corpus: the text that a draft head has to predict.
+"""The target's own answers to the prompts of a corpus: the text that a draft head has to predict.
 
-A head trained on other people's answers learns what the target would not say (EAGLE-3 trains on the target's own,
-Medusa calls it self-distillation: arXiv 2401.10774, sec. 2.3.2). Answers are decoded in batches whose finished rows are
-dropped as they end, and appended to a file group by group, so an interrupted preparation goes on where it stopped and
-every head for the same model and corpus shares them.
+A head trained on other answers learns what the target would not say (EAGLE-3 trains on the target's own, Medusa calls
+it self-distillation: arXiv 2401.10774, sec. 2.3.2). Answers are decoded in batches, from which finished rows are
+dropped,
+and appended to a file group by group: an interrupted training resumes there, and every head for the same model and
+corpus shares them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
+from filelock import FileLock
 
 from methods.engine.generation import answer
 from methods.engine.sampling import Sampling
-from methods.training.interface import Example, Workshop
+from methods.training.interface import Example, TrainingContext, require
 
-__all__ = ["HEADS_CORPUS", "AnswerRecipe", "Answers", "alone", "answer", "own_answers"]
+__all__ = ["HEADS_CORPUS", "AnswerRecipe", "Answers", "answer", "append", "locked", "own_answers", "read_lines"]
 
-HEADS_CORPUS = "dolly,gsm8k:800"  # what draft heads learn from: requests of many kinds, and some mathematics
-_WINDOW = 8  # groups that are sorted by length together
+HEADS_CORPUS = "dolly,gsm8k:800"  # requests of many kinds, and some mathematics
+_WINDOW = 8  # groups sorted by length together
 
 
 @dataclass(frozen=True)
 class AnswerRecipe:
-    """Which answers are written.
+    """Which answers are generated.
 
     Attributes:
         tokens: of all answers together; the group that reaches it is the last one.
         limit: most tokens of one answer.
-        longest_prompt: prompts of more tokens are left out.
+        longest_prompt: longer prompts are left out.
         batch: rows decoded together.
         temperature: 0 is greedy.
     """
@@ -48,9 +50,14 @@ class AnswerRecipe:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        least = min(self.tokens, self.limit, self.longest_prompt, self.batch)
-        if least < 1 or self.temperature < 0:
-            raise ValueError(f"{self} came; numbers of at least 1 and a temperature of at least 0 are allowed.")
+        counts = {
+            "tokens": self.tokens,
+            "limit": self.limit,
+            "longest_prompt": self.longest_prompt,
+            "batch": self.batch,
+        }
+        require("at least 1", **counts)
+        require("at least 0", temperature=self.temperature)
 
     @property
     def digest(self) -> str:
@@ -63,7 +70,7 @@ class Answers:
 
     Attributes:
         rows: prompt and answer of each.
-        folder: where they lie; features of the same texts go there too.
+        folder: of their file; features of the same texts go there too.
         sha256: of all ids.
     """
 
@@ -77,97 +84,84 @@ class Answers:
         return sum(len(row.answer) for row in self.rows)
 
 
-def own_answers(workshop: Workshop, recipe: AnswerRecipe) -> Answers:
-    """The target's answers to prompts of the corpus in an order that the seed decides, written unless they lie there.
+def own_answers(context: TrainingContext, recipe: AnswerRecipe) -> Answers:
+    """The target's answers to prompts of the corpus in an order that the seed decides; those in the cache are read.
 
     Raises:
         ValueError: no prompt of the corpus is short enough.
     """
-    folder = workshop.common / f"answers-{recipe.digest}"
+    folder = context.shared_cache / f"answers-{recipe.digest}"
     folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
-        rows = _write(workshop, recipe, folder / "answers.jsonl")
+    with locked(folder):
+        rows = _write(context, recipe, folder / "answers.jsonl")
     if not rows:
         raise ValueError(
-            f"The corpus has no prompt of at most {recipe.longest_prompt} tokens. Name a larger corpus, or allow "
-            "longer prompts (train.answers.longest_prompt)."
+            f"The corpus must have a prompt of at most {recipe.longest_prompt} tokens, got none. Name a larger corpus, "
+            "or allow longer prompts (train.answers.longest_prompt)."
         )
-    return Answers(tuple(rows), folder, _digest(rows))
+    content = json.dumps([[row.prompt, row.answer] for row in rows])
+    return Answers(tuple(rows), folder, hashlib.sha256(content.encode()).hexdigest())
 
 
-def _write(workshop: Workshop, recipe: AnswerRecipe, file: Path) -> list[Example]:
-    """Append group after group until there are enough tokens, behind the whole groups that are there already."""
-    found = _read(file)
+def _write(context: TrainingContext, recipe: AnswerRecipe, file: Path) -> list[Example]:
+    """Append group after group to the whole groups in the file until there are enough tokens."""
+    found = [Example(*line) for line in read_lines(file)]
     rows: list[Example] = []
     written = 0
-    for number, group in enumerate(_groups(workshop, recipe)):
+    for number, group in enumerate(_groups(context, recipe)):
         if written >= recipe.tokens:
             break
-        workshop.progress("answers (tokens)", written, recipe.tokens)
+        context.report_progress("answers (tokens)", written, recipe.tokens)
         new = found[len(rows) : len(rows) + len(group)]
         if len(new) < len(group):
             found = []
-            new = _answer_group(workshop, recipe, group, number)
-            _append(file, new, keep=len(rows))
+            new = _answer_group(context, recipe, group, number)
+            append(file, [[row.prompt, row.answer] for row in new], keep=len(rows))
         rows += new
         written += sum(len(row.answer) for row in new)
-    workshop.progress("answers (tokens)", recipe.tokens, recipe.tokens)
+    context.report_progress("answers (tokens)", recipe.tokens, recipe.tokens)
     return rows
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process fills this folder."""
-    with (folder / ".lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+def locked(folder: Path) -> FileLock:
+    """Within it, no other process writes into this folder."""
+    return FileLock(folder / ".lock")
 
 
-def _answer_group(workshop: Workshop, recipe: AnswerRecipe, group: list[Example], number: int) -> list[Example]:
-    target = workshop.target
-    prompts = [torch.tensor(example.prompt, device=target.device) for example in group]
-    rng = torch.Generator(target.device).manual_seed(workshop.seed * 1_000_003 + number)
-    texts = answer(target, prompts, recipe.limit, Sampling(recipe.temperature), rng)
-    return [Example(example.prompt, text) for example, text in zip(group, texts, strict=True)]
-
-
-def _groups(workshop: Workshop, recipe: AnswerRecipe) -> Iterator[list[Example]]:
-    """Prompts to be decoded together: drawn by the seed, and of similar length."""
-    order = list(range(len(workshop.corpus)))
-    random.Random(workshop.seed).shuffle(order)
-    window: list[Example] = []
-    for place in order:
-        example = workshop.corpus[place]
-        if 1 <= len(example.prompt) <= recipe.longest_prompt:
-            window.append(example)
-        if len(window) == _WINDOW * recipe.batch:
-            yield from _sorted_groups(window, recipe.batch, workshop.seed)
-            window = []
-    yield from _sorted_groups(window, recipe.batch, workshop.seed)
-
-
-def _sorted_groups(window: list[Example], batch: int, seed: int) -> Iterator[list[Example]]:
-    """Groups of one window in a random order: where the answers end, they must not end at short prompts."""
-    ordered = sorted(window, key=lambda example: len(example.prompt))
-    groups = [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
-    random.Random(seed).shuffle(groups)
-    yield from groups
-
-
-def _read(file: Path) -> list[Example]:
-    """Rows of whole lines: a killed process may leave a torn one."""
+def read_lines(file: Path) -> list[Any]:
+    """The JSON values of whole lines: a killed process may leave an incomplete one."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    return [Example(*json.loads(line)) for line in lines if line.endswith(b"\n")]
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def _append(file: Path, rows: Sequence[Example], keep: int) -> None:
-    """Write rows behind the first ``keep`` lines, whatever stands there."""
+def append(file: Path, values: Sequence[Any], keep: int) -> None:
+    """Write JSON lines after the first ``keep`` lines, replacing others."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     if len(lines) > keep:
         file.write_bytes(b"".join(lines[:keep]))
     with file.open("a", encoding="utf-8") as stream:
-        stream.writelines(json.dumps([row.prompt, row.answer], separators=(",", ":")) + "\n" for row in rows)
+        stream.writelines(json.dumps(value, separators=(",", ":")) + "\n" for value in values)
 
 
-def _digest(rows: Sequence[Example]) -> str:
-    return hashlib.sha256(json.dumps([[row.prompt, row.answer] for row in rows]).encode()).hexdigest()
+def _answer_group(context: TrainingContext, recipe: AnswerRecipe, group: list[Example], number: int) -> list[Example]:
+    target = context.target
+    prompts = [torch.tensor(example.prompt, device=target.device) for example in group]
+    rng = torch.Generator(target.device).manual_seed(context.seed * 1_000_003 + number)
+    texts = answer(target, prompts, recipe.limit, Sampling(recipe.temperature), rng)
+    return [Example(example.prompt, text) for example, text in zip(group, texts, strict=True)]
+
+
+def _groups(context: TrainingContext, recipe: AnswerRecipe) -> Iterator[list[Example]]:
+    """Prompts of similar length that are decoded together, in an order that the seed decides.
+
+    The groups of a window are shuffled: otherwise the answers would end with long prompts missing.
+    """
+    order = list(range(len(context.examples)))
+    random.Random(context.seed).shuffle(order)
+    examples = (context.examples[place] for place in order)  # tokenised only as far as needed
+    short = (example for example in examples if 1 <= len(example.prompt) <= recipe.longest_prompt)
+    while window := list(islice(short, _WINDOW * recipe.batch)):
+        ordered = sorted(window, key=lambda example: len(example.prompt))
+        groups = [ordered[first : first + recipe.batch] for first in range(0, len(ordered), recipe.batch)]
+        random.Random(context.seed).shuffle(groups)
+        yield from groups

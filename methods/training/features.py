@@ -1,8 +1,8 @@
 """Hidden states of the target over its own answers: computed once, read by every head that is trained on them.
 
-The target's forward pass costs many times what a draft head costs, so training reads its states from files: one for the
-states behind the final norm, one for each tapped layer, mapped into memory. A model whose states are too large for the
-disk is asked again for every batch (``LiveFeatures``).
+The target's forward pass costs many times as much as a draft head, so training reads its states from memory-mapped
+files: one for the states after the final norm, one for each tapped layer. States that are too large for the disk are
+computed for every batch (``LiveFeatures``).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch.nn.utils.rnn import pad_sequence
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.seq2seq_lm import Seq2SeqLM
-from methods.training.answers import AnswerRecipe, Answers, alone, own_answers
-from methods.training.interface import Example, Workshop
+from methods.training.answers import AnswerRecipe, Answers, locked, own_answers
+from methods.training.interface import Example, TrainingContext
 
 FeatureForm = Literal["cached", "live"]
 _HELD_OUT = 20  # every twentieth dialogue is held out
-_PASS_TOKENS = 4096  # of one pass of the target
+_PASS_TOKENS = 4096  # of one forward pass of the target
 _STORED = {torch.bfloat16: np.uint16, torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some dialogues and what the target made of them, padded at the end.
+    """Some dialogues and the target's states over them, padded at the end.
 
     Attributes:
         tokens: [B, T] ids, 0 where there are none.
-        hidden: [B, T, D] states behind the final norm; ``hidden[:, t]`` predicts ``tokens[:, t + 1]``.
-        hidden_layers: states behind single layers, 0-based.
+        hidden: [B, T, D] states after the final norm; ``hidden[:, t]`` predicts ``tokens[:, t + 1]``.
+        hidden_layers: states after single layers, 0-based.
         prompts: tokens of the prompt in each row.
         lengths: tokens of prompt and answer in each row.
     """
@@ -52,16 +52,16 @@ class Batch:
 
     @property
     def present(self) -> Bool[Tensor, "B T"]:
-        """Where a token stands."""
+        """Where there is a token."""
         return self._place < self._column(self.lengths)
 
     @property
     def answered(self) -> Bool[Tensor, "B T"]:
-        """Where a token of the answer stands."""
+        """Where there is a token of the answer."""
         return self.present & (self._place >= self._column(self.prompts))
 
     def shifted(self, n: int) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """What stands ``n`` places behind each place, and where that is a token of the answer."""
+        """The token ``n`` places after each place, and where that is a token of the answer."""
         labels, valid = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens, dtype=torch.bool)
         if n < self.tokens.shape[1]:
             labels[:, : labels.shape[1] - n] = self.tokens[:, n:]
@@ -96,16 +96,16 @@ class Features:
         raise NotImplementedError
 
     def answer_tokens(self, rows: Sequence[int]) -> Int[Tensor, "T"]:
-        """The ids of some answers, one behind the other."""
+        """The ids of some answers, concatenated."""
         return torch.tensor([token for row in rows for token in self.answers.rows[row].answer], dtype=torch.long)
 
     def vocabulary(self, most: int, target: CausalLM) -> DraftVocabulary:
-        """What the target writes most often in the dialogues to learn from, on its device."""
+        """The most frequent tokens of the target's answers to learn from, on its device."""
         tokens = self.answer_tokens(self.train or self.held_out)
         return DraftVocabulary.frequent(tokens, most, target.vocab_size, target.eos_ids).to(target.device)
 
     def coverage(self, vocabulary: DraftVocabulary) -> float:
-        """Share of the tokens of held-out answers that can be proposed."""
+        """Share of the tokens of held-out answers that are in the vocabulary."""
         tokens = self.answer_tokens(self.held_out).to(vocabulary.ids.device)
         return round(float((vocabulary.of(tokens) >= 0).float().mean()), 4)
 
@@ -121,35 +121,32 @@ class Features:
 
 
 def features(
-    workshop: Workshop,
-    hidden_layers: Sequence[int] = (),
-    recipe: AnswerRecipe | None = None,
-    form: FeatureForm = "cached",
+    context: TrainingContext, hidden_layers: Sequence[int], recipe: AnswerRecipe, form: FeatureForm = "cached"
 ) -> Features:
-    """The target's own answers and its states over them, made unless they lie there.
+    """The target's own answers and its states over them; what is in the shared cache is read.
 
     Args:
-        workshop: of the preparation.
-        hidden_layers: layers whose states are wanted beside those behind the final norm.
-        recipe: of the answers; None: the defaults.
+        context: of the training.
+        hidden_layers: layers whose states are wanted beside those after the final norm.
+        recipe: of the answers.
         form: ``cached`` files, or ``live``, computed for each batch.
 
     Raises:
         ValueError: no usable prompt, a layer beyond the model, or a disk too small for the files.
     """
-    target = workshop.target
+    target = context.target
     if outside := [tap for tap in hidden_layers if not 0 <= tap < target.n_layers]:
         raise ValueError(
-            f"Layers {outside} came as hidden_layers; {target.name} has layers 0 to {target.n_layers - 1}."
+            f"Taps of {target.name} must be layers 0 to {target.n_layers - 1}, got {outside}. Set train.taps."
         )
-    answers = own_answers(workshop, recipe or AnswerRecipe())
+    answers = own_answers(context, recipe)
     if form == "live":
         return LiveFeatures(target, answers, hidden_layers)
-    return CachedFeatures.make(workshop, answers, hidden_layers)
+    return CachedFeatures.make(context, answers, hidden_layers)
 
 
 class LiveFeatures(Features):
-    """States computed anew for every batch."""
+    """States computed for every batch."""
 
     def __init__(self, target: CausalLM, answers: Answers, hidden_layers: Sequence[int]) -> None:
         super().__init__(answers)
@@ -165,7 +162,7 @@ class LiveFeatures(Features):
 
 
 class CachedFeatures(Features):
-    """States read from files that are mapped into memory."""
+    """States read from memory-mapped files."""
 
     def __init__(self, target: CausalLM, answers: Answers, files: dict[int | None, Path]) -> None:
         super().__init__(answers)
@@ -174,16 +171,16 @@ class CachedFeatures(Features):
         self._files = {tap: np.memmap(path, _STORED[target.dtype], "r") for tap, path in files.items()}
 
     @classmethod
-    def make(cls, workshop: Workshop, answers: Answers, hidden_layers: Sequence[int]) -> CachedFeatures:
-        """Compute the files that are missing, all in one go over the answers."""
+    def make(cls, context: TrainingContext, answers: Answers, hidden_layers: Sequence[int]) -> CachedFeatures:
+        """Compute the missing files in one pass over the answers."""
         files: dict[int | None, Path] = {None: answers.folder / "hidden.bin"}
         files |= {tap: answers.folder / f"layer_{tap}.bin" for tap in hidden_layers}
-        with alone(answers.folder):
+        with locked(answers.folder):
             missing = {tap: path for tap, path in files.items() if not _complete(path, answers)}
             if missing:
-                _require_space(workshop.target, answers, missing)
-                _compute(workshop, answers, missing)
-        return cls(workshop.target, answers, files)
+                _require_space(context.target, answers, missing)
+                _compute(context, answers, missing)
+        return cls(context.target, answers, files)
 
     def batch(self, rows: Sequence[int], dtype: torch.dtype = torch.float32) -> Batch:
         """See ``Features.batch``."""
@@ -207,11 +204,11 @@ class CachedFeatures(Features):
 def states(
     target: CausalLM, texts: Sequence[Int[Tensor, "_"]], hidden_layers: Sequence[int], prompts: Sequence[int] = ()
 ) -> tuple[Float[Tensor, "B T D"], dict[int, Float[Tensor, "B T D"]]]:
-    """The target's states over whole texts, after the final norm and after ``hidden_layers``; rows padded at the end.
+    """The target's states over whole texts: after the final norm, and after ``hidden_layers``; rows padded at the end.
 
     Args:
-        prompts: tokens of the prompt in each text. An encoder-decoder needs them: its decoder has no states over the
-            source, so they are 0 up to the last token of it, in whose place the start token stands.
+        prompts: tokens of the prompt in each text, for an encoder-decoder: its decoder has no states over the source,
+            so they are 0 there, and that of the start token is at the source's last token.
     """
     if isinstance(target, Seq2SeqLM):
         return _states_of_decoder(target, texts, hidden_layers, prompts)
@@ -242,9 +239,9 @@ def _states_of_decoder(
     }
 
 
-def _compute(workshop: Workshop, answers: Answers, files: dict[int | None, Path]) -> None:
-    """Write some files in one go; an interrupted one begins anew, since it takes a fraction of the answers' time."""
-    target, starts = workshop.target, _starts(answers.rows)
+def _compute(context: TrainingContext, answers: Answers, files: dict[int | None, Path]) -> None:
+    """Write some files in one pass, which starts over if interrupted: it takes a fraction of the answers' time."""
+    target, starts = context.target, _starts(answers.rows)
     hidden_layers = [tap for tap in files if tap is not None]
     total = starts[-1] * target.hidden_size
     drafts = {tap: path.with_suffix(".tmp") for tap, path in files.items()}
@@ -262,7 +259,7 @@ def _compute(workshop: Workshop, answers: Answers, files: dict[int | None, Path]
                 first, last = starts[row] * target.hidden_size, starts[row + 1] * target.hidden_size
                 store[first:last] = _as_array(state[place, : len(texts[place])])
         done += sum(len(text) for text in texts)
-        workshop.progress("features (tokens)", done, starts[-1])
+        context.report_progress("features (tokens)", done, starts[-1])
     for tap, path in files.items():
         stores[tap].flush()
         drafts[tap].replace(path)
@@ -270,7 +267,7 @@ def _compute(workshop: Workshop, answers: Answers, files: dict[int | None, Path]
 
 
 def _portions(rows: Sequence[Example]) -> list[list[int]]:
-    """Numbers of dialogues of similar length that make one pass together."""
+    """Numbers of dialogues of similar length, for one pass each."""
     length = [len(row.prompt) + len(row.answer) for row in rows]
     portions: list[list[int]] = []
     for row in sorted(range(len(rows)), key=length.__getitem__):
@@ -302,8 +299,8 @@ def _require_space(target: CausalLM, answers: Answers, files: dict[int | None, P
     needed, free = len(files) * per_file, shutil.disk_usage(answers.folder).free
     if needed > 0.95 * free:
         raise ValueError(
-            f"The target's states over its answers take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. Make "
-            "room, set train.answers.tokens lower, or train.features=live, which computes them for each batch."
+            f"The target's states over its answers need {needed / 1e9:.1f} GB, got {free / 1e9:.1f} GB of free disk. "
+            "Free some, set train.answers.tokens lower, or train.features=live, which computes them for each batch."
         )
 
 

@@ -1,16 +1,38 @@
-"""What is trained, and what a training works with."""
+"""What can be trained, and what a training works with."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 if TYPE_CHECKING:
     from methods.engine.causal_lm import CausalLM
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "at least 2": lambda value: value >= 2,
+    "at least 0": lambda value: value >= 0,
+    "above 0": lambda value: value > 0,
+    "from 0 to below 1": lambda value: 0 <= value < 1,
+    "from 0 to 1": lambda value: 0 <= value <= 1,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
+}
+
+
+def require(rule: str, **values: Any) -> None:
+    """Check some settings against a rule of ``_RULES``; None is allowed.
+
+    Raises:
+        ValueError: naming the first setting that breaks the rule.
+    """
+    for name, value in values.items():
+        if value is not None and not _RULES[rule](value):
+            raise ValueError(f"{name} must be {rule}, got {value}. Set train.{name}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,120 +48,79 @@ class Example:
     answer: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Workshop:
-    """What a preparation works with.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingContext:
+    """What a training works with.
 
     Attributes:
-        target: the model it prepares for.
-        corpus: dialogues, in a fixed order.
-        folder: where the finished part goes. What an interrupted call left there is still there; notes on how it was
-            made go into its folder ``making``, which is no piece of the part.
+        output: folder of the result; files of an interrupted run are still there. Its subfolder ``training_log`` is not
+            part of the result.
+        shared_cache: folder shared by all trainings with the same model and corpus.
+        model: the target or teacher, with its tokenizer; None: a model is made from scratch.
+        examples: dialogues in a fixed order (``Trainable.learns_from``).
+        pairs: source and target texts in a fixed order, likewise.
+        validation: further pairs; empty: some of ``pairs`` are held out.
         seed: the only source of randomness.
-        progress: told (stage, done, total) as the work goes on.
-        log: takes one point of the curves to be followed, e.g. ``{"step": 20, "loss": 1.3}``.
-        common: folder shared by all preparations for the same model and corpus, e.g. for what the target wrote.
+        device: where the training runs.
+        report_progress: takes stage, done, total.
+        log: takes one point of the training curves, e.g. ``{"step": 20, "loss": 1.3}``.
     """
 
-    target: CausalLM
-    corpus: Sequence[Example]
-    folder: Path
-    seed: int
-    progress: Callable[[str, int, int], None]
-    log: Callable[[Mapping[str, float]], None]
-    common: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Foundry:
-    """What the making of a whole model works with: there is no target yet.
-
-    Attributes:
-        pairs: what is read, and what is to be written, as texts in a fixed order.
-        validation: other pairs, to judge the model by on the way.
-        teacher: a model whose own texts are learnt from in place of those of ``pairs``, with its tokenizer; None: none.
-        device: where the model is made.
-        folder, seed, progress, log: see ``Workshop``.
-        common: folder shared by all that learn from this teacher and these pairs.
-    """
-
-    pairs: Sequence[tuple[str, str]]
-    validation: Sequence[tuple[str, str]]
-    teacher: tuple[CausalLM, Any] | None
-    device: torch.device
-    folder: Path
-    seed: int
-    progress: Callable[[str, int, int], None]
-    log: Callable[[Mapping[str, float]], None]
-    common: Path
-
-
-@runtime_checkable
-class ModelMaker(Protocol):
-    """Makes a model of its own, to be loaded by name like any other. ``fit`` is given a ``Foundry``.
-
-    Attributes:
-        prepares, takes: see ``Trainable``.
-        corpus: names of the pairs it learns from unless others are asked for.
-        validation: names of the pairs it is judged by; None: some of the former are held out.
-        learns_from_teacher: whether a teacher is needed.
-    """
-
-    prepares: ClassVar[str]
-    takes: ClassVar[str]
-    corpus: ClassVar[str]
-    validation: str | None
+    output: Path
+    shared_cache: Path
+    model: CausalLM | None = None
+    tokenizer: Any = None
+    examples: Sequence[Example] = ()
+    pairs: Sequence[tuple[str, str]] = ()
+    validation: Sequence[tuple[str, str]] = ()
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    report_progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+    log: Callable[[Mapping[str, float]], None] = lambda point: None
 
     @property
-    def learns_from_teacher(self) -> bool: ...
+    def target(self) -> CausalLM:
+        """The model, which must be there."""
+        if self.model is None:
+            raise ValueError("This training needs a model, got none. Set model=NAME.")
+        return self.model
+
+
+class Trainable(ABC):
+    """Whatever is made before decoding: draft heads, a search, a datastore, a model.
+
+    Attributes:
+        makes: a checkpoint that a method uses with a model, or a model that is loaded by name.
+        learns_from: what the context holds.
+        description: what is made, e.g. ``a datastore of token ids``.
+        duration: how long that takes, e.g. ``seconds per million tokens``.
+        corpus: default corpus; None: the general one.
+        validation: corpus of pairs for validation; None: that of the corpus.
+    """
+
+    makes: ClassVar[Literal["checkpoint", "model"]] = "checkpoint"
+    learns_from: ClassVar[Literal["dialogues", "pairs"]] = "dialogues"
+    description: ClassVar[str]
+    duration: ClassVar[str]
+    corpus: ClassVar[str | None] = None
+    validation: str | None = None
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the context must have a model."""
+        return self.makes == "checkpoint"
 
     def model_name(self, corpus: str) -> str:
-        """What the model is called, e.g. ``multi30k_4_4``."""
-        ...
+        """Name of the model that is made, e.g. ``multi30k_4_4``."""
+        raise NotImplementedError
 
-    def fit(self, foundry: Foundry) -> dict[str, Any]:
-        """See ``Trainable.fit``."""
-        ...
-
-
-@runtime_checkable
-class PairLearner(Protocol):
-    """Makes a part for a translation model out of pairs. ``fit`` is given a ``Foundry`` with that model as its teacher.
-
-    Attributes:
-        prepares, takes: see ``Trainable``.
-        corpus, validation: see ``ModelMaker``.
-    """
-
-    prepares: ClassVar[str]
-    takes: ClassVar[str]
-    corpus: ClassVar[str]
-    validation: str | None
-
-    def fit(self, foundry: Foundry) -> dict[str, Any]:
-        """See ``Trainable.fit``."""
-        ...
-
-
-@runtime_checkable
-class Trainable(Protocol):
-    """Whatever must be prepared before decoding: gradient heads, a search, a datastore, a threshold.
-
-    Attributes:
-        prepares: what it makes, for people, e.g. ``a datastore of token ids``.
-        takes: how long that takes, for people, e.g. ``seconds per million tokens``.
-    """
-
-    prepares: ClassVar[str]
-    takes: ClassVar[str]
-
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """Make the part and write it into the workshop's folder, going on from what lies there.
+    @abstractmethod
+    def fit(self, context: TrainingContext) -> dict[str, Any]:
+        """Write the result into ``context.output``; an interrupted call is resumed.
 
         Returns:
-            Facts for the card beside the part: sizes, steps, acceptance. Lines under ``summary`` are printed instead.
+            Facts for the card: sizes, steps, acceptance. Lines under ``summary`` are printed instead.
 
         Raises:
-            ValueError: arguments or a corpus that cannot work.
+            ValueError: settings or a corpus that cannot work.
         """
-        ...

@@ -4,14 +4,14 @@
     free    (k CE_k + L CE_L) / (k + L), and ``distillation`` times the layerwise distillation of the layers up to k
             (Bae et al. 2023, arXiv 2310.05424, sec. 4.1)
 
-CE_i is the cross-entropy of what the model's own norm and output matrix make of the state behind layer i, so that after
-training every layer is read by the lens alone. The loss is what makes exits work: early layers of a model
-that differs in nothing else agree with the last one far less often after the usual one.
+CE_i is the cross-entropy of the model's own norm and output matrix on the state after layer i, so that the lens alone
+reads every layer after training. The loss makes exits work: with the usual loss, early layers of the same model agree
+with the last one far less often.
 
 Layerwise distillation: mean squared error between states of the layers up to k and the detached states of as many
-layers spread evenly over the model. Which layer learns from which: ``dynamic`` (the published default), going down from
-the last one, each takes the nearest state among the layers strictly below the one chosen before; where none is left,
-the rest goes without. ``uniform`` pairs them in order.
+layers spread evenly over the model. ``dynamic`` (the published default) pairs them from the last one down: each takes
+the nearest state among the layers strictly below the one chosen before, as long as there is one. ``uniform`` pairs them
+in order.
 
 HASH-EE trains with the exits it decodes with: ``frozen_from`` makes each token's state stay as it is above its depth.
 """
@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from methods.training.interface import require
+
 Exits = Literal["calm", "free"]
 Pairing = Literal["dynamic", "uniform"]
 
@@ -36,7 +38,7 @@ CrossEntropy = Callable[[Float[Tensor, "n D"]], Float[Tensor, ""]]
 
 @runtime_checkable
 class LayerLoss(Protocol):
-    """A loss over the states behind all layers."""
+    """A loss over the states after all layers."""
 
     def __call__(
         self, states: Sequence[Float[Tensor, "n D"]], cross_entropy: CrossEntropy
@@ -44,8 +46,8 @@ class LayerLoss(Protocol):
         """What is minimised, and its parts for the curves.
 
         Args:
-            states: behind each layer at the places that are judged, raw, the last one too.
-            cross_entropy: of what the model's own norm and output matrix make of such states.
+            states: raw, after each layer, at the places that are judged.
+            cross_entropy: of the model's own norm and output matrix on such states.
         """
         ...
 
@@ -116,19 +118,17 @@ def make_loss(exits: Exits, layers: int, shallow: int | None = None, distillatio
     if exits == "calm":
         return CalmLoss()
     k = max(1, round(layers / 4)) if shallow is None else shallow
-    if not 1 <= k < layers or distillation < 0:
-        raise ValueError(
-            f"shallow={k}, distillation={distillation} came; the model has {layers} layers, so 1 to {layers - 1} are "
-            "allowed for the shallow exit, and a weight of at least 0. Set train.shallow and train.distillation."
-        )
+    require("at least 0", distillation=distillation)
+    if not 1 <= k < layers:
+        raise ValueError(f"shallow must be from 1 to {layers - 1} for {layers} layers, got {k}. Set train.shallow.")
     return FreeLoss(k, distillation)
 
 
 @contextmanager
 def frozen_from(layers: Iterable[nn.Module], depths: Int[Tensor, "B T"]) -> Iterator[None]:
-    """Within it, layers of transformers leave a state as it is where so many layers have run.
+    """Within it, layers of transformers do not change a state after so many layers.
 
-    Attention still sees all states, each layer through its own projections: what decoding with these exits computes.
+    Attention still sees all states, each layer through its own projections, as in decoding with these exits.
 
     Args:
         layers: all of the model's, in order.
@@ -144,7 +144,7 @@ def frozen_from(layers: Iterable[nn.Module], depths: Int[Tensor, "B T"]) -> Iter
 
 @contextmanager
 def collected(layers: Iterable[nn.Module]) -> Iterator[list[Float[Tensor, "B T D"]]]:
-    """Within it, the states behind layers of transformers come into a list as they are computed."""
+    """Within it, the states after layers of transformers are appended to a list as they are computed."""
     states: list[Tensor] = []
 
     def keep(index: int, before: Tensor, behind: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def collected(layers: Iterable[nn.Module]) -> Iterator[list[Float[Tensor, "B T D
 
 @contextmanager
 def _watched(layers: Iterable[nn.Module], change: Callable[[int, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Every layer yields what ``change`` makes of its number, its input and its output."""
+    """Every layer returns ``change`` of its number, its input and its output."""
 
     def hook(index: int) -> Callable[[Any, Any, Any], Any]:
         def call(layer: Any, given: Any, output: Any) -> Any:
@@ -176,7 +176,7 @@ def _watched(layers: Iterable[nn.Module], change: Callable[[int, Tensor, Tensor]
 
 
 def _nearest_below(students: Sequence[Tensor], teachers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Teachers from the last one down, each with the nearest student below the one that was chosen before."""
+    """Teachers from the last one down, each with the nearest student below the one chosen before."""
     pairs, bound = [], len(students)
     for teacher in reversed(teachers):
         if not bound:

@@ -1,192 +1,236 @@
-"""The one optimisation loop of everything that is trained here: draft heads, and whole models.
+"""The training loop of draft heads, exits and whole models.
 
-What differs, the loss and what is measured on the way, is a subclass; here are updates, schedule, the gradient's
-bound, curves, a checkpoint every minute, and going on after a kill. What a step sees depends on the seed and its number
-alone, so an interrupted training goes on as if it had not been.
+The loss, the batches and the evaluation are functions of the caller; optimiser, schedule, gradient clipping, curves,
+a checkpoint every minute and resuming are here. A step depends on the seed and its number alone, so a resumed training
+ends exactly like an uninterrupted one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Precision = Literal["auto", "float32", "bfloat16"]
+from methods.training.interface import TrainingContext, require
 
-STATE = "training.pt"
+Precision = Literal["auto", "float32", "bfloat16"]
+Loss = tuple[Tensor, Mapping[str, "Tensor | float | int"]]  # what is minimised, and numbers for the curves
+Point = tuple[dict[str, Any], dict[str, float]]  # of the curve in the card, and of the training curves
+B = TypeVar("B")
+
+STATE, SNAPSHOTS = "training.pt", "snapshots"
 SAVE_EVERY_S = 60.0
 _LOG_EVERY = 10  # steps
+_WINDOW = 16  # batches sorted by length together
 
 
-@runtime_checkable
-class Plan(Protocol):
-    """How long is trained, and how fast.
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long and how fast to train.
 
     Attributes:
-        steps: updates.
-        learning_rate: at its highest.
-        clip: most norm of the gradient.
-        evaluations: times that what was learnt is measured, evenly spread over the steps.
+        steps: number of updates.
+        batch_size: rows per update: dialogues, texts, or states.
+        learning_rate: peak learning rate of AdamW.
+        warmup: share of the steps in which the rate rises linearly; it falls along a cosine afterwards.
+        final: learning rate at the end, as a share of the peak.
+        weight_decay, betas: of AdamW.
+        clip: maximum norm of the gradient.
+        precision: of matrix products; auto is bfloat16 where the hardware supports it natively.
+        evaluations: number of evaluations, evenly spread over the steps.
     """
 
-    @property
-    def steps(self) -> int: ...
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def clip(self) -> float: ...
-    @property
-    def evaluations(self) -> int: ...
+    eps: ClassVar[float] = 1e-8
+
+    steps: int = 2000
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    warmup: float = 0.04
+    final: float = 0.05
+    weight_decay: float = 0.0
+    betas: Sequence[float] = (0.9, 0.95)
+    clip: float = 1.0
+    precision: Precision = "auto"
+    evaluations: int = 8
+
+    def __post_init__(self) -> None:
+        require("at least 1", steps=self.steps, batch_size=self.batch_size, evaluations=self.evaluations)
+        require("above 0", learning_rate=self.learning_rate, clip=self.clip)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, as a share of the highest."""
-        ...
-
-
-@runtime_checkable
-class Place(Protocol):
-    """Where a training works: ``Workshop`` and ``Foundry`` of methods/decoder.py."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def progress(self) -> Callable[[str, int, int], None]: ...
-    @property
-    def log(self) -> Callable[[Mapping[str, float]], None]: ...
+        """Learning rate of a step as a share of the peak."""
+        rising = max(1, round(self.warmup * self.steps))
+        if step < rising:
+            return (step + 1) / rising
+        way = (step - rising) / max(1, self.steps - rising)
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * way))
 
 
 class Epochs:
-    """Batches, all of them once an epoch, those of one epoch made at a time.
+    """Batches of row numbers, each row once per epoch.
 
     Args:
-        length: batches of an epoch.
-        make: they, as numbers of rows, from the number of the epoch.
+        length: batches per epoch.
+        make: all batches of an epoch, from its number.
     """
 
     def __init__(self, length: int, make: Callable[[int], list[list[int]]]) -> None:
         self._length, self._make = length, make
         self._made: tuple[int, list[list[int]]] | None = None
 
+    @classmethod
+    def shuffled(cls, lengths: Mapping[int, int], size: int, seed: int) -> Epochs:
+        """Batches of ``size`` rows of similar length, in a random order; ``lengths`` by row number."""
+
+        def make(epoch: int) -> list[list[int]]:
+            rng, rows = random.Random(f"{seed}-{epoch}"), list(lengths)
+            rng.shuffle(rows)
+            batches = []
+            for start in range(0, len(rows), _WINDOW * size):
+                window = sorted(rows[start : start + _WINDOW * size], key=lengths.__getitem__)
+                batches += [window[first : first + size] for first in range(0, len(window), size)]
+            rng.shuffle(batches)
+            return batches
+
+        return cls(-(-len(lengths) // size), make)
+
     def batch(self, step: int) -> list[int]:
-        """What a step sees."""
+        """Row numbers of a step."""
         epoch, place = divmod(step, self._length)
         if self._made is None or self._made[0] != epoch:
             self._made = (epoch, self._make(epoch))
         return self._made[1][place]
 
     def count(self, steps: int) -> float:
-        """So many epochs are so many steps."""
+        """Epochs in so many steps."""
         return round(steps / self._length, 2)
 
 
-class Loop:
-    """Updates of some parameters up to the end of a plan, going on from a checkpoint in the place's folder.
+class Trainer:
+    """Trains the parameters of a module that require a gradient, resuming from ``training.pt`` in the output folder.
 
     Args:
-        learnt: the parameters, by name.
-        optimizer: of all of them; its learning rate is set here, times the ``share`` of a group that has one.
-        plan: how long and how fast.
-        place: folder, seed, and whom to tell.
-        about: what a checkpoint must agree in, by name, e.g. the hash of the texts.
-        save_every_s: seconds between two checkpoints.
+        config: how long and how fast.
+        module: set to training mode before a step, and to evaluation mode before an evaluation.
+        context: folder, seed, progress and log.
+        data: identifies what is learnt from; a checkpoint of a training on other data is refused.
+        shares: factors on the learning rate of parameters by the beginning of their names.
 
     Attributes:
-        step: updates done.
-        curve: what ``evaluate`` found, in order.
+        learnt: the trained parameters by name.
+        step: number of updates done.
+        curve: results of the evaluations in order.
 
     Raises:
-        ValueError: the folder holds the checkpoint of a training on something else.
+        ValueError: the folder holds the checkpoint of a training on other data.
     """
 
     def __init__(
         self,
-        learnt: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        plan: Plan,
-        place: Place,
-        about: Mapping[str, str],
-        save_every_s: float = SAVE_EVERY_S,
+        config: TrainingConfig,
+        module: nn.Module,
+        context: TrainingContext,
+        data: str,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
-        self.learnt, self.optimizer, self.plan, self.place, self.about = (
-            dict(learnt),
-            optimizer,
-            plan,
-            place,
-            dict(about),
+        self.config, self.module, self.context, self.data = config, module, context, data
+        self.learnt = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.device = next(iter(self.learnt.values())).device
+        betas = config.betas[0], config.betas[1]
+        self.optimizer = torch.optim.AdamW(
+            self._groups(shares or {}), config.learning_rate, betas, config.eps, config.weight_decay
         )
-        self.file, self.save_every_s = place.folder / STATE, save_every_s
-        self.step = 0
-        self.curve: list[dict[str, Any]] = []
+        self.step, self.curve = 0, list[dict[str, Any]]()
+        self._file = context.output / STATE
         self._restore()
 
-    def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
-        """What is minimised in the step that comes, and numbers for the curves."""
-        raise NotImplementedError
+    def run(
+        self, loss_fn: Callable[[B, int], Loss], batches: Callable[[int], B], evaluate: Callable[[], Point]
+    ) -> None:
+        """Train to the last step.
 
-    def evaluate(self) -> None:
-        """Measure what is learnt so far, and add it to the curve."""
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Train to the end."""
-        plan = self.plan
-        marks = {round(plan.steps * (n + 1) / plan.evaluations) for n in range(plan.evaluations)}
-        saved = perf_counter()
-        while self.step < plan.steps:
-            self._update()
+        Args:
+            loss_fn: from a batch and the number of the step.
+            batches: the batch of a step; it may draw random numbers.
+            evaluate: measures the module.
+        """
+        config, saved = self.config, perf_counter()
+        marks = {round(config.steps * (n + 1) / config.evaluations) for n in range(config.evaluations)}
+        while self.step < config.steps:
+            self.update(loss_fn, batches)
             if self.step in marks:
-                self.evaluate()
-            if perf_counter() - saved > self.save_every_s:
+                self._evaluate(evaluate)
+            if perf_counter() - saved > SAVE_EVERY_S:
                 self._save()
                 saved = perf_counter()
-            self.place.progress("training (steps)", self.step, plan.steps)
+            self.context.report_progress("training (steps)", self.step, config.steps)
         self._save()
 
-    def _update(self) -> None:
+    def update(self, loss_fn: Callable[[B, int], Loss], batches: Callable[[int], B]) -> None:
+        """One step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.learning_rate * self.plan.rate(self.step) * group.get("share", 1.0)
-        torch.manual_seed(self.place.seed * 1_000_003 + self.step)  # noise and dropout of a step, also after a kill
-        loss, seen = self.loss()
+            group["lr"] = self.config.learning_rate * self.config.rate(self.step) * group.get("share", 1.0)
+        torch.manual_seed(self.context.seed * 1_000_003 + self.step)  # noise and dropout, also after resuming
+        self.module.train()
+        batch = batches(self.step)
+        with autocast(self.config.precision, self.device):
+            loss, seen = loss_fn(batch, self.step)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.learnt.values(), self.plan.clip)
+        norm = nn.utils.clip_grad_norm_(self.learnt.values(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        if self.step % _LOG_EVERY == 0 or self.step == self.plan.steps:
+        if self.step % _LOG_EVERY == 0 or self.step == self.config.steps:
             numbers = {"loss": loss.detach(), "gradient": norm, **seen}
-            self.place.log({"step": self.step, **{name: float(value) for name, value in numbers.items()}})
+            self.context.log({"step": self.step, **{name: float(value) for name, value in numbers.items()}})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the card."""
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
+            "steps": self.step,
+            "curve": self.curve,
+        }
+
+    @torch.no_grad()
+    def _evaluate(self, evaluate: Callable[[], Point]) -> None:
+        self.module.eval()
+        point, numbers = evaluate()
+        self.curve.append({"step": self.step, **point})
+        self.context.log({"step": self.step, **numbers})
+
+    def _groups(self, shares: Mapping[str, float]) -> list[dict[str, Any]]:
+        others = [p for name, p in self.learnt.items() if not name.startswith(tuple(shares))]
+        groups: list[dict[str, Any]] = [{"params": others}]
+        for prefix, share in shares.items():
+            groups.append({"params": [p for n, p in self.learnt.items() if n.startswith(prefix)], "share": share})
+        return [group for group in groups if group["params"]]
 
     def _save(self) -> None:
-        state = {
-            "step": self.step,
-            "learnt": self.learnt,
-            "optimizer": self.optimizer.state_dict(),
-            "curve": self.curve,
-            **self.about,
-        }
-        draft = self.file.with_suffix(".tmp")
-        torch.save(state, draft)
-        draft.replace(self.file)
+        state = {"learnt": self.learnt, "optimizer": self.optimizer.state_dict(), "data": self.data}
+        draft = self._file.with_suffix(".tmp")
+        torch.save({"step": self.step, "curve": self.curve, **state}, draft)
+        draft.replace(self._file)
 
     def _restore(self) -> None:
-        if not self.file.exists():
+        if not self._file.exists():
             return
-        device = next(iter(self.learnt.values())).device
-        state = torch.load(self.file, map_location=device, weights_only=True)
-        for name, value in self.about.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"{self.file.parent} holds a training on other {name} than there are now. Delete it (or "
-                    "force=true) to begin anew."
-                )
+        state = torch.load(self._file, map_location=self.device, weights_only=True)
+        if state.get("data") != self.data:
+            raise ValueError(
+                f"{self._file.parent} holds an unfinished training on other data. Delete it, or set force=true."
+            )
         with torch.no_grad():
             for name, parameter in self.learnt.items():
                 parameter.copy_(state["learnt"][name])
@@ -195,18 +239,19 @@ class Loop:
 
 
 def discard(folder: Path) -> None:
-    """Remove the checkpoint: what was trained is written, and this is no piece of it."""
+    """Remove the training state from the output folder, after the result is written."""
     (folder / STATE).unlink(missing_ok=True)
+    shutil.rmtree(folder / SNAPSHOTS, ignore_errors=True)
 
 
 def autocast(chosen: Precision, device: torch.device) -> torch.autocast:
-    """The precision of the products; ``auto`` is bfloat16 where the hardware multiplies it natively."""
+    """Mixed precision; ``auto`` is bfloat16 where the hardware supports it natively."""
     able = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bfloat16" or (chosen == "auto" and able))
 
 
 def attention_over_short_rows(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, a CPU's attention is made of matrix products: over some ten tokens, the gradient of the fused one is
-    two to three times as slow.
+    """On a CPU, attention by matrix products: over ten tokens, the fused kernel's gradient takes two to three times as
+    long.
     """
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()

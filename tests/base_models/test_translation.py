@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,16 @@ from bench.tasks import corpus, prompts
 from bench.tasks.sources import Sources
 from bench.train import command as train
 from methods.autoregressive import Autoregressive
-from methods.base_models import bpe, translation
-from methods.base_models.translation import ExitTeacherTraining, Judge, Recipe, TeacherTraining, batches
+from methods.base_models import bpe
+from methods.base_models.translation import ExitTeacherTraining, Judge, TeacherTraining
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.external.transformers_beam import HFBeam
 from methods.training import distillation, trainer
 from methods.training.distillation import translations
-from methods.training.interface import Foundry, ModelMaker, Trainable
+from methods.training.interface import TrainingContext
+from methods.training.translation import TranslationConfig, batches
+from tests.helpers.interruptions import interrupted_at
 
 WORDS = {
     "a": "ein",
@@ -57,25 +58,15 @@ def sentences(count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 PAIRS = sentences(200)
 SMALL: dict[str, Any] = {"layers": (1, 1), "width": 32, "inner": 64, "heads": 2, "vocabulary": 300, "positions": 40}
-BRIEF = Recipe(
+BRIEF = TranslationConfig(
     steps=160, tokens=600, learning_rate=1e-2, warmup=20, dropout=0.1, evaluations=4, average=2, precision="float32"
 )
 
 
-def foundry(folder: Path, points: list[Any] | None = None, seed: int = 0, **more: Any) -> Foundry:
+def context(folder: Path, points: list[Any] | None = None, **more: Any) -> TrainingContext:
     folder.mkdir(parents=True, exist_ok=True)
-    log: Callable[[Any], None] = (lambda point: None) if points is None else points.append
-    given = {"pairs": PAIRS, "validation": [], "teacher": None} | more
-    silent: Callable[[str, int, int], None] = lambda stage, done, total: None  # noqa: E731
-    return Foundry(
-        **given,
-        device=torch.device("cpu"),
-        folder=folder,
-        seed=seed,
-        progress=silent,
-        log=log,
-        common=folder / "common",
-    )
+    log = [].append if points is None else points.append
+    return TrainingContext(output=folder, shared_cache=folder / "common", log=log, **{"pairs": PAIRS} | more)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -88,7 +79,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[Any]]:
     """A model that went through a whole training, its facts and its curves."""
     folder, points = tmp_path_factory.mktemp("made"), []
-    return folder, TeacherTraining(**SMALL, recipe=BRIEF).fit(foundry(folder, points)), points
+    return folder, TeacherTraining(**SMALL, recipe=BRIEF).fit(context(folder, points)), points
 
 
 # ---------------------------------------------------------------------------------------------------------- vocabulary
@@ -108,7 +99,7 @@ def test_a_vocabulary_is_a_function_of_its_texts() -> None:
     texts = [text for pair in PAIRS for text in pair]
     first, second = (bpe.learn(texts, 350, 40).get_vocab() for _ in range(2))
     assert first == second
-    with pytest.raises(ValueError, match="vocabulary=258 came; bytes and special tokens alone are 259"):
+    with pytest.raises(ValueError, match="vocabulary must be at least 259, all bytes and special tokens, got 258"):
         bpe.learn(texts, 258, 40)
 
 
@@ -132,22 +123,22 @@ def test_a_model_learns_to_translate(made: tuple[Path, dict[str, Any], list[Any]
     losses = [point["loss"] for point in points if "loss" in point]
     assert losses[-1] < losses[0] / 2
     assert (facts["pairs"], facts["pairs_left_out"], facts["steps"]) == (194, 0, 160)
-    assert not (folder / "making").exists() and not (folder / trainer.STATE).exists()
+    assert not (folder / trainer.SNAPSHOTS).exists() and not (folder / trainer.STATE).exists()
 
 
 def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
     """Smoothed over all tokens, per token of the target, whatever the padding."""
     recipe = replace(BRIEF, dropout=0.0)
-    maker, shop = TeacherTraining(**SMALL, recipe=recipe), foundry(tmp_path)
+    maker = TeacherTraining(**SMALL, recipe=recipe)
     tokenizer = bpe.learn([text for pair in PAIRS for text in pair], 300, 40)
     pairs = maker._encode(tokenizer, PAIRS)
     torch.manual_seed(0)
     network = maker.network(len(tokenizer))
-    course = translation._Course(network, pairs, Judge(tokenizer, PAIRS[:5]), recipe, shop)
-    found, seen = course.loss()
+    rows = batches(pairs, recipe.tokens)[0]
+    found, seen = maker.loss(network.train(), pairs)(rows, 0)
     total, count = torch.zeros(()), 0
     network.eval()
-    for place in course.rows():
+    for place in rows:
         source, target = (torch.tensor([side]) for side in pairs[place])
         logits = network(input_ids=source, labels=target).logits[0]  # it shifts the labels itself
         total += torch.nn.functional.cross_entropy(logits, target[0], label_smoothing=0.1, reduction="sum")
@@ -160,17 +151,15 @@ def test_the_model_is_the_mean_of_its_best_checkpoints(tmp_path: Path, monkeypat
     scores = iter([5.0, 9.0, 1.0, 9.0, 0.0, 0.0])
     monkeypatch.setattr(Judge, "bleu", lambda self, network, beams=1: next(scores))
     kept: dict[int, Any] = {}
-    evaluate = translation._Course.evaluate
-    monkeypatch.setattr(
-        translation._Course,
-        "evaluate",
-        lambda self: (
-            evaluate(self),
-            kept.update({self.step: {n: p.detach().clone() for n, p in self.learnt.items()}}),
-        )[0],
-    )
+    evaluate = trainer.Trainer._evaluate
+
+    def noted(self: Any, function: Any) -> None:
+        evaluate(self, function)
+        kept[self.step] = {name: p.detach().clone() for name, p in self.learnt.items()}
+
+    monkeypatch.setattr(trainer.Trainer, "_evaluate", noted)
     recipe = replace(BRIEF, steps=8, evaluations=4)
-    facts = TeacherTraining(**SMALL, recipe=recipe).fit(foundry(tmp_path))
+    facts = TeacherTraining(**SMALL, recipe=recipe).fit(context(tmp_path))
     assert facts["averaged_steps"] == [4, 8]
     saved = weights(tmp_path)
     name = "model.encoder.layers.0.fc1.weight"
@@ -181,20 +170,10 @@ def test_the_model_is_the_mean_of_its_best_checkpoints(tmp_path: Path, monkeypat
 def test_an_interrupted_training_ends_like_an_uninterrupted_one(
     made: tuple[Path, dict[str, Any], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(translation, "_SAVE_EVERY_S", 0.0)
-    maker, loss = TeacherTraining(**SMALL, recipe=BRIEF), translation._Course.loss
-    seen: list[int] = []
-
-    def broken(self: Any) -> Any:
-        seen.append(self.step)
-        if len(seen) == 24:
-            raise KeyboardInterrupt
-        return loss(self)
-
-    monkeypatch.setattr(translation._Course, "loss", broken)
+    maker, seen = TeacherTraining(**SMALL, recipe=BRIEF), interrupted_at(24, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        maker.fit(foundry(tmp_path))
-    facts = maker.fit(foundry(tmp_path))
+        maker.fit(context(tmp_path))
+    facts = maker.fit(context(tmp_path))
     assert seen == [*range(24), *range(23, 160)]
     assert facts["curve"] == made[1]["curve"]
     theirs = weights(made[0])
@@ -203,37 +182,46 @@ def test_an_interrupted_training_ends_like_an_uninterrupted_one(
 
 def test_a_checkpoint_of_other_pairs_is_refused(tmp_path: Path) -> None:
     maker = TeacherTraining(**SMALL, recipe=replace(BRIEF, steps=2, evaluations=1))
-    maker.fit(foundry(tmp_path / "one"))
-    state = {"pairs": "other", "step": 1}
+    maker.fit(context(tmp_path / "one"))
+    state = {"data": "other", "step": 1}
     (tmp_path / "two").mkdir()
     torch.save(state, tmp_path / "two" / trainer.STATE)
-    with pytest.raises(ValueError, match="other pairs than there are now"):
-        maker.fit(foundry(tmp_path / "two"))
+    with pytest.raises(ValueError, match="an unfinished training on other data"):
+        maker.fit(context(tmp_path / "two"))
 
 
 def test_too_long_pairs_are_left_out_and_too_few_refused(tmp_path: Path) -> None:
     recipe = replace(BRIEF, steps=1, evaluations=1)
     long = [*PAIRS[:40], ("word " * 60, "Wort")]
-    facts = TeacherTraining(**SMALL, recipe=recipe).fit(foundry(tmp_path / "a", pairs=long, validation=PAIRS[:3]))
+    facts = TeacherTraining(**SMALL, recipe=recipe).fit(context(tmp_path / "a", pairs=long, validation=PAIRS[:3]))
     assert (facts["pairs"], facts["pairs_left_out"]) == (40, 1)
-    with pytest.raises(ValueError, match="has 20 pairs; at least 30"):
-        TeacherTraining(**SMALL, recipe=recipe).fit(foundry(tmp_path / "b", pairs=PAIRS[:20]))
-    with pytest.raises(ValueError, match="No pair of the corpus has at most 2 tokens"):
-        TeacherTraining(**SMALL | {"positions": 2}, recipe=recipe).fit(foundry(tmp_path / "c"))
+    with pytest.raises(ValueError, match="must have at least 30 pairs, got 20"):
+        TeacherTraining(**SMALL, recipe=recipe).fit(context(tmp_path / "b", pairs=PAIRS[:20]))
+    with pytest.raises(
+        ValueError, match="At least one pair of the corpus must have at most 2 tokens on both sides, got none"
+    ):
+        TeacherTraining(**SMALL | {"positions": 2}, recipe=recipe).fit(context(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("wrong", [{"layers": (4,)}, {"width": 30, "heads": 4}, {"beams": 0}])
-def test_shapes_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="two numbers of layers"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layers": (4,)}, r"layers must be two numbers of at least 1, got \[4\]"),
+        ({"width": 30, "heads": 4}, "width must be a multiple of 8, twice the heads, got 30"),
+        ({"beams": 0}, "beams must be at least 1, got 0"),
+    ],
+)
+def test_impossible_shapes_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TeacherTraining(**SMALL | wrong)
 
 
 def test_the_rate_rises_and_falls_along_straight_lines() -> None:
-    recipe = Recipe(steps=500, warmup=100)
+    recipe = TranslationConfig(steps=500, warmup=100)
     assert recipe.rate(0) == 0.01 and recipe.rate(99) == 1.0 and recipe.rate(300) == pytest.approx(0.5)
     assert recipe.rate(499) == pytest.approx(1 / 400)
-    with pytest.raises(ValueError, match="dropout and smoothing from 0 to below 1"):
-        Recipe(dropout=1.0)
+    with pytest.raises(ValueError, match="dropout must be from 0 to below 1, got 1.0"):
+        TranslationConfig(dropout=1.0)
 
 
 # -------------------------------------------------------------------------------------------------------- distillation
@@ -259,12 +247,16 @@ def sources(made: tuple[Path, dict[str, Any], list[Any]]) -> list[list[int]]:
     return found
 
 
+def teacher(target: Seq2SeqLM, folder: Path) -> TrainingContext:
+    return TrainingContext(output=folder, shared_cache=folder, model=target)
+
+
 @pytest.mark.parametrize("beams", [1, 5])
 def test_translations_are_the_teachers_own(
     target: Seq2SeqLM, sources: list[list[int]], beams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distillation, "_GROUP", 4)
-    found = translations(target, sources, beams, tmp_path)
+    found = translations(teacher(target, tmp_path), sources, beams)
     decoder = Autoregressive(target, Sampling()) if beams == 1 else HFBeam(target, Sampling(), num_beams=beams)
     (end,), ended = target.eos_ids, 0
     for source, text in zip(sources, found, strict=True):
@@ -278,21 +270,21 @@ def test_translations_are_written_once_and_go_on(
     target: Seq2SeqLM, sources: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distillation, "_GROUP", 2)
-    whole = translations(target, sources, 1, tmp_path)
+    whole = translations(teacher(target, tmp_path), sources, 1)
     (file,) = tmp_path.glob("translations-beam1-*.jsonl")
     content = file.read_bytes()
     lines = content.splitlines(keepends=True)
     written: list[int] = []
     write = distillation._write
     monkeypatch.setattr(distillation, "_write", lambda t, s, b: (written.append(len(s)), write(t, s, b))[1])
-    assert translations(target, sources, 1, tmp_path) == whole and written == []
+    assert translations(teacher(target, tmp_path), sources, 1) == whole and written == []
     file.write_bytes(lines[0] + lines[1][:3])
-    assert translations(target, sources, 1, tmp_path) == whole and written == [2, 2]
+    assert translations(teacher(target, tmp_path), sources, 1) == whole and written == [2, 2]
     assert file.read_bytes() == content
-    translations(target, sources[:4], 1, tmp_path)
+    translations(teacher(target, tmp_path), sources[:4], 1)
     assert len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(ValueError, match="beams=0"):
-        translations(target, sources, 0, tmp_path)
+    with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
+        translations(teacher(target, tmp_path), sources, 0)
 
 
 # ------------------------------------------------------------------------------------------------ from the command line
@@ -345,10 +337,13 @@ def test_a_model_is_made_loaded_by_name_and_distilled(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["train.data=distilled"], "none is named. Name one: model=multi30k_4_4"),
-        (["model=random"], "makes a model of its own"),
-        (["train.data=distilled", "model=random"], "a teacher must be an encoder-decoder"),
-        (["train.layers=[0,1]"], "two numbers of layers"),
+        (["train.data=distilled"], "got none. Name one: model=multi30k_4_4"),
+        (["model=random"], "trains a model from scratch, got model=."),
+        (
+            ["train.data=distilled", "model=random"],
+            "The teacher must be an encoder-decoder that translates, got random",
+        ),
+        (["train.layers=[0,1]"], "layers must be two numbers of at least 1"),
     ],
 )
 def test_commands_that_make_no_model_are_refused(
@@ -370,11 +365,6 @@ def test_a_model_that_is_not_made_says_how(tmp_path: Path, monkeypatch: pytest.M
         exits = {"exits": settings["exits"]} if "exits" in settings else {}
         maker = (ExitTeacherTraining if exits else TeacherTraining)(settings["layers"], data=settings["data"], **exits)
         assert maker.model_name("multi30k") == group["name"] == choice
-
-
-def test_the_kind_of_preparation_is_told_apart() -> None:
-    maker = TeacherTraining(**SMALL)
-    assert isinstance(maker, ModelMaker) and isinstance(maker, Trainable)
 
 
 # -------------------------------------------------------------------------------------------------------------- corpora

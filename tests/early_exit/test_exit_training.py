@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.early_exit import exit_distillation
 from methods.early_exit.affine_maps import gather
 from methods.early_exit.calm import Calm
 from methods.early_exit.classifier_training import fit_classifier, geometric, independent
+from methods.early_exit.exit_distillation import TrainedMaps
 from methods.early_exit.exit_training import ExitTraining
 from methods.early_exit.exits import Exits, Lens, Translated
 from methods.early_exit.free import Free
@@ -21,19 +21,22 @@ from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import HashTable, even_depths
 from methods.early_exit.hash_training import HashTraining, states
 from methods.early_exit.static_depth import StaticDepth
-from methods.early_exit.training_states import AnswerRecipe, Recipe
 from methods.engine.causal_lm import CausalLM
+from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training import trainer as training
+from methods.training.answers import AnswerRecipe
 from methods.training.exit_quality import quality
-from methods.training.interface import Example, Workshop
+from methods.training.interface import Example, TrainingContext
 from methods.training.layer_losses import frozen_from
+from methods.training.trainer import TrainingConfig
 from tests.early_exit.test_decoding_seq2seq import deep
+from tests.helpers.interruptions import interrupted_at
 
 GREEDY = Sampling()
 ANSWERS = AnswerRecipe(tokens=600, limit=12, batch=16)
-BRIEF = Recipe(steps=60, batch_size=64, learning_rate=3e-3, evaluations=3, precision="float32")
+BRIEF = TrainingConfig(steps=60, batch_size=64, learning_rate=3e-3, evaluations=3, precision="float32")
 LEARN: dict[str, Any] = {"tokens": 400, "answers": ANSWERS}
 
 
@@ -48,17 +51,23 @@ def requests(vocab_size: int = 61, rows: int = 60) -> list[Example]:
     return [Example(torch.randint(3, vocab_size, (n,), generator=generator).tolist(), [1]) for n in lengths]
 
 
-def workshop(target: CausalLM, folder: Path, common: Path | None = None, points: list[Any] | None = None) -> Workshop:
-    log: Callable[[Any], None] = (lambda point: None) if points is None else points.append
-    rows = requests(target.vocab_size)
-    return Workshop(target, rows, folder, 0, lambda stage, done, total: None, log, common or folder / "common")
+def context(
+    target: CausalLM, folder: Path, common: Path | None = None, points: list[Any] | None = None
+) -> TrainingContext:
+    return TrainingContext(
+        output=folder,
+        shared_cache=common or folder / "common",
+        model=target,
+        examples=requests(target.vocab_size),
+        log=[].append if points is None else points.append,
+    )
 
 
 @pytest.fixture(scope="module")
 def common(target: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Answers and states that the tests share, as preparations for one model do."""
     folder = tmp_path_factory.mktemp("common")
-    gather(workshop(target, folder, folder), (1, 2, 3), ANSWERS, 400)
+    gather(context(target, folder, folder), (1, 2, 3), ANSWERS, 400)
     return folder
 
 
@@ -66,7 +75,7 @@ def common(target: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_states_are_those_of_transformers_where_the_model_answers(target: CausalLM, tmp_path: Path) -> None:
-    learnt, held_out = gather(workshop(target, tmp_path), (2,), ANSWERS, 400)
+    learnt, held_out = gather(context(target, tmp_path), (2,), ANSWERS, 400)
     assert len(learnt) + len(held_out) == 456 and len(held_out) >= 50  # whole dialogues of 12 tokens each
     model: Any = target.hf
     rows = {(*row.prompt,): row for row in requests()}
@@ -91,13 +100,13 @@ def test_states_are_those_of_transformers_where_the_model_answers(target: Causal
 
 def test_states_are_computed_once_for_all(target: CausalLM, common: Path, tmp_path: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in common.rglob("*.bin")}
-    gather(workshop(target, tmp_path, common), (1, 3), ANSWERS, 400)
+    gather(context(target, tmp_path, common), (1, 3), ANSWERS, 400)
     assert before and {file: file.stat().st_mtime_ns for file in common.rglob("*.bin")} == before
 
 
 def test_a_corpus_that_is_too_small_is_refused(target: CausalLM, tmp_path: Path) -> None:
-    few = Workshop(target, requests(rows=1), tmp_path, 0, lambda *a: None, lambda p: None, tmp_path)
-    with pytest.raises(ValueError, match="answers to 1 prompts came"):
+    few = TrainingContext(output=tmp_path, shared_cache=tmp_path, model=target, examples=requests(rows=1))
+    with pytest.raises(ValueError, match="one to learn from and one for evaluation, are needed, got 1"):
         gather(few, (2,), ANSWERS, 400)
 
 
@@ -105,7 +114,7 @@ def test_a_corpus_that_is_too_small_is_refused(target: CausalLM, tmp_path: Path)
 
 
 def test_maps_are_the_ridge_solution_and_closer_than_the_lens(target: CausalLM, common: Path, tmp_path: Path) -> None:
-    shop = workshop(target, tmp_path, common)
+    shop = context(target, tmp_path, common)
     facts = ExitTraining([1, 3], ridge=1e-6, **LEARN).fit(shop)
     exits, (learnt, held_out) = Exits.load(tmp_path, target), gather(shop, (1, 3), ANSWERS, 400)
     assert (facts["tokens"], facts["held_out_tokens"]) == (len(learnt), len(held_out))
@@ -129,10 +138,10 @@ def divergence(target: CausalLM, exits: Exits, places: Any, depth: int) -> float
 
 def test_distilled_maps_are_nearer_to_the_models_distribution(target: CausalLM, common: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
-    shop, points = workshop(target, tmp_path / "plain", common), []
+    shop, points = context(target, tmp_path / "plain", common), []
     ExitTraining([1, 3], **LEARN).fit(shop)
     (tmp_path / "distilled").mkdir()
-    facts = ExitTraining([1, 3], recipe=BRIEF, **LEARN).fit(workshop(target, tmp_path / "distilled", common, points))
+    facts = ExitTraining([1, 3], recipe=BRIEF, **LEARN).fit(context(target, tmp_path / "distilled", common, points))
     learnt, _ = gather(shop, (1, 3), ANSWERS, 400)
     for depth in (1, 3):
         before, after = (
@@ -145,18 +154,14 @@ def test_distilled_maps_are_nearer_to_the_models_distribution(target: CausalLM, 
 
 
 def test_the_loss_of_a_step_is_the_divergence(target: CausalLM, common: Path, tmp_path: Path) -> None:
-    shop = workshop(target, tmp_path, common)
+    shop = context(target, tmp_path, common)
     learnt, held_out = gather(shop, (1, 3), ANSWERS, 400)
     maps = {depth: (torch.eye(32) * 0.5, torch.full((32,), 0.1)) for depth in (1, 3)}
-    whole = exit_distillation._Course(shop, maps, learnt, held_out, BRIEF, 10**6)
-    assert whole.ids.tolist() == learnt.tokens.unique().tolist(), "the most frequent ones, all that were written"
-    few = exit_distillation._Course(shop, maps, learnt, held_out, BRIEF, 7)
+    frequent = DraftVocabulary.frequent(learnt.tokens, 7, 61).ids
     counts = torch.bincount(learnt.tokens, minlength=61)
-    assert len(few.ids) == 7 and counts[few.ids].min() >= counts.sort(descending=True).values[7]
-    everything = torch.arange(len(learnt))
-    whole.ids = torch.arange(61)
-    whole.output, whole.output_bias = (None if x is None else x.float() for x in target.output_rows(whole.ids))
-    for depth, found in whole._divergences(learnt, everything).items():
+    assert len(frequent) == 7 and counts[frequent].min() >= counts.sort(descending=True).values[7]
+    trained = TrainedMaps(target, maps, torch.arange(61))
+    for depth, found in trained.divergences(learnt, torch.arange(len(learnt))).items():
         assert float(found.detach()) == pytest.approx(divergence(target, Exits((1, 3), maps), learnt, depth), rel=1e-3)
 
 
@@ -166,19 +171,9 @@ def test_an_interrupted_distillation_ends_like_an_uninterrupted_one(
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
     trainer = ExitTraining([2], recipe=BRIEF, **LEARN)
-    trainer.fit(workshop(target, tmp_path / "whole", common))
-    loss, seen = exit_distillation._Course.loss, []
-    save = training.Loop._save
-
-    def broken(self: Any) -> Any:
-        seen.append(self.step)
-        save(self)
-        if len(seen) == 20:
-            raise KeyboardInterrupt
-        return loss(self)
-
-    monkeypatch.setattr(exit_distillation._Course, "loss", broken)
-    shop = workshop(target, tmp_path / "broken", common)
+    trainer.fit(context(target, tmp_path / "whole", common))
+    seen = interrupted_at(20, monkeypatch)
+    shop = context(target, tmp_path / "broken", common)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(shop)
     trainer.fit(shop)
@@ -243,7 +238,7 @@ def test_losses_equal_their_definitions() -> None:
 
 def test_what_training_writes_can_be_decoded_with(target: CausalLM, common: Path, tmp_path: Path) -> None:
     batch = checks.prompts(target.vocab_size, (5, 9))
-    facts = ExitTraining([1, 2, 3], classifier="independent", **LEARN).fit(workshop(target, tmp_path, common))
+    facts = ExitTraining([1, 2, 3], classifier="independent", **LEARN).fit(context(target, tmp_path, common))
     assert set(facts["classifier"]) == {"1", "2", "3"} and "distilled" not in facts
     assert facts["classifier"]["2"]["agreement"] == facts["closed_form"]["2"]["agreement"]
     for confidence in ("softmax", "saturation", "classifier"):
@@ -261,13 +256,13 @@ def test_what_training_writes_can_be_decoded_with(target: CausalLM, common: Path
 @pytest.mark.parametrize("variant", ["marian", "t5"])
 def test_exits_of_a_decoder_with_an_encoder(variant: str, tmp_path: Path) -> None:
     lm = Seq2SeqLM.from_hf(deep(variant), keep_hf=True)
-    facts = ExitTraining([1, 3], classifier="geometric", tokens=200, answers=ANSWERS).fit(workshop(lm, tmp_path))
+    facts = ExitTraining([1, 3], classifier="geometric", tokens=200, answers=ANSWERS).fit(context(lm, tmp_path))
     for depth in ("1", "3"):
         assert facts["closed_form"][depth]["agreement"] >= facts["lens"][depth]["agreement"]
     make = lambda model, sampling: Calm(model, sampling, 0.2, checkpoint=tmp_path)  # noqa: E731
     checks.check_batch(make, lm, limit=12)
     (tmp_path / "hash").mkdir()
-    HashTraining(buckets=2, tokens=200, answers=ANSWERS).fit(workshop(lm, tmp_path / "hash", tmp_path / "common"))
+    HashTraining(buckets=2, tokens=200, answers=ANSWERS).fit(context(lm, tmp_path / "hash", tmp_path / "common"))
     checks.check_batch(lambda model, sampling: HashEE(model, sampling, checkpoint=tmp_path / "hash"), lm, limit=12)
 
 
@@ -279,7 +274,7 @@ def test_exits_of_a_decoder_with_an_encoder(variant: str, tmp_path: Path) -> Non
 def test_tables_come_with_exits_to_match(
     target: CausalLM, kind: Any, balance: Any, common: Path, tmp_path: Path
 ) -> None:
-    facts = HashTraining(kind, balance, buckets=3, tokens=200, answers=ANSWERS).fit(workshop(target, tmp_path, common))
+    facts = HashTraining(kind, balance, buckets=3, tokens=200, answers=ANSWERS).fit(context(target, tmp_path, common))
     decoder = HashEE(target, GREEDY, checkpoint=tmp_path)
     assert decoder.checksum == facts["table_sha256"] == decoder.stats()["table_sha256"]
     assert decoder.reader.depths == (1, 3) and set(decoder.table.depths.tolist()) == {1, 3, 4}
@@ -291,7 +286,7 @@ def test_hashed_states_are_those_of_transformers_with_frozen_layers(
     target: CausalLM, common: Path, tmp_path: Path
 ) -> None:
     """Prompts run in full; behind them every token is frozen from its own depth on."""
-    shop = workshop(target, tmp_path, common)
+    shop = context(target, tmp_path, common)
     table = HashTable(torch.randint(1, 5, (61,), generator=torch.Generator().manual_seed(2)).numpy(), 4)
     row = Example(requests()[0].prompt, checks.greedy_reference(target, torch.tensor(requests()[0].prompt), 12))
     found, meant = states(shop, table, (1, 2), [row], 99), states(shop, table, (1, 2), [row], 99, meant=True)
@@ -314,7 +309,7 @@ def test_hashed_states_are_those_of_transformers_with_frozen_layers(
 
 
 def test_a_model_that_has_its_own_exits_gets_a_table_alone(target: CausalLM, common: Path, tmp_path: Path) -> None:
-    HashTraining(maps=False, buckets=2, answers=ANSWERS).fit(workshop(target, tmp_path, common))
+    HashTraining(maps=False, buckets=2, answers=ANSWERS).fit(context(target, tmp_path, common))
     assert not (tmp_path / "exits.json").exists()
     HashEE(target, GREEDY, head="lens", checkpoint=tmp_path)
 
@@ -325,11 +320,11 @@ def test_a_model_that_has_its_own_exits_gets_a_table_alone(target: CausalLM, com
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ExitTraining(ridge=0.0), "a ridge above 0"),
-        (lambda: ExitTraining(tokens=0, classifier="independent"), "counts of at least 1"),
-        (lambda: ExitTraining(maps=False), "maps or a classifier"),
-        (lambda: HashTraining(balance="none"), "only with kind=clustered"),
-        (lambda: HashTraining(buckets=0), "at least one bucket"),
+        (lambda: ExitTraining(ridge=0.0), "ridge must be above 0, got 0.0"),
+        (lambda: ExitTraining(tokens=0, classifier="independent"), "tokens must be at least 1, got 0"),
+        (lambda: ExitTraining(maps=False), "Either maps or a classifier must be trained, got neither"),
+        (lambda: HashTraining(balance="none"), "balance must be types or mass for kind=frequency, got none"),
+        (lambda: HashTraining(buckets=0), "buckets must be at least 1, got 0"),
         (lambda: even_depths(5, 4), "the model has 4 layers"),
     ],
 )
@@ -341,4 +336,4 @@ def test_training_refuses(make: Callable[[], object], message: str) -> None:
 @pytest.mark.parametrize("trainer", [ExitTraining([4], **LEARN), HashTraining(depths=[2, 5], answers=ANSWERS)])
 def test_depths_that_the_model_does_not_have_are_refused(trainer: Any, target: CausalLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ascending numbers from 1 to [34]"):
-        trainer.fit(workshop(target, tmp_path))
+        trainer.fit(context(target, tmp_path))

@@ -19,7 +19,7 @@ from transformers import (
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.network import Network, Shape
 from methods.non_autoregressive.student import Batch, Student, save_student
-from methods.training.interface import Foundry
+from methods.training.interface import TrainingContext
 
 VOCABULARY = 37
 HONESTY = {  # what every record of the family says
@@ -138,13 +138,9 @@ class Words:
         return [" ".join(str(token) for token in row if token != 1) for row in rows]
 
 
-def foundry(target: Seq2SeqLM, pairs: Sequence[tuple[list[int], list[int]]], root: Path) -> Foundry:
-    """Where a student of this teacher is made out of these ids; the first three pairs judge it."""
+def context(target: Seq2SeqLM, pairs: Sequence[tuple[list[int], list[int]]], root: Path) -> TrainingContext:
+    """For a student of this teacher and these ids; the first three pairs are for validation."""
     texts = [(" ".join(map(str, source[:-1])), " ".join(map(str, goal))) for source, goal in pairs]
-    part, common = root / "part", root / "common"
-    for folder in (part, common):
-        folder.mkdir(parents=True, exist_ok=True)
-    quiet: dict[str, Any] = {"progress": lambda *_: None, "log": lambda _: None}
-    return Foundry(
-        texts, texts[:3], (target, Words()), torch.device("cpu"), folder=part, common=common, seed=0, **quiet
-    )
+    (root / "part").mkdir(parents=True, exist_ok=True)
+    shared = {"model": target, "tokenizer": Words(), "pairs": texts, "validation": texts[:3]}
+    return TrainingContext(output=root / "part", shared_cache=root / "common", **shared)

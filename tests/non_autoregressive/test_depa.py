@@ -14,14 +14,13 @@ from torch import Tensor
 from methods.decoder import Guarantee
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
-from methods.non_autoregressive import training
 from methods.non_autoregressive.depa import AttentiveTransformation, Depa, DepaStudent, DepaTraining, backwards
 from methods.non_autoregressive.glat import GlatStudent
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.network import Network
 from methods.non_autoregressive.student import OnePass
-from methods.training.interface import PairLearner
-from methods.training.translation import Recipe
+from methods.training import trainer
+from methods.training.translation import TranslationConfig
 from tests.helpers import tiny_students
 from tests.helpers.tiny_students import batch_of, save, sources, student
 
@@ -213,26 +212,25 @@ def test_refusals() -> None:
 
 
 def maker(**options: Any) -> DepaTraining:
-    recipe = Recipe(steps=12, tokens=48, warmup=2, evaluations=2, average=2, precision="float32")
+    recipe = TranslationConfig(steps=12, tokens=48, warmup=2, evaluations=2, average=2, precision="float32")
     return DepaTraining(data="raw", backward=0.5, recipe=recipe, **options)
 
 
 def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     target = tiny_students.teacher(torch.float32)
-    place = tiny_students.foundry(target, PAIRS * 9, tmp_path)
-    assert isinstance(maker(), PairLearner)
+    place = tiny_students.context(target, PAIRS * 9, tmp_path)
     facts = maker().fit(place)
     assert (facts["base"], facts["backward"], facts["target_words"], facts["data"]) == ("glat", 0.5, 8, "raw")
     assert set(facts["validation_bleu"]) == {"one_pass", "length_beam_5"}
-    decoder = Depa(target, Sampling(), checkpoint=place.folder)
+    decoder = Depa(target, Sampling(), checkpoint=place.output)
     assert transforming(decoder.student).ids.tolist() == WORDS
-    places = [place.folder, tmp_path / "again" / "part"]
-    maker().fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "again"))
+    places = [place.output, tmp_path / "again" / "part"]
+    maker().fit(tiny_students.context(target, PAIRS * 9, tmp_path / "again"))
     first, again = (safetensors.torch.load_file(next(folder.glob("*.safetensors"))) for folder in places)
     assert all(first[name].equal(again[name]) for name in first), "its beginning is drawn with a seed of its own"
     (step,) = decoder.decode(SOURCES, 40, torch.Generator())
     assert len(step.tokens) == 5 and decoder.stats()["target_words"] == 8
-    plain = maker(base="nat", transform=False).fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "plain"))
+    plain = maker(base="nat", transform=False).fit(tiny_students.context(target, PAIRS * 9, tmp_path / "plain"))
     assert plain["base"] == "nat" and "target_words" not in plain
     loaded = Depa(target, Sampling(), checkpoint=tmp_path / "plain" / "part").student
     assert isinstance(loaded, DepaStudent) and loaded.ratio == (0.0, 0.0)
@@ -243,8 +241,8 @@ def test_a_killed_training_goes_on_in_its_phase(
     killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_students.teacher(torch.float32)
-    whole = maker().fit(tiny_students.foundry(target, PAIRS * 9, tmp_path / "whole"))
-    monkeypatch.setattr(training, "_SAVE_EVERY_S", 0.0)
+    whole = maker().fit(tiny_students.context(target, PAIRS * 9, tmp_path / "whole"))
+    monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
     seen: list[bool] = []
     from_the_end, objective = DepaStudent.from_the_end, DepaStudent.objective
 
@@ -260,7 +258,7 @@ def test_a_killed_training_goes_on_in_its_phase(
 
     monkeypatch.setattr(DepaStudent, "from_the_end", spy)
     monkeypatch.setattr(DepaStudent, "objective", killed)
-    place = tiny_students.foundry(target, PAIRS * 9, tmp_path / "cut")
+    place = tiny_students.context(target, PAIRS * 9, tmp_path / "cut")
     with pytest.raises(KeyboardInterrupt):
         maker().fit(place)
     assert maker().fit(place) == whole

@@ -20,7 +20,7 @@ from methods.non_autoregressive.flowseq.networks import CouplingNetwork, log_nor
 from methods.non_autoregressive.flowseq.training import FlowSeqTraining
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.network import Memory, present_up_to
-from methods.training.translation import Recipe
+from methods.training.translation import TranslationConfig
 from tests.helpers import tiny_students
 from tests.helpers.tiny_students import batch_of, save, sources
 
@@ -327,12 +327,12 @@ STEPS = 240
 
 def test_training_makes_a_part_that_decodes(tmp_path: Path) -> None:
     target = tiny_students.teacher(torch.float32)
-    place = tiny_students.foundry(target, PAIRS * 20, tmp_path)
-    recipe = Recipe(steps=8, tokens=64, warmup=2, evaluations=2, average=1, precision="float32")
+    place = tiny_students.context(target, PAIRS * 20, tmp_path)
+    recipe = TranslationConfig(steps=8, tokens=64, warmup=2, evaluations=2, average=1, precision="float32")
     training = FlowSeqTraining(**SMALL, data="raw", recipe=recipe)
     facts = training.fit(place)
     assert set(facts["validation_bleu"]) == {"argmax", "iwd"} and facts["pairs_left_out"] == 0
-    decoder = FlowSeq(target, Sampling(), checkpoint=place.folder)
+    decoder = FlowSeq(target, Sampling(), checkpoint=place.output)
     (step,) = decoder.decode(SOURCES, 40, rng())
     assert len(step.tokens) == 5 and step.draft_passes == 1 and decoder.stats()["data"] == "raw"
 

@@ -27,8 +27,7 @@ from methods.engine.checkpoint_files import MissingPart
 from methods.engine.positions import sinusoids
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
-from methods.non_autoregressive import training
-from methods.non_autoregressive.cmlm import Cmlm, CmlmStudent, CmlmTraining, MaskPredict
+from methods.non_autoregressive.cmlm import Cmlm, CmlmStudent, MaskPredict
 from methods.non_autoregressive.ctc import Ctc, CtcStudent, CtcTraining, join
 from methods.non_autoregressive.decoder_inputs import SoftCopy, UniformCopy
 from methods.non_autoregressive.depa import Depa, DepaStudent
@@ -40,9 +39,10 @@ from methods.non_autoregressive.network import Memory, Network, Shape, attended
 from methods.non_autoregressive.rescoring import score
 from methods.non_autoregressive.student import LengthStudent, OnePass, lowest
 from methods.non_autoregressive.word_alignment import NULL, align, fertilities
-from methods.training.interface import Foundry, PairLearner
-from methods.training.translation import Recipe
+from methods.training.interface import TrainingContext
+from methods.training.translation import TranslationConfig
 from tests.helpers import tiny_students
+from tests.helpers.interruptions import interrupted_at
 from tests.helpers.tiny_students import VOCABULARY, batch_of, save, sources, student
 
 GLAT: dict[str, Any] = {"copy": "soft", "ratio": [0.5, 0.3], "positional": False}
@@ -767,41 +767,30 @@ def test_students_share_the_translations_of_their_teacher(machine: dict[str, Any
 
 
 def test_the_maker_of_a_student_is_told_apart(machine: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert all(isinstance(kind(), PairLearner) for kind in (NatTraining, GlatTraining, CmlmTraining, CtcTraining))
     assert command.main(["method=glat", "model=random", *machine["words"]]) == 2
     assert "encoder-decoders of the Marian or Pegasus family" in capsys.readouterr().err
     code, _ = made_by(machine, "glat", "train.ratio=[2.0,0.0]", f"out={machine['root'] / 'other'}")
     assert code == 2 and "two shares from 0 to 1" in capsys.readouterr().err
 
 
-def shop(machine: dict[str, Any], folder: Path) -> Foundry:
+def shop(machine: dict[str, Any], folder: Path) -> TrainingContext:
     fp32 = {"device": "cpu", "dtype": "float32", "threads": 1}
     loaded = loading.load({"name": str(machine["folder"])}, fp32, PathsConfig(), keep_hf=True)
     folder.mkdir(exist_ok=True)
-    given: dict[str, Any] = {"progress": lambda *_: None, "log": lambda _: None, "common": folder / "common"}
-    teacher = (loaded.lm, loaded.tokenizer)
-    return Foundry(sentences(90), [], teacher, torch.device("cpu"), folder, 0, **given)
+    given = {"model": loaded.lm, "tokenizer": loaded.tokenizer, "pairs": sentences(90)}
+    return TrainingContext(output=folder, shared_cache=folder / "common", **given)
 
 
 @pytest.mark.parametrize("method", ["nat", "glat"])
 def test_an_interrupted_training_ends_like_an_uninterrupted_one(
     method: str, machine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe(steps=16, tokens=500, warmup=2, evaluations=2, average=2, precision="float32")
+    recipe = TranslationConfig(steps=16, tokens=500, warmup=2, evaluations=2, average=2, precision="float32")
     maker: Any = {"nat": NatTraining(recipe=recipe, data="raw"), "glat": GlatTraining(recipe=recipe, data="raw")}[
         method
     ]
     whole = maker.fit(shop(machine, tmp_path / "whole"))
-    monkeypatch.setattr(training, "_SAVE_EVERY_S", 0.0)
-    loss, seen = training._Course.loss, []
-
-    def broken(self: Any) -> Any:
-        seen.append(self.step)
-        if len(seen) == 11:
-            raise KeyboardInterrupt
-        return loss(self)
-
-    monkeypatch.setattr(training._Course, "loss", broken)
+    seen = interrupted_at(11, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         maker.fit(shop(machine, tmp_path / "cut"))
     assert maker.fit(shop(machine, tmp_path / "cut")) == whole
@@ -813,7 +802,7 @@ def test_an_interrupted_training_ends_like_an_uninterrupted_one(
 
 def test_a_corpus_without_a_pair_that_fits_is_refused(machine: dict[str, Any], tmp_path: Path) -> None:
     place = shop(machine, tmp_path / "a")
-    with pytest.raises(ValueError, match="No pair of the corpus can be learnt: 1 came"):
+    with pytest.raises(ValueError, match="At least one pair must be learnable, got none of 1: 1 have a translation"):
         CtcTraining(data="raw").fit(replace(place, pairs=[("hund", "dnuh. " * 9)], validation=sentences(3)))
 
 

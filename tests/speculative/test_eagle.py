@@ -37,8 +37,8 @@ from methods.speculative.eagle.training import (
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Static
 from methods.speculative.verification import ChainRejection, DeterministicTree, Greedy, TreeWithoutReplacement
 from methods.training.answers import AnswerRecipe
-from methods.training.head_trainer import Recipe
-from methods.training.interface import Example, Trainable, Workshop
+from methods.training.interface import Example, TrainingContext
+from methods.training.trainer import TrainingConfig
 from tests.helpers.host_reads import no_host_reads
 from tests.helpers.tiny_eagle import eagle_learner
 from tests.helpers.tiny_heads import batch_of, learn_by_heart
@@ -598,35 +598,33 @@ def test_the_whole_vocabulary_needs_no_matrix_of_its_own(target, tmp_path):
 
 @pytest.fixture
 def shop(target, tmp_path):
-    for name in ("part", "common"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "part").mkdir()
     corpus = [Example(prompt.tolist(), [1]) for prompt in checks.prompts(target.vocab_size, (3, 8, 5, 13) * 6)]
     points = []
-    shop = Workshop(target, corpus, tmp_path / "part", 0, lambda *stage: None, points.append, tmp_path / "common")
-    return shop, points
+    shared = {"shared_cache": tmp_path / "common", "model": target, "examples": corpus}
+    return TrainingContext(output=tmp_path / "part", log=points.append, **shared), points
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"version": 1}, {"version": 2, "unroll": 2}, {"output": "own"}, {"precision": "bfloat16"}]
 )
 def test_training_writes_a_network_that_decodes(options, target, shop):
-    workshop, points = shop
+    context, points = shop
     precision = options.pop("precision", "float32")
-    recipe = Recipe(steps=40, batch_size=8, learning_rate=5e-3, precision=precision, evaluations=2)
+    recipe = TrainingConfig(steps=40, batch_size=8, learning_rate=5e-3, precision=precision, evaluations=2)
     trainable = EagleTraining(
         vocabulary=40, answers=AnswerRecipe(tokens=400, limit=16, batch=8), recipe=recipe, **options
     )
-    assert isinstance(trainable, Trainable)
-    facts = trainable.fit(workshop)
-    assert {path.name for path in workshop.folder.iterdir()} == {WEIGHTS, CONFIG}
+    facts = trainable.fit(context)
+    assert {path.name for path in context.output.iterdir()} == {WEIGHTS, CONFIG}
     losses = [point["loss"] for point in points if "loss" in point]
     assert losses[-1] < losses[0]
     assert len(facts["acceptance"]) == 5 and facts["draft_vocabulary"] <= 40 and 0 < facts["held_out_coverage"] <= 1
     version = options.get("version", 3)
-    stored = load_file(workshop.folder / WEIGHTS)
+    stored = load_file(context.output / WEIGHTS)
     assert ("lm_head.weight" in stored) == (options.get("output") == "own")
     checks.check_greedy_identity(
-        lambda t, s: Eagle(t, s, version=version, checkpoint=workshop.folder, depth=3, top_k=3, nodes=7),
+        lambda t, s: Eagle(t, s, version=version, checkpoint=context.output, depth=3, top_k=3, nodes=7),
         target,
         lengths=(5,),
     )
@@ -634,7 +632,7 @@ def test_training_writes_a_network_that_decodes(options, target, shop):
 
 @pytest.mark.parametrize("options", [{"unroll": 0}, {"vocabulary": 0}, {"noise": -1.0}])
 def test_training_refuses(options):
-    with pytest.raises(ValueError, match=r"; .* are allowed\. Correct them"):
+    with pytest.raises(ValueError, match=r"must be at least [01], got -?[01].*\. Set train\."):
         EagleTraining(**options)
 
 

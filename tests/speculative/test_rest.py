@@ -25,7 +25,7 @@ from methods.engine.sampling import Sampling
 from methods.speculative import rest_datastore
 from methods.speculative.rest import Rest, RestDrafter, frequent_prefixes
 from methods.speculative.rest_datastore import HEADER, MARGIN, PLACES, SEPARATOR, TOKENS, Datastore, RestDatastore
-from methods.training.interface import Example, Trainable, Workshop
+from methods.training.interface import Example, TrainingContext
 from tests.helpers.host_reads import no_host_reads
 
 DOCUMENTS = [[5, 6, 7, 8], [1, 5, 6, 7, 9, 9], [5, 6, 7, 8, 2], [7], [9, 5]]
@@ -330,16 +330,15 @@ def test_rest_refuses(options, folder, target):
 # -- the preparation --------------------------------------------------------------------------------------------------
 
 
-def workshop(target, folder, answers, stages=None):
+def context(target, folder, answers, stages=None):
     corpus = [Example(prompt=[50, 51], answer=list(answer)) for answer in answers]
-    report = (lambda *told: stages.append(told)) if stages is not None else (lambda *_: None)
-    return Workshop(target, corpus, folder, 0, report, lambda _: None, folder)
+    report = (lambda *stage: stages.append(stage)) if stages is not None else (lambda *_: None)
+    return TrainingContext(output=folder, shared_cache=folder, model=target, examples=corpus, report_progress=report)
 
 
 def test_preparation_writes_what_the_decoder_reads(target, tmp_path):
     trainable, stages = RestDatastore(), []
-    assert isinstance(trainable, Trainable)
-    facts = trainable.fit(workshop(target, tmp_path, DOCUMENTS, stages))
+    facts = trainable.fit(context(target, tmp_path, DOCUMENTS, stages))
     store = Datastore.load(tmp_path, target.vocab_size)
     assert facts == {"tokens": 18, "documents": 5, "bytes": store.mapped_bytes}
     assert stages[:5] == [("tokens", done, 5) for done in range(1, 6)]
@@ -349,18 +348,18 @@ def test_preparation_writes_what_the_decoder_reads(target, tmp_path):
 
 def test_documents_are_answers_or_whole_dialogues(target, tmp_path):
     for prompts in (False, True):
-        RestDatastore(prompts).fit(workshop(target, tmp_path, DOCUMENTS))
+        RestDatastore(prompts).fit(context(target, tmp_path, DOCUMENTS))
         store = Datastore.load(tmp_path, target.vocab_size)
         assert (store.find([50, 51], 2) is not None) == prompts
 
 
 def test_what_is_there_is_kept_and_anything_else_replaced(target, tmp_path):
-    RestDatastore().fit(workshop(target, tmp_path, DOCUMENTS))
+    RestDatastore().fit(context(target, tmp_path, DOCUMENTS))
     before = (tmp_path / PLACES).stat()
-    facts = RestDatastore().fit(workshop(target, tmp_path, DOCUMENTS))
+    facts = RestDatastore().fit(context(target, tmp_path, DOCUMENTS))
     assert facts["documents"] == 5 and (tmp_path / PLACES).stat().st_ino == before.st_ino
     flip(tmp_path / PLACES)
-    RestDatastore().fit(workshop(target, tmp_path, DOCUMENTS))
+    RestDatastore().fit(context(target, tmp_path, DOCUMENTS))
     assert Datastore.load(tmp_path, target.vocab_size).n_documents == 5
-    RestDatastore().fit(workshop(target, tmp_path, DOCUMENTS[:2]))
+    RestDatastore().fit(context(target, tmp_path, DOCUMENTS[:2]))
     assert Datastore.load(tmp_path, target.vocab_size).n_documents == 2

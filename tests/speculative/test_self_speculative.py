@@ -44,7 +44,7 @@ from methods.speculative.self_speculative.skip_search import (
     single_sets,
     uniform_sets,
 )
-from methods.training.interface import Example, Workshop
+from methods.training.interface import Example, TrainingContext
 
 COSTS = Costs((1, 3), (10.0, 14.0), (2.0, 4.0), draft=9.0, attention=1.0, mlp=0.5, layers=4)
 
@@ -394,22 +394,22 @@ SEARCH = SkipSearch(trials=6, prompts=3, new_tokens=12, gamma=4, context=30, ran
 CHEAP = Costs((1, 5), (10.0, 12.0), (2.0, 3.0), draft=10.0, attention=1.2, mlp=0.9, layers=4)
 
 
-def workshop(target: CausalLM, folder: Path, seed: int = 3) -> Workshop:
-    (folder / "making").mkdir(parents=True, exist_ok=True)
-    CHEAP.save(folder / "making" / "costs.json")
+def context(target: CausalLM, folder: Path, seed: int = 3) -> TrainingContext:
+    (folder / "training_log").mkdir(parents=True, exist_ok=True)
+    CHEAP.save(folder / "training_log" / "costs.json")
     texts = checks.prompts(target.vocab_size, range(4, 16), seed=8)
     corpus = [Example(text.tolist(), [1]) for text in texts]
-    return Workshop(target, corpus, folder, seed, lambda stage, done, total: None, lambda point: None, folder)
+    return TrainingContext(output=folder, shared_cache=folder, model=target, examples=corpus, seed=seed)
 
 
 @pytest.fixture(scope="module")
 def searched(target: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("search")
-    return folder, SEARCH.fit(workshop(target, folder))
+    return folder, SEARCH.fit(context(target, folder))
 
 
 def trials_of(folder: Path) -> list[Trial]:
-    return History(folder / "making" / "trials.jsonl", 4).trials
+    return History(folder / "training_log" / "trials.jsonl", 4).trials
 
 
 def test_search_ends_with_a_finalist_and_facts_of_held_out_prompts(
@@ -425,7 +425,7 @@ def test_search_ends_with_a_finalist_and_facts_of_held_out_prompts(
     assert max(t.speedup for t in finalists(trials)) == max(t.speedup for t in trials)
     assert facts["pays"] == (facts["held_out"]["speedup_measured"] > 1)
     assert set(facts["held_out"]) == {"speedup", "speedup_measured", "uniform", "random_mean", "random_best"}
-    assert (folder / "making" / "search.png").stat().st_size > 5_000
+    assert (folder / "training_log" / "search.png").stat().st_size > 5_000
     checks.check_greedy_identity(lambda t, s: SelfSpeculative(t, s, checkpoint=folder), target, lengths=(5,))
 
 
@@ -438,11 +438,11 @@ def test_search_tries_no_set_twice_once_the_sampler_leads(searched: tuple[Path, 
 def test_search_repeats_with_its_seed_and_differs_with_another(
     searched: tuple[Path, dict], target: CausalLM, tmp_path: Path
 ) -> None:
-    facts = SEARCH.fit(workshop(target, tmp_path / "again"))
+    facts = SEARCH.fit(context(target, tmp_path / "again"))
     assert trials_of(tmp_path / "again") == trials_of(searched[0])
     timeless = {key: value for key, value in facts.items() if key not in ("held_out", "pays")}
     assert timeless.items() <= searched[1].items()
-    SEARCH.fit(workshop(target, tmp_path / "other", seed=4))
+    SEARCH.fit(context(target, tmp_path / "other", seed=4))
     assert trials_of(tmp_path / "other") != trials_of(searched[0])
 
 
@@ -450,11 +450,11 @@ def test_search_repeats_with_its_seed_and_differs_with_another(
 def test_killed_search_goes_on_as_if_it_had_not_been(
     after: int, searched: tuple[Path, dict], target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = (searched[0] / "making" / "trials.jsonl").read_text().splitlines(keepends=True)
+    lines = (searched[0] / "training_log" / "trials.jsonl").read_text().splitlines(keepends=True)
     folder = tmp_path / "killed"
-    shop = workshop(target, folder)
+    shop = context(target, folder)
     torn = lines[after][:20]
-    (folder / "making" / "trials.jsonl").write_text("".join(lines[:after]) + torn)
+    (folder / "training_log" / "trials.jsonl").write_text("".join(lines[:after]) + torn)
     tried: list[SkipSet] = []
     attempt = SkipSearch._try
 
@@ -464,7 +464,7 @@ def test_killed_search_goes_on_as_if_it_had_not_been(
 
     monkeypatch.setattr(SkipSearch, "_try", counted)
     SEARCH.fit(shop)
-    assert (folder / "making" / "trials.jsonl").read_text() == "".join(lines)
+    assert (folder / "training_log" / "trials.jsonl").read_text() == "".join(lines)
     assert len(tried) == len(lines[after:])
 
 
@@ -472,7 +472,7 @@ def test_killed_search_goes_on_as_if_it_had_not_been(
 def test_other_ways_to_search(options: dict, target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skip_search, "_MEASURED_TOKENS", 4)
     monkeypatch.setattr(skip_search, "_MEASURED_PROMPTS", 1)
-    facts = replace(SEARCH, trials=2, **options).fit(workshop(target, tmp_path / "x"))
+    facts = replace(SEARCH, trials=2, **options).fit(context(target, tmp_path / "x"))
     trials = trials_of(tmp_path / "x")
     assert facts["speedup_in_search"] in {trial.speedup for trial in finalists(trials)}
     assert len({trial.key for trial in trials[-2:]}) == 2
@@ -489,7 +489,7 @@ def test_search_refuses(options: dict) -> None:
 
 def test_search_refuses_a_corpus_that_is_too_small(target: CausalLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="18 are needed"):
-        replace(SEARCH, prompts=6, context=8).fit(workshop(target, tmp_path / "x"))
+        replace(SEARCH, prompts=6, context=8).fit(context(target, tmp_path / "x"))
 
 
 def test_finalists_are_the_best_and_the_best_small_ones_once_each() -> None:

@@ -33,10 +33,11 @@ from methods.speculative.specdec.decoder import SpecDec
 from methods.speculative.specdec.network import BlockDecoder, DraftPass, Shape, load, save
 from methods.speculative.specdec.training import BlockLearner, Blocks, SpecDecTraining, acceptance, reveal
 from methods.training import trainer
-from methods.training.head_trainer import Recipe
-from methods.training.interface import Example, Workshop
+from methods.training.interface import Example, TrainingContext
+from methods.training.trainer import TrainingConfig
 from tests.base_models.test_translation import PAIRS, sentences
 from tests.engine.test_seq2seq_lm import EOS, VOCAB, AsText, greedy_reference, ids, tiny
+from tests.helpers.interruptions import interrupted_at
 from tests.helpers.tiny_translation import MACHINE, make_model, write_data
 
 GREEDY = Sampling()
@@ -377,7 +378,7 @@ def test_held_out_acceptance_is_that_of_decoding(pair: tuple[Any, Seq2SeqLM]) ->
     assert found.accepted == pytest.approx(sum(kept) / steps)
 
 
-BRIEF = Recipe(steps=120, batch_size=16, learning_rate=5e-3, warmup=0.1, evaluations=2, precision="float32")
+BRIEF = TrainingConfig(steps=120, batch_size=16, learning_rate=5e-3, warmup=0.1, evaluations=2, precision="float32")
 SMALL: dict[str, Any] = {"block": 8, "heads": 2, "inner": 64, "depth": 1}
 
 
@@ -403,11 +404,12 @@ def track(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     patch.undo()
 
 
-def workshop(track: SimpleNamespace, folder: Path, points: list[Any] | None = None) -> Workshop:
+def context(track: SimpleNamespace, folder: Path, points: list[Any] | None = None) -> TrainingContext:
     folder.mkdir(parents=True, exist_ok=True)
-    corpus = [Example(track.loaded.tokenizer(source)["input_ids"], []) for source, _ in PAIRS]
-    log: Callable[[Any], None] = (lambda point: None) if points is None else points.append
-    return Workshop(track.loaded.lm, corpus, folder, 0, lambda *stage: None, log, track.root / "common")
+    examples = [Example(track.loaded.tokenizer(source)["input_ids"], []) for source, _ in PAIRS]
+    log = [].append if points is None else points.append
+    shared = {"shared_cache": track.root / "common", "model": track.loaded.lm, "examples": examples}
+    return TrainingContext(output=folder, log=log, **shared)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -449,21 +451,11 @@ def test_an_interrupted_training_ends_like_an_uninterrupted_one(
 ) -> None:
     maker = SpecDecTraining(**SMALL, recipe=replace(BRIEF, steps=12))
     points: list[Any] = []
-    whole = maker.fit(workshop(track, tmp_path / "whole", points))
-    monkeypatch.setattr(specdec_training, "_SAVE_EVERY_S", 0.0)
-    seen: list[int] = []
-    loss = specdec_training._Course.loss
-
-    def broken(self: Any) -> Any:
-        seen.append(self.step)
-        if len(seen) == 8:
-            raise KeyboardInterrupt
-        return loss(self)
-
-    monkeypatch.setattr(specdec_training._Course, "loss", broken)
+    whole = maker.fit(context(track, tmp_path / "whole", points))
+    seen = interrupted_at(8, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        maker.fit(workshop(track, tmp_path / "broken"))
-    facts = maker.fit(workshop(track, tmp_path / "broken"))
+        maker.fit(context(track, tmp_path / "broken"))
+    facts = maker.fit(context(track, tmp_path / "broken"))
     assert seen == [*range(8), *range(7, 12)] and facts["curve"] == whole["curve"]
     theirs = weights(tmp_path / "whole")
     assert all(weight.equal(theirs[name]) for name, weight in weights(tmp_path / "broken").items())
@@ -476,10 +468,10 @@ def test_the_share_that_is_revealed_falls(
 ) -> None:
     shares: list[float] = []
     monkeypatch.setattr(specdec_training, "reveal", lambda w, p, share: (shares.append(share), reveal(w, p, share))[1])
-    SpecDecTraining(**SMALL, recipe=replace(BRIEF, steps=5)).fit(workshop(track, tmp_path / "a"))
+    SpecDecTraining(**SMALL, recipe=replace(BRIEF, steps=5)).fit(context(track, tmp_path / "a"))
     assert shares == pytest.approx([0.5, 0.45, 0.4, 0.35, 0.3])
     shares.clear()
-    SpecDecTraining(**SMALL, glancing=(0.0, 0.0), recipe=replace(BRIEF, steps=2)).fit(workshop(track, tmp_path / "b"))
+    SpecDecTraining(**SMALL, glancing=(0.0, 0.0), recipe=replace(BRIEF, steps=2)).fit(context(track, tmp_path / "b"))
     assert shares == []
 
 
@@ -521,11 +513,11 @@ def test_targets_and_parts_that_do_not_fit_are_refused(marian: Seq2SeqLM, tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"block": 0}, "block=0"),
-        ({"depth": 0}, "depth=0"),
-        ({"glancing": (0.5,)}, "two shares of glancing"),
-        ({"glancing": (1.0, 0.0)}, "below 1"),
-        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"block": 0}, "block must be at least 1, got 0"),
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"glancing": (0.5,)}, "glancing must be two shares"),
+        ({"glancing": (1.0, 0.0)}, "from 0 to below 1, got"),
+        ({"dropout": 1.0}, "dropout must be from 0 to below 1, got 1.0"),
     ],
 )
 def test_trainings_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
@@ -538,8 +530,8 @@ def test_trainings_that_cannot_work_are_refused(
 ) -> None:
     words = ["method=specdec", "model=random", "corpus=multi30k", *MACHINE, f"paths.cache={tmp_path}"]
     assert command.main(words) == 2 and "an encoder-decoder is needed" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="heads=3 came; they must divide"):
-        SpecDecTraining(heads=3).fit(workshop(track, tmp_path / "a"))
-    shop = workshop(track, tmp_path / "b")
-    with pytest.raises(ValueError, match="ended 1 of 1 translations; at least 2"):
-        SpecDecTraining().fit(replace(shop, corpus=shop.corpus[:1]))
+    with pytest.raises(ValueError, match="heads must divide the hidden size of .*, got 3"):
+        SpecDecTraining(heads=3).fit(context(track, tmp_path / "a"))
+    shop = context(track, tmp_path / "b")
+    with pytest.raises(ValueError, match="must end at least 2 of its translations, got 1 of 1"):
+        SpecDecTraining().fit(replace(shop, examples=shop.examples[:1]))

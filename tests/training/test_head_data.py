@@ -18,11 +18,13 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.training import answers as own
-from methods.training import features, head_trainer
+from methods.training import features, trainer
 from methods.training.answers import AnswerRecipe, answer, own_answers
 from methods.training.features import states
-from methods.training.head_trainer import Learner, Recipe, teach, tokens_per_step
-from methods.training.interface import Example, Workshop
+from methods.training.head_trainer import Learner, tokens_per_step, train_head
+from methods.training.interface import Example, TrainingContext
+from methods.training.trainer import Epochs, TrainingConfig
+from tests.helpers.interruptions import interrupted_at
 
 RECIPE = AnswerRecipe(tokens=150, limit=12, longest_prompt=9, batch=4)
 
@@ -32,12 +34,14 @@ def target() -> CausalLM:
     return checks.tiny_target(seed=3)
 
 
-def workshop(target: CausalLM, folder: Path, seed: int = 0, points: list | None = None) -> Workshop:
+def context(target: CausalLM, folder: Path, seed: int = 0, points: list | None = None) -> TrainingContext:
     lengths = [1 + (7 * n) % 11 for n in range(40)]
     corpus = [Example(prompt.tolist(), []) for prompt in checks.prompts(target.vocab_size, lengths)]
     folder.mkdir(parents=True, exist_ok=True)
-    log = (lambda point: None) if points is None else points.append
-    return Workshop(target, corpus, folder, seed, lambda stage, done, total: None, log, folder / "common")
+    log = [].append if points is None else points.append
+    return TrainingContext(
+        output=folder, shared_cache=folder / "common", model=target, examples=corpus, seed=seed, log=log
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- vocabulary
@@ -95,7 +99,7 @@ def test_answers_in_a_shrinking_batch_are_what_each_prompt_gets_alone(
 
 
 def test_answers_are_the_targets_and_reach_the_number_of_tokens(target: CausalLM, tmp_path: Path) -> None:
-    found = own_answers(workshop(target, tmp_path), RECIPE)
+    found = own_answers(context(target, tmp_path), RECIPE)
     assert RECIPE.tokens <= found.tokens < RECIPE.tokens + RECIPE.batch * RECIPE.limit
     assert all(len(row.prompt) <= RECIPE.longest_prompt for row in found.rows)
     for row in found.rows:
@@ -106,9 +110,9 @@ def test_answers_are_the_targets_and_reach_the_number_of_tokens(target: CausalLM
 def test_interrupted_answers_go_on_to_the_same_end(
     target: CausalLM, tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = own_answers(workshop(target, tmp_path / "whole"), RECIPE)
-    shop = workshop(target, tmp_path / "cut")
-    folder = shop.common / f"answers-{RECIPE.digest}"
+    whole = own_answers(context(target, tmp_path / "whole"), RECIPE)
+    shop = context(target, tmp_path / "cut")
+    folder = shop.shared_cache / f"answers-{RECIPE.digest}"
     folder.mkdir(parents=True)
     lines = (whole.folder / "answers.jsonl").read_bytes().splitlines(keepends=True)
     kept = {"group": lines[:8], "torn": [*lines[:8], lines[8][:9]], "half": lines[:6]}[left]
@@ -124,15 +128,15 @@ def test_interrupted_answers_go_on_to_the_same_end(
 
 def test_sampled_answers_repeat_with_their_seed_only(target: CausalLM, tmp_path: Path) -> None:
     warm = replace(RECIPE, temperature=1.0)
-    texts = [own_answers(workshop(target, tmp_path / f"{n}", seed), warm).rows for n, seed in enumerate((0, 0, 1))]
+    texts = [own_answers(context(target, tmp_path / f"{n}", seed), warm).rows for n, seed in enumerate((0, 0, 1))]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_answers_refuse_a_corpus_of_long_prompts(target: CausalLM, tmp_path: Path) -> None:
-    shop = replace(workshop(target, tmp_path), corpus=[Example([1] * 20, [])])
-    with pytest.raises(ValueError, match="no prompt of at most 9 tokens"):
+    shop = replace(context(target, tmp_path), examples=[Example([1] * 20, [])])
+    with pytest.raises(ValueError, match="must have a prompt of at most 9 tokens, got none"):
         own_answers(shop, RECIPE)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match=r"tokens must be at least 1, got 0\."):
         AnswerRecipe(tokens=0)
 
 
@@ -141,7 +145,7 @@ def test_answers_refuse_a_corpus_of_long_prompts(target: CausalLM, tmp_path: Pat
 
 @pytest.fixture(scope="module", params=["cached", "live"])
 def made(request: pytest.FixtureRequest, target: CausalLM, tmp_path_factory: pytest.TempPathFactory):
-    shop = workshop(target, tmp_path_factory.mktemp(request.param))
+    shop = context(target, tmp_path_factory.mktemp(request.param))
     return features.features(shop, hidden_layers=(0, 2), recipe=RECIPE, form=request.param)
 
 
@@ -177,7 +181,7 @@ def test_held_out_dialogues_are_not_learnt(made) -> None:
 
 
 def test_features_are_computed_once(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shop = workshop(target, tmp_path)
+    shop = context(target, tmp_path)
     features.features(shop, hidden_layers=(1,), recipe=RECIPE)
     computed: list[list] = []
     compute = features._compute
@@ -186,7 +190,7 @@ def test_features_are_computed_once(target: CausalLM, tmp_path: Path, monkeypatc
     assert computed == []
     features.features(shop, hidden_layers=(1, 3), recipe=RECIPE)
     assert computed == [[3]]
-    (shop.common / f"answers-{RECIPE.digest}" / "hidden.json").unlink()  # as after a kill
+    (shop.shared_cache / f"answers-{RECIPE.digest}" / "hidden.json").unlink()  # as after a kill
     features.features(shop, hidden_layers=(3,), recipe=RECIPE)
     assert computed[1:] == [[None]]
 
@@ -201,12 +205,12 @@ def test_half_precision_survives_the_files(tmp_path: Path) -> None:
 def test_features_refuse_a_full_disk_and_unknown_layers(
     target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"\[4\] came as hidden_layers.* 0 to 3"):
-        features.features(workshop(target, tmp_path), hidden_layers=(4,), recipe=RECIPE)
+    with pytest.raises(ValueError, match=r"must be layers 0 to 3, got \[4\]"):
+        features.features(context(target, tmp_path), hidden_layers=(4,), recipe=RECIPE)
     usage = features.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ValueError, match="features=live"):
-        features.features(workshop(target, tmp_path), recipe=RECIPE)
+        features.features(context(target, tmp_path), (), RECIPE)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -219,13 +223,8 @@ class NextToken(Learner):
         super().__init__()
         self.layer = nn.Linear(target.hidden_size, target.vocab_size)
         self.fixed = nn.Parameter(torch.ones(1), requires_grad=False)
-        self.broken_at: int | None = None
-        self.seen = 0
 
     def loss(self, batch: features.Batch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
-        self.seen += 1
-        if self.seen == self.broken_at:
-            raise KeyboardInterrupt
         labels, valid = batch.shifted(1)
         scores = self.layer(nn.functional.dropout(batch.hidden.float(), 0.1, self.training))[valid]
         loss = nn.functional.cross_entropy(scores.float(), labels[valid])
@@ -237,16 +236,15 @@ class NextToken(Learner):
         return (best == labels[valid][:, None]).sum(0)[None], valid.sum()[None]
 
 
-COURSE = Recipe(steps=40, batch_size=4, learning_rate=0.02, evaluations=4, precision="float32")
+CONFIG = TrainingConfig(steps=40, batch_size=4, learning_rate=0.02, evaluations=4, precision="float32")
 
 
-def taught(target: CausalLM, folder: Path, recipe: Recipe = COURSE, broken_at: int | None = None, points=None):
+def taught(target: CausalLM, folder: Path, config: TrainingConfig = CONFIG, points=None):
     torch.manual_seed(0)
-    shop = workshop(target, folder, points=points)
+    shop = context(target, folder, points=points)
     learner = NextToken(target)
-    learner.broken_at = broken_at
-    found = features.features(shop, recipe=RECIPE)
-    return learner, teach(learner, found, recipe, shop)
+    found = features.features(shop, (), RECIPE)
+    return learner, train_head(learner, found, config, shop)
 
 
 def test_a_learner_learns(target: CausalLM, tmp_path: Path) -> None:
@@ -266,44 +264,41 @@ def test_an_interrupted_training_ends_like_an_uninterrupted_one(
     target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, facts = taught(target, tmp_path / "whole")
-    monkeypatch.setattr(head_trainer, "_SAVE_EVERY_S", 0.0)
+    steps = interrupted_at(24, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        taught(target, tmp_path / "cut", broken_at=24)
+        taught(target, tmp_path / "cut")
     again, resumed = taught(target, tmp_path / "cut")
-    assert again.seen == 40 - 23
+    assert steps == [*range(24), *range(23, 40)]
     assert again.layer.weight.equal(whole.layer.weight) and resumed["curve"] == facts["curve"]
-    head_trainer.discard(tmp_path / "cut")
-    assert not (tmp_path / "cut" / "training.pt").exists()
+    trainer.discard(tmp_path / "cut")
+    assert not (tmp_path / "cut" / trainer.STATE).exists()
 
 
 def test_a_checkpoint_of_other_answers_is_refused(target: CausalLM, tmp_path: Path) -> None:
-    taught(target, tmp_path, replace(COURSE, steps=2, evaluations=1))
+    taught(target, tmp_path, replace(CONFIG, steps=2, evaluations=1))
     file = tmp_path / "common" / f"answers-{RECIPE.digest}" / "answers.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[0][1][0] += 1
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="other answers"):
+    with pytest.raises(ValueError, match="an unfinished training on other data"):
         taught(target, tmp_path)
 
 
-def test_every_dialogue_is_seen_once_an_epoch_in_an_order_of_the_seed(target: CausalLM, tmp_path: Path) -> None:
-    shop = workshop(target, tmp_path)
-    found = features.features(shop, recipe=RECIPE)
-    orders = []
+def test_every_row_is_seen_once_an_epoch_in_an_order_of_the_seed() -> None:
+    lengths, orders = {row: 1 + (7 * row) % 11 for row in range(30)}, []
     for seed in (0, 0, 1):
-        this = head_trainer._Course(NextToken(target), found, COURSE, replace(shop, seed=seed))
-        epoch = -(-len(found.train) // COURSE.batch_size)
-        assert this._epochs.count(epoch) == 1.0
+        epochs = Epochs.shuffled(lengths, 4, seed)
+        assert epochs.count(8) == 1.0
         for number in range(2):
-            rows = [row for step in range(epoch) for row in this._epochs.batch(number * epoch + step)]
-            assert sorted(rows) == sorted(found.train)
+            rows = [row for step in range(8) for row in epochs.batch(number * 8 + step)]
+            assert sorted(rows) == sorted(lengths)
             orders.append(rows)
     assert orders[0] == orders[2] != orders[1] and orders[0] != orders[4]
 
 
 def test_the_rate_rises_and_falls() -> None:
-    recipe = Recipe(steps=100, warmup=0.1, final=0.05)
-    rates = [recipe.rate(step) for step in range(100)]
+    config = TrainingConfig(steps=100, warmup=0.1, final=0.05)
+    rates = [config.rate(step) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[99] == pytest.approx(0.05, abs=2e-3)
     assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
 
@@ -314,9 +309,9 @@ def test_tokens_of_a_chain() -> None:
     )
 
 
-def test_recipes_refuse_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Recipe(steps=0)
+def test_configs_refuse_numbers_out_of_range() -> None:
+    with pytest.raises(ValueError, match=r"steps must be at least 1, got 0\. Set train\.steps"):
+        TrainingConfig(steps=0)
 
 
 # -------------------------------------------------------------------------------------------------------------- engine

@@ -19,18 +19,21 @@ from bench.models import loading
 from bench.tasks import corpus
 from bench.train import command
 from methods.autoregressive import Autoregressive
-from methods.base_models import characters, translation
+from methods.base_models import bpe, characters, translation
 from methods.base_models.characters import CharacterModel, overlap
 from methods.base_models.translation import ExitTeacherTraining
 from methods.early_exit.calm import Calm
 from methods.early_exit.hash_ee import HashEE
-from methods.early_exit.training_states import Recipe
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.training import trainer
 from methods.training.exit_quality import quality
 from methods.training.layer_losses import CalmLoss, FreeLoss, collected, frozen_from, make_loss
-from tests.base_models.test_translation import BRIEF, PAIRS, SMALL, foundry
+from methods.training.trainer import TrainingConfig
+from methods.training.translation import batches
+from tests.base_models.test_translation import BRIEF, PAIRS, SMALL, context
+from tests.helpers.interruptions import interrupted_at
 
 GREEDY = Sampling()
 
@@ -75,7 +78,7 @@ def test_dynamic_pairs_go_down_and_none_is_used_twice() -> None:
 def test_a_loss_that_cannot_be_is_refused() -> None:
     assert make_loss("free", 8) == FreeLoss(2) and isinstance(make_loss("calm", 8), CalmLoss)
     for wrong in ({"shallow": 8}, {"shallow": 0}, {"distillation": -1.0}):
-        with pytest.raises(ValueError, match="1 to 7 are allowed for the shallow exit"):
+        with pytest.raises(ValueError, match="shallow must be from 1 to 7 for 8 layers, got 8"):
             make_loss("free", 8, **wrong)  # type: ignore[arg-type]
 
 
@@ -105,7 +108,7 @@ def test_states_are_collected_raw_and_hooks_are_taken_away() -> None:
 TEXT = [("", f"{who} {does} the {what}.") for who in ("A dog", "The man", "She") for does in ("sees", "likes", "has")
         for what in ("ball", "tree", "red house", "old book")] * 12  # fmt: skip
 TINY: dict[str, Any] = {"layers": 4, "width": 32, "heads": 2, "positions": 24}
-SHORT = Recipe(steps=150, batch_size=16, learning_rate=1e-2, evaluations=2, precision="float32")
+SHORT = TrainingConfig(steps=150, batch_size=16, learning_rate=1e-2, evaluations=2, precision="float32")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +118,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict
     for exits in ("calm", "last", "hash"):
         folder = tmp_path_factory.mktemp(exits)
         maker = CharacterModel(exits, **TINY, mixed=0.0, recipe=SHORT)  # type: ignore[arg-type]
-        found[exits] = (folder, maker.fit(foundry(folder, pairs=TEXT)))
+        found[exits] = (folder, maker.fit(context(folder, pairs=TEXT)))
     return found
 
 
@@ -193,21 +196,10 @@ def test_hashed_training_and_decoding_compute_the_same(made: dict[str, tuple[Pat
 def test_an_interrupted_character_model_ends_like_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from methods.training import trainer
-
     maker = CharacterModel(**TINY, recipe=replace(SHORT, steps=12))
-    maker.fit(foundry(tmp_path / "whole", pairs=TEXT))
-    loss, seen = characters._Course.loss, []
-
-    def broken(self: Any) -> Any:
-        seen.append(self.step)
-        self._save()
-        if len(seen) == 5:
-            raise KeyboardInterrupt
-        return loss(self)
-
-    monkeypatch.setattr(characters._Course, "loss", broken)
-    shop = foundry(tmp_path / "broken", pairs=TEXT)
+    maker.fit(context(tmp_path / "whole", pairs=TEXT))
+    seen = interrupted_at(5, monkeypatch)
+    shop = context(tmp_path / "broken", pairs=TEXT)
     with pytest.raises(KeyboardInterrupt):
         maker.fit(shop)
     maker.fit(shop)
@@ -220,16 +212,15 @@ def test_some_texts_leave_at_drawn_depths_while_a_character_model_learns(tmp_pat
     maker = CharacterModel(**TINY, mixed=0.25, recipe=replace(SHORT, batch_size=8))
     torch.manual_seed(0)
     network, ids = maker.network(256).eval(), torch.randint(0, 256, (200,))
-    course = characters._Course(network, ids, ids, maker, None, foundry(tmp_path, pairs=TEXT))
-    texts = course.windows(ids, range(8))
-    depths, layers = course._leaving(texts), TINY["layers"]
+    texts = maker.windows(ids, range(8))
+    depths, layers = maker.random_depths(texts), TINY["layers"]
     assert depths is not None and depths.shape == (8, TINY["positions"])
     assert set(depths[:2].unique().tolist()) == set(range(1, layers + 1)) and (depths[2:] == layers).all()
-    whole, parts = course._loss(texts)
-    torch.testing.assert_close(course._loss(texts, torch.full_like(depths, layers))[0], whole)
-    least = course._loss(texts, torch.ones_like(depths))[1]
+    whole, parts = maker.loss(network, texts, None)
+    torch.testing.assert_close(maker.loss(network, texts, torch.full_like(depths, layers))[0], whole)
+    least = maker.loss(network, texts, torch.ones_like(depths))[1]
     assert all(torch.equal(loss, parts["loss_1"]) for loss in least.values()) and len(least) == layers
-    assert CharacterModel("free", **TINY).mixed == 0
+    assert CharacterModel("free", **TINY).random_depths(texts) is None
 
 
 def test_overlap_is_rouge_l() -> None:
@@ -239,14 +230,14 @@ def test_overlap_is_rouge_l() -> None:
 
 
 def test_character_models_refuse(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a width that twice the heads divide"):
+    with pytest.raises(ValueError, match="width must be a multiple of 8, twice the heads, got 30"):
         CharacterModel(width=30, heads=4)
-    with pytest.raises(ValueError, match=r"mixed=1\.5 came; .* a share from 0 to 1"):
+    with pytest.raises(ValueError, match=r"mixed must be from 0 to 1, got 1\.5"):
         CharacterModel(mixed=1.5)
-    with pytest.raises(ValueError, match="1 to 7 are allowed for the shallow exit"):
+    with pytest.raises(ValueError, match="shallow must be from 1 to 7 for 8 layers, got 8"):
         CharacterModel("free", shallow=8)
-    with pytest.raises(ValueError, match=r"The corpus has 4 bytes; at least 250"):
-        CharacterModel(**TINY).fit(foundry(tmp_path, pairs=[("", "text")]))
+    with pytest.raises(ValueError, match=r"The corpus must have at least 250 bytes, got 4"):
+        CharacterModel(**TINY).fit(context(tmp_path, pairs=[("", "text")]))
 
 
 def test_any_text_file_is_a_corpus_and_the_model_loads_by_folder(
@@ -287,20 +278,18 @@ def test_plain_text_cannot_be_answered(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_teachers_loss_is_that_of_every_layer_of_transformers(exits: Any, tmp_path: Path) -> None:
     recipe = replace(BRIEF, dropout=0.0)
     maker = ExitTeacherTraining(**SMALL | {"layers": (1, 3)}, exits=exits, recipe=recipe)
-    tokenizer = translation.vocabulary.learn([text for pair in PAIRS for text in pair], 300, 40)
+    tokenizer = bpe.learn([text for pair in PAIRS for text in pair], 300, 40)
     pairs = maker._encode(tokenizer, PAIRS)
     torch.manual_seed(0)
     network = maker.network(len(tokenizer))
-    course = translation._Course(
-        network, pairs, translation.Judge(tokenizer, PAIRS[:5]), recipe, foundry(tmp_path), maker.layer_loss
-    )
-    found, seen = course.loss()
+    rows = batches(pairs, recipe.tokens)[0]
+    found, seen = maker.loss(network.train(), pairs)(rows, 0)
     network.eval()
     behind: list[list[torch.Tensor]] = [[], [], []]
     wanted = []
     norm = network.model.decoder.layer_norm
     norm.register_forward_pre_hook(lambda _, given: behind[2].append(given[0][0]))  # transformers' own last is normed
-    for place in course.rows():
+    for place in rows:
         source, target = (torch.tensor([side]) for side in pairs[place])
         hidden = network(input_ids=source, labels=target, output_hidden_states=True).decoder_hidden_states
         for states, state in zip(behind[:2], hidden[1:3], strict=True):
@@ -320,7 +309,7 @@ def test_an_exit_native_teacher_is_left_early(tmp_path: Path) -> None:
     recipe = replace(BRIEF, steps=120, evaluations=2)
     maker = ExitTeacherTraining(**SMALL | {"layers": (1, 3)}, exits="calm", recipe=recipe)
     assert maker.model_name("multi30k") == "multi30k_1_3_calm"
-    facts = maker.fit(foundry(tmp_path))
+    facts = maker.fit(context(tmp_path))
     assert set(facts["exits"]) == {"1", "2"} and facts["exits"]["2"]["agreement"] > 0.8
     network: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).requires_grad_(False)
     lm = Seq2SeqLM.from_hf(network, keep_hf=True)
@@ -336,21 +325,22 @@ def test_an_exit_native_teacher_is_left_early(tmp_path: Path) -> None:
 def test_an_exit_native_teacher_begins_with_the_weights_of_a_model(tmp_path: Path) -> None:
     options: dict[str, Any] = SMALL | {"layers": (1, 3)}
     recipe = replace(BRIEF, steps=1, evaluations=1, average=1, learning_rate=1e-9)
-    translation.TeacherTraining(**options, recipe=recipe).fit(foundry(tmp_path / "model"))
+    translation.TeacherTraining(**options, recipe=recipe).fit(context(tmp_path / "model"))
     network: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    given = Seq2SeqLM.from_hf(network, keep_hf=True), AutoTokenizer.from_pretrained(tmp_path / "model")
+    model, tokenizer = Seq2SeqLM.from_hf(network, keep_hf=True), AutoTokenizer.from_pretrained(tmp_path / "model")
+    given: dict[str, Any] = {"model": model, "tokenizer": tokenizer}
     before = {name: value.clone() for name, value in network.state_dict().items()}
 
     maker = ExitTeacherTraining(**options, begin="model", recipe=recipe)
-    assert maker.learns_from_teacher and maker.model_name("multi30k") == "multi30k_1_3_calm"
-    maker.fit(foundry(tmp_path / "made", teacher=given, seed=1))
+    assert maker.needs_model and maker.model_name("multi30k") == "multi30k_1_3_calm"
+    maker.fit(context(tmp_path / "made", seed=1, **given))
     made: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
     for name, value in made.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=1e-3, atol=1e-5)
 
     other = ExitTeacherTraining(**options | {"layers": (1, 2)}, begin="model", recipe=recipe)
-    with pytest.raises(ValueError, match=r"has other weights than what is trained.*train\.begin=random"):
-        other.fit(foundry(tmp_path / "other", teacher=given))
+    with pytest.raises(ValueError, match=r"must have the shapes of the new model, got others.*train\.begin=random"):
+        other.fit(context(tmp_path / "other", **given))
 
 
 def test_the_confidence_of_all_or_nothing_is_judged() -> None:

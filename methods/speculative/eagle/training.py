@@ -1,27 +1,26 @@
-"""Training of the draft network of method=eagle on what the target itself answers; ``eagle.py`` is the method.
+"""Training of the draft network of method=eagle on the target's own answers.
 
-Version 3 learns by the training-time test (Li et al. 2025, arXiv 2503.01840, sec. 3.2): the network is unrolled over
-features of its own, as it will be in decoding, and every step is judged by cross-entropy against the target's
-distribution over the draft vocabulary, step i with weight 0.8^i. Versions 1 and 2 learn the target's next feature
-(smooth L1) and its distribution (Li et al. 2024, arXiv 2401.15077, sec. 3.2), one step unless ``unroll`` says more,
-which is what HASS does (Zhang et al. 2024, arXiv 2408.15766).
+Version 3 uses the training-time test (Li et al. 2025, arXiv 2503.01840, sec. 3.2): the network is unrolled over its own
+features, as in decoding, and step i has the cross-entropy against the target's distribution over the draft vocabulary
+with weight 0.8^i. Versions 1 and 2 learn the target's next feature (smooth L1) and its distribution (Li et al. 2024,
+arXiv 2401.15077, sec. 3.2) in one step, or in ``unroll`` steps, as in HASS (Zhang et al. 2024, arXiv 2408.15766).
 
-In step i the query of place t sees the keys of the true features up to t, and of each later step the one of its own
-place: what a draft sees that began at t. Only places from which the target writes its answer are unrolled; prompts are
-keys and values alone.
+In step i the query of place t sees the keys of the true features up to t, and the key of its own place in each later
+step: what a draft from t sees. Only places from which the target writes its answer are unrolled; prompts provide keys
+and values.
 
-Differences: the network begins as a copy of the target's last layer, which saves most of the steps; output matrix and
-embedding are the target's and stay as they are (``output: own`` trains a matrix); the target's distribution is that of
-its features, so its own forward pass is not part of a step.
+Differences: the network starts as a copy of the target's last layer, which saves most of the steps; output matrix and
+embedding are the target's and frozen (``output: own`` trains a matrix); the target's distribution is computed from its
+features, so its forward pass is not part of a step.
 
-Command: ``python -m bench.train method=eagle model=smollm2``
+Command: ``python -m bench train method=eagle model=smollm2``
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +31,9 @@ from methods.engine.causal_layers import Rows
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.eagle.checkpoint import Part, Spec
-from methods.training.answers import HEADS_CORPUS, AnswerRecipe
-from methods.training.features import Batch, FeatureForm, features
-from methods.training.head_trainer import Learner, Recipe, discard, teach
-from methods.training.interface import Workshop
+from methods.training.features import Batch, Features
+from methods.training.head_trainer import HeadTraining, Learner
+from methods.training.interface import TrainingContext, require
 
 Output = Literal["shared", "own"]
 
@@ -46,59 +44,42 @@ _QUIET = 0.02  # standard deviation of what is not copied from the target
 _LEAST_GAIN = 1e-2  # a smaller one would blow up what undoes it
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * w in the type of the weight, also under mixed precision."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+class RMSNorm(nn.RMSNorm):
+    """In the type of the weight, also under mixed precision."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """The projections of a Llama layer, reading ``read`` features."""
-
-    def __init__(self, spec: Spec, read: int) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(read, spec.heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(read, spec.kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(read, spec.kv_heads * spec.head_dim, bias=False)
-        self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=False)
-
-
-class FeedForward(nn.Module):
-    """The gated layer of Llama."""
-
-    def __init__(self, spec: Spec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Layer(nn.Module):
-    """The one layer; version 1 has no norm in front of its attention, version 3 one for each half of the pair."""
+    """One Llama layer; version 1 has no norm before its attention, version 3 one for each half of the pair."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        width = spec.hidden_size
-        self.self_attn = Attention(spec, 2 * width if spec.version == 3 else width)
-        self.mlp = FeedForward(spec)
+        width, inner, read = spec.hidden_size, spec.intermediate_size, spec.hidden_size * (1 + (spec.version == 3))
+        heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.self_attn = _linears(
+            q_proj=(read, heads), k_proj=(read, kv_heads), v_proj=(read, kv_heads), o_proj=(heads, width)
+        )
+        self.mlp = _linears(gate_proj=(width, inner), up_proj=(width, inner), down_proj=(inner, width))
         self.post_attention_layernorm = RMSNorm(width, spec.rms_eps)
         if spec.version == 3:
             self.hidden_norm = RMSNorm(width, spec.rms_eps)
             self.input_layernorm = RMSNorm(width, spec.rms_eps)
 
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        x = self.post_attention_layernorm(x)
+        return cast(Tensor, self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x)))
+
+
+def _linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+
 
 class DraftModule(nn.Module):
-    """The draft network; its parameters have the authors' names."""
+    """The draft network, with the authors' names of parameters."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -116,13 +97,13 @@ class DraftModule(nn.Module):
         return self.midlayer if self.spec.version == 3 else self.layers[0]  # type: ignore[return-value]
 
     def feature(self, hidden: Float[Tensor, "*b D"], taps: Sequence[Float[Tensor, "*b D"]]) -> Float[Tensor, "*b D"]:
-        """What the target knows at a place."""
+        """The target's feature at a place."""
         return self.fc(torch.cat(list(taps), dim=-1)) if self.spec.version == 3 else hidden
 
     def enter(
         self, feature: Float[Tensor, "*b D"], embedding: Float[Tensor, "*b D"]
     ) -> tuple[Float[Tensor, "*b D"], Float[Tensor, "*b I"]]:
-        """A pair as the layer takes it: the residual, and what its projections read."""
+        """The layer's input for a pair: the residual, and what its projections read."""
         if self.spec.version != 3:
             mixed = self.fc(torch.cat([embedding, feature], dim=-1))
             return mixed, mixed
@@ -131,9 +112,9 @@ class DraftModule(nn.Module):
         return normed if self.spec.norm_before_residual else feature, read
 
     def leave(self, residual: Float[Tensor, "*b D"], mixed: Float[Tensor, "*b H"]) -> Float[Tensor, "*b D"]:
-        """The next feature, from the residual and what the heads gathered."""
-        hidden = residual + self.layer.self_attn.o_proj(mixed)
-        return hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
+        """The next feature, from the residual and the attention's output."""
+        hidden = residual + self.layer.self_attn["o_proj"](mixed)
+        return hidden + self.layer.feed_forward(hidden)
 
     def scored(self, feature: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
         """What the output matrix multiplies."""
@@ -142,10 +123,10 @@ class DraftModule(nn.Module):
 
 @dataclass(frozen=True)
 class Places:
-    """Where a draft begins, in the order of the packed rows.
+    """Where drafts begin, in the order of the packed rows.
 
     Attributes:
-        row, place: of the pair with which it begins: the feature at ``place`` and the token behind it.
+        row, place: of the pair with which it begins: the feature at ``place`` and the token after it.
         column: number of the place among those of its row.
         width: most of them in a row.
     """
@@ -157,7 +138,7 @@ class Places:
 
     @classmethod
     def of(cls, batch: Batch) -> Places:
-        """Every place behind which the target wrote at least two more tokens of its answer."""
+        """Every place after which the target wrote at least two more tokens of its answer."""
         wanted = batch.shifted(1)[1] & batch.shifted(2)[1]
         row, place = wanted.nonzero(as_tuple=True)
         column = (wanted.cumsum(1) - 1)[row, place]
@@ -180,9 +161,9 @@ class EagleLearner(Learner):
         target: the model it is trained for.
         spec: sizes; see ``spec_of``.
         vocabulary: what it proposes from, on the target's device.
-        unroll: steps over features of its own, the first one over the target's included.
-        output: whether the rows of the target's output matrix stay as they are or are trained along.
-        noise: version 1: widest change of a true feature at random, over 512 places; as the authors add it.
+        unroll: steps, of which the first one is over the target's features and later ones over its own.
+        output: whether the rows of the target's output matrix are frozen or trained.
+        noise: version 1: width of the uniform noise on true features, over 512 places; as the authors add it.
         classification: version 1: weight of the cross-entropy beside the smooth L1.
     """
 
@@ -199,7 +180,7 @@ class EagleLearner(Learner):
         super().__init__()
         self.spec, self.vocabulary, self.unroll = spec, vocabulary, unroll
         self.noise, self.classification = noise, classification
-        self._target = (target,)  # no module: not to be searched for parameters
+        self._target = (target,)  # in a tuple: its parameters are not the learner's
         self.network = DraftModule(spec).to(target.device)
         begin(self.network, target)
         self._rotary = spec.rotary(target.device, torch.float32)
@@ -212,7 +193,7 @@ class EagleLearner(Learner):
     taught_bias: Float[Tensor, "v"] | None
 
     def part(self) -> Part:
-        """As it is now."""
+        """The current checkpoint."""
         tensors = {name: tensor.detach() for name, tensor in self.network.state_dict().items()}
         if self.lm_head is not None:
             tensors["lm_head.weight"] = self.lm_head.detach()
@@ -221,7 +202,7 @@ class EagleLearner(Learner):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Sum of the steps' losses, step i with weight 0.8^i.
 
-        A place whose next token lies outside the draft vocabulary does not count: there is nothing right to propose.
+        A place whose next token is outside the draft vocabulary does not count.
         """
         places = Places.of(batch)
         taught, index = self._taught(batch)
@@ -245,7 +226,7 @@ class EagleLearner(Learner):
         return total, curves
 
     def hits(self, batch: Batch) -> tuple[Int[Tensor, "P R"], Int[Tensor, "P"]]:
-        """See ``Learner.hits``: chains of five over features of its own, the ten best tokens of each place."""
+        """See ``Learner.hits``: chains of five over its own features, the ten best tokens of each place."""
         places = Places.of(batch)
         alive = torch.ones_like(places.place, dtype=torch.bool)
         right, count = [], []
@@ -260,9 +241,9 @@ class EagleLearner(Learner):
         return torch.stack(right), torch.stack(count)
 
     def steps(self, batch: Batch, places: Places, count: int) -> Iterator[Float[Tensor, "R D"]]:
-        """The features that the network makes, step by step: the i-th of them is that of ``place + 1 + i``.
+        """The network's features step by step: the i-th is that of ``place + 1 + i``.
 
-        The tokens are the true ones, the features from the second step on the network's own.
+        The tokens are the true ones; the features are the network's own from the second step on.
         """
         network, rows = self.network, (places.row, places.place)
         true = self._noisy(network.feature(batch.hidden, [batch.hidden_layers[tap] for tap in self.spec.taps]), batch)
@@ -277,7 +258,7 @@ class EagleLearner(Learner):
             if step:
                 residual, read = network.enter(feature, self._embed(_behind(batch.tokens, 1 + step)[rows]))
                 later.append((self._keys(read, places.place + step), self._values(read)))
-            query = self._turn(self._heads(network.layer.self_attn.q_proj(read)), places.place + step)
+            query = self._turn(self._heads(network.layer.self_attn["q_proj"](read)), places.place + step)
             mixed = attend(query, keys, values, later, places)
             feature = network.leave(residual, mixed)
             yield feature
@@ -287,7 +268,7 @@ class EagleLearner(Learner):
         return (self.taught_weight, self.taught_bias) if self.lm_head is None else (self.lm_head, None)
 
     def _taught(self, batch: Batch) -> tuple[Float[Tensor, "A v"], Int[Tensor, "B T"]]:
-        """The target's distribution wherever an answer token follows, packed, and where each place is in it."""
+        """The target's distribution wherever an answer token follows, packed, and each place's index in it."""
         written = batch.shifted(1)[1]
         index = (written.flatten().cumsum(0) - 1).clamp(min=0).view(written.shape)
         with torch.no_grad():
@@ -295,7 +276,7 @@ class EagleLearner(Learner):
             return torch.cat([_wide(part).softmax(-1).to(logits.dtype) for part in logits.split(_CHUNK)]), index
 
     def _labels(self, batch: Batch, places: Places, step: int) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R"]]:
-        """What a step should propose, as a place in the vocabulary (-1: not in it), and whether there is a token."""
+        """What a step should propose, as an index into the vocabulary (-1: not in it), and whether there is a token."""
         tokens, valid = batch.shifted(2 + step)
         return self.vocabulary.of(tokens[places.row, places.place]), valid[places.row, places.place]
 
@@ -316,10 +297,10 @@ class EagleLearner(Learner):
         return projected.unflatten(-1, (-1, self.spec.head_dim))
 
     def _keys(self, read: Float[Tensor, "*b I"], at: Int[Tensor, "*p"]) -> Float[Tensor, "*b K d"]:
-        return self._turn(self._heads(self.network.layer.self_attn.k_proj(read)), at)
+        return self._turn(self._heads(self.network.layer.self_attn["k_proj"](read)), at)
 
     def _values(self, read: Float[Tensor, "*b I"]) -> Float[Tensor, "*b K d"]:
-        return self._heads(self.network.layer.self_attn.v_proj(read))
+        return self._heads(self.network.layer.self_attn["v_proj"](read))
 
     def _turn(self, heads: Float[Tensor, "*b h d"], at: Int[Tensor, "*p"]) -> Float[Tensor, "*b h d"]:
         """Rotary positions."""
@@ -364,7 +345,7 @@ def soft_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy of ``softmax(states weight^T + bias)`` against the distributions ``taught[index]``.
 
-    The logits of all places at once would take gigabytes, so their gradient is computed with them, portion by portion.
+    The logits of all places at once would take gigabytes, so their gradient is computed with them, chunk by chunk.
     """
     device = states.device.type
     if torch.is_autocast_enabled(device):
@@ -410,23 +391,20 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _behind(tokens: Int[Tensor, "B T"], count: int) -> Int[Tensor, "B T"]:
-    """The token ``count`` places on, 0 behind the end."""
+    """The token ``count`` places on, 0 after the end."""
     return F.pad(tokens[:, count:], (0, min(count, tokens.shape[1])))
 
 
-# -- where it begins --------------------------------------------------------------------------------------------------
+# -- initialisation ---------------------------------------------------------------------------------------------------
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """Outputs of three layers, low, middle and high, 0-based: 1, L / 2 - 1 and L - 4, as the authors choose them.
-
-    Their code names the inputs of layers 2, L / 2 and L - 3, which is the same.
-    """
+    """Outputs of three layers, 0-based: 1, L / 2 - 1 and L - 4, the authors' inputs of layers 2, L / 2 and L - 3."""
     return tuple(sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)}))
 
 
 def spec_of(target: CausalLM, version: int, taps: Sequence[int] | None = None) -> Spec:
-    """A draft network with the sizes of the target's own layers."""
+    """A draft network with the sizes of the target's layers."""
     chosen = tuple(default_taps(target.n_layers) if taps is None else taps)
     return Spec(
         version=version,
@@ -450,10 +428,10 @@ def _rope(target: CausalLM) -> dict[str, Any]:
 
 @torch.no_grad()
 def begin(network: DraftModule, target: CausalLM) -> None:
-    """Copy the target's last layer where it is a Llama layer; what it lacks starts small, at random.
+    """Copy the target's last layer if it is a Llama layer; other weights start small, at random.
 
     Version 3: the first feature is the highest tapped state, the half that reads it is the target's, and the last norm
-    is the target's final norm. Version 1: the feature stands behind the final norm, so that norm is undone.
+    is the target's final norm. Version 1: the feature comes after the final norm, so that norm is undone.
     """
     spec, source = network.spec, target.layers[-1]
     for parameter in network.parameters():
@@ -477,91 +455,72 @@ def _copy_attention(network: DraftModule, target: CausalLM) -> None:
     sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
     gain = 1.0 if spec.version == 3 else _gain(source.norm, target) / _gain(target.norm, target)
     copies = (source.qkv.dense.float() * gain).split(sizes)
-    for module, copy in zip((attention.q_proj, attention.k_proj, attention.v_proj), copies, strict=True):
-        module.weight[:, -spec.hidden_size :] = copy
-    attention.o_proj.weight.copy_(source.out.dense)
+    weights = dict(attention.named_parameters())
+    for name, copy in zip("qkv", copies, strict=True):
+        weights[f"{name}_proj.weight"][:, -spec.hidden_size :] = copy
+    weights["o_proj.weight"].copy_(source.out.dense)
 
 
 def _copy_feed_forward(network: DraftModule, target: CausalLM) -> None:
     source, layer = target.layers[-1].mlp, network.layer
     if source.norm is not None:
         layer.post_attention_layernorm.weight.copy_(_gain(source.norm, target))
-    gate, up = source.gate_up.dense.chunk(2)
-    layer.mlp.gate_proj.weight.copy_(gate)
-    layer.mlp.up_proj.weight.copy_(up)
-    layer.mlp.down_proj.weight.copy_(source.down.dense)
+    copies = (*source.gate_up.dense.chunk(2), source.down.dense)
+    for weight, copy in zip(layer.mlp.parameters(), copies, strict=True):  # gate, up, down
+        weight.copy_(copy)
 
 
 def _gain(norm: Rows | None, target: CausalLM) -> Float[Tensor, "D"]:
-    """What a norm multiplies with; 1 where there is none, or one without a weight."""
+    """The factors of a norm; 1 without a norm or weight."""
     ones = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
     gain = (ones if norm is None else norm(ones)).float()
     return torch.where(gain.abs() < _LEAST_GAIN, 1.0, gain)
 
 
-# -- the preparation --------------------------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
-class EagleTraining:
+@dataclass(kw_only=True)
+class EagleTraining(HeadTraining):
     """Trains the draft network.
 
     Args:
         version: 1, 2 (the same network) or 3.
-        unroll: steps over features of its own, the first one over the target's included; None: 4 for version 3, else 1.
+        unroll: see ``EagleLearner``; None: 4 for version 3, else 1.
         taps: layers of the target that version 3 reads, 0-based; None: 1, L / 2 - 1 and L - 4.
-        output: ``shared``, the target's rows of the output matrix, or ``own``, trained along and part of the file.
-        vocabulary: most tokens that it chooses among.
-        noise: version 1: on the target's features, see ``EagleLearner``.
-        classification: version 1: weight of the cross-entropy beside the smooth L1.
-        answers: of the target, to learn from; None: the defaults.
-        features: read the target's states from files, or compute them for each batch.
-        recipe: of the training; None: the defaults.
-
-    Raises:
-        ValueError: a number out of range.
+        output: ``shared``, the target's rows of the output matrix, or ``own``, trained and saved.
+        noise, classification: see ``EagleLearner``.
+        vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
-    prepares: ClassVar[str] = "a draft network of one layer that predicts the target's next features"
-    takes: ClassVar[str] = "an hour or two on two CPU cores for smollm2; minutes on a GPU"
-    corpus: ClassVar[str] = HEADS_CORPUS
+    description: ClassVar[str] = "a draft network of one layer that predicts the target's next features"
+    duration: ClassVar[str] = "an hour or two on two CPU cores for smollm2; minutes on a GPU"
 
-    def __init__(
-        self,
-        version: Literal[1, 2, 3] = 3,
-        unroll: int | None = None,
-        taps: list[int] | None = None,
-        output: Output = "shared",
-        vocabulary: int = 8192,
-        noise: float = 0.2,
-        classification: float = 0.1,
-        answers: AnswerRecipe | None = None,
-        features: FeatureForm = "cached",
-        recipe: Recipe | None = None,
-    ) -> None:
-        steps = unroll if unroll is not None else (4 if version == 3 else 1)
-        if min(steps, vocabulary) < 1 or min(noise, classification) < 0:
-            raise ValueError(
-                f"unroll={unroll}, vocabulary={vocabulary}, noise={noise}, classification={classification} came; "
-                "counts of at least 1 (unroll: or null) and weights of at least 0 are allowed. Correct them, or leave "
-                "them out for the defaults."
-            )
-        self.version, self.unroll, self.taps, self.output = (3 if version == 3 else 1), steps, taps, output
-        self.vocabulary, self.noise, self.classification = vocabulary, noise, classification
-        self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
+    version: Literal[1, 2, 3] = 3
+    unroll: int | None = None
+    taps: list[int] | None = None
+    output: Output = "shared"
+    noise: float = 0.2
+    classification: float = 0.1
 
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable``."""
-        target = workshop.target
-        spec = spec_of(target, self.version, self.taps)
-        found = features(workshop, spec.taps, self.answers, self.features)
-        vocabulary = found.vocabulary(self.vocabulary, target)
-        torch.manual_seed(workshop.seed)
-        learner = EagleLearner(target, spec, vocabulary, self.unroll, self.output, self.noise, self.classification)
-        facts = teach(learner, found, self.recipe, workshop)
-        learner.part().save(workshop.folder)
-        discard(workshop.folder)
-        return facts | {
-            "version": self.version,
-            "draft_vocabulary": len(vocabulary),
-            "held_out_coverage": found.coverage(vocabulary),
-        }
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("at least 1", unroll=self.unroll)
+        require("at least 0", noise=self.noise, classification=self.classification)
+
+    def layers_read(self, target: CausalLM) -> Sequence[int]:
+        """See ``HeadTraining``."""
+        return self._spec(target).taps
+
+    def _spec(self, target: CausalLM) -> Spec:
+        return spec_of(target, 3 if self.version == 3 else 1, self.taps)
+
+    def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> EagleLearner:
+        """See ``HeadTraining``."""
+        spec, unroll = self._spec(target), self.unroll or (4 if self.version == 3 else 1)
+        return EagleLearner(target, spec, vocabulary, unroll, self.output, self.noise, self.classification)
+
+    def save(self, learner: EagleLearner, found: Features, context: TrainingContext) -> dict[str, Any]:
+        """See ``HeadTraining``."""
+        learner.part().save(context.output)
+        return {"version": learner.spec.version}

@@ -1,16 +1,17 @@
-"""Training of the heads of method=blockwise on what the target itself answers; ``blockwise.py`` is the method.
+"""Training of the heads of method=blockwise on the target's own answers.
 
-The target's weights stay as they are, so its states over its answers are computed once and read from files, and a step
-trains the heads alone. The paper wants the mean of the heads' losses and draws one of them for each batch, since all
-did not fit into memory (Stern et al. 2018, arXiv 1811.03115, sec. 6). Here they do, the logits being a few thousand
-wide, and all heads share the states that were read and the first layer: each batch teaches every head
-(``heads_per_step: all``). ``one`` is the paper's way; in expectation its gradient is the same.
+The target is frozen, so its states over its answers are computed once and read from files. The paper minimises the mean
+of the heads' losses and draws one of them for each batch, because all did not fit into memory (Stern et al. 2018, arXiv
+1811.03115, sec. 6). Here they do, the logits being a few thousand wide, and all heads share the states and the first
+layer: each batch trains every head (``heads_per_step: all``). ``one`` is the paper's way, whose gradient is the same in
+expectation.
 
-Command: ``python -m bench.train method=blockwise model=smollm2``
+Command: ``python -m bench train method=blockwise model=smollm2``
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,10 +22,9 @@ from torch import Tensor, nn
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.blockwise import Heads, Shape, states
-from methods.training.answers import HEADS_CORPUS, AnswerRecipe
-from methods.training.features import Batch, FeatureForm, features
-from methods.training.head_trainer import Learner, Recipe, discard, teach
-from methods.training.interface import Workshop
+from methods.training.features import Batch, Features
+from methods.training.head_trainer import HeadTraining, Learner
+from methods.training.interface import TrainingContext, require
 
 HeadsPerStep = Literal["all", "one"]
 
@@ -32,14 +32,14 @@ HeadsPerStep = Literal["all", "one"]
 class BlockwiseLearner(Learner):
     """Heads 2 to k over a frozen target.
 
-    They begin as head 1: the second layer is zero, so every head's state is the target's own.
+    They start as head 1: the second layer is zero, so every head's state is the target's own.
 
     Args:
         target: the model they are trained for; the rows of its output matrix for the vocabulary are kept.
         vocabulary: what the heads propose from, on the target's device.
         k: tokens of a block.
         hidden: units of the layer that the heads share.
-        per_step: teach all heads with each batch, or one drawn at random.
+        per_step: train all heads with each batch, or one drawn at random.
     """
 
     output: Float[Tensor, "v D"]
@@ -65,12 +65,12 @@ class BlockwiseLearner(Learner):
         return self.shape.k - 1
 
     def heads(self) -> Heads:
-        """As they are now."""
+        """The current heads."""
         first, second = ((layer.weight.detach(), layer.bias.detach()) for layer in (self.first, self.second))
         return Heads(self.shape, first, second, self.vocabulary)
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """Mean cross-entropy of the heads that are taught (sec. 6 of the paper).
+        """Mean cross-entropy of the heads that are trained (sec. 6 of the paper).
 
         A token outside the draft vocabulary cannot be proposed, so it does not count.
         """
@@ -103,9 +103,9 @@ class BlockwiseLearner(Learner):
         return F.linear(rows, self.output, self.output_bias)
 
     def _places(self, batch: Batch) -> tuple[Float[Tensor, "R D"], Int[Tensor, "R n"], Bool[Tensor, "R n"]]:
-        """States to propose from, what each head should propose there, and where the answer goes on that far.
+        """States to propose from, what each head should propose there, and whether the answer is that long.
 
-        The states are those from which the target writes the answer: behind the prompt, and behind each of its tokens.
+        The states are those from which the target writes the answer: after the prompt, and after each of its tokens.
         """
         _, written = batch.shifted(1)
         ahead = [batch.shifted(2 + head) for head in range(self.n_heads)]
@@ -114,59 +114,38 @@ class BlockwiseLearner(Learner):
         return batch.hidden[written], labels, judged
 
 
-class BlockwiseTraining:
+@dataclass(kw_only=True)
+class BlockwiseTraining(HeadTraining):
     """Trains heads 2 to k.
 
     Args:
         k: tokens of a block, the target's own included.
         hidden: units of the layer that the heads share; None: the target's hidden size for each of them.
-        heads_per_step: teach all heads with each batch, or one drawn at random, as the paper does.
-        vocabulary: most tokens that the heads choose among.
-        answers: of the target, to learn from; None: the defaults.
-        features: read the target's states from files, or compute them for each batch.
-        recipe: of the training; None: the defaults.
-
-    Raises:
-        ValueError: a number out of range.
+        heads_per_step: see ``BlockwiseLearner``.
+        vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
-    prepares: ClassVar[str] = "heads that propose the next tokens from the target's last state"
-    takes: ClassVar[str] = "under an hour on two CPU cores for smollm2, half of it the target's answers"
-    corpus: ClassVar[str] = HEADS_CORPUS
+    description: ClassVar[str] = "heads that propose the next tokens from the target's last state"
+    duration: ClassVar[str] = "under an hour on two CPU cores for smollm2, half of it the target's answers"
 
-    def __init__(
-        self,
-        k: int = 4,
-        hidden: int | None = None,
-        heads_per_step: HeadsPerStep = "all",
-        vocabulary: int = 8192,
-        answers: AnswerRecipe | None = None,
-        features: FeatureForm = "cached",
-        recipe: Recipe | None = None,
-    ) -> None:
-        if k < 2 or vocabulary < 1 or (hidden is not None and hidden < 1):
-            raise ValueError(
-                f"k={k}, hidden={hidden}, vocabulary={vocabulary} came; k >= 2, hidden >= 1 (or null) and vocabulary "
-                ">= 1 are allowed. k=1 is the target alone: method=autoregressive."
-            )
-        self.k, self.hidden, self.heads_per_step, self.vocabulary = k, hidden, heads_per_step, vocabulary
-        self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
+    k: int = 4
+    hidden: int | None = None
+    heads_per_step: HeadsPerStep = "all"
 
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable``."""
-        target = workshop.target
-        found = features(workshop, (), self.answers, self.features)
-        vocabulary = found.vocabulary(self.vocabulary, target)
-        torch.manual_seed(workshop.seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("at least 2", k=self.k)
+        require("at least 1", hidden=self.hidden)
+
+    def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> BlockwiseLearner:
+        """See ``HeadTraining``."""
         hidden = self.hidden or (self.k - 1) * target.hidden_size
-        learner = BlockwiseLearner(target, vocabulary, self.k, hidden, self.heads_per_step)
-        facts = teach(learner, found, self.recipe, workshop)
-        learner.heads().save(workshop.folder)
-        discard(workshop.folder)
-        return facts | {
-            "draft_vocabulary": len(vocabulary),
-            "held_out_coverage": found.coverage(vocabulary),
-        }
+        return BlockwiseLearner(target, vocabulary, self.k, hidden, self.heads_per_step)
+
+    def save(self, learner: BlockwiseLearner, found: Features, context: TrainingContext) -> dict[str, Any]:
+        """See ``HeadTraining``."""
+        learner.heads().save(context.output)
+        return {}
 
 
 def _cross_entropy(logits: Float[Tensor, "R v"], wanted: Int[Tensor, "R"]) -> Float[Tensor, ""]:

@@ -1,20 +1,21 @@
-"""Training of the heads of method=hydra_heads on what the target itself answers; ``hydra_heads.py`` is the method.
+"""Training of the heads of method=hydra_heads on the target's own answers.
 
 Ankner et al. 2024 (Hydra), arXiv 2402.05109, sec. 3 and 4.1. As Medusa's heads, but head i reads the target's last
-state and the embeddings of the root and of the i tokens behind it; in training these are the answer's own.
+state and the embeddings of the root and of the i tokens after it; in training these are the answer's own.
 The loss is the paper's teacher loss: cross-entropy with the target's distribution at the place of the label, here over
 the draft vocabulary. ``labels=hard`` learns the answers themselves.
 
-What a head reads is on two scales: a state behind a norm, and embeddings, which are far smaller in most models. AdamW
-moves all weights by equal steps, so the embeddings' part would be learnt late. They are trained scaled to the states'
-root mean square, and the factor goes into the weights when those are saved.
+A head reads a normed state and embeddings, which are far smaller in most models. AdamW moves all weights by equal
+steps, so the embeddings' part would be learnt late. They are scaled to the states' root mean square in training, and
+the factor goes into the saved weights.
 
-Command: ``python -m bench.train method=hydra_heads model=smollm2``
+Command: ``python -m bench train method=hydra_heads model=smollm2``
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.hydra import Block, Heads
-from methods.speculative.heads.medusa_training import HeadsLearner, HeadsTraining, Labels, Lessons
+from methods.speculative.heads.medusa_training import DraftStates, HeadsLearner, HeadsTraining, Labels
 from methods.training.features import Features
 
 _SCALE_ROWS = 8  # dialogues of which the scale of the states is taken
@@ -34,7 +35,7 @@ _SCALE_ROWS = 8  # dialogues of which the scale of the states is taken
 class HydraHead(nn.Module):
     """One head: a block that takes (i + 2) D numbers to D, and further residual ones.
 
-    It begins as the target's own head: the first residual connection passes the state on, and all else is zero.
+    It starts as the target's own head: the first residual connection passes the state on, and all else is zero.
     """
 
     def __init__(self, inputs: int, width: int, blocks: int, device: torch.device) -> None:
@@ -90,29 +91,31 @@ class HydraLearner(HeadsLearner):
         width = target.hidden_size
         self.layers = nn.ModuleList(HydraHead(head + 2, width, blocks, target.device) for head in range(heads))
 
-    def states(self, lessons: Lessons) -> Iterator[Float[Tensor, "n D"]]:
+    def states(self, places: DraftStates) -> Iterator[Float[Tensor, "n D"]]:
         """From the state and the tokens up to the one before the label."""
-        embedded = self._embed(lessons.tokens[:, : self.heads]).to(lessons.hidden.dtype) * self.scale
-        inputs = torch.cat([lessons.hidden[:, None], embedded], 1).flatten(1)
-        width = lessons.hidden.shape[1]
+        embedded = self._embed(places.tokens[:, : self.heads]).to(places.hidden.dtype) * self.scale
+        inputs = torch.cat([places.hidden[:, None], embedded], 1).flatten(1)
+        width = places.hidden.shape[1]
         for head, layer in enumerate(self.layers):
             yield layer(inputs[:, : (head + 2) * width])
 
     def trained(self, ranks: Int[Tensor, "N P"]) -> Heads:
-        """As they are now."""
+        """The current heads."""
         blocks = [layer.trained(self.scale) for layer in self.layers if isinstance(layer, HydraHead)]
         return Heads(blocks, self.vocabulary, None, ranks)
 
 
+@dataclass(kw_only=True)
 class HydraTraining(HeadsTraining):
     """Trains the heads of Hydra, of which head i has 2 (i + 2) D^2 weights and more."""
 
-    prepares: ClassVar[str] = "heads that each propose a token from those before it, and the tree that suits them"
+    description: ClassVar[str] = "heads that each propose a token from those before it, and the tree that suits them"
     paper_labels: ClassVar[Labels] = "soft"
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> HydraLearner:
         scale = embedding_scale(found, vocabulary, target)
-        return HydraLearner(target, vocabulary, self.heads, self.blocks, self.labels, self.decay, scale)
+        labels = self.labels or self.paper_labels
+        return HydraLearner(target, vocabulary, self.heads, self.blocks, labels, self.decay, scale)
 
 
 def embedding_scale(found: Features, vocabulary: DraftVocabulary, target: CausalLM) -> float:

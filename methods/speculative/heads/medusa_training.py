@@ -1,24 +1,24 @@
-"""Training of the heads of method=medusa on what the target itself answers; ``medusa.py`` is the method.
+"""Training of the heads of method=medusa on the target's own answers.
 
-Medusa-1, Cai et al. 2024, arXiv 2401.10774, sec. 2.2.1: the target stays as it is, and the loss is the sum over the
-heads of a cross-entropy, weighted by ``decay`` to the power of the head's number. Head i is judged by the token i + 2
-places behind the state it reads, at the states from which the target writes its answers; the reference code means to
-leave the prompts out as well, and by an ``or`` for an ``and`` does not. A token outside the draft vocabulary cannot be
-proposed: it does not enter the loss, and counts as a miss wherever heads are judged.
+Medusa-1, Cai et al. 2024, arXiv 2401.10774, sec. 2.2.1: the target is frozen, and the loss is the sum over the heads of
+a cross-entropy, weighted by ``decay`` to the power of the head's number. The label of head i is the token i + 2 places
+after the state it reads, at the states from which the target writes its answers; the reference code intends to leave
+the prompts out as well, but has an ``or`` in place of an ``and``. A token outside the draft vocabulary cannot be
+proposed: it is not part of the loss, and counts as a miss wherever heads are judged.
 
-``labels=hard`` learns the answers. They are the target's own greedy ones, so the token to be proposed is known for sure
-and nothing is gained by the probabilities of others. ``soft`` learns the target's distribution at the place of the
-label, over the draft vocabulary, which says more where the target is undecided, and is what to match at a temperature.
+``labels=hard`` learns the answers, which are the target's greedy ones, so their tokens are what has to be proposed.
+``soft`` learns the target's distribution at the place of the label, over the draft vocabulary, which says more where
+the target is undecided, and is what to match at a temperature.
 
-Heads have no parameters in common, so to AdamW, which scales the gradient away, ``decay`` hardly matters; it does where
-the gradient is clipped. 1.0 is the reference code's, the paper has 0.8 for training the target along.
+Heads have no parameters in common, so ``decay`` hardly matters to AdamW, which normalises the gradient; it does where
+the gradient is clipped. 1.0 is the reference code's; the paper has 0.8 for training the target along.
 
-Command: ``python -m bench.train method=medusa model=smollm2``
+Command: ``python -m bench train method=medusa model=smollm2``
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,34 +33,33 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.candidate_tree import RANKS, accuracies, search
 from methods.speculative.heads.medusa import Heads
-from methods.training.answers import HEADS_CORPUS, AnswerRecipe
-from methods.training.features import Batch, FeatureForm, Features, features
-from methods.training.head_trainer import Learner, Recipe, discard, teach
-from methods.training.interface import Workshop
+from methods.training.features import Batch, Features
+from methods.training.head_trainer import HeadTraining, Learner
+from methods.training.interface import TrainingContext, require
 
 Labels = Literal["hard", "soft"]
 
-_MEASURED = 512  # held-out dialogues of which the tree is made
+_MEASURED = 512  # held-out dialogues for the choice of the tree
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
-    """The places of a batch from which something can be drafted: behind the prompt, and behind tokens of the answer.
+class DraftStates:
+    """The places of a batch from which something can be drafted: after the prompt, and after tokens of the answer.
 
     Attributes:
         hidden: the target's state there, from which the next token, the root, is chosen.
-        tokens: the root and the P tokens behind it; column i + 1 is the label of head i.
-        judged: whether the answer goes on as far as each head's label.
-        behind: the target's states from which the labels were chosen: it has read the root, and so on.
+        tokens: the root and the P tokens after it; column i + 1 is the label of head i.
+        judged: whether the answer is long enough for each head's label.
+        later: the target's states from which the labels were chosen.
     """
 
     hidden: Float[Tensor, "n D"]
     tokens: Int[Tensor, "n Q"]
     judged: Bool[Tensor, "n P"]
-    behind: Float[Tensor, "n P D"]
+    later: Float[Tensor, "n P D"]
 
     @classmethod
-    def of(cls, batch: Batch, heads: int) -> Lessons:
+    def of(cls, batch: Batch, heads: int) -> DraftStates:
         """Every place whose root and at least one label are tokens of the answer."""
         rows, places = (batch.shifted(1)[1] & batch.shifted(2)[1]).nonzero(as_tuple=True)
         ahead = places[:, None] + torch.arange(1, heads + 2, device=places.device)
@@ -103,32 +102,31 @@ class HeadsLearner(Learner):
         self.register_buffer("output", weight.float(), persistent=False)
         self.register_buffer("output_bias", None if bias is None else bias.float(), persistent=False)
 
-    def states(self, lessons: Lessons) -> Iterator[Float[Tensor, "n D"]]:
+    def states(self, places: DraftStates) -> Iterator[Float[Tensor, "n D"]]:
         """Head by head, what is multiplied with the output matrix."""
         raise NotImplementedError
 
     def trained(self, ranks: Int[Tensor, "N P"]) -> TreeHeads:
-        """As they are now, with the measured ranks."""
+        """The current heads, with the measured ranks."""
         raise NotImplementedError
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Sum of the heads' cross-entropies, each a mean over the tokens that can be proposed."""
-        lessons = Lessons.of(batch, self.heads)
-        places = self.vocabulary.of(lessons.tokens[:, 1:]).masked_fill(~lessons.judged, -1)
+        places = DraftStates.of(batch, self.heads)
+        labels = self.vocabulary.of(places.tokens[:, 1:]).masked_fill(~places.judged, -1)
         losses = []
-        for head, state in enumerate(self.states(lessons)):
-            wanted = self._soft(lessons.behind[:, head]) if self.labels == "soft" else places[:, head].clamp(min=0)
+        for head, state in enumerate(self.states(places)):
+            wanted = self._soft(places.later[:, head]) if self.labels == "soft" else labels[:, head].clamp(min=0)
             each = F.cross_entropy(self.logits(state).float(), wanted, reduction="none")
-            counted = places[:, head] >= 0
+            counted = labels[:, head] >= 0
             losses.append((each * counted).sum() / counted.sum().clamp(min=1))
         curves: dict[str, Tensor | float] = {f"loss_{head + 2}": loss.detach() for head, loss in enumerate(losses)}
         return torch.stack([self.decay**head * loss for head, loss in enumerate(losses)]).sum(), curves
 
     def hits(self, batch: Batch) -> tuple[Int[Tensor, "P R"], Int[Tensor, "P"]]:
-        """See ``Learner.hits``: earlier ones are right where the first candidates of the heads before were.
+        """See ``Learner.hits``: earlier tokens are right where the first candidates of the heads before were.
 
-        The heads' accuracies whatever the others said, Medusa's table, are ``head_tree.accuracies`` of ``ranks``; the
-        tree is searched with the ranks themselves.
+        The heads' accuracies regardless of the others, Medusa's table, are ``candidate_tree.accuracies`` of ``ranks``.
         """
         ranks, judged = self.ranks(batch)
         before = F.pad((ranks == 0).long().cumprod(1)[:, :-1], (1, 0), value=1).bool()
@@ -138,14 +136,14 @@ class HeadsLearner(Learner):
 
     def ranks(self, batch: Batch) -> tuple[Int[Tensor, "n P"], Bool[Tensor, "n P"]]:
         """The rank of the right token among each head's candidates, ``RANKS`` for none; and where that was judged."""
-        lessons = Lessons.of(batch, self.heads)
-        places = self.vocabulary.of(lessons.tokens[:, 1:]).masked_fill(~lessons.judged, -1)
+        places = DraftStates.of(batch, self.heads)
+        labels = self.vocabulary.of(places.tokens[:, 1:]).masked_fill(~places.judged, -1)
         found = []
-        for head, state in enumerate(self.states(lessons)):
+        for head, state in enumerate(self.states(places)):
             logits = self.logits(state)
-            best = logits.topk(min(RANKS, logits.shape[1])).indices == places[:, head, None]
+            best = logits.topk(min(RANKS, logits.shape[1])).indices == labels[:, head, None]
             found.append(torch.where(best.any(1), best.int().argmax(1), RANKS))
-        return torch.stack(found, 1), lessons.judged
+        return torch.stack(found, 1), places.judged
 
     def logits(self, state: Float[Tensor, "n D"]) -> Float[Tensor, "n v"]:
         """Over the draft vocabulary."""
@@ -153,12 +151,12 @@ class HeadsLearner(Learner):
 
     @torch.no_grad()
     def _soft(self, state: Float[Tensor, "n D"]) -> Float[Tensor, "n v"]:
-        """The target's distribution over the draft vocabulary. Its entropy is all that tells the loss from KL."""
+        """The target's distribution over the draft vocabulary. The loss differs from KL by its entropy alone."""
         return self.logits(state).float().softmax(-1)
 
 
 class MedusaLearner(HeadsLearner):
-    """Heads that read one state of the target. Their layers begin as zero, so they begin as the target's own head."""
+    """Heads that read one state of the target. Their layers start as zero, so they start as the target's own head."""
 
     def __init__(
         self,
@@ -174,96 +172,75 @@ class MedusaLearner(HeadsLearner):
         self.weight = nn.Parameter(torch.zeros(blocks, heads, width, width, device=target.device))
         self.bias = nn.Parameter(torch.zeros(blocks, heads, width, device=target.device))
 
-    def states(self, lessons: Lessons) -> Iterator[Float[Tensor, "n D"]]:
+    def states(self, places: DraftStates) -> Iterator[Float[Tensor, "n D"]]:
         """z + SiLU(W z + b), layer by layer, from the last state."""
         for head in range(self.heads):
-            state = lessons.hidden
+            state = places.hidden
             for weight, bias in zip(self.weight[:, head], self.bias[:, head], strict=True):
                 state = state + F.silu(F.linear(state, weight, bias))
             yield state
 
     def trained(self, ranks: Int[Tensor, "N P"]) -> Heads:
-        """As they are now."""
+        """The current heads."""
         weight, bias = self.weight.detach().transpose(0, 1), self.bias.detach().transpose(0, 1)
         blocks = [list(zip(*head, strict=True)) for head in zip(weight, bias, strict=True)]
         return Heads(blocks, self.vocabulary, None, ranks)
 
 
-class HeadsTraining(ABC):
+@dataclass(kw_only=True)
+class HeadsTraining(HeadTraining):
     """Trains heads that fill a tree of fixed shape: what Medusa and Hydra share.
 
     Args:
-        heads: P; head i proposes the token i + 1 places behind the root.
+        heads: P; head i proposes the token i + 1 places after the root.
         blocks: residual layers of each.
-        vocabulary: most tokens that the heads choose among.
         labels: ``hard``, the target's answers, or ``soft``, its distributions; None: as the paper.
         decay: weight of a head's loss over that of the head before.
-        answers: of the target, to learn from; None: the defaults.
-        features: read the target's states from files, or compute them for each batch.
-        recipe: of the training; None: the defaults.
-
-    Raises:
-        ValueError: a number out of range.
+        vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
-    takes: ClassVar[str] = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
-    corpus: ClassVar[str] = HEADS_CORPUS
+    duration: ClassVar[str] = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
     paper_labels: ClassVar[Labels]
 
-    def __init__(
-        self,
-        heads: int = 4,
-        blocks: int = 1,
-        vocabulary: int = 8192,
-        labels: Labels | None = None,
-        decay: float = 1.0,
-        answers: AnswerRecipe | None = None,
-        features: FeatureForm = "cached",
-        recipe: Recipe | None = None,
-    ) -> None:
-        if min(heads, blocks, vocabulary) < 1 or decay <= 0:
-            raise ValueError(
-                f"heads={heads}, blocks={blocks}, vocabulary={vocabulary}, decay={decay} came; counts of at least 1 "
-                "and a decay above 0 are allowed. Set train.heads=4 train.blocks=1 train.vocabulary=8192 "
-                "train.decay=1.0."
-            )
-        self.heads, self.blocks, self.vocabulary = heads, blocks, vocabulary
-        self.labels: Labels = labels or self.paper_labels
-        self.decay = decay
-        self.answers, self.features, self.recipe = answers or AnswerRecipe(), features, recipe or Recipe()
+    heads: int = 4
+    blocks: int = 1
+    labels: Labels | None = None
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("at least 1", heads=self.heads, blocks=self.blocks)
+        require("above 0", decay=self.decay)
 
     @abstractmethod
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> HeadsLearner:
-        """Heads to begin with."""
+        """See ``HeadTraining``."""
 
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable``."""
-        target = workshop.target
-        found = features(workshop, (), self.answers, self.features)
-        vocabulary = found.vocabulary(self.vocabulary, target)
-        learner = self.learner(target, vocabulary, found)
-        facts = teach(learner, found, self.recipe, workshop)
+    def save(self, learner: HeadsLearner, found: Features, context: TrainingContext) -> dict[str, Any]:
+        """See ``HeadTraining``."""
         ranks, measured = measure(learner, found, self.recipe.batch_size)
-        learner.trained(ranks).save(workshop.folder, target, measured)
-        discard(workshop.folder)
-        return facts | measured | {"draft_vocabulary": len(vocabulary)}
+        learner.trained(ranks).save(context.output, context.target, measured)
+        return measured
 
 
+@dataclass(kw_only=True)
 class MedusaTraining(HeadsTraining):
     """Trains the heads of Medusa."""
 
-    prepares: ClassVar[str] = "heads that each propose one of the next tokens, and the tree that suits them"
+    description: ClassVar[str] = "heads that each propose one of the next tokens, and the tree that suits them"
     paper_labels: ClassVar[Labels] = "hard"
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> MedusaLearner:
-        return MedusaLearner(target, vocabulary, self.heads, self.blocks, self.labels, self.decay)
+        """See ``HeadTraining``."""
+        labels = self.labels or self.paper_labels
+        return MedusaLearner(target, vocabulary, self.heads, self.blocks, labels, self.decay)
 
 
 @torch.no_grad()
 def measure(learner: HeadsLearner, found: Features, batch_size: int) -> tuple[Int[Tensor, "N P"], dict[str, Any]]:
-    """The right tokens' ranks over held-out answers, and what they say of the heads.
+    """The ranks of the right tokens over held-out answers, and facts about the heads.
 
-    Where the answer ends before a head's label nothing was right: a draft that reaches beyond is not kept.
+    Where the answer ends before a head's label, nothing is right: a draft beyond the end is not accepted.
     """
     learner.eval()
     rows = list(found.held_out)[:_MEASURED]

@@ -1,21 +1,21 @@
-"""Which sub-layers a self-speculative draft leaves out: Bayesian optimisation over 2L yes-or-no variables.
+"""Which sub-layers a self-speculative draft leaves out: Bayesian optimisation over 2L binary variables.
 
 Zhang et al. 2023, arXiv 2309.08168, sec. 3.3. The paper maximises measured tokens per second over variables in (0, 1)
 that are rounded, by a Gaussian process, in 1000 iterations that take hours of a GPU. Here the default objective is the
-prediction of ``skip_objective.py``: costs measured once, and the acceptance that a set has on calibration prompts. It
-takes one pass per set instead of decoding, is free of the clock's noise, and repeats: with the same costs and seed a
-search finds the same set, also after an interruption. Drafting nothing has speed-up 1 by definition; a set pays above
-it, and the best one is written whether it pays or not.
+prediction of ``skip_objective.py``: costs measured once, and the acceptance of a set on calibration prompts. It takes
+one pass per set instead of decoding, has no timing noise, and is reproducible: with the same costs and seed a search
+finds the same set, also after an interruption. Drafting nothing has speed-up 1 by definition; the best set is written
+even if its speed-up is lower.
 
-The best of hundreds of sets on some prompts owes part of its score to those prompts. So the prompts are three groups:
-the search sees one, the finalists (the best sets, and the best of the warm start) are compared on the second, and what
-the card says of the winner, ``pays`` included, comes from the third.
+The best of hundreds of sets on some prompts owes part of its score to those prompts. So there are three groups of
+prompts: one for the search, one to compare the finalists (the best sets, and the best of the warm start), and one for
+the facts of the card, ``pays`` included.
 
 Differences from the paper: binary variables (``relaxation=continuous`` has the paper's); a warm start by uniform sets,
 early exits, every sub-layer alone, and the best of these joined; draft length and threshold are chosen with each set.
 ``objective=measured`` decodes instead: seconds per set, and a clock that is never quite the same.
 
-Command: ``python -m bench.train method=self_speculative model=smollm2``
+Command: ``python -m bench train method=self_speculative model=smollm2``
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from methods.speculative.self_speculative.skip_objective import (
     measured_speedup,
     predict,
 )
-from methods.training.interface import Example, Workshop
+from methods.training.interface import Example, Trainable, TrainingContext, require
 
-_COSTS, _TRIALS, _PICTURE = "making/costs.json", "making/trials.jsonl", "making/search.png"
+_COSTS, _TRIALS, _PICTURE = "training_log/costs.json", "training_log/trials.jsonl", "training_log/search.png"
 _MEASURED_PROMPTS, _MEASURED_TOKENS = 4, 48
 _FINALISTS = 10
 
@@ -94,8 +94,8 @@ def random_set(like: SkipSet, rng: random.Random) -> SkipSet:
 # ------------------------------------------------------------------------------------------------------- the search
 
 
-@dataclass(frozen=True, slots=True)
-class SkipSearch:
+@dataclass
+class SkipSearch(Trainable):
     """Bayesian search for a skip set.
 
     Args:
@@ -112,8 +112,8 @@ class SkipSearch:
         ValueError: an option out of range.
     """
 
-    prepares: ClassVar[str] = "a set of sub-layers that the draft leaves out (skip_set.json), with its search"
-    takes: ClassVar[str] = "seconds per set tried; some ten minutes for 30 small layers on two CPU cores"
+    description: ClassVar[str] = "a set of sub-layers that the draft leaves out (skip_set.json), with its search"
+    duration: ClassVar[str] = "seconds per set tried; some ten minutes for 30 small layers on two CPU cores"
 
     trials: int = 120
     prompts: int = 32
@@ -125,20 +125,21 @@ class SkipSearch:
     random_sets: int = 20
 
     def __post_init__(self) -> None:
-        least = min(self.prompts, self.gamma, self.random_sets, self.context)
-        if self.trials < 0 or least < 1 or self.new_tokens < self.gamma or self.new_tokens % self.gamma:
+        require("at least 0", trials=self.trials)
+        require(
+            "at least 1", prompts=self.prompts, gamma=self.gamma, random_sets=self.random_sets, context=self.context
+        )
+        if self.new_tokens < self.gamma or self.new_tokens % self.gamma:
             raise ValueError(
-                f"trials={self.trials}, prompts={self.prompts}, gamma={self.gamma}, new_tokens={self.new_tokens}, "
-                f"Got context={self.context}, random_sets={self.random_sets}; trials >= 0, the others >= 1 and "
-                "new_tokens a multiple of gamma are allowed. Change train.new_tokens or the one out of range."
+                f"new_tokens must be a multiple of gamma, {self.gamma}, got {self.new_tokens}. Set train.new_tokens."
             )
 
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable.fit``: writes the set, the costs and the trials."""
-        target, folder = workshop.target, workshop.folder
-        (folder / "making").mkdir(exist_ok=True)
-        workshop.progress("calibration", 0, 1)
-        drawn = self._draw(workshop)
+    def fit(self, context: TrainingContext) -> dict[str, Any]:
+        """See ``Trainable``: writes the set, the costs, the trials and a picture of them."""
+        target, folder = context.target, context.output
+        (folder / "training_log").mkdir(exist_ok=True)
+        context.report_progress("calibration", 0, 1)
+        drawn = self._draw(context)
         blocks = self.new_tokens // self.gamma
         groups = [drawn[place::3] for place in range(3)]
         calibration = Calibration.make(target, groups[0], blocks, self.gamma)
@@ -146,48 +147,48 @@ class SkipSearch:
         if costs is None:
             costs = Costs.measure(target, calibration.prompts[0], self.gamma)
             costs.save(folder / _COSTS)
-        workshop.progress("calibration", 1, 1)
-        trials = self._search(workshop, calibration, costs)
+        context.report_progress("calibration", 1, 1)
+        trials = self._search(context, calibration, costs)
         best = _choose(target, finalists(trials), Calibration.make(target, groups[1], blocks, self.gamma), costs)
         best.best_set.save(folder)
         draw_history(trials, folder / _PICTURE)
-        held_out = self._compare(workshop, trials, best, Calibration.make(target, groups[2], blocks, self.gamma), costs)
+        held_out = self._compare(context, trials, best, Calibration.make(target, groups[2], blocks, self.gamma), costs)
         return {**self._facts(trials, best, costs), "pays": held_out["speedup_measured"] > 1.0, "held_out": held_out}
 
-    def _draw(self, workshop: Workshop) -> list[Int[Tensor, "_"]]:
+    def _draw(self, context: TrainingContext) -> list[Int[Tensor, "_"]]:
         """Three groups of prompts of at most ``context`` tokens, in an order that the seed decides."""
-        order = list(range(len(workshop.corpus)))
-        random.Random(workshop.seed).shuffle(order)
+        order = list(range(len(context.examples)))
+        random.Random(context.seed).shuffle(order)
         found: list[Example] = []
         for place in order:
-            example = workshop.corpus[place]
+            example = context.examples[place]
             if 1 <= len(example.prompt) <= self.context:
                 found.append(example)
             if len(found) == 3 * self.prompts:
-                return [torch.tensor(example.prompt, device=workshop.target.device) for example in found]
+                return [torch.tensor(example.prompt, device=context.target.device) for example in found]
         raise ValueError(
             f"The corpus has {len(found)} prompts of at most {self.context} tokens; {3 * self.prompts} are needed, "
             "three groups of train.prompts. Name a larger corpus, or set train.prompts or train.context."
         )
 
-    def _search(self, workshop: Workshop, calibration: Calibration, costs: Costs) -> list[Trial]:
-        layers = workshop.target.n_layers
+    def _search(self, context: TrainingContext, calibration: Calibration, costs: Costs) -> list[Trial]:
+        layers = context.target.n_layers
         warm = list(dict.fromkeys([*uniform_sets(layers), *single_sets(layers)]))
         joined = len(joined_sets([_untried(skips) for skips in warm], layers))
         total = len(warm) + joined + self.trials
-        history = History(workshop.folder / _TRIALS, layers)
-        workshop.progress("search", len(history.trials), total)
+        history = History(context.output / _TRIALS, layers)
+        context.report_progress("search", len(history.trials), total)
         while (number := len(history.trials)) < total:
             if number < len(warm):
                 skips = warm[number]
             elif number < len(warm) + joined:
                 skips = joined_sets(history.trials[: len(warm)], layers)[number - len(warm)]
             else:
-                skips = self._suggest(history.trials, layers, f"{workshop.seed}-{number}")
-            history.add(self._try(workshop.target, calibration, costs, skips))
+                skips = self._suggest(history.trials, layers, f"{context.seed}-{number}")
+            history.add(self._try(context.target, calibration, costs, skips))
             best = max(trial.speedup for trial in history.trials)
-            workshop.log({"step": number, "speedup": history.trials[-1].speedup, "best": best})
-            workshop.progress("search", number + 1, total)
+            context.log({"step": number, "speedup": history.trials[-1].speedup, "best": best})
+            context.report_progress("search", number + 1, total)
         return history.trials
 
     def _try(self, target: CausalLM, calibration: Calibration, costs: Costs, skips: SkipSet) -> Trial:
@@ -239,21 +240,21 @@ class SkipSearch:
         }
 
     def _compare(
-        self, workshop: Workshop, trials: Sequence[Trial], best: Trial, held_out: Calibration, costs: Costs
+        self, context: TrainingContext, trials: Sequence[Trial], best: Trial, held_out: Calibration, costs: Costs
     ) -> dict[str, Any]:
         """Prompts that nothing was chosen on: the winner, the best uniform set of the search, random ones of its size.
 
         The first two draft with the length and threshold chosen before; random sets with what suits them best here,
         which can only favour them.
         """
-        target, rng = workshop.target, random.Random(workshop.seed)
+        target, rng = context.target, random.Random(context.seed)
         uniform = max(trials[: len(uniform_sets(target.n_layers))], key=lambda trial: trial.speedup)
         others = []
         for number in range(self.random_sets):
             skips = random_set(best.skips, rng)
             rounds = held_out.replay(target.skip(skips.attention, skips.mlp))
             others.append(best_prediction(rounds, costs, skips).speedup)
-            workshop.progress("comparison", number + 1, self.random_sets)
+            context.report_progress("comparison", number + 1, self.random_sets)
         return {
             "speedup": _again(target, best, held_out, costs).speedup,
             "speedup_measured": measured_speedup(

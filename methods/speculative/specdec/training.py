@@ -1,22 +1,21 @@
-"""Training of the drafter of method=specdec on what the target itself translates; ``specdec.py`` is the method.
+"""Training of the drafter of method=specdec on the target's own greedy translations.
 
-Of each translation a random beginning is given, and the network fills a block behind it (Xia et al. 2023, arXiv
-2203.16487). Glancing training (Qian et al. 2021, arXiv 2008.07905): the block is filled once without a gradient; of the
-places that were wrong a share ``glancing`` says how many are revealed, drawn among all of them; the network then learns
-the others, with the revealed tokens before it. The share falls along a straight line.
+The network sees a random beginning of each translation and fills the block after it (Xia et al. 2023, arXiv
+2203.16487). Glancing training (Qian et al. 2021, arXiv 2008.07905): the block is filled once without a gradient; the
+number of wrong places times ``glancing`` is how many places are revealed, drawn among all; the network then learns the
+others, given the revealed tokens. The share falls linearly.
 
-The target's greedy translations are the text that an exact method has to draft. Its weights stay as they are: encoder,
-embedding and output matrix are shared, not stored. Differences from the paper: the block of each batch has a random
-length, independent of its texts, so that shorter blocks may be drafted too, and the length of a block never tells where
-a text ends.
+The target is frozen; its encoder, embedding and output matrix are shared, not stored. Difference from the paper: the
+block of each batch has a random length, independent of its texts, so that shorter blocks may be drafted too, and the
+length of a block does not reveal where a text ends.
 
-Command: ``python -m bench.train method=specdec model=multi30k_4_4``
+Command: ``python -m bench train method=specdec model=multi30k_4_4``
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -28,24 +27,31 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.specdec.decoder import translates
 from methods.speculative.specdec.network import BlockDecoder, Layout, Shape, Sources, save
-from methods.training.distillation import digest, translations
-from methods.training.head_trainer import Recipe, shuffled_batches
-from methods.training.interface import Workshop
+from methods.training.distillation import digest, distilled_pairs
+from methods.training.interface import Trainable, TrainingContext, require
 from methods.training.losses import cross_entropy
-from methods.training.trainer import SAVE_EVERY_S, Epochs, Loop, attention_over_short_rows, autocast, discard
+from methods.training.trainer import (
+    Epochs,
+    Loss,
+    Point,
+    Trainer,
+    TrainingConfig,
+    attention_over_short_rows,
+    autocast,
+    discard,
+)
 from methods.training.translation import NONE, Pair, padded
 
-_SAVE_EVERY_S = SAVE_EVERY_S
 _HELD_OUT, _MOST_HELD_OUT = 30, 256  # every thirtieth pair, and no more
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Beginnings of some texts, and the block that goes on with each.
+    """Beginnings of some texts, and the block after each.
 
     Attributes:
-        tokens: [B, M] the decoder's start and the beginning; behind it, in the block, what should stand there.
-        wanted: [B, k] what should stand in the block; ``NONE`` behind the end of a text.
+        tokens: [B, M] the decoder's start, the beginning, and the right tokens of the block.
+        wanted: [B, k] the right tokens of the block; ``NONE`` after the end of a text.
         layout: of the nodes.
     """
 
@@ -62,7 +68,7 @@ class Blocks:
         block: int,
         device: torch.device,
     ) -> Blocks:
-        """Blocks of ``block`` places behind the first ``given`` tokens of each text."""
+        """Blocks of ``block`` places after the first ``given`` tokens of each text."""
         rows = [[*start, *text[: count + block]] for text, count in zip(texts, given, strict=True)]
         new = [len(start) + count for count in given]
         nodes = max(new) + block
@@ -73,11 +79,11 @@ class Blocks:
 
     @property
     def present(self) -> Bool[Tensor, "B k"]:
-        """Where a token should stand."""
+        """Where there is a token."""
         return self.wanted != NONE
 
     def masked(self, revealed: Bool[Tensor, "B k"] | None = None) -> Bool[Tensor, "B M"]:
-        """Nodes that the network has to fill: the block without what is revealed."""
+        """Nodes that the network has to fill: the block except what is revealed."""
         place = self.layout.places
         if revealed is None:
             return place >= 0
@@ -96,7 +102,7 @@ class BlockLearner:
     Args:
         target: the model it drafts for.
         vocabulary: what it proposes from, on the target's device.
-        network: what is learnt.
+        network: what is trained.
         label_smoothing: probability that is spread over all tokens.
     """
 
@@ -108,12 +114,10 @@ class BlockLearner:
         self._weight, self._bias = weight.float(), None if bias is None else bias.float()
 
     def read(self, sources: Sequence[Sequence[int]]) -> Sources:
-        """What the target's encoder makes of some sources, as the network reads it."""
+        """The target's encoder states of some sources, as the network reads them."""
         rows = [torch.tensor(source, device=self.target.device) for source in sources]
         with torch.autocast(self.target.device.type, enabled=False):  # its products are packed for its own type
-            memory = (
-                self.target.encode(rows).states.float().clone()
-            )  # a clone: what inference mode made has no gradient
+            memory = self.target.encode(rows).states.float().clone()  # tensors of inference mode have no gradient
         lengths = [len(source) for source in sources]
         tokens = padded(sources, self.target.device, 0)
         return self.network.read(self.target.embed(tokens).float(), memory, lengths)
@@ -136,7 +140,7 @@ class BlockLearner:
 
     @torch.no_grad()
     def _glance(self, blocks: Blocks, sources: Sources, share: float) -> Bool[Tensor, "B k"]:
-        with torch.random.fork_rng():  # the pass that learns has the same dropout
+        with torch.random.fork_rng():  # the training pass has the same dropout
             filled = self.fill(blocks, sources)
         wrong = ((filled != blocks.wanted) & blocks.present).sum(1)
         return reveal(wrong, blocks.present, share)
@@ -152,12 +156,12 @@ class BlockLearner:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How texts would be decoded with some drafter, greedily and exactly.
+    """How exact greedy decoding of some texts would go with a drafter.
 
     Attributes:
         shares: how often place i of a draft was right, given those before it.
-        judged: how often that was looked at.
-        accepted: drafted tokens kept per round.
+        judged: how often that was judged.
+        accepted: drafted tokens accepted per round.
         per_step: tokens written per round, the target's own included.
     """
 
@@ -189,7 +193,8 @@ def acceptance(learner: BlockLearner, pairs: Sequence[Pair], block: int, batch_s
     return Acceptance(shares, [int(n) for n in judged.tolist()], kept / max(1, rounds), written / max(1, rounds))
 
 
-class SpecDecTraining:
+@dataclass
+class SpecDecTraining(Trainable):
     """Trains the drafter.
 
     Args:
@@ -201,60 +206,96 @@ class SpecDecTraining:
         glancing: share of wrong places that is revealed, in the first step and in the last; 0 and 0: none are.
         label_smoothing: probability that is spread over all tokens.
         dropout: of its input and its sub-layers.
-        recipe: of the training; None: the defaults.
+        recipe: of the training.
 
     Raises:
         ValueError: a number out of range.
     """
 
-    prepares: ClassVar[str] = "a decoder that drafts a block of tokens in one pass"
-    takes: ClassVar[str] = "half an hour on one CPU core for a 4-4 translation model, with its translations"
-    corpus: ClassVar[str] = "multi30k"
+    description: ClassVar[str] = "a decoder that drafts a block of tokens in one pass"
+    duration: ClassVar[str] = "half an hour on one CPU core for a 4-4 translation model, with its translations"
+    corpus: ClassVar[str | None] = "multi30k"
 
-    def __init__(
-        self,
-        block: int = 25,
-        depth: int = 2,
-        heads: int = 4,
-        inner: int | None = None,
-        vocabulary: int = 8192,
-        glancing: Sequence[float] = (0.5, 0.3),
-        label_smoothing: float = 0.1,
-        dropout: float = 0.1,
-        recipe: Recipe | None = None,
-    ) -> None:
-        counts, shares = (block, depth, heads, vocabulary, inner or 1), (*glancing, label_smoothing, dropout)
-        if min(counts) < 1 or len(glancing) != 2 or not all(0 <= share < 1 for share in shares):
-            raise ValueError(
-                f"block={block}, depth={depth}, heads={heads}, inner={inner}, vocabulary={vocabulary}, "
-                f"glancing={list(glancing)}, label_smoothing={label_smoothing}, dropout={dropout} came; counts of at "
-                "least 1, and two shares of glancing, smoothing and dropout from 0 to below 1 are allowed."
-            )
-        self.block, self.depth, self.heads, self.inner, self.vocabulary = block, depth, heads, inner, vocabulary
-        self.glancing, self.label_smoothing, self.dropout = (glancing[0], glancing[1]), label_smoothing, dropout
-        self.recipe = recipe or Recipe()
+    block: int = 25
+    depth: int = 2
+    heads: int = 4
+    inner: int | None = None
+    vocabulary: int = 8192
+    glancing: Sequence[float] = (0.5, 0.3)
+    label_smoothing: float = 0.1
+    dropout: float = 0.1
+    recipe: TrainingConfig = field(default_factory=TrainingConfig)
 
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        """See ``methods.training.interface.Trainable``."""
-        target = translates(workshop.target)
+    def __post_init__(self) -> None:
+        counts = {"block": self.block, "depth": self.depth, "heads": self.heads, "vocabulary": self.vocabulary}
+        require("at least 1", **counts, inner=self.inner)
+        require("from 0 to below 1", label_smoothing=self.label_smoothing, dropout=self.dropout)
+        if len(self.glancing) != 2 or not all(0 <= share < 1 for share in self.glancing):
+            raise ValueError(f"glancing must be two shares from 0 to below 1, got {list(self.glancing)}.")
+
+    def fit(self, context: TrainingContext) -> dict[str, Any]:
+        """See ``Trainable``."""
+        target, recipe = translates(context.target), self.recipe
         shape = self._shape(target)
-        pairs = _pairs(workshop, target)
+        pairs = distilled_pairs(context, [example.prompt for example in context.examples], 1, least=2)
         texts = torch.tensor([token for _, text in pairs for token in text])
         frequent = DraftVocabulary.frequent(texts, self.vocabulary, target.vocab_size, target.eos_ids)
         vocabulary = frequent.to(target.device)
-        torch.manual_seed(workshop.seed)
+        torch.manual_seed(context.seed)
         network = BlockDecoder(shape, self.dropout).to(target.device)
-        course = _Course(BlockLearner(target, vocabulary, network, self.label_smoothing), pairs, self, workshop)
-        course.run()
-        save(workshop.folder, network, vocabulary)
-        discard(workshop.folder)
-        return course.facts() | {"left_out": len(workshop.corpus) - len(pairs), "draft_vocabulary": len(vocabulary)}
+        learner = BlockLearner(target, vocabulary, network, self.label_smoothing)
+        places = list(range(_HELD_OUT - 1, len(pairs), _HELD_OUT))[:_MOST_HELD_OUT] or [len(pairs) - 1]
+        held_out = [pairs[place] for place in places]
+        lengths = {n: len(pairs[n][0]) + len(pairs[n][1]) for n in sorted({*range(len(pairs))} - {*places})}
+        epochs = Epochs.shuffled(lengths, recipe.batch_size, context.seed)
+        sha256 = digest([[*source, NONE, *text] for source, text in pairs])
+        trainer = Trainer(recipe, network, context, sha256)
+        trainer.run(
+            lambda rows, step: self._loss(learner, [pairs[row] for row in rows], step),
+            epochs.batch,
+            lambda: self._evaluate(learner, held_out),
+        )
+        save(context.output, network, vocabulary)
+        discard(context.output)
+        last = trainer.curve[-1]
+        return {
+            "translations": len(pairs),
+            "translations_sha256": sha256,
+            "held_out": len(held_out),
+            "epochs": epochs.count(trainer.step),
+            **{name: last[name] for name in ("acceptance", "accepted", "tokens_per_step")},
+            **trainer.facts,
+            "left_out": len(context.examples) - len(pairs),
+            "draft_vocabulary": len(vocabulary),
+        }
+
+    def _loss(self, learner: BlockLearner, rows: Sequence[Pair], step: int) -> Loss:
+        block = int(torch.randint(1, self.block + 1, ()))
+        given = [int(torch.randint(1, len(text), ())) for _, text in rows]
+        device, (first, last) = learner.target.device, self.glancing
+        share = first + (last - first) * step / max(1, self.recipe.steps - 1)
+        with attention_over_short_rows(device):
+            blocks = Blocks.of(learner.target.start, [text for _, text in rows], given, block, device)
+            return learner.loss(blocks, learner.read([source for source, _ in rows]), share)
+
+    def _evaluate(self, learner: BlockLearner, held_out: Sequence[Pair]) -> Point:
+        """Acceptance on the held-out translations, place by place, and tokens per step."""
+        with autocast(self.recipe.precision, learner.target.device):
+            found = acceptance(learner, held_out, self.block, self.recipe.batch_size)
+        point = {
+            "acceptance": [round(share, 4) for share in found.shares],
+            "judged": found.judged,
+            "accepted": round(found.accepted, 4),
+            "tokens_per_step": round(found.per_step, 4),
+        }
+        flat = {f"held_out/acceptance_{place}": share for place, share in enumerate(found.shares, 1)}
+        return point, {"held_out/tokens_per_step": found.per_step, **flat}
 
     def _shape(self, target: Seq2SeqLM) -> Shape:
         width = target.hidden_size
         if width % self.heads:
             raise ValueError(
-                f"heads={self.heads} came; they must divide the hidden size of {target.name}, {width}. Set train.heads."
+                f"heads must divide the hidden size of {target.name}, {width}, got {self.heads}. Set train.heads."
             )
         return Shape(
             block=self.block,
@@ -266,89 +307,3 @@ class SpecDecTraining:
             layers=target.n_layers,
             vocab_size=target.vocab_size,
         )
-
-
-def _pairs(workshop: Workshop, target: Seq2SeqLM) -> list[Pair]:
-    """Sources of the corpus with the target's greedy translations; what it could not end is left out.
-
-    Raises:
-        ValueError: too few of them, or a model that ends no text.
-    """
-    sources = [example.prompt for example in workshop.corpus]
-    written = translations(target, sources, 1, workshop.common, workshop.progress)
-    pairs = [(source, [*text, *target.eos_ids[:1]]) for source, text in zip(sources, written, strict=True) if text]
-    if len(pairs) < 2:
-        raise ValueError(
-            f"{target.name} ended {len(pairs)} of {len(sources)} translations; at least 2 are needed. Name a larger "
-            "corpus, or a model that was trained to translate."
-        )
-    return pairs
-
-
-class _Course(Loop):
-    """The training of one drafter."""
-
-    def __init__(
-        self, learner: BlockLearner, pairs: Sequence[Pair], training: SpecDecTraining, workshop: Workshop
-    ) -> None:
-        self.learner, self.pairs, self.training, self.recipe = learner, pairs, training, training.recipe
-        held_out = list(range(_HELD_OUT - 1, len(pairs), _HELD_OUT))[:_MOST_HELD_OUT] or [len(pairs) - 1]
-        self.held_out = [pairs[place] for place in held_out]
-        self._lengths = {n: len(pairs[n][0]) + len(pairs[n][1]) for n in sorted({*range(len(pairs))} - {*held_out})}
-        self._seed = workshop.seed
-        self._epochs = Epochs(-(-len(self._lengths) // self.recipe.batch_size), self._shuffled)
-        learnt = dict(learner.network.named_parameters())
-        recipe = self.recipe
-        optimizer = torch.optim.AdamW(
-            learnt.values(), recipe.learning_rate, recipe.betas, weight_decay=recipe.weight_decay
-        )
-        about = {"translations": digest([[*source, NONE, *text] for source, text in pairs])}
-        super().__init__(learnt, optimizer, recipe, workshop, about, save_every_s=_SAVE_EVERY_S)
-
-    def loss(self) -> tuple[Tensor, Mapping[str, Tensor | float | int]]:
-        self.learner.network.train()
-        rows = [self.pairs[place] for place in self._epochs.batch(self.step)]
-        block = int(torch.randint(1, self.training.block + 1, ()))
-        given = [int(torch.randint(1, len(text), ())) for _, text in rows]
-        device = self.learner.target.device
-        with autocast(self.recipe.precision, device), attention_over_short_rows(device):
-            blocks = Blocks.of(self.learner.target.start, [text for _, text in rows], given, block, device)
-            sources = self.learner.read([source for source, _ in rows])
-            return self.learner.loss(blocks, sources, self._share())
-
-    def evaluate(self) -> None:
-        """Acceptance on the held-out translations, place by place, and tokens per step."""
-        self.learner.network.eval()
-        with autocast(self.recipe.precision, self.learner.target.device):
-            found = acceptance(self.learner, self.held_out, self.training.block, self.recipe.batch_size)
-        point = {
-            "step": self.step,
-            "acceptance": [round(share, 4) for share in found.shares],
-            "judged": found.judged,
-            "accepted": round(found.accepted, 4),
-            "tokens_per_step": round(found.per_step, 4),
-        }
-        self.curve.append(point)
-        flat = {f"held_out/acceptance_{place}": share for place, share in enumerate(found.shares, 1)}
-        self.place.log({"step": self.step, "held_out/tokens_per_step": found.per_step, **flat})
-
-    def facts(self) -> dict[str, Any]:
-        last = self.curve[-1] if self.curve else {}
-        return {
-            "translations": len(self.pairs),
-            "translations_sha256": self.about["translations"],
-            "held_out": len(self.held_out),
-            "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
-            "steps": self.step,
-            "epochs": self._epochs.count(self.step),
-            **{name: last.get(name) for name in ("acceptance", "accepted", "tokens_per_step")},
-            "curve": self.curve,
-        }
-
-    def _share(self) -> float:
-        """Of wrong places that is revealed in this step."""
-        first, last = self.training.glancing
-        return first + (last - first) * self.step / max(1, self.recipe.steps - 1)
-
-    def _shuffled(self, epoch: int) -> list[list[int]]:
-        return shuffled_batches(self._lengths, self.recipe.batch_size, f"{self._seed}-{epoch}")

@@ -38,17 +38,17 @@ from bench.utils import files
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
-from methods.training.interface import Example, ModelMaker, Trainable, Workshop
+from methods.training.interface import Example, Trainable, TrainingContext
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.bench.train.test_train"
 
 
-class Counter:
+class Counter(Trainable):
     """Counts the tokens of all answers, a block of dialogues at a time, and goes on behind the last whole block."""
 
-    prepares: ClassVar[str] = "the number of tokens"
-    takes: ClassVar[str] = "no time"
+    description: ClassVar[str] = "the number of tokens"
+    duration: ClassVar[str] = "no time"
     breaks: ClassVar[dict[int, BaseException]] = {}  # by block
     walked: ClassVar[list[int]] = []
 
@@ -57,20 +57,20 @@ class Counter:
             raise ValueError(f"blocks={blocks} came; at least 1 is needed. Set train.blocks=N.")
         self.blocks, self.scale = blocks, scale
 
-    def fit(self, workshop: Workshop) -> dict[str, Any]:
-        state = workshop.folder / "state.json"
+    def fit(self, context: TrainingContext) -> dict[str, Any]:
+        state = context.output / "state.json"
         counts: list[int] = json.loads(state.read_text()) if state.is_file() else []
         for block in range(len(counts), self.blocks):
             if error := Counter.breaks.pop(block, None):
                 raise error
             Counter.walked.append(block)
-            counts.append(sum(len(example.answer) for example in workshop.corpus[block :: self.blocks]))
+            counts.append(sum(len(example.answer) for example in context.examples[block :: self.blocks]))
             state.write_text(json.dumps(counts))
-            workshop.progress("blocks", block + 1, self.blocks)
-            workshop.log({"step": block, "tokens": sum(counts)})
-        (workshop.folder / "count.json").write_text(json.dumps(sum(counts) * self.scale))
+            context.report_progress("blocks", block + 1, self.blocks)
+            context.log({"step": block, "tokens": sum(counts)})
+        (context.output / "count.json").write_text(json.dumps(sum(counts) * self.scale))
         state.unlink()
-        return {"tokens": torch.tensor(sum(counts)), "vocabulary": workshop.target.vocab_size, "seed": workshop.seed}
+        return {"tokens": torch.tensor(sum(counts)), "vocabulary": context.target.vocab_size, "seed": context.seed}
 
 
 class Counted(PromptLookup):
@@ -162,7 +162,7 @@ def test_the_listing_says_what_is_prepared_and_how_long_it_takes(
     assert train.main(words) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["  counter  the number of tokens", "           takes no time"]
     assert train.main(["--help"]) == 0
-    assert "Methods: counter" in capsys.readouterr().out
+    assert "Methods:\ncounter" in capsys.readouterr().out
 
 
 def test_the_group_is_listed_and_shown_but_no_part_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +216,7 @@ def test_a_class_that_is_no_preparation_is_refused(
 ) -> None:
     (configs / "train" / "counter.yaml").write_text(f"name: counter\n_target_: {HERE}.Idle\n")
     assert train.main(words) == 2
-    assert "prepares nothing: it lacks fit, prepares or takes" in capsys.readouterr().err
+    assert "must be a subclass of methods.training.interface.Trainable, got" in capsys.readouterr().err
 
 
 OURS = sorted(file.stem for file in (conf_dir() / "train").glob("*.yaml"))
@@ -228,9 +228,9 @@ def test_our_own_preparations_fit_their_classes_and_methods(name: str, monkeypat
     _, group = compose.compose_training([], name)
     assert group["name"] == name
     trainable = instantiate.build_trainable(group)
-    assert isinstance(trainable, Trainable) and trainable.prepares and trainable.takes
+    assert trainable.description and trainable.duration
     assert set(group) - {"name", "_target_"} == set(signature(type(trainable)).parameters), "arguments left out"
-    if isinstance(trainable, ModelMaker):  # whatever it makes, no method takes it
+    if trainable.makes == "model":  # no method uses it
         return
     decoder = instantiate.locate(compose.compose([f"method={name}"]).method["_target_"])
     assert {"part", "checkpoint"} <= set(signature(decoder).parameters), "the method does not take what is prepared"
@@ -273,7 +273,7 @@ def test_a_part_is_made_and_its_card_says_how(
     assert noted["corpus"]["names"] == ["own.jsonl"] and noted["corpus"]["dialogues"] == 9
     assert noted["corpus"]["sha256"] == texts.sha256 == noted["definition"]["corpus"]
     assert noted["model"] == {"name": "random", "revision": "seed 0", "sha256": None}
-    assert noted["command"].startswith("python -m bench.train method=counter corpus=")
+    assert noted["command"].startswith("python -m bench train method=counter corpus=")
     assert noted["command"].endswith("seed=3 train.scale=2 corpus_limit=9")
     assert noted["seed"] == 3 and noted["seconds"] >= 0 and noted["bytes"] == {"count.json": len(f"{tokens * 2.0}")}
     assert noted["versions"]["torch"] == torch.__version__ and noted["dtype"] == "float32" and "sha" in noted["git"]
@@ -329,9 +329,9 @@ def test_weights_and_biases_gets_the_curves(
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (KeyboardInterrupt(), 130, "Interrupted. What is prepared so far is kept; the same command goes on."),
-        (MemoryError(), 1, "Out of memory. What is prepared so far is kept; the same command goes on."),
-        (OSError(28, "No space left", "/f/x"), 1, "The disk is full: /f/x. What is prepared so far is kept; the same"),
+        (KeyboardInterrupt(), 130, "Interrupted. Finished work is kept; run the same command to resume."),
+        (MemoryError(), 1, "Out of memory. Finished work is kept; run the same command to resume."),
+        (OSError(28, "No space left", "/f/x"), 1, "The disk is full: /f/x. Finished work is kept; run the same command to resume once there is space."),
         (ValueError("No answer. One is needed. Add it."), 2, "No answer. One is needed. Add it."),
         (TypeError("odd"), 1, "The run failed: TypeError: odd"),
     ],
@@ -351,15 +351,15 @@ def test_an_interrupted_preparation_goes_on_with_the_same_command(
     assert message in err and ("Traceback" in err) == isinstance(error, TypeError)
     assert artifacts.read_card(folder) is None and (folder / "state.json").is_file() and Counter.walked == [0, 1]
     assert train.main(words) == 0
-    assert Counter.walked == [0, 1, 2] and "going on after" in capsys.readouterr().err
-    assert card(folder)["facts"]["tokens"] > 0 and not (folder / "making.json").exists()
+    assert Counter.walked == [0, 1, 2] and "resuming after" in capsys.readouterr().err
+    assert card(folder)["facts"]["tokens"] > 0 and not (folder / "training.json").exists()
 
 
 def test_seconds_of_all_attempts_are_counted(words: list[str], folder: Path) -> None:
     Counter.breaks[2] = KeyboardInterrupt()
     train.main(words)
-    plan = json.loads((folder / "making.json").read_text())
-    (folder / "making.json").write_text(json.dumps(plan | {"seconds": 100.0}))
+    plan = json.loads((folder / "training.json").read_text())
+    (folder / "training.json").write_text(json.dumps(plan | {"seconds": 100.0}))
     train.main(words)
     assert card(folder)["seconds"] >= 100
 
@@ -370,7 +370,7 @@ def test_a_finished_part_is_not_made_again_unless_forced(
     assert train.main(words) == 0
     before = card(folder)
     assert train.main([*words, "train.scale=1"]) == 0, "1 and 1.0 are one value"
-    assert f"{folder} is already there; force=true makes it anew." in capsys.readouterr().out
+    assert f"{folder} is already there. Set force=true to train again." in capsys.readouterr().out
     assert Counter.walked == [0, 1, 2] and card(folder) == before
     (folder / "left over").write_text("x")
     assert train.main([*words, "force=true"]) == 0
@@ -400,7 +400,7 @@ def test_what_was_made_otherwise_is_replaced_only_by_force(
     train.main(words)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert train.main([*words, change]) == 2
-    assert f"holds a part that was made otherwise ({what})" in capsys.readouterr().err
+    assert f"has a result of other settings ({what})" in capsys.readouterr().err
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert train.main([*words, change, "force=true"]) == 0
     assert sorted(file.name for file in folder.iterdir()) == ["card.json", "count.json", "curves.jsonl"]
@@ -420,14 +420,15 @@ def test_another_folder_is_filled_only_if_it_is_empty(
     (mine / "thesis.tex").write_text("years of work")
     for more in ([], ["force=true"]):
         assert train.main([*words, f"out={mine}", *more]) == 2
-        assert "holds other files" in capsys.readouterr().err
+        assert "must be empty or of a training, got other files" in capsys.readouterr().err
     assert [file.name for file in mine.iterdir()] == ["thesis.tex"]
 
 
 def test_one_folder_has_one_writer(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with job._alone(folder):
+    folder.mkdir(parents=True)
+    with files.locked(folder / artifacts.LOCK):
         assert train.main(words) == 2
-    assert "is being filled by another process" in capsys.readouterr().err
+    assert "is in use by another process" in capsys.readouterr().err
     assert train.main(words) == 0
 
 
@@ -435,7 +436,7 @@ def test_a_stage_is_a_line_every_30_s(monkeypatch: pytest.MonkeyPatch, capsys: p
     now = 0.0
     real = job.Progress
     monkeypatch.setattr(job, "Progress", lambda label, total, done: real(label, total, done, clock=lambda: now))
-    stages = job.Stages()
+    stages = job.StageProgress()
     for second in range(0, 101, 10):
         now = float(second)
         stages("reading", second, 100)
@@ -729,11 +730,22 @@ def test_a_missing_part_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
     assert "model=small" not in str(other.value)
 
 
-def test_notes_on_the_making_are_no_piece_of_the_part(tmp_path: Path) -> None:
-    (tmp_path / "making").mkdir()
+@pytest.mark.parametrize("log", ["training_log", "making"])
+def test_the_training_log_is_not_part_of_the_checkpoint(log: str, tmp_path: Path) -> None:
+    (tmp_path / log).mkdir()
     (tmp_path / "part.json").write_text("{}")
     before = files.digest(artifacts.files(tmp_path))
-    (tmp_path / "making" / "trials.jsonl").write_text("1\n")
+    (tmp_path / log / "trials.jsonl").write_text("1\n")
     assert files.digest(artifacts.files(tmp_path)) == before
-    (tmp_path / "making.bin").write_text("1")
+    (tmp_path / f"{log}.bin").write_text("1")
     assert files.digest(artifacts.files(tmp_path)) != before
+
+
+def test_an_unfinished_training_of_an_earlier_version_is_resumed(words: list[str], folder: Path) -> None:
+    Counter.breaks[2] = KeyboardInterrupt()
+    train.main(words)
+    (folder / "training.json").rename(folder / "making.json")
+    (folder / "making").mkdir()
+    (folder / "making" / "trials.jsonl").write_text("1\n")
+    assert train.main(words) == 0 and Counter.walked == [0, 1, 2]
+    assert (folder / "training_log" / "trials.jsonl").read_text() == "1\n" and not (folder / "making").exists()

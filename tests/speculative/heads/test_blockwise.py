@@ -23,8 +23,8 @@ from methods.speculative.heads.blockwise import states as head_states
 from methods.speculative.heads.blockwise_training import BlockwiseLearner, BlockwiseTraining
 from methods.training.answers import AnswerRecipe
 from methods.training.features import Batch
-from methods.training.head_trainer import Recipe
-from methods.training.interface import Example, Trainable, Workshop
+from methods.training.interface import Example, TrainingContext
+from methods.training.trainer import TrainingConfig
 from tests.helpers.host_reads import no_host_reads
 from tests.helpers.tiny_heads import batch_of, blockwise_heads, learn_by_heart
 
@@ -284,44 +284,42 @@ def test_no_gradient_reaches_the_target(target, texts):
 
 @pytest.fixture
 def shop(target, tmp_path):
-    for name in ("part", "common"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "part").mkdir()
     corpus = [Example(prompt.tolist(), [1]) for prompt in checks.prompts(target.vocab_size, (3, 8, 5, 13) * 6)]
     points = []
-    shop = Workshop(target, corpus, tmp_path / "part", 0, lambda *stage: None, points.append, tmp_path / "common")
-    return shop, points
+    shared = {"shared_cache": tmp_path / "common", "model": target, "examples": corpus}
+    return TrainingContext(output=tmp_path / "part", log=points.append, **shared), points
 
 
 def training(**options):
-    recipe = Recipe(steps=40, batch_size=8, learning_rate=1e-2, precision="float32", evaluations=2)
+    recipe = TrainingConfig(steps=40, batch_size=8, learning_rate=1e-2, precision="float32", evaluations=2)
     answers = AnswerRecipe(tokens=400, limit=16, batch=8)
     return BlockwiseTraining(k=3, hidden=16, vocabulary=40, answers=answers, **{"recipe": recipe, **options})
 
 
 def test_training_writes_heads_that_decode(target, shop):
-    workshop, points = shop
+    context, points = shop
     trainable = training()
-    assert isinstance(trainable, Trainable)
-    facts = trainable.fit(workshop)
-    assert {path.name for path in workshop.folder.iterdir()} == {WEIGHTS, CONFIG}
+    facts = trainable.fit(context)
+    assert {path.name for path in context.output.iterdir()} == {WEIGHTS, CONFIG}
     losses = [point["loss"] for point in points if "loss" in point]
     assert losses[-1] < losses[0]
     assert len(facts["acceptance"]) == 2 and facts["draft_vocabulary"] <= 40 and 0 < facts["held_out_coverage"] <= 1
-    checks.check_greedy_identity(lambda t, s: Blockwise(t, s, checkpoint=workshop.folder), target, lengths=(5,))
+    checks.check_greedy_identity(lambda t, s: Blockwise(t, s, checkpoint=context.output), target, lengths=(5,))
 
 
 def test_an_interrupted_training_ends_as_if_it_had_not_been(target, shop, tmp_path):
-    workshop, _ = shop
-    training(heads_per_step="one").fit(workshop)
-    whole = load_file(workshop.folder / WEIGHTS)
-    broken = replace(workshop, folder=tmp_path / "broken", progress=stop_at("training (steps)", 17))
-    broken.folder.mkdir()
+    context, _ = shop
+    training(heads_per_step="one").fit(context)
+    whole = load_file(context.output / WEIGHTS)
+    broken = replace(context, output=tmp_path / "broken", report_progress=stop_at("training (steps)", 17))
+    broken.output.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("methods.training.head_trainer._SAVE_EVERY_S", 0.0)
+        patch.setattr("methods.training.trainer.SAVE_EVERY_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             training(heads_per_step="one").fit(broken)
-    training(heads_per_step="one").fit(replace(broken, progress=workshop.progress))
-    again = load_file(broken.folder / WEIGHTS)
+    training(heads_per_step="one").fit(replace(broken, report_progress=context.report_progress))
+    again = load_file(broken.output / WEIGHTS)
     assert all(torch.equal(whole[key], again[key]) for key in whole)
 
 
@@ -335,7 +333,7 @@ def stop_at(stage, step):
 
 @pytest.mark.parametrize("options", [{"k": 1}, {"vocabulary": 0}, {"hidden": 0}])
 def test_training_refuses(options):
-    with pytest.raises(ValueError, match=r"are allowed\..*method=autoregressive"):
+    with pytest.raises(ValueError, match="must be at least [12], got"):
         BlockwiseTraining(**options)
 
 

@@ -24,11 +24,11 @@ from methods.speculative.heads.blockwise_translation_training import (
     _in_blocks,
 )
 from methods.speculative.prompt_lookup import PromptLookup
-from methods.training.interface import Foundry, PairLearner
-from methods.training.translation import Recipe
+from methods.training.interface import TrainingContext
+from methods.training.translation import TranslationConfig
 from tests.engine.test_seq2seq_lm import EOS, VOCAB, ids, tiny
 
-RECIPE = Recipe(steps=30, tokens=200, learning_rate=5e-3, warmup=3, dropout=0.0, evaluations=1, average=1)
+RECIPE = TranslationConfig(steps=30, tokens=200, learning_rate=5e-3, warmup=3, dropout=0.0, evaluations=1, average=1)
 PROMPTS = ids(5, 1, 9, 7, seed=11)
 LIMIT = 16
 
@@ -58,24 +58,20 @@ def target() -> Seq2SeqLM:
     return found
 
 
-def foundry(target: Any, folder: Path, points: list[Any] | None = None) -> Foundry:
-    for name in ("part", "common"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+def context(target: Any, folder: Path, points: list[Any] | None = None) -> TrainingContext:
+    (folder / "part").mkdir(parents=True, exist_ok=True)
     sources = ids(*[3 + n % 6 for n in range(32)], seed=5)
     texts = [(" ".join(map(str, source.tolist())), "1") for source in sources]
-    log = (lambda point: None) if points is None else points.append
-    return Foundry(
-        texts, texts[:4], (target, Letters()), torch.device("cpu"), folder / "part", 0, lambda *a: None, log,
-        folder / "common",
-    )  # fmt: skip
+    shared = {"model": target, "tokenizer": Letters(), "pairs": texts, "validation": texts[:4]}
+    log = [].append if points is None else points.append
+    return TrainingContext(output=folder / "part", shared_cache=folder / "common", log=log, **shared)
 
 
 def fitted(target: Any, folder: Path, **options: Any) -> tuple[Path, dict[str, Any], list[Any]]:
     points: list[Any] = []
-    shop = foundry(target, folder, points)
+    shop = context(target, folder, points)
     trainable = BlockwiseTranslationTraining(**{"k": 3, "hidden": 16, "recipe": RECIPE, **options})
-    assert isinstance(trainable, PairLearner)
-    return shop.folder, trainable.fit(shop), points
+    return shop.output, trainable.fit(shop), points
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +243,11 @@ def test_damaged_and_foreign_parts_are_refused(
         BlockwiseTranslation(target, Sampling(), checkpoint=folder)
     with pytest.raises(ValueError, match="method=blockwise_translation model=MODEL"):
         BlockwiseTranslation(target, Sampling())
-    with pytest.raises(ValueError, match="is a causal model"):
-        BlockwiseTranslationTraining(recipe=RECIPE).fit(foundry(checks.tiny_target(), tmp_path / "shop"))
-    with pytest.raises(ValueError, match="k=1 is the model alone"):
+    with pytest.raises(ValueError, match="needs an encoder-decoder, got .*, a causal model"):
+        BlockwiseTranslationTraining(recipe=RECIPE).fit(context(checks.tiny_target(), tmp_path / "shop"))
+    with pytest.raises(ValueError, match="k must be at least 2, got 1"):
         BlockwiseTranslationTraining(k=1)
-    with pytest.raises(ValueError, match="trunk_share=0.0 came"):
+    with pytest.raises(ValueError, match="trunk_share must be above 0 and at most 1, got 0.0"):
         BlockwiseTranslationTraining(trunk_share=0.0)
-    with pytest.raises(ValueError, match="heads_first=1.0 came"):
+    with pytest.raises(ValueError, match="heads_first must be from 0 to below 1, got 1.0"):
         BlockwiseTranslationTraining(heads_first=1.0)

@@ -22,12 +22,12 @@ from methods.speculative.heads.candidate_tree import RANKS, TREES, Tree, accurac
 from methods.speculative.heads.hydra import Block, HydraDrafter, HydraHeads
 from methods.speculative.heads.hydra_training import HydraLearner, HydraTraining
 from methods.speculative.heads.medusa import Medusa, MedusaDrafter
-from methods.speculative.heads.medusa_training import Lessons, MedusaLearner, MedusaTraining
-from methods.training import head_trainer
+from methods.speculative.heads.medusa_training import DraftStates, MedusaLearner, MedusaTraining
+from methods.training import trainer
 from methods.training.answers import AnswerRecipe
 from methods.training.features import Batch
-from methods.training.head_trainer import Recipe
-from methods.training.interface import Example, Trainable, Workshop
+from methods.training.interface import Example, TrainingContext
+from methods.training.trainer import TrainingConfig
 from tests.helpers import tiny_head_trees
 from tests.helpers.host_reads import no_host_reads
 from tests.helpers.tiny_head_trees import FACTS, counting_target, heads_of
@@ -327,15 +327,15 @@ def test_typical_acceptance_is_relaxed(name, target, texts):
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_lessons_are_places_of_the_answer(target):
+def test_draft_states_are_places_of_the_answer(target):
     """Prompts teach nothing: the published label mask, an ``or`` where an ``and`` is meant, lets them."""
     batch = batch_of(target, [[9, 8, 7, 1, 2, 3], [5, 6, 4]], [3, 1])
-    lessons = Lessons.of(batch, heads=3)
-    assert lessons.tokens[:, 0].tolist() == [1, 2, 6], "the roots"
-    assert lessons.judged.tolist() == [[True, True, False], [True, False, False], [True, False, False]]
-    assert lessons.tokens[lessons.judged.nonzero()[:, 0], lessons.judged.nonzero()[:, 1] + 1].tolist() == [2, 3, 3, 4]
-    assert torch.equal(lessons.hidden, batch.hidden[[0, 0, 1], [2, 3, 0]])
-    assert torch.equal(lessons.behind[0, :2], batch.hidden[0, 3:5]), "the states that wrote the labels"
+    found = DraftStates.of(batch, heads=3)
+    assert found.tokens[:, 0].tolist() == [1, 2, 6], "the roots"
+    assert found.judged.tolist() == [[True, True, False], [True, False, False], [True, False, False]]
+    assert found.tokens[found.judged.nonzero()[:, 0], found.judged.nonzero()[:, 1] + 1].tolist() == [2, 3, 3, 4]
+    assert torch.equal(found.hidden, batch.hidden[[0, 0, 1], [2, 3, 0]])
+    assert torch.equal(found.later[0, :2], batch.hidden[0, 3:5]), "the states that wrote the labels"
 
 
 @both
@@ -343,9 +343,9 @@ def test_untrained_heads_are_the_targets_own(name, target, texts):
     """Their first distribution is that of the root; from there they learn."""
     batch = batch_of(target, [list(text) for text in texts], [1] * 4)
     learner = LEARNERS[name](target, DraftVocabulary.all(61), 3, 2)
-    lessons = Lessons.of(batch, 3)
-    for state in learner.states(lessons):
-        own = target.head(lessons.hidden.double()).float()
+    found = DraftStates.of(batch, 3)
+    for state in learner.states(found):
+        own = target.head(found.hidden.double()).float()
         assert torch.allclose(learner.logits(state), own, atol=1e-4)
 
 
@@ -357,17 +357,17 @@ def test_tokens_outside_the_vocabulary_are_no_lesson_and_a_miss(name, target, te
     learner = LEARNERS[name](target, vocabulary, 2, 1, labels="hard")
     for parameter in learner.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    lessons = Lessons.of(batch, 2)
+    found = DraftStates.of(batch, 2)
     total = 0.0
-    for head, state in enumerate(learner.states(lessons)):
-        places = vocabulary.of(lessons.tokens[:, head + 1])
-        counted = (places >= 0) & lessons.judged[:, head]
-        assert 0 < counted.sum() < lessons.judged[:, head].sum()
+    for head, state in enumerate(learner.states(found)):
+        places = vocabulary.of(found.tokens[:, head + 1])
+        counted = (places >= 0) & found.judged[:, head]
+        assert 0 < counted.sum() < found.judged[:, head].sum()
         total += F.cross_entropy(learner.logits(state)[counted], places[counted]).detach()
     assert float(learner.loss(batch)[0].detach()) == pytest.approx(float(total), rel=1e-5)
     ranks, judged = learner.ranks(batch)
-    outside = vocabulary.of(lessons.tokens[:, 1:]) < 0
-    assert (ranks[outside] == RANKS).all() and torch.equal(judged, lessons.judged)
+    outside = vocabulary.of(found.tokens[:, 1:]) < 0
+    assert (ranks[outside] == RANKS).all() and torch.equal(judged, found.judged)
 
 
 @both
@@ -398,10 +398,10 @@ def test_soft_labels_are_the_targets_distribution_where_the_label_was_written(na
     learner = LEARNERS[name](target, vocabulary, 2, 1, labels="soft")
     for parameter in learner.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    lessons, total = Lessons.of(batch, 2), 0.0
-    for head, state in enumerate(learner.states(lessons)):
-        counted = (vocabulary.of(lessons.tokens[:, head + 1]) >= 0) & lessons.judged[:, head]
-        probs = target.head(lessons.behind[:, head].double())[:, vocabulary.ids].softmax(-1)
+    found, total = DraftStates.of(batch, 2), 0.0
+    for head, state in enumerate(learner.states(found)):
+        counted = (vocabulary.of(found.tokens[:, head + 1]) >= 0) & found.judged[:, head]
+        probs = target.head(found.later[:, head].double())[:, vocabulary.ids].softmax(-1)
         total += -(probs * learner.logits(state).log_softmax(-1)).sum(-1)[counted].mean()
     assert float(learner.loss(batch)[0].detach()) == pytest.approx(float(total.detach()), rel=1e-5)
 
@@ -420,24 +420,25 @@ def test_the_scale_of_embeddings_goes_into_the_weights(target, texts, tmp_path):
     torch.manual_seed(0)
     learner = HydraLearner(target, DraftVocabulary.all(61), 2, 2, scale=3.7)
     learn_by_heart(learner, batch, steps=5)
-    lessons = Lessons.of(batch, 2)
+    found = DraftStates.of(batch, 2)
     trained = learner.trained(learner.ranks(batch)[0])
-    inputs = torch.cat([lessons.hidden[:, None], target.embed(lessons.tokens[:, :2]).float()], 1).flatten(1)
-    for head, state in enumerate(learner.states(lessons)):
+    inputs = torch.cat([found.hidden[:, None], target.embed(found.tokens[:, :2]).float()], 1).flatten(1)
+    for head, state in enumerate(learner.states(found)):
         ours = hydra.HydraHead(trained.blocks[head])(inputs[:, : 32 * (head + 2)])
         assert torch.allclose(ours, state, atol=1e-4)
 
 
-def workshop(target, folder, points=None, count=60):
+def context(target, folder, points=None, count=60):
     """Prompts of a target whose answers count on from them."""
     folder.mkdir(parents=True, exist_ok=True)
     corpus = [Example([(7 * n) % 29, (5 * n + 3) % 29], []) for n in range(count)]
-    log = (lambda point: None) if points is None else points.append
-    return Workshop(target, corpus, folder, 3, lambda stage, done, total: None, log, folder.parent / "common")
+    log = [].append if points is None else points.append
+    shared = {"shared_cache": folder.parent / "common", "model": target, "examples": corpus}
+    return TrainingContext(output=folder, seed=3, log=log, **shared)
 
 
 def training(name, **changes):
-    recipe = Recipe(steps=120, batch_size=8, learning_rate=2e-2, precision="float32", evaluations=4)
+    recipe = TrainingConfig(steps=120, batch_size=8, learning_rate=2e-2, precision="float32", evaluations=4)
     answers = AnswerRecipe(tokens=600, limit=12, longest_prompt=9, batch=20)
     return TRAININGS[name](**{"heads": 3, "vocabulary": 29, "answers": answers, "recipe": recipe} | changes)
 
@@ -446,8 +447,7 @@ def training(name, **changes):
 @pytest.mark.parametrize("labels", ["hard", "soft"])
 def test_training_learns_a_periodic_text(name, labels, counter, tmp_path):
     trainable, points = training(name, labels=labels), []
-    assert isinstance(trainable, Trainable)
-    facts = trainable.fit(workshop(counter, tmp_path / "part", points))
+    facts = trainable.fit(context(counter, tmp_path / "part", points))
     assert sum(facts["acceptance"]) > 2.9, "all three heads know it; untrained ones repeat the root"
     losses = [point["loss"] for point in points if "loss" in point]
     assert losses[-1] < 0.9 * losses[0] and {"loss_2", "loss_3", "loss_4"} <= set(points[0])
@@ -461,9 +461,9 @@ def test_training_learns_a_periodic_text(name, labels, counter, tmp_path):
 
 @both
 def test_an_interrupted_training_ends_as_another(name, counter, tmp_path, monkeypatch):
-    monkeypatch.setattr(head_trainer, "_SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
     trainable = training(name, recipe=replace(training(name).recipe, steps=24))
-    trainable.fit(workshop(counter, tmp_path / "whole"))
+    trainable.fit(context(counter, tmp_path / "whole"))
 
     class Killed(Exception):
         pass
@@ -474,9 +474,9 @@ def test_an_interrupted_training_ends_as_another(name, counter, tmp_path, monkey
                 raise Killed
 
     with pytest.raises(Killed):
-        trainable.fit(workshop(counter, tmp_path / "halves", Points()))
+        trainable.fit(context(counter, tmp_path / "halves", Points()))
     assert not (tmp_path / "halves" / WEIGHTS).exists()
-    trainable.fit(workshop(counter, tmp_path / "halves"))
+    trainable.fit(context(counter, tmp_path / "halves"))
     for file in (WEIGHTS, CONFIG):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "halves" / file).read_bytes()
 
@@ -484,7 +484,7 @@ def test_an_interrupted_training_ends_as_another(name, counter, tmp_path, monkey
 @both
 @pytest.mark.parametrize("changes", [{"heads": 0}, {"blocks": 0}, {"vocabulary": 0}, {"decay": 0.0}])
 def test_impossible_sizes_are_refused(name, changes):
-    with pytest.raises(ValueError, match=r"; counts of at least 1 .* are allowed\. Set train\.heads"):
+    with pytest.raises(ValueError, match=r"must be (at least 1|above 0), got 0.*\. Set train\."):
         TRAININGS[name](**changes)
 
 
@@ -621,7 +621,7 @@ def test_heads_trained_here_are_not_doubted(name, target, texts):
     assert MAKERS[name](target, Sampling(), texts).acceptance_warning([[0.0]] * 3) is None
 
 
-def test_lessons_of_a_batch_without_answers_are_none():
+def test_found_of_a_batch_without_answers_are_none():
     hidden = torch.zeros(1, 3, 4)
     batch = Batch(torch.zeros(1, 3, dtype=torch.long), hidden, {}, [2], [3])
-    assert len(Lessons.of(batch, 2).hidden) == 0, "one token of the answer: a root with nothing behind it"
+    assert len(DraftStates.of(batch, 2).hidden) == 0, "one token of the answer: a root with nothing behind it"
