@@ -1,1 +1,1 @@
-"""Decoding methods after one interface. Start with decoder.py, then autoregressive.py."""
+"""Decoding methods that share one interface. Start with decoder.py, then autoregressive.py."""

@@ -1,4 +1,4 @@
-"""What every decoder must satisfy, as functions: the tests of this project call them, and those of others may."""
+"""What every decoder must satisfy, as functions."""
 
 from bench.contract.checks import (
     Make,

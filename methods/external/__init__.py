@@ -1,1 +1,1 @@
-"""Other implementations after the same interface; never the baseline."""
+"""Other implementations with the same interface; never the baseline."""
