@@ -1,7 +1,7 @@
 """Verification rules as mathematics: every branch followed in rational arithmetic, no random number drawn.
 
-The laws here are the readable twins of ``methods.speculative.verification`` and ``bench.lossless.wrong_rules``. A rule is
-a pairing: how the children of a node are offered, and how they are judged. Most wrong rules are two right halves
+The laws here are the readable twins of ``methods.speculative.verification`` and ``bench.lossless.wrong_rules``. A rule
+is a pairing: how the children of a node are offered, and how they are judged. Most wrong rules are two right halves
 that do not belong together, which is why none of them looks wrong.
 
 p and q map a prefix to the target's and the draft's distribution behind it; a law maps what one round emits (kept
