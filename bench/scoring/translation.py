@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.scoring.base import Pair, Scorer
+from bench.scoring.base import Pair, Scorer, percent
 from bench.utils import stats
 
 _RESAMPLES, _SEED = 1000, 0
@@ -22,18 +23,19 @@ class TranslationScorer(Scorer):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "chrf")
+    language: str = ""  # sacreBLEU has a tokeniser of its own for a few (zh, ja, ko)
 
     @cached_property
     def _sentence(self) -> dict[str, Any]:
         from sacrebleu.metrics import BLEU, CHRF
 
-        return {"bleu": BLEU(effective_order=True), "chrf": CHRF()}
+        return {"bleu": BLEU(effective_order=True, trg_lang=self.language), "chrf": CHRF()}
 
     @cached_property
     def _corpus(self) -> dict[str, Any]:
         from sacrebleu.metrics import BLEU, CHRF
 
-        metrics = {"bleu": BLEU(), "chrf": CHRF()}
+        metrics = {"bleu": BLEU(trg_lang=self.language), "chrf": CHRF()}
         for metric in metrics.values():
             metric.corpus_score(["a"], [["a"]])  # a signature names the number of references, known after a first use
         return metrics
@@ -84,6 +86,45 @@ class TranslationScorer(Scorer):
     def notes(self) -> dict[str, str]:
         """The signatures of the corpus scores; that of a sentence has ``eff:yes``."""
         return {name: str(metric.get_signature()) for name, metric in self._corpus.items()}
+
+
+class SegmentScorer(TranslationScorer):
+    """BLEU, chrF2, length ratio and repetition rate, all over detokenised cased text.
+
+    Args:
+        language: of the translation; sacreBLEU has its own tokeniser for a few (zh, ja, ko).
+    """
+
+    metrics = ("bleu", "chrf", "length_ratio", "repetition")
+
+    def __init__(self, language: str) -> None:
+        self.language = language
+
+    def score(self, reference: Any, answer: str) -> dict[str, float]:
+        return super().score(reference, answer) | self._signs([(reference, answer)])
+
+    def aggregate(self, pairs: Sequence[Pair]) -> dict[str, float | None]:
+        """Over a corpus all four are ratios of sums, none is a mean over sentences."""
+        found = super().aggregate(pairs)
+        return {**found, **self._signs(pairs)} if pairs else found
+
+    def notes(self) -> dict[str, str]:
+        return super().notes() | {
+            "length_ratio": "words of the answers over words of the references, tokenised as for BLEU",
+            "repetition": "words equal to the one before them over all words of the answers, tokenised as for BLEU",
+        }
+
+    def _signs(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Length ratio and repetition rate, in percent."""
+        written = [self._words(answer) for _, answer in pairs]
+        wanted = sum(len(self._words(str(reference))) for reference, _ in pairs)
+        words = sum(map(len, written))
+        twice = sum(left == right for line in written for left, right in pairwise(line))
+        return {"length_ratio": percent(words / max(1, wanted)), "repetition": percent(twice / max(1, words))}
+
+    def _words(self, text: str) -> list[str]:
+        words: list[str] = self._corpus["bleu"].tokenizer(one_line(text)).split()
+        return words
 
 
 def one_line(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,6 +14,7 @@ from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
 from bench.scoring import Scorer
 from bench.tasks.sources import Revision, Sources
+from bench.utils.files import sha256
 from bench.utils.stats import Interval
 
 Subset = Literal["first", "random"]
@@ -41,21 +41,19 @@ class Example:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True, eq=False)
 class Task(ABC):
-    """A data set, how its prompts are written and how its answers are scored.
+    """A data set, how its prompts are written and how its answers are scored; subclasses are dataclasses.
 
-    Args:
+    Attributes:
         limit: most examples; None: all. They are spread evenly over the categories, in the order of the file.
         seed: decides which examples ``random`` takes.
         subset: take the ``first`` examples of each category, or ``random`` ones. A smaller limit takes a subset
             of what a larger one takes.
         categories: only these; None: all.
-
-    Attributes:
         kind: what sort of target the prompts are for; the user's own may be for any.
-        revision: what was read by ``load``: ``files`` (see ``bench.tasks.sources.Revision``), ``content`` (sha256 over the
-            chosen examples, the same wherever they came from), ``available`` and ``chosen`` (their numbers),
-            ``warnings``.
+        revision: what ``load`` read: ``files`` (``bench.tasks.sources.Revision``), ``content`` (sha256 of the chosen
+            examples, the same wherever they came from), ``available`` and ``chosen`` (their numbers), ``warnings``.
         spare: examples for a warm-up, which ``load`` did not choose; none is longer than half of the chosen ones, so
             that it fits where these fit.
     """
@@ -63,20 +61,18 @@ class Task(ABC):
     name: ClassVar[str]
     kind: ClassVar[Literal["causal", "seq2seq", "any"]] = "causal"
 
-    def __init__(
-        self,
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        if limit is not None and limit < 1:
-            raise UserError(f"dataset.limit came as {limit}; it must be at least 1, or null for all. Set it.")
-        if categories is not None and not categories:
-            raise UserError("dataset.categories came as an empty list; name at least one, or null for all.")
-        self.limit, self.seed, self.subset, self.categories = limit, seed, subset, categories
-        self.revision: dict[str, Any] = {}
-        self.spare: list[Example] = []
+    limit: int | None = None
+    seed: int = 0
+    subset: Subset = "first"
+    categories: Sequence[str] | None = None
+    revision: dict[str, Any] = field(default_factory=dict, init=False)
+    spare: list[Example] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"dataset.limit must be at least 1, or null for all, got {self.limit}.")
+        if self.categories is not None and not self.categories:
+            raise UserError("dataset.categories must name at least one category, or be null for all, got [].")
 
     @abstractmethod
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
@@ -218,11 +214,11 @@ def _spare(wanted: Sequence[Example], chosen: Sequence[Example]) -> list[Example
 def digest(examples: Sequence[Example]) -> str:
     """Identifies what is asked and what is right, wherever it came from."""
     content = [[e.id, e.category, e.turns, e.reference] for e in examples]
-    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
+    return sha256(json.dumps(content, ensure_ascii=False))
 
 
-def _lot(seed: int, name: str) -> bytes:
-    return hashlib.sha256(f"{seed}\x1f{name}".encode()).digest()
+def _lot(seed: int, name: str) -> str:
+    return sha256(f"{seed}\x1f{name}")
 
 
 def _reference(example: Example, turn: int) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from bench.scoring import SCORERS, Gsm8kScorer, NQScorer, RougeScorer, Scorer, TranslationScorer
-from bench.tasks.base import ANY, Example, Subset, Task
+from bench.tasks.base import ANY, Example, Task
 from bench.tasks.jsonl_format import read_lines
 from bench.tasks.sources import Origin, Revision, Sources, numbered_rows, project_data, read_bytes, sha256
 
@@ -64,36 +64,27 @@ class SpecBench(Task):
         return [_coarse(example) for example in found], [table.revision]
 
 
+@dataclass(eq=False)
 class Jsonl(Task):
     """The user's own prompts, in the line format of Spec-Bench.
 
-    Args:
+    Attributes:
         path: the file, plain or gzipped.
         scorer: how answers are compared with the references, for all categories; None: they are not.
-        limit: see ``Task``, as for the rest.
     """
 
     name = "jsonl"
     kind = "any"
 
-    def __init__(
-        self,
-        path: str,
-        scorer: Literal["gsm8k", "nq", "rouge", "translation"] | None = None,
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(limit, seed, subset, categories)
-        self.path, self.scorer = Path(path).expanduser(), scorer
+    path: str
+    scorer: Literal["gsm8k", "nq", "rouge", "translation"] | None = None
 
     @cached_property
     def judges(self) -> Mapping[str, Scorer]:
         return {ANY: SCORERS[self.scorer]()} if self.scorer else {}
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        return _read_file(self.path)
+        return _read_file(Path(self.path).expanduser())
 
 
 def _read_file(path: Path, origin: Origin = "local") -> tuple[list[Example], list[Revision]]:

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from bench.errors import UserError
 from bench.scoring import Gsm8kScorer, HumanEvalScorer, Scorer
-from bench.tasks.base import ANY, Example, Message, Subset, Task
+from bench.tasks.base import ANY, Example, Message, Task
 from bench.tasks.sources import Revision, Row, Sources
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # notes for a calculator in the answers of GSM8K; no reader wants them
 
 
+@dataclass(eq=False)
 class Gsm8k(Task):
     """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 1,319 word problems of the test split.
 
-    Args:
+    Attributes:
         n_shot: solved problems of the train split, its first ones, that are shown before each question.
-        limit: see ``Task``, as for the rest.
     """
 
     name = "gsm8k"
 
-    def __init__(
-        self,
-        n_shot: int = 0,
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(limit, seed, subset, categories)
-        if n_shot < 0:
-            raise UserError(f"dataset.n_shot came as {n_shot}; it must be at least 0. Set dataset.n_shot=N.")
-        self.n_shot = n_shot
-        self._shown: list[Message] = []
+    n_shot: int = 0
+    _shown: list[Message] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_shot < 0:
+            raise UserError(f"dataset.n_shot must be at least 0, got {self.n_shot}.")
 
     @cached_property
     def judges(self) -> Mapping[str, Scorer]:
@@ -58,30 +53,21 @@ class Gsm8k(Task):
         return [*self._shown, *super().messages(example, turn, history)]
 
 
+@dataclass(eq=False)
 class HumanEval(Task):
     """HumanEval (Chen et al. 2021, arXiv 2107.03374): 164 Python functions to be completed.
 
-    Args:
+    Attributes:
         allow_code_execution: run the answers, without which pass@1 is not measured. They run with limits and without
             a network, but hostile code can do harm: use a container if you do not trust the model.
         style: ``chat`` asks for the function, for instruction-tuned models; ``plain`` gives its beginning, as in
             the paper.
-        limit: see ``Task``, as for the rest.
     """
 
     name = "humaneval"
 
-    def __init__(
-        self,
-        allow_code_execution: bool = False,
-        style: Literal["chat", "plain"] = "chat",
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(limit, seed, subset, categories)
-        self.allow_code_execution, self.style = allow_code_execution, style
+    allow_code_execution: bool = False
+    style: Literal["chat", "plain"] = "chat"
 
     @cached_property
     def judges(self) -> Mapping[str, Scorer]:

@@ -6,41 +6,36 @@ T5 wants to be told what to do in a few words before the text: ``dataset.prefix=
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from bench.errors import UserError
 from bench.scoring import RougeScorer, Scorer, SegmentScorer
-from bench.tasks.base import ANY, Example, Subset, Task
+from bench.tasks.base import ANY, Example, Task
 from bench.tasks.sources import DataSet, Hub, Revision, Row, Sources
 
 
+@dataclass(eq=False)
 class Pairs(Task):
     """Sentences and their translations.
 
-    Args:
+    Attributes:
         source, target: languages, as the data set names them.
-        prefix: what stands before every sentence.
-        limit: see ``Task``, as for the rest.
+        prefix: text before every sentence.
     """
 
     kind = "seq2seq"
 
-    def __init__(
-        self,
-        source: str,
-        target: str,
-        prefix: str = "",
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(limit, seed, subset, categories)
-        if source == target:
-            raise UserError(f"dataset.source and dataset.target are both '{source}'; name two languages.")
-        self.source, self.target, self.prefix = source, target, prefix
+    source: str
+    target: str
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source == self.target:
+            raise UserError(f"dataset.source and dataset.target must differ, got '{self.source}' for both.")
 
     @cached_property
     def judges(self) -> Mapping[str, Scorer]:
@@ -60,31 +55,18 @@ class Pairs(Task):
         ]
 
 
+@dataclass(eq=False)
 class Multi30k(Pairs):
     """Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459): captions of pictures, English and German.
 
     Raw text, cased and not tokenised. ``test`` is test_2016_flickr, 1,000 pairs; train on ``train`` alone.
-
-    Args:
-        split: ``test`` or ``val``.
-        source: see ``Pairs``, as for the rest.
     """
 
     name = "multi30k"
 
-    def __init__(
-        self,
-        split: Literal["test", "val"] = "test",
-        source: Literal["en", "de"] = "en",
-        target: Literal["en", "de"] = "de",
-        prefix: str = "",
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(source, target, prefix, limit, seed, subset, categories)
-        self.split = split
+    source: Literal["en", "de"] = "en"
+    target: Literal["en", "de"] = "de"
+    split: Literal["test", "val"] = "test"
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
         pairs, revisions = read_multi30k(sources, self.split, self.source, self.target)
@@ -115,36 +97,27 @@ def read_multi30k(
     return pairs, [ours.revision, theirs.revision]
 
 
+@dataclass(eq=False)
 class HubPairs(Pairs):
     """Any parallel text of the hub whose rows are ``{"translation": {"en": ..., "de": ...}}`` or ``{"en": ...}``.
 
     In a data folder it is REPO/CONFIG/SPLIT.jsonl, with ``--`` for the slash within REPO.
 
-    Args:
+    Attributes:
         repo: hub id.
-        source, target: names of the languages in its rows.
         config: which of its configurations, usually the pair of languages.
-        split: which split.
-        prefix: see ``Pairs``, as for the rest.
     """
 
     name = "hub_pairs"
 
-    def __init__(
-        self,
-        repo: str,
-        source: str,
-        target: str,
-        config: str | None = None,
-        split: str = "test",
-        prefix: str = "",
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(source, target, prefix, limit, seed, subset, categories)
-        self.hub = Hub(repo, split, config)
+    repo: str = field(kw_only=True)
+    config: str | None = None
+    split: str = "test"
+
+    @property
+    def hub(self) -> Hub:
+        """Where it is."""
+        return Hub(self.repo, self.split, self.config)
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
         folder = f"{self.hub.repo.replace('/', '--')}/{self.hub.config or 'default'}"
@@ -181,13 +154,13 @@ class Iwslt17(HubPairs):
     name = "iwslt17"
 
 
+@dataclass(eq=False)
 class Articles(Task):
     """Articles and their summaries.
 
-    Args:
-        prefix: what stands before every article.
+    Attributes:
+        prefix: text before every article.
         max_words: words of an article that are kept, its first ones, so that it fits into the model; None: all.
-        limit: see ``Task``, as for the rest.
     """
 
     kind = "seq2seq"
@@ -195,19 +168,13 @@ class Articles(Task):
     article: ClassVar[str]
     summary: ClassVar[str]
 
-    def __init__(
-        self,
-        prefix: str = "",
-        max_words: int | None = None,
-        limit: int | None = None,
-        seed: int = 0,
-        subset: Subset = "first",
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(limit, seed, subset, categories)
-        if max_words is not None and max_words < 1:
-            raise UserError(f"dataset.max_words came as {max_words}; at least 1, or null for all, is needed. Set it.")
-        self.prefix, self.max_words = prefix, max_words
+    prefix: str = ""
+    max_words: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_words is not None and self.max_words < 1:
+            raise UserError(f"dataset.max_words must be at least 1, or null for all, got {self.max_words}.")
 
     @cached_property
     def judges(self) -> Mapping[str, Scorer]:

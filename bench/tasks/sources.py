@@ -8,7 +8,6 @@ is never fetched again. Command: ``python -m bench fetch data mtbench humaneval`
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any, Literal
 
 from bench.config.schema import checkout, set_path_defaults
 from bench.errors import UserError
+from bench.utils.files import atomic_write, sha256
 
 Origin = Literal["local", "bundled", "hub", "pypi", "web"]
 Row = dict[str, Any]
@@ -301,8 +301,10 @@ class Sources:
     def _keep(self, name: str, known: DataSet, raw: bytes, revision: Revision) -> None:
         """Store what was fetched. Without a place for it the run goes on, and the next one fetches again."""
         try:
-            _write(_note_of(self.cache / known.file), json.dumps(asdict(revision), indent=2).encode() + b"\n")
-            _write(self.cache / known.file, raw)
+            file = self.cache / known.file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(_note_of(file), json.dumps(asdict(revision), indent=2) + "\n")
+            atomic_write(file, raw)
         except OSError as error:
             print(f"{name}: not kept in {self.cache} ({error.strerror})", file=sys.stderr)
 
@@ -380,11 +382,6 @@ def read_bytes(path: Path) -> bytes:
         ) from error
 
 
-def sha256(raw: bytes) -> str:
-    """The digest that identifies a file's content, as hexadecimal digits."""
-    return hashlib.sha256(raw).hexdigest()
-
-
 def project_data() -> Path:
     """The folder with what the project ships itself: data/ of the checkout, or its copy in an installed package."""
     root = checkout()
@@ -425,15 +422,6 @@ def _revision(known: DataSet, raw: bytes, origin: Origin, source: str = "", warn
     if known.sha256 and found != known.sha256 and origin != "hub" and not warning:
         warning = f"{known.file} has sha256 {found[:12]}, not {known.sha256[:12]}: other rows than in published runs"
     return Revision(known.file, found, origin, source, warning)
-
-
-def _write(path: Path, raw: bytes) -> None:
-    """Write so that a parallel run meets the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
-        scratch.write(raw)
-    os.chmod(scratch.name, 0o644)
-    os.replace(scratch.name, path)
 
 
 # ------------------------------------------------------------------------------------------------------ fetching

@@ -19,8 +19,8 @@ _PATIENCE_S = 0.3  # is_locked holds a free lock for a moment
 
 
 def atomic_write(file: Path, content: str | bytes) -> None:
-    """Write so that a reader, or a crash, sees the old content or the new one; for one writer at a time."""
-    scratch = file.with_name(f".{file.name}.tmp")
+    """Write so that a reader, or a crash, sees the old content or the new one."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(scratch, "wb") as out:
             out.write(content.encode() if isinstance(content, str) else content)

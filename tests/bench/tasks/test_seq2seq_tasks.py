@@ -59,7 +59,7 @@ def test_multi30k_is_the_public_one(data_root: Path, tmp_path: Path) -> None:
         KNOWN["multi30k_test_en"].sha256,
         KNOWN["multi30k_test_de"].sha256,
     ]
-    assert len(Multi30k("val").load(Sources(data_root, tmp_path))) == 1014
+    assert len(Multi30k(split="val").load(Sources(data_root, tmp_path))) == 1014
     assert len(read_multi30k(Sources(data_root, tmp_path), "train", "en", "de")[0]) == 29_000
 
 
@@ -78,16 +78,16 @@ def test_halves_that_do_not_fit_are_refused(own: Sources, tmp_path: Path) -> Non
 
 
 def test_pairs_of_the_hub_by_id(own: Sources) -> None:
-    nested = HubPairs("wmt/wmt16", "en", "ro", "ro-en").load(own)
+    nested = HubPairs("en", "ro", repo="wmt/wmt16", config="ro-en").load(own)
     assert (nested[0].turns, nested[0].reference) == (("A dog.",), ("Un câine.",))
-    flat = HubPairs("me/flat", "fr", "en", split="dev").load(own)
+    flat = HubPairs("fr", "en", repo="me/flat", split="dev").load(own)
     assert [(e.turns, e.reference) for e in flat] == [(("Un chien.",), ("A dog.",))]
 
 
 def test_a_language_the_rows_do_not_have_is_named(own: Sources) -> None:
     with pytest.raises(UserError, match=r"wmt/wmt16 ro-en test has no language 'de'; its rows have ro, en"):
-        HubPairs("wmt/wmt16", "en", "de", "ro-en").load(own)
-    with pytest.raises(UserError, match="both 'en'"):
+        HubPairs("en", "de", repo="wmt/wmt16", config="ro-en").load(own)
+    with pytest.raises(UserError, match="must differ, got 'en' for both"):
         Multi30k(source="en", target="en")
 
 
@@ -97,7 +97,7 @@ def test_a_set_that_is_nowhere_says_where_it_was_looked_for(own: Sources, monkey
 
     monkeypatch.setattr(sources, "_from_hub", down)
     with pytest.raises(UserError, match=r"no a--b/default/test.jsonl .*a/b test: no network.*With a network try again"):
-        HubPairs("a/b", "en", "de").load(own)
+        HubPairs("en", "de", repo="a/b").load(own)
 
 
 def test_plain_files_come_from_a_column_of_the_hub_or_packed_from_the_web(
@@ -122,7 +122,7 @@ def test_articles_are_cut_to_their_first_words(own: Sources, data_root: Path, tm
     assert first_words(" a  b", 1) == " a" and first_words("a b", 5) == "a b"
     found = XSumArticles(max_words=50).load(Sources(data_root, tmp_path))
     assert len(found) == 999 and max(len(e.turns[0].split()) for e in found) == 50
-    with pytest.raises(UserError, match="max_words came as 0"):
+    with pytest.raises(UserError, match="max_words must be at least 1, or null for all, got 0"):
         XSumArticles(max_words=0)
 
 
@@ -259,8 +259,8 @@ def test_source_and_answer_each_have_the_whole_context(folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("dataset", "model", "said"),
     [
-        ("demo", "hf", "dataset=demo is written for a causal model, and .*model is an encoder-decoder"),
-        ("multi30k", "random", "dataset=multi30k is written for an encoder-decoder.*and random is a causal model"),
+        ("demo", "hf", "dataset=demo needs a causal model, and .*model is an encoder-decoder"),
+        ("multi30k", "random", "dataset=multi30k needs an encoder-decoder.*and random is a causal model"),
     ],
 )
 def test_a_data_set_for_the_other_kind_of_model_is_refused(

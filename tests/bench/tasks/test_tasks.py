@@ -105,7 +105,7 @@ def test_random_subsets_spread_over_categories_too() -> None:
     assert len({e.category for e in choose(examples_of("aaaaaaaabbbbbbbbc"), 3, "random", 5)}) == 3
 
 
-@pytest.mark.parametrize(("kwargs", "said"), [({"limit": 0}, "limit came as 0"), ({"categories": []}, "empty list")])
+@pytest.mark.parametrize(("kwargs", "said"), [({"limit": 0}, "limit must be at least 1, or null for all, got 0"), ({"categories": []}, "name at least one category, or be null for all, got")])
 def test_arguments_that_leave_nothing_are_refused(kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Demo(**kwargs)
@@ -138,7 +138,7 @@ def test_demo_covers_its_categories_and_has_no_two_equal_prompts() -> None:
 def test_the_digest_of_a_choice_is_that_of_its_content(own: Sources) -> None:
     digests = []
     for limit in (1, 2, 2):
-        task = WMT14(limit)
+        task = WMT14(limit=limit)
         task.load(own)
         digests.append(task.revision["content"])
     assert digests[0] != digests[1] == digests[2]
@@ -257,7 +257,7 @@ def test_an_empty_file_and_a_missing_one_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [10, 16])
 def test_mtbench_holds_all_categories_whatever_the_limit(public: Sources, limit: int) -> None:
-    task = MTBench(limit)
+    task = MTBench(limit=limit)
     examples = task.load(public)
     assert len(examples) == limit
     assert len({example.category for example in examples}) == 8
