@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -40,8 +39,8 @@ def locate(target: object) -> type:
     """
     if not isinstance(target, str) or not (target.startswith(_OWN) or target in _registered()):
         raise UserError(
-            f"_target_ came as {target!r}; only classes of methods, bench and the entry point group "
-            f"'{ENTRY_POINTS}' can be built. Choose a config by name instead (python -m bench list)."
+            f"_target_ must be a class of methods, bench or the entry point group '{ENTRY_POINTS}', got {target!r}. "
+            f"Choose a config by name instead (python -m bench list)."
         )
     module_name, _, name = target.rpartition(".")
     try:
@@ -167,23 +166,6 @@ def build_tracker(tracker: Mapping[str, Any]) -> Any:
 def build_cluster(cluster: Mapping[str, Any]) -> Any:
     """Where the jobs of a sweep run, a ``bench.sweep.executors.Cluster``."""
     return _build(cluster, "cluster")
-
-
-def model_loader(cfg: RunConfig, tokenizer: Any) -> ModelLoader:
-    """A function from a hub id, a path or a model group to a model on the same hardware as the target.
-
-    Args:
-        cfg: the run.
-        tokenizer: the target's; a model that reads other tokens cannot draft for it.
-    """
-
-    def load(model: str | Mapping[str, Any]) -> Any:
-        from bench.models import loading
-
-        target = (cfg.model["name"], tokenizer)
-        return loading.load_draft(model, target, asdict(cfg.hardware), cfg.paths, keep_hf=needs_hf(cfg.method)).lm
-
-    return load
 
 
 def _build(

@@ -1,8 +1,4 @@
-"""What defines a run, as plain dataclasses: usable without Hydra, checked before any model loads.
-
-Hydra composes a dictionary (``bench.config.compose``); ``RunConfig.from_dict`` checks every value's type and
-range against the fields below. Groups that name a class are checked in ``bench.config.instantiate``.
-"""
+"""What defines a run, as plain dataclasses: usable without Hydra, checked before any model loads."""
 
 from __future__ import annotations
 
@@ -67,8 +63,8 @@ class MeasureConfig:
         _within("measure.refill_queue", self.refill_queue, low=1)
         if self.refill_queue is not None and not self.refill:
             raise UserError(
-                f"measure.refill_queue came as {self.refill_queue} without measure.refill=true; only with it there are "
-                "queues. Set both, or neither."
+                f"measure.refill_queue needs measure.refill=true, got {self.refill_queue} without it. Set both, or "
+                "neither."
             )
 
 
@@ -148,7 +144,7 @@ class RunConfig:
         for key in ("method", "model", "dataset", "tracker"):
             name = values[key].get("name") if key in values else ""
             if not isinstance(name, str):
-                raise UserError(f"{key}.name came as {name!r}; it must be text. Set {key}.name=NAME.")
+                raise UserError(f"{key}.name must be text, got {name!r}. Set {key}.name=NAME.")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,4 +219,4 @@ def _within(key: str, value: int | float | None, low: int, high: int | None = No
         return
     bounds = f"above {low}" if open_low else f"at least {low}"
     bounds += f" and at most {high}" if high is not None else ""
-    raise UserError(f"{key} came as {value}; it must be {bounds}. Set {key}=VALUE.")
+    raise UserError(f"{key} must be {bounds}, got {value}. Set {key}=VALUE.")

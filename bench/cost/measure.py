@@ -364,7 +364,7 @@ def measure_drafts(cost: CostRun) -> None:
     """
     cfg, lm = cost.cfg, cost.lm
     part = artifacts.find(cfg.method, cost.loaded.name, cost.loaded.revision, cfg.paths)
-    loader = instantiate.model_loader(cfg, cost.loaded.tokenizer)
+    loader = loading.draft_loader(cfg, cost.loaded.tokenizer)
     decoder = instantiate.build_decoder(cfg.method, lm, cfg.sampling, loader, part.folder if part else None)
     task = instantiate.build_task(cfg.dataset, cfg.paths)
     rows = _rows(cost, task)

@@ -21,7 +21,7 @@ from bench.lossless.sampling import LIMIT, Arrangement, first_tokens, root_distr
 from bench.lossless.settings import LosslessConfig
 from bench.lossless.statistics import Comparison, compare
 from bench.measure import agreement
-from bench.models import artifacts
+from bench.models import artifacts, loading
 from bench.models.source import Loaded
 from bench.tasks import prompts
 from bench.utils.machine import usable_cores
@@ -325,7 +325,7 @@ def _joint_row(
 def _decoder(cfg: RunConfig, group: dict[str, Any], temperature: float, loaded: Loaded) -> Decoder:
     sampling = SamplingConfig(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
     part = artifacts.find(group, loaded.name, loaded.revision, cfg.paths)
-    load_model = instantiate.model_loader(cfg, loaded.tokenizer)
+    load_model = loading.draft_loader(cfg, loaded.tokenizer)
     decoder = instantiate.build_decoder(group, loaded.lm, sampling, load_model, part.folder if part else None)
     require_exact(decoder, group["name"])
     return decoder

@@ -103,7 +103,7 @@ def prepare(cfg: RunConfig) -> Parts:
     part = artifacts.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
     if part and part.warning:
         print(f"warning: {part.warning}", file=sys.stderr)
-    load_model = instantiate.model_loader(cfg, loaded.tokenizer)
+    load_model = loading.draft_loader(cfg, loaded.tokenizer)
     method = instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, part.folder if part else None)
     if settings.warmup:
         settings = replace(settings, warmup=max(settings.warmup, method.min_warmup))

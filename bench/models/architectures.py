@@ -139,5 +139,5 @@ def architecture(name: str) -> Architecture:
     """
     if name not in ARCHITECTURES:
         hint = did_you_mean(name, ARCHITECTURES)
-        raise UserError(f"model.like came as '{name}'.{hint} Choose one: model.like={'|'.join(ARCHITECTURES)}.")
+        raise UserError(f"model.like must be one of {', '.join(ARCHITECTURES)}, got '{name}'.{hint}")
     return ARCHITECTURES[name]

@@ -83,8 +83,8 @@ class HubModel:
         if self.folder:
             if self.revision:
                 raise UserError(
-                    f"model.revision={self.revision} came with the folder {self.name}; only models of the hub have "
-                    "revisions. Leave model.revision out."
+                    f"model.revision={self.revision} needs a model of the hub, got the folder {self.name}. Leave "
+                    "model.revision out."
                 )
             return {}
         return {"revision": commit or self.revision or "main", "local_files_only": cached_only}

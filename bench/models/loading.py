@@ -1,23 +1,18 @@
-"""Models by name: the embedded one, any of the hub or of a folder, random weights for trying things out.
-
-A source (``bench.models.embedded``, ``bench.models.hub``, ``bench.models.random_weights``) reads a Hugging Face model; what follows, the
-hardware, the engine and the check that a drafter shares the target's tokens, is the same for all of them.
-
-Command: ``python -m bench fetch models smollm2``
-"""
+"""Load a model by name onto the hardware, and check that a draft model shares the target's tokens."""
 
 from __future__ import annotations
 
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from bench.config import compose
-from bench.config.schema import PathsConfig
+from bench.config import compose, instantiate
+from bench.config.schema import PathsConfig, RunConfig
 from bench.errors import UserError
 from bench.models.source import Loaded, Source
 
@@ -33,10 +28,7 @@ _ELSE = "bench.models.hub.HubModel"
 
 
 def import_libraries() -> None:
-    """Import what loading imports, so that its memory is not taken for the model's.
-
-    The code of one family is imported for all: they are about as large as each other.
-    """
+    """Import what loading imports, so that its memory is not counted as the model's."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
     import methods.engine.causal_lm  # noqa: F401
@@ -92,16 +84,16 @@ def compile_layers(lm: CausalLM) -> Compiled:
 
     if isinstance(lm, Seq2SeqLM):
         raise ValueError(
-            f"hardware.compile=true came with {lm.name}, an encoder-decoder; only layers of decoder-only models are "
-            "compiled. Set hardware.compile=false."
+            f"hardware.compile=true needs a decoder-only model, got {lm.name}, an encoder-decoder. Set "
+            "hardware.compile=false."
         )
     return Compiled(lm)
 
 
 def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool) -> None:
-    """Refuse a model that is made here, of any size, and does not fit.
+    """Refuse a model with random weights that does not fit.
 
-    While weights are taken over, the largest matrix and one layer exist twice; with ``keep_hf`` all of them do.
+    While weights are converted, the largest matrix and one layer exist twice; with ``keep_hf`` all of them do.
     """
     import torch
 
@@ -151,16 +143,30 @@ def load_draft(
     group = named(draft) if isinstance(draft, str) else draft
     if group.get("like"):
         raise UserError(
-            f"The draft model came with like={group['like']}: nothing that random weights draft is accepted, and "
-            "acceptance would be reported. Name a model with weights."
+            f"The draft model must have weights, got like={group['like']}: nothing that random weights draft is "
+            "accepted. Name another model."
         )
     loaded = load(group, hardware, paths, keep_hf=keep_hf)
     require_same_tokens((loaded.name, loaded.tokenizer), target)
     return loaded
 
 
+def draft_loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> instantiate.ModelLoader:
+    """A function from a hub id, a path or a model group to a draft model on the hardware of the target.
+
+    Args:
+        tokenizer: the target's; a model that reads other tokens cannot draft for it.
+    """
+
+    def load(model: str | Mapping[str, Any]) -> CausalLM:
+        target, keep_hf = (str(cfg.model["name"]), tokenizer), instantiate.needs_hf(cfg.method)
+        return load_draft(model, target, asdict(cfg.hardware), cfg.paths, keep_hf=keep_hf).lm
+
+    return load
+
+
 def named(name: str) -> Mapping[str, Any]:
-    """The ``model`` group of a name: that of a config of this name, else one with nothing but the name."""
+    """The ``model`` group of a choice, or of any other name."""
     if name in _BY_NAME or name not in compose.groups()["model"]:
         return {"name": name}
     group: Mapping[str, Any] = yaml.safe_load(compose.config_file("model", name).read_text(encoding="utf-8"))
@@ -168,11 +174,11 @@ def named(name: str) -> Mapping[str, Any]:
 
 
 def require_languages(model: Loaded, what: str, wanted: tuple[str, str] | None) -> None:
-    """Refuse to have a model translate what is not of its languages, as far as both are known.
+    """Refuse to translate between other languages than the model's, as far as both are known.
 
     Args:
-        what: is translated, for the message.
-        wanted: the languages it is in, and is to be in.
+        what: what is translated, for the message.
+        wanted: source and target language.
 
     Raises:
         UserError: they differ.
@@ -191,8 +197,8 @@ def require_same_tokens(
 ) -> None:
     """Refuse a drafter whose ids mean other tokens than the target's.
 
-    One vocabulary may go on where the other ends: sizes of one family pad theirs differently, and an id that the
-    drafter does not know is merely never drafted.
+    One vocabulary may be longer than the other: sizes of one family pad theirs differently, and an id that the drafter
+    does not know is never drafted.
 
     Raises:
         UserError: names both models and the first id they read differently.
@@ -209,7 +215,7 @@ def require_same_tokens(
 
 
 def resolve_hardware(hardware: Mapping[str, Any]) -> tuple[torch.device, torch.dtype]:
-    """Device and type behind ``auto``: 16 bit where the processor calculates in it, else 32 bit.
+    """Device and type; ``auto`` is 16 bit where the processor calculates in it, else 32 bit.
 
     Raises:
         UserError: CUDA was asked for and is not there.
@@ -244,14 +250,12 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def _source(model: Mapping[str, Any]) -> Source:
-    from bench.config.instantiate import build_model
-
     target = _BY_NAME.get(str(model["name"]), _ELSE)
-    source = build_model({"_target_": target, **model})
+    source = instantiate.build_model({"_target_": target, **model})
     if not isinstance(source, Source):
         raise UserError(
-            f"model._target_ came as {model['_target_']!r}, which is no source of models. Choose a config by name "
-            "instead (python -m bench list models)."
+            f"model._target_ must be a source of models, got {model['_target_']!r}. Choose a config by name instead "
+            "(python -m bench list models)."
         )
     return source
 

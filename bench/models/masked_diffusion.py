@@ -114,7 +114,7 @@ class MaskedModel(HubModel):
         eos_ids: ids that end a text; None: as the config says.
     """
 
-    kind = "causal"  # it goes on with its prompt
+    kind = "causal"  # it continues its prompt
     denoises = True
 
     def __init__(

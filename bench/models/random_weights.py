@@ -83,7 +83,7 @@ class RandomModel:
         return f"seed {self.seed}" if self.like is None else f"seed {self.seed}, shape of {self.like}"
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:
-        """See ``bench.models.source.Source``. Whether it fits into memory is checked by ``bench.models.loading.load``."""
+        """See ``bench.models.source.Source``; ``bench.models.loading.load`` checks the memory."""
         tokenizer = byte_tokenizer()
         model = self._draw_small(tokenizer, dtype) if self.like is None else self._draw_large(dtype)
         return Read(model, tokenizer, self.revision, None)
@@ -105,7 +105,7 @@ class RandomModel:
         return model.to(dtype)
 
     def _draw_large(self, dtype: torch.dtype) -> Any:
-        """No end-of-sequence token: a text goes on up to its limit, so that equal work is timed."""
+        """No end-of-sequence token: a text continues up to its limit, so that equal work is timed."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -166,7 +166,7 @@ def _tile(value: Tensor, block: Tensor, start: int) -> int:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte, four special ones behind them, and a chat template of one line per message."""
+    """One token per byte, four special ones after them, and a chat template of one line per message."""
     from methods.engine import byte_tokenizer as plain
 
     return plain.byte_tokenizer(_CHAT)

@@ -62,7 +62,7 @@ class Loaded:
 
     @property
     def kind(self) -> Literal["causal", "seq2seq"]:
-        """Whether it goes on with its prompt, or reads it and writes something else."""
+        """Whether it continues its prompt, or reads it and writes something else."""
         from methods.engine.seq2seq_lm import Seq2SeqLM
 
         return "seq2seq" if isinstance(self.lm, Seq2SeqLM) else "causal"

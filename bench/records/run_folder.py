@@ -1,7 +1,7 @@
-"""What a run leaves behind: manifest.json, config.yaml, samples.jsonl and the summary derived from them.
+"""The folder of a run: manifest.json, config.yaml, samples.jsonl and the summary derived from them.
 
-The samples of a finished run may be packed, as samples.jsonl.gz, which everything reads alike; a run that goes on
-unpacks its own.
+The samples of a finished run may be packed, as samples.jsonl.gz, which every command reads too; a resumed run unpacks
+its own.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def _manifest_problems(folder: Path, manifest: dict[str, Any] | None) -> Iterato
     if manifest.get("schema_version") != SCHEMA_VERSION:
         yield f"{MANIFEST} has schema version {manifest.get('schema_version')}, not {SCHEMA_VERSION}"
     if manifest.get("status") != "finished":
-        yield f"the run is not finished: status {manifest.get('status')!r}; run the same command to go on"
+        yield f"the run is not finished: status {manifest.get('status')!r}; run the same command to resume it"
     if manifest.get("run_id") != folder.resolve().name:
         yield f"{MANIFEST} is of run {manifest.get('run_id')!r}, the folder is called {folder.resolve().name!r}"
     yield from (f"{name} is missing" for name in (CONFIG, SUMMARY) if not (folder / name).is_file())
@@ -417,7 +417,7 @@ def _faults(sample: Sample, eos: set[int]) -> Iterator[str]:
     if any(a > d for a, d in zip(sample.step_accepted, sample.step_drafted, strict=False)):
         yield "more tokens accepted than drafted"
     if any(token in eos for token in sample.output_ids[:-1]):
-        yield "tokens stand behind the end-of-sequence token"
+        yield "there are tokens after the end-of-sequence token"
 
 
 # ------------------------------------------------------------------------------------------------------- writing

@@ -1,9 +1,7 @@
-"""What follows a run from outside: nothing, or Weights & Biases.
+"""Report finished runs to Weights & Biases, or to nothing.
 
-A tracker is told everything once, after the measurement, so that it takes nothing from it; only of a preparation, which
-is not measured, it is told while that goes on. A job that is killed while it tells begins to tell again under the same
-id. What a tracker does can never fail a run: whatever goes wrong is printed as a warning, and the results are in the
-run's folder all the same.
+Runs are logged after they finish, so logging cannot affect timing; training is logged while it runs. A killed job is
+logged again under the same id. A tracker never fails a run: errors are printed as warnings.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 from bench.records import run_folder
 from bench.records.run_folder import Sample
@@ -48,11 +46,7 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 @contextmanager
 def grouped(words: Sequence[str]) -> Iterator[None]:
-    """Give the runs of a sweep one group, the same whenever and wherever its jobs run, or run again.
-
-    Args:
-        words: the sweep's command line.
-    """
+    """Give the runs of a sweep one group, derived from its command line."""
     what = sorted(word for word in words if not word.startswith(_HOW))
     named = next((word.partition("=")[2] for word in what if word.lstrip("+").startswith("sweep=")), "sweep")
     before = os.environ.get(SWEEP)
@@ -65,70 +59,30 @@ def grouped(words: Sequence[str]) -> Iterator[None]:
             os.environ[SWEEP] = before
 
 
-@runtime_checkable
-class Tracker(Protocol):
-    """Told of a run in this order; none of the calls raises."""
+class Tracker:
+    """Receives a run in this order; none of the calls raises. This one ignores everything."""
+
+    def log(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) -> None:
+        """A whole run: its summary.json, its manifest.json and its folder."""
 
     def start(self, run_id: str, identity: Mapping[str, Any], tags: Sequence[str]) -> None:
-        """A run begins, or goes on under the same id."""
-        ...
+        """A run begins, or is resumed under the same id."""
 
     def log_point(self, point: Mapping[str, int | float]) -> None:
-        """One point of its curves, while a preparation goes on (``bench.train``)."""
-        ...
+        """One point of the curves of a training that is under way."""
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Its numbers, as in summary.json."""
-        ...
+        """The numbers, as in summary.json."""
 
     def log_samples(self, samples: Sequence[Sample], file: Path | None = None) -> None:
-        """What was generated, at most 200 texts of it, and the file with all; what lies beside it goes along."""
-        ...
+        """At most 200 of the texts, and the file with all; files of the run beside it are included."""
 
     def finish(self, status: str) -> None:
         """It ended: ``"finished"``, or anything else for a failure."""
-        ...
 
 
-class Following:
-    """Tells the whole of a finished run."""
-
-    def log(self: Tracker, summary: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) -> None:
-        """Tell of the run in a folder.
-
-        Args:
-            summary: summary.json, names and verdict included.
-            manifest: manifest.json.
-            path: the folder.
-        """
-        identity = {key: manifest[key] for key in _IDENTITY if key in manifest}
-        tags = [str(summary[key]) for key in _NAMES if summary.get(key)]
-        self.start(str(summary["run_id"]), identity, tags)
-        self.log_summary(summary)
-        self.log_samples(run_folder.read_samples(path), run_folder.samples_file(path))
-        self.finish(str(manifest.get("status", "finished")))
-
-
-class NoTracker(Following):
+class NoTracker(Tracker):
     """Follows nothing."""
-
-    def log(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) -> None:
-        """Nothing, and without reading the samples."""
-
-    def start(self, run_id: str, identity: Mapping[str, Any], tags: Sequence[str]) -> None:
-        """Nothing."""
-
-    def log_point(self, point: Mapping[str, int | float]) -> None:
-        """Nothing."""
-
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def log_samples(self, samples: Sequence[Sample], file: Path | None = None) -> None:
-        """Nothing."""
-
-    def finish(self, status: str) -> None:
-        """Nothing."""
 
 
 def _harmless(method: _Method) -> _Method:
@@ -143,15 +97,15 @@ def _harmless(method: _Method) -> _Method:
         except Exception as error:
             self.broken = True
             print(
-                f"warning: Weights & Biases failed ({type(error).__name__}: {error}). The run goes on and its results "
-                "are in its folder; tracker=none leaves it out.",
+                f"warning: Weights & Biases failed ({type(error).__name__}: {error}). The run continues, and its "
+                "results are in its folder; tracker=none leaves it out.",
                 file=sys.stderr,
             )
 
     return guarded  # type: ignore[return-value]
 
 
-class WandbTracker(Following):
+class WandbTracker(Tracker):
     """Weights & Biases: one run there per run here, under the same id; offline it needs no account.
 
     Nothing about the machine is sent but what the manifest holds: no host metrics, no code, no command line.
@@ -175,6 +129,15 @@ class WandbTracker(Following):
         self.project, self.entity, self.mode, self.group, self.dir = project, entity, mode, group, dir
         self.broken = False
         self._run: Any = None
+
+    def log(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) -> None:
+        """See ``Tracker``."""
+        identity = {key: manifest[key] for key in _IDENTITY if key in manifest}
+        tags = [str(summary[key]) for key in _NAMES if summary.get(key)]
+        self.start(str(summary["run_id"]), identity, tags)
+        self.log_summary(summary)
+        self.log_samples(run_folder.read_samples(path), run_folder.samples_file(path))
+        self.finish(str(manifest.get("status", "finished")))
 
     @_harmless
     def start(self, run_id: str, identity: Mapping[str, Any], tags: Sequence[str]) -> None:
@@ -243,7 +206,7 @@ class WandbTracker(Following):
 
 
 def scalars(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | str]]:
-    """Every number, truth value and word of nested mappings under its path; what was not measured is left out."""
+    """Every number, boolean and text of nested mappings by its path; None is left out."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{path}{key}/")

@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): is the final number right?
 
 Two readings of an answer, both reported since they differ by many points for models that ignore the format:
-strict takes the number behind the first ``####``, the mark of the data set; flexible takes the last number of
+strict takes the number after the first ``####``, the mark of the data set; flexible takes the last number of
 the text. Numbers are compared as numbers, so 18, 18.0, $18 and "18." are equal, which string comparison denies.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.scoring.base import Scorer, percent
 
-_SIGN = r"(?:(?<![\w)\]])-)?"  # behind a number or a bracket it is a minus between two numbers
+_SIGN = r"(?:(?<![\w)\]])-)?"  # after a number or a bracket it is a minus between two numbers
 _NUMBER = re.compile(rf"{_SIGN}\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _MARKED = re.compile(rf"####\s*({_NUMBER.pattern})")
 
@@ -31,13 +31,13 @@ class Gsm8kScorer(Scorer):
 
     def notes(self) -> dict[str, str]:
         return {
-            "exact_match_strict": "number behind the first ####",
+            "exact_match_strict": "number after the first ####",
             "exact_match_flexible": "last number of the answer",
         }
 
 
 def marked_number(text: str) -> Decimal | None:
-    """The number behind the first ``####``, or None."""
+    """The number after the first ``####``, or None."""
     found = _MARKED.search(text)
     return _decimal(found[1]) if found else None
 

@@ -1,9 +1,4 @@
-"""A sweep: which jobs there are, which of them are done, which cannot run and why; then the rest, one by one.
-
-Hydra splits the command line into jobs and a cluster runs them (``bench.sweep.executors``). In between stands the plan: each
-job is looked up among the records (``bench.sweep.history``) and, unless it is done, asked whether it can run here
-(``bench.measure.preconditions``). Nothing is loaded for that.
-"""
+"""The plan of a sweep: its jobs, those that are done, those that cannot run here and why. No model is loaded."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""What a preparation reads: dialogues of public train splits, or of the user's own files, as ids of the target.
+"""Training data: dialogues of public train splits, or of the user's own files, as ids of the target.
 
-Lines of an own file are like one of these; a conversation of several turns becomes one example per answer.
+A line of the user's file is one of these; a conversation of several turns becomes one example per answer.
 
     {"prompt": "What is asked", "answer": "What is right"}
     {"turns": ["first request", "second request"], "reference": ["first answer", "second answer"]}
 
-Pairs of sentences are dialogues too: the source is what is asked, its translation the answer. So are the lines of plain
-text (FILE.txt): nothing is asked. A language model is made from them; who answers has nothing to learn there.
-
-No test row belongs here: data/README.md says what the test sets share.
+Sentence pairs are dialogues too, of a source and its translation; so are lines of plain text, with an empty request.
+No test row may be used here: data/README.md says what the test sets share.
 """
 
 from __future__ import annotations
@@ -147,8 +145,8 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
     names = [name for name, _ in asked]
     if not all(names) or len(set(names)) < len(names) or any(count == 0 for _, count in asked):
         raise UserError(
-            f"corpus came as '{wanted}'; different names with commas between them are needed, each alone or as "
-            "NAME:COUNT with a count of at least 1. Set corpus=."
+            "corpus must be different names with commas between them, each alone or as NAME:COUNT with a count of at "
+            f"least 1, got '{wanted}'."
         )
     read = [_known(name, sources or Sources()) if name in NAMES else _own(name) for name in names]
     drawn = [_draw(found, count, seed) for (found, _), (_, count) in zip(read, asked, strict=True)]

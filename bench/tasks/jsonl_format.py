@@ -28,7 +28,7 @@ def read_lines(numbered: Iterable[tuple[int, Row]], where: str) -> list[Example]
         where: name of the file, for messages.
 
     Raises:
-        UserError: a line that does not keep the format, by its number; an id that stands twice; no line at all.
+        UserError: a line that does not keep the format, by its number; an id that is used twice; no line at all.
     """
     examples: dict[str, Example] = {}
     for number, row in numbered:
@@ -36,7 +36,7 @@ def read_lines(numbered: Iterable[tuple[int, Row]], where: str) -> list[Example]
             raise UserError(f"{where}, line {number}: {problem}; {_EXPECTED}")
         example = _example(row)
         if example.id in examples:
-            twice = f"question_id {example.id} stands twice"
+            twice = f"question_id {example.id} is used twice"
             raise UserError(f"{where}, line {number}: {twice}; ids must differ. Rename one.")
         examples[example.id] = example
     if not examples:

