@@ -96,7 +96,7 @@ def split(words: Sequence[str]) -> tuple[TrainConfig, list[str]]:
         key, equals, _ = word.lstrip("+~").partition("=")
         if word.startswith("-"):
             raise UserError(f"Unknown option '{word}'. A setting is written key=value (python -m bench train --help)")
-        if equals and key.split(".")[0] not in _KNOWN:
+        if equals and key.split(".")[0] not in (compose.TRAIN, *_OF_A_RUN):
             raise _unknown(word, key)
     return settings, overrides
 

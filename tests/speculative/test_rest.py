@@ -269,7 +269,7 @@ def test_files_that_are_not_what_was_written_are_refused(harm, message, folder, 
     harm(folder)
     with pytest.raises(ValueError, match=message) as refused:
         Rest(target, Sampling(), checkpoint=folder)
-    assert "python -m bench.train method=rest" in str(refused.value)
+    assert "python -m bench train method=rest" in str(refused.value)
 
 
 def test_a_cut_write_leaves_no_datastore(folder, monkeypatch):

@@ -77,9 +77,11 @@ def test_dynamic_pairs_go_down_and_none_is_used_twice() -> None:
 
 def test_a_loss_that_cannot_be_is_refused() -> None:
     assert make_loss("free", 8) == FreeLoss(2) and isinstance(make_loss("calm", 8), CalmLoss)
-    for wrong in ({"shallow": 8}, {"shallow": 0}, {"distillation": -1.0}):
-        with pytest.raises(ValueError, match="shallow must be from 1 to 7 for 8 layers, got 8"):
-            make_loss("free", 8, **wrong)  # type: ignore[arg-type]
+    for shallow in (8, 0):
+        with pytest.raises(ValueError, match=f"shallow must be from 1 to 7 for 8 layers, got {shallow}"):
+            make_loss("free", 8, shallow)
+    with pytest.raises(ValueError, match="distillation must be at least 0, got -1"):
+        make_loss("free", 8, distillation=-1.0)
 
 
 def test_states_are_collected_raw_and_hooks_are_taken_away() -> None:
