@@ -51,9 +51,9 @@ def cache_root() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_dir(cache_root: Path) -> Path:
     """The folder of the embedded model, converted; ``python -m bench fetch models smollm2`` makes it."""
-    from bench.models.loading import embedded_folder
+    from bench.models.embedded import SMOLLM2
 
-    folder = embedded_folder(cache_root)
+    folder = SMOLLM2.folder(cache_root)
     if not (folder / "model.safetensors").is_file():
         pytest.skip("the embedded model is not here; python -m bench fetch models smollm2")
     return folder

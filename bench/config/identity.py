@@ -39,7 +39,7 @@ def run_id(cfg: RunConfig, resolved: Mapping[str, Any]) -> str:
 
 
 def job_id(cfg: RunConfig) -> str:
-    """Name of a sweep's job, whose revisions nobody has resolved yet; here paths do count."""
+    """Name of a sweep's job, whose revisions are not resolved yet; here paths do count."""
     return _named(cfg, json_sha256({key: value for key, value in cfg.to_dict().items() if key not in OUTSIDE})[:_SHORT])
 
 
@@ -122,7 +122,7 @@ def _own_class(hint: Any) -> type | None:
 
 
 def _class_of(group: str, name: Any, target: Any) -> type | None:
-    """The class a stored group is for, wherever it lies today: by its path, else by the group's name in conf/."""
+    """The class a stored group is for, wherever that is today: by its path, else by the group's name in conf/."""
     if not isinstance(target, str) and not group:
         return None
     for path in (target, _targets(group).get(name), _targets("").get(str(target).rpartition(".")[2])):

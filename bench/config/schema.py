@@ -76,7 +76,7 @@ class HardwareConfig:
         threads: CPU threads; None is one per physical core.
         linear: form of the matrix products, see ``methods.engine.linear``.
         graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
-        compile: let torch.compile join what stands between matrix products, for baseline and methods alike.
+        compile: let torch.compile join the operations between matrix products, for baseline and methods alike.
     """
 
     name: str = "auto"

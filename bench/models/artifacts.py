@@ -1,8 +1,4 @@
-"""Where prepared parts lie and what is known of them: ``<root>/<method>-<model>/`` with a card beside the part.
-
-A part belongs to a method that declares a constructor argument ``part``. ``bench.train`` makes it; without a card it
-is not finished, and no run uses it.
-"""
+"""Find trained checkpoints: ``<root>/<method>-<model>/``, finished once they have a card."""
 
 from __future__ import annotations
 
@@ -27,13 +23,13 @@ Origin = Literal["checkpoint", "shipped", "trained"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A part that a decoder of this run uses.
+    """A checkpoint that a decoder of this run uses.
 
     Attributes:
-        folder: where it lies; of a user's own checkpoint it may be a file.
-        origin: the user's own (``method.checkpoint``), of data/checkpoints, or made by ``bench.train`` on this machine.
-        card: what ``bench.train`` noted of its making; None for a checkpoint without one.
-        warning: set where it was made for another revision of the model.
+        folder: of a user's own checkpoint it may be a file.
+        origin: the user's own (``method.checkpoint``), of data/checkpoints, or trained on this machine.
+        card: facts about its training; None for a checkpoint without a card.
+        warning: set where it was trained for another revision of the model.
     """
 
     folder: Path
@@ -43,7 +39,7 @@ class Prepared:
 
     @cached_property
     def sha256(self) -> str:
-        """Of names and contents of its files; the card, which knows the time, does not enter."""
+        """Hash of all files except the card, which contains a timestamp."""
         return digest(files(self.folder))
 
     def facts(self) -> dict[str, Any]:
@@ -52,16 +48,12 @@ class Prepared:
 
 
 def find(method: Mapping[str, Any], model: str, revision: str | None, paths: PathsConfig) -> Prepared | None:
-    """The part that a method has for a model, from the first place that has one.
+    """The checkpoint of a method for a model, from the first place that has one.
 
     Args:
         method: the ``method`` group.
         model: name of the target.
-        revision: of its weights.
-        paths: where the cache lies.
-
-    Returns:
-        None where the method takes no part, or none is prepared.
+        revision: of the target's weights.
     """
     kind = instantiate.method_class(method)
     if not kind.trainable:
@@ -69,7 +61,7 @@ def find(method: Mapping[str, Any], model: str, revision: str | None, paths: Pat
     if (own := method.get("checkpoint")) is not None:
         path = Path(str(own)).expanduser()
         return Prepared(path, "checkpoint", read_card(path)) if path.exists() else None
-    owner = str(method[kind.checkpoint_of])  # a class may use what was prepared for another method
+    owner = str(method[kind.checkpoint_of])  # a class may use the checkpoint of another method
     for origin, folder in places(owner, model, paths).items():
         if card := read_card(folder):
             return Prepared(folder, origin, card, _misfit(folder, card, revision))
@@ -77,25 +69,25 @@ def find(method: Mapping[str, Any], model: str, revision: str | None, paths: Pat
 
 
 def places(method: str, model: str, paths: PathsConfig) -> dict[Origin, Path]:
-    """Folders in which the part of a method for a model may lie, in the order of search."""
+    """Possible folders of the checkpoint of a method for a model, in the order of search."""
     name = f"{sanitise(method)}-{sanitise(model)}"
     return {"shipped": project_data() / "checkpoints" / name, "trained": Path(paths.cache) / "trained" / name}
 
 
 def shipped(method: str) -> list[str]:
-    """Models that data/checkpoints has a part of this method for."""
+    """Models that data/checkpoints has a checkpoint of this method for."""
     prefix = f"{sanitise(method)}-"
     found = (project_data() / "checkpoints").glob(f"{prefix}*/{CARD}")
     return sorted(card.parent.name.removeprefix(prefix) for card in found)
 
 
 def read_card(folder: Path) -> dict[str, Any] | None:
-    """The card of a finished part, if there is one."""
+    """The card of a finished checkpoint, if there is one."""
     return read_json(folder / CARD)
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """The files of a part by their path below the folder, in order, with those that it shares with another part."""
+    """The files of a checkpoint by their path below the folder, in order, with those it shares with another one."""
     if folder.is_file():
         return {folder.name: folder}
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
@@ -104,7 +96,7 @@ def files(folder: Path) -> dict[str, Path]:
 
 
 def shared(folder: Path) -> dict[str, Path]:
-    """Files of a part that are in another folder, where its card says so."""
+    """Files of a checkpoint that are in another folder, as its card says."""
     return {name: folder / place for name, place in ((read_card(folder) or {}).get("shared") or {}).items()}
 
 
@@ -112,4 +104,4 @@ def _misfit(folder: Path, card: Mapping[str, Any], revision: str | None) -> str 
     made_for = (card.get("model") or {}).get("revision")
     if made_for == revision:
         return None
-    return f"{folder.name} was prepared for revision {made_for} of the model, and this is {revision}"
+    return f"{folder.name} was trained for revision {made_for} of the model, and this is {revision}"

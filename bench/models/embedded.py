@@ -59,7 +59,7 @@ class Origin:
     weights_sha256: str
 
     def folder(self, cache: Path) -> Path:
-        """Where the converted model lies; the name changes with the file and with the conversion."""
+        """Folder of the converted model; its name changes with the file and with the conversion."""
         return cache / "models" / "smollm2" / f"{self.member_sha256[:12]}-{_CONVERSION}"
 
 

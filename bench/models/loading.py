@@ -258,10 +258,3 @@ def _source(model: Mapping[str, Any]) -> Source:
             "(python -m bench list models)."
         )
     return source
-
-
-def embedded_folder(cache: Path) -> Path:
-    """Where the embedded model lies once it is fetched."""
-    from bench.models.embedded import SMOLLM2
-
-    return SMOLLM2.folder(cache)

@@ -124,10 +124,9 @@ def _check(shape: Architecture) -> None:
     misfit = shape.hidden_size % (2 * max(1, shape.heads)) or shape.heads % max(1, shape.kv_heads)
     if shape.vocab_size < least or min(sizes) < 1 or misfit:
         raise ValueError(
-            f"vocab_size={shape.vocab_size}, hidden_size={shape.hidden_size}, layers={shape.layers}, "
-            f"heads={shape.heads}, kv_heads={shape.kv_heads}, max_positions={shape.max_positions} came; vocab_size >= "
-            f"{least}, all others >= 1, hidden_size a multiple of 2 * heads and heads a multiple of kv_heads are "
-            "needed. Set model.NAME=VALUE."
+            f"vocab_size must be at least {least}, all other sizes at least 1, hidden_size a multiple of 2 * heads and "
+            f"heads a multiple of kv_heads, got vocab_size={shape.vocab_size}, hidden_size={shape.hidden_size}, layers="
+            f"{shape.layers}, heads={shape.heads}, kv_heads={shape.kv_heads}, max_positions={shape.max_positions}."
         )
 
 

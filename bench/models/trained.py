@@ -36,7 +36,7 @@ class TrainedModel:
         return Read(read.model, read.tokenizer, digest[:12], digest, read.languages)
 
     def find(self, cache: Path) -> Path:
-        """Where it lies.
+        """Its folder.
 
         Raises:
             UserError: it is not made yet.

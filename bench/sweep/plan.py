@@ -137,8 +137,8 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
             rest = [*named(value), *rest]
         elif key.startswith("hydra"):
             raise UserError(
-                f"{word} came; sweeps are planned here, with resume and shuffle_seed, and started with cluster=NAME "
-                "(python -m bench list cluster). Leave it out."
+                f"{word} is not supported: use resume, shuffle_seed and cluster=NAME (python -m bench list cluster) "
+                "instead."
             )
         else:
             rest.append(word)
@@ -216,7 +216,7 @@ def _labels(jobs: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _line(job: Job) -> str:
-    """State, label, time and reason; a reason too long for the line stands below it."""
+    """State, label, time and reason; a reason too long for the line is below it."""
     parts = [f"  {job.state:12} {job.label}"]
     parts += [f"about {duration(job.seconds)}"] if job.seconds is not None and job.left else []
     head = "  ".join(parts)

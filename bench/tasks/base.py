@@ -96,7 +96,7 @@ class Task(ABC):
         """The examples of the run, in the order of the file.
 
         Args:
-            sources: where data lies; None: as the environment says.
+            sources: of the data; None: as the environment says.
 
         Raises:
             UserError: see ``read``; or a category that does not exist.

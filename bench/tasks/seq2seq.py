@@ -1,6 +1,6 @@
 """Texts for encoder-decoder models: the prompt is what the encoder reads, a sentence or an article and nothing else.
 
-T5 wants to be told what to do in a few words before the text: ``dataset.prefix="translate English to German: "``.
+T5 needs an instruction before the text: ``dataset.prefix="translate English to German: "``.
 """
 
 from __future__ import annotations

@@ -4,96 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import ClassVar
 
 from bench.scoring import NQScorer, RougeScorer, Scorer, TranslationScorer
 from bench.tasks.base import ANY, Example, Task
-from bench.tasks.sources import Revision, Sources
+from bench.tasks.sources import Revision, Row, Sources
 
 
-class XSum(Task):
+class SingleTurn(Task):
+    """A public table with one request in each row."""
+
+    scorer: ClassVar[type[Scorer]]
+
+    @cached_property
+    def judges(self) -> Mapping[str, Scorer]:
+        return {ANY: self.scorer()}
+
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        table = sources.get(self.name)
+        found = (self.example(number, row) for number, row in enumerate(table.rows))
+        return [example for example in found if example is not None], [table.revision]
+
+    def example(self, number: int, row: Row) -> Example | None:
+        """The request of a row, the ``number``-th of its file; None leaves it out."""
+        raise NotImplementedError
+
+
+class XSum(SingleTurn):
     """XSum (Narayan et al. 2018, arXiv 1808.08745): BBC articles and their summaries of one sentence.
 
     Rows of the validation split; one of the 1,000 pinned ones has no article and is left out.
     """
 
-    name = "xsum"
+    name, scorer = "xsum", RougeScorer
 
-    @cached_property
-    def judges(self) -> Mapping[str, Scorer]:
-        return {ANY: RougeScorer()}
-
-    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        table = sources.get("xsum")
-        examples = [
-            _summary(str(row["id"]), "Summarize the article in one sentence.", row["document"], row["summary"])
-            for row in table.rows
-            if row["document"].strip()
-        ]
-        return examples, [table.revision]
+    def example(self, number: int, row: Row) -> Example | None:
+        if not row["document"].strip():
+            return None
+        asked = f"Summarize the article in one sentence.\n\n{row['document']}"
+        return Example(str(row["id"]), "summarization", (asked,), (row["summary"],))
 
 
-class CnnDailyMail(Task):
+class CnnDailyMail(SingleTurn):
     """CNN/DailyMail 3.0.0, test split (Hermann et al. 2015, arXiv 1506.03340; See et al. 2017, arXiv 1704.04368)."""
 
-    name = "cnn_dailymail"
+    name, scorer = "cnn_dailymail", RougeScorer
 
-    @cached_property
-    def judges(self) -> Mapping[str, Scorer]:
-        return {ANY: RougeScorer()}
-
-    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        table = sources.get("cnn_dailymail")
-        examples = [
-            _summary(str(row["id"]), "Summarize the article in three sentences.", row["article"], row["highlights"])
-            for row in table.rows
-        ]
-        return examples, [table.revision]
+    def example(self, number: int, row: Row) -> Example:
+        asked = f"Summarize the article in three sentences.\n\n{row['article']}"
+        return Example(str(row["id"]), "summarization", (asked,), (row["highlights"],))
 
 
-class NQOpen(Task):
+class NQOpen(SingleTurn):
     """NQ-open (Lee et al. 2019, arXiv 1906.00300): questions that people typed into a search engine."""
 
-    name = "nq_open"
+    name, scorer = "nq_open", NQScorer
 
-    @cached_property
-    def judges(self) -> Mapping[str, Scorer]:
-        return {ANY: NQScorer()}
-
-    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        table = sources.get("nq_open")
-        examples = [
-            Example(f"nq-{number}", "qa", (_question(row["question"]),), (tuple(row["answer"]),))
-            for number, row in enumerate(table.rows)
-        ]
-        return examples, [table.revision]
+    def example(self, number: int, row: Row) -> Example:
+        asked = f"Answer with a few words only: {row['question'].strip().rstrip('?')}?"
+        return Example(f"nq-{number}", "qa", (asked,), (tuple(row["answer"]),))
 
 
-class WMT14(Task):
+class WMT14(SingleTurn):
     """WMT14 newstest, German to English: 3,003 sentences, scored with BLEU and chrF."""
 
-    name = "wmt14_de_en"
+    name, scorer = "wmt14_de_en", TranslationScorer
 
-    @cached_property
-    def judges(self) -> Mapping[str, Scorer]:
-        return {ANY: TranslationScorer()}
-
-    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        table = sources.get("wmt14_de_en")
-        pairs = [row["translation"] for row in table.rows]
-        examples = [
-            Example(f"wmt14-{number}", "translation", (_sentence(pair["de"]),), (pair["en"],))
-            for number, pair in enumerate(pairs)
-        ]
-        return examples, [table.revision]
-
-
-def _summary(identity: str, request: str, article: str, summary: str) -> Example:
-    return Example(identity, "summarization", (f"{request}\n\n{article}",), (summary,))
-
-
-def _question(text: str) -> str:
-    return f"Answer with a few words only: {text.strip().rstrip('?')}?"
-
-
-def _sentence(german: str) -> str:
-    return f"Translate this German sentence into English. Reply with the translation only.\n\n{german}"
+    def example(self, number: int, row: Row) -> Example:
+        pair = row["translation"]
+        request = "Translate this German sentence into English. Reply with the translation only."
+        return Example(f"wmt14-{number}", "translation", (f"{request}\n\n{pair['de']}",), (pair["en"],))

@@ -42,7 +42,7 @@ class Hub:
     """One split of a data set on the Hugging Face hub.
 
     Attributes:
-        column: the text that stands in each line of a plain text file; None: all columns, as JSON lines.
+        column: the text of each line of a plain text file; None: all columns, as JSON lines.
     """
 
     repo: str
@@ -437,7 +437,7 @@ def _from_hub(known: DataSet) -> tuple[bytes, Revision]:
 
 
 def _hub_rows(hub: Hub) -> tuple[list[Mapping[str, Any]], str]:
-    """Stream one split, so that the splits nobody asked for are not downloaded, at a commit that is known."""
+    """Stream one split, so that other splits are not downloaded, at a known commit."""
     try:
         from huggingface_hub import HfApi
 

@@ -354,7 +354,7 @@ def test_fresh_forces() -> None:
         ("dry_run=yes", "dry_run must be true or false, got 'yes' (text)"),
         ("sweep=smok", "Unknown sweep 'smok'. Did you mean 'smoke'? (python -m bench list sweeps)"),
         ("+sweep=x", "Unknown sweep 'x'."),
-        ("hydra/sweeper=optuna", "sweeps are planned here"),
+        ("hydra/sweeper=optuna", "is not supported: use resume"),
     ],
 )
 def test_wrong_words_are_one_message(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

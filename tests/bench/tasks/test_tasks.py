@@ -105,7 +105,13 @@ def test_random_subsets_spread_over_categories_too() -> None:
     assert len({e.category for e in choose(examples_of("aaaaaaaabbbbbbbbc"), 3, "random", 5)}) == 3
 
 
-@pytest.mark.parametrize(("kwargs", "said"), [({"limit": 0}, "limit must be at least 1, or null for all, got 0"), ({"categories": []}, "name at least one category, or be null for all, got")])
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"limit": 0}, "limit must be at least 1, or null for all, got 0"),
+        ({"categories": []}, "name at least one category, or be null for all, got"),
+    ],
+)
 def test_arguments_that_leave_nothing_are_refused(kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Demo(**kwargs)

@@ -693,7 +693,7 @@ def test_a_part_of_other_weights_is_used_with_a_warning(
 ) -> None:
     make()
     parts = program.prepare(replace(cfg, model=cfg.model | {"seed": 5}))
-    warning = "counter-random was prepared for revision seed 0 of the model, and this is seed 5"
+    warning = "counter-random was trained for revision seed 0 of the model, and this is seed 5"
     assert warning in capsys.readouterr().err
     assert manifest.manifest(cfg, parts)["part"]["warning"] == warning
 
