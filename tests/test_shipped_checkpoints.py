@@ -14,6 +14,7 @@ from bench.config import compose, instantiate
 from bench.config.schema import PathsConfig, SamplingConfig
 from bench.contract import checks
 from bench.models import artifacts, loading
+from bench.utils.files import digest
 from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
 from methods.engine.sampling import Sampling
@@ -39,7 +40,7 @@ def test_every_folder_holds_a_finished_part() -> None:
 def test_a_part_is_what_its_card_says(folder: Path) -> None:
     card = artifacts.read_card(folder) or {}
     files = artifacts.files(folder)
-    assert card["sha256"] == files.digest(files)
+    assert card["sha256"] == digest(files)
     assert card["bytes"] == {name: path.stat().st_size for name, path in files.items()}
     assert sum(card["bytes"].values()) < LARGER.get(folder.name, MOST_BYTES)
     method, model = card["definition"]["method"], card["model"]["name"]
@@ -73,7 +74,7 @@ def decoder_of(folder: Path, loaded: Any, cache_root: Path, *words: str) -> Any:
     method = dict(compose.compose([name, "dataset=demo", *words]).method)
     part = artifacts.find(method, "smollm2", loaded.revision, PathsConfig(cache=str(cache_root)))
     assert part is not None and part.origin == "shipped" and part.warning is None
-    return instantiate.build_decoder(method, loaded.lm, SamplingConfig(), part=part.folder)
+    return instantiate.build_decoder(method, loaded.lm, SamplingConfig(), checkpoint=part.folder)
 
 
 def prompt_of(loaded: Any) -> torch.Tensor:
@@ -131,5 +132,5 @@ def test_a_student_translates(folder: Path, cache_root: Path) -> None:
     method = dict(compose.compose([f"method={name}", f"model={model}", "dataset=multi30k"]).method)
     part = artifacts.find(method, model, loaded.revision, PathsConfig(cache=str(cache_root)))
     assert part is not None and part.origin == "shipped" and part.warning is None
-    text = written_by(instantiate.build_decoder(method, loaded.lm, SamplingConfig(), part=part.folder), loaded)
+    text = written_by(instantiate.build_decoder(method, loaded.lm, SamplingConfig(), checkpoint=part.folder), loaded)
     assert "Mann" in text and "Bank" in text
