@@ -7,8 +7,6 @@ A point that does not fit into memory is reported and skipped.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import random
 import sys
@@ -40,7 +38,7 @@ from bench.models.architectures import Architecture
 from bench.models.source import Loaded
 from bench.tasks import prompts
 from bench.utils import machine, memory, redact
-from bench.utils.files import write_json
+from bench.utils.files import json_sha256, write_json
 from bench.utils.progress import Progress
 from methods.decoder import Decoder
 from methods.engine.causal_lm import CausalLM
@@ -143,7 +141,7 @@ def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
         "threads": facts["threads"],
         "dtype": dtype,
     }
-    digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()
+    digest = json_sha256(defining)
     return "-".join((sanitise(model_name(cfg)), sanitise(name), dtype, digest[:12]))
 
 
@@ -378,7 +376,7 @@ def measure_drafts(cost: CostRun) -> None:
         "part": part.sha256 if part else None,
     }
     facts = redact.tree(facts)
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    key = json_sha256(facts)[:12]
     cost.folder.update(drafts=cost.folder.manifest.get("drafts", {}) | {key: facts})
     done = {_key(line) for line in cost.folder.lines}
     plan = [(batch, group) for batch in _batches(cost) for group in range(-(-len(rows) // batch))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from dataclasses import asdict
 from datetime import datetime
@@ -30,9 +28,8 @@ def folder_name(experiment: str, cfg: RunConfig, config: LosslessConfig, loaded:
     parts = {"config": defining(cfg), "lab": asdict(config), "revision": loaded.revision, "dtype": str(loaded.lm.dtype)}
     if part := _part(cfg, loaded):
         parts["part"] = part["sha256"]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     names = (sanitise(str(group["name"])) for group in (cfg.method, cfg.model))
-    return "-".join((experiment, *names, digest[:12]))
+    return "-".join((experiment, *names, files.json_sha256(parts)[:12]))
 
 
 def _part(cfg: RunConfig, loaded: Loaded) -> dict[str, Any] | None:

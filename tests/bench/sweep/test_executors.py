@@ -265,15 +265,15 @@ def test_a_job_started_again_keeps_its_own_records_and_forgets_older_ones(tmp_pa
         return [run_folder.read_manifest(path)["started_at"] for path in tmp_path.glob("*-*")]  # type: ignore[index]
 
     before = datetime.now(timezone.utc).replace(microsecond=0)
-    assert cli.attempt(words, before).code in (0, 3)
+    assert cluster_job.attempt(words, before).code in (0, 3)
     (first,) = began()
     samples = next(tmp_path.glob("*/samples.jsonl")).read_bytes()
-    assert cli.attempt(words, before).code in (0, 3)
+    assert cluster_job.attempt(words, before).code in (0, 3)
     assert began() == [first] and next(tmp_path.glob("*/samples.jsonl")).read_bytes() == samples
     later = datetime.fromisoformat(first) + timedelta(seconds=1)
     while datetime.now(timezone.utc) < later:
         time.sleep(0.05)
-    assert cli.attempt(words, later).code in (0, 3)
+    assert cluster_job.attempt(words, later).code in (0, 3)
     assert began() != [first]
 
 
