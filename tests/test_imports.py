@@ -125,7 +125,7 @@ def test_what_shows_help_imports_nothing_heavy(name: str) -> None:
 
 def test_records_and_numbers_are_read_without_torch() -> None:
     modules = (
-        "bench.records.run_folder, bench.analysis.metrics, bench.utils.stats, bench.models.loading, bench.tasks.sources"
+        "bench.records.lookup, bench.analysis.metrics, bench.utils.stats, bench.models.loading, bench.tasks.sources"
     )
     code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import {modules}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -8,7 +8,6 @@ They are cached by threshold, for other tolerances and for resuming.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import sys
@@ -127,7 +126,7 @@ def draw(
         "wanted": wanted,
         "prompts": len(rows),
         "seed": target.seed,
-        "sha256": hashlib.sha256(json.dumps(encoded).encode()).hexdigest(),
+        "sha256": files.sha256(json.dumps(encoded)),
     }
     return CalibrationSet(calibrator, encoded, [dialogue.answer for dialogue, _ in rows], facts)
 
