@@ -600,7 +600,7 @@ def test_fine_tuning_begins_in_its_last_part(target: Seq2SeqLM) -> None:
     made.finetuning = Finetuning(0.25, 1.0)
     made.objective(batch, 0.75, 0.1)[0].backward()
     assert made.fertility.weight.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="share above 0"):
+    with pytest.raises(ValueError, match="share must be above 0 and at most 1, got"):
         Finetuning(share=0.0)
 
 
@@ -657,7 +657,7 @@ def test_lowest_of_each_row() -> None:
         (lambda t: Cmlm(t, Sampling(), length_beam=0), "length_beam=0; at least 1"),
         (lambda t: Nat(t, Sampling(), "npd", 0), "samples=0; at least 1"),
         (lambda t: Ctc(t, Sampling(1.0)), "temperature=1.0; ctc writes the likeliest"),
-        (lambda t: GlatTraining(beams=0), "beams=0 came"),
+        (lambda t: GlatTraining(beams=0), "beams must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Any, said: str, target: Seq2SeqLM) -> None:

@@ -233,13 +233,11 @@ def test_it_begins_as_the_targets_last_layer(target):
     source = target.layers[-1]
     torch.testing.assert_close(network.layer.hidden_norm(x), source.attention.norm(x), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(
-        network.layer.self_attn.q_proj.weight[:, 32:], source.attention.qkv.dense[:32], atol=1e-6, rtol=1e-6
+        network.layer.self_attn["q_proj"].weight[:, 32:], source.attention.qkv.dense[:32], atol=1e-6, rtol=1e-6
     )
     gate, up = source.mlp.gate_up(source.mlp.norm(x)).chunk(2, dim=-1)
     wanted = source.mlp.down(source.mlp.activation(gate) * up)
-    torch.testing.assert_close(
-        network.layer.mlp(network.layer.post_attention_layernorm(x)), wanted, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(network.layer.feed_forward(x), wanted, atol=1e-4, rtol=1e-4)
 
 
 # -- the network in decoding ------------------------------------------------------------------------------------------

@@ -479,16 +479,22 @@ def test_other_ways_to_search(options: dict, target: CausalLM, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"trials": -1}, {"prompts": 0}, {"gamma": 0}, {"new_tokens": 10, "gamma": 4}, {"gamma": 8, "new_tokens": 4}],
+    ("options", "message"),
+    [
+        ({"trials": -1}, "trials must be at least 0, got -1"),
+        ({"prompts": 0}, "prompts must be at least 1, got 0"),
+        ({"gamma": 0}, "gamma must be at least 1, got 0"),
+        ({"new_tokens": 10, "gamma": 4}, "new_tokens must be a multiple of gamma, 4, got 10"),
+        ({"gamma": 8, "new_tokens": 4}, "new_tokens must be a multiple of gamma, 8, got 4"),
+    ],
 )
-def test_search_refuses(options: dict) -> None:
-    with pytest.raises(ValueError, match="multiple of gamma"):
+def test_search_refuses(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SkipSearch(**options)
 
 
 def test_search_refuses_a_corpus_that_is_too_small(target: CausalLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="18 are needed"):
+    with pytest.raises(ValueError, match="must have 18 prompts of at most 8 tokens"):
         replace(SEARCH, prompts=6, context=8).fit(context(target, tmp_path / "x"))
 
 
