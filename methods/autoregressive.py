@@ -1,6 +1,6 @@
-"""Autoregressive decoding: the baseline of every speed-up, run by the same loop with an empty draft.
+"""Autoregressive decoding, the baseline of every speed-up: the speculative loop with an empty draft.
 
-Command: ``python -m bench method=autoregressive`` measures it against itself (the speed-up must come out as 1).
+Command: ``python -m bench method=autoregressive`` measures it against itself (the speed-up must be 1).
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ class NoDraft(StatelessDrafter):
 
 
 class Autoregressive(SpeculativeDecoder):
-    """One token per pass of the target.
-
-    Every rule draws from the target's own distribution when nothing is drafted; the greedy rule takes its argmax.
-    """
+    """One token per pass of the target: the greedy rule takes the argmax, others draw from its distribution."""
 
     family = "baseline"
     continuous_batching = True

@@ -1,8 +1,7 @@
-"""The interface of every generation method, and the only thing the runner knows of it.
+"""The interface of every generation method; the runner uses nothing else.
 
-Shapes, everywhere in this package: B rows, T prompt length, N draft nodes, M = N + 1 scored nodes
-(node 0 is the row's last committed token, whose keys and values are not in the cache yet),
-V vocabulary, D hidden size.
+Shapes, everywhere in this package: B rows, T prompt length, N draft nodes, M = N + 1 scored nodes (node 0 is the row's
+last committed token, whose keys and values are not in the cache yet), V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ModelKind = Literal["any", "causal", "seq2seq", "masked"]
 
 
 class Guarantee(str, Enum):
-    """What a method promises about its output; every run measures whether the promise was kept."""
+    """What a method promises about its output; every run measures whether it holds."""
 
     EXACT = "EXACT"  # greedy: the target's own tokens; sampling: the target's own distribution
     RELAXED = "RELAXED"  # the target's output up to a declared tolerance
@@ -35,23 +34,24 @@ class Guarantee(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one round committed. Everything that is reported derives from these counters.
+    """What one round committed. All reported numbers derive from these counters.
 
-    The first step of a decode is the prefill: it commits the first token(s), in our loop exactly one. With continuous
-    batching (``Refillable``) so is every step that reads new prompts for some rows while the others wait.
+    The first step of a decode is the prefill, which commits the first token(s), in our loop exactly one. With
+    continuous batching (``Refillable``) every step that reads new prompts for some rows while the others wait is a
+    prefill too.
 
     Attributes:
-        tokens: per row, the ids committed in this round, in order; empty for a row at its limit or one that waits.
+        tokens: per row, the ids committed in this round, in order; empty for a row that is at its limit or waits.
         drafted: per row, draft nodes that were judged.
-        accepted: per row, draft tokens that were kept (the bonus token is not one of them).
+        accepted: per row, draft tokens that were kept, without the bonus token.
         layers: per row, layers run per committed token over layers of the target; 1.0 unless layers were skipped.
         depth: per row, nodes on the longest drafted path; equal to ``drafted`` for a chain.
-        nodes: M of the target pass, padding and auxiliary nodes included: what the pass cost.
+        nodes: M of the target pass, padding and auxiliary nodes included.
         target_passes: forward passes of the target in this round.
         draft_passes: forward passes of the drafter in this round.
         draft_ns: wall time spent proposing, or None where it was not measured.
-        at_ns: ``time.perf_counter_ns()`` at which the tokens became available. Only decoders that wrap a
-            blocking call set it; for every other one the runner reads the clock itself.
+        at_ns: ``time.perf_counter_ns()`` at which the tokens became available, set only by decoders that wrap a
+            blocking call; otherwise the runner reads the clock.
         admitted: rows whose next prompt was read in this step, which did nothing else; empty in any other step.
     """
 
@@ -75,27 +75,26 @@ Rounds = abc.Generator[Step, Prompts | None, None]  # takes the prompts that beg
 class Decoder(ABC):
     """A generation method bound to a target model.
 
-    Class attributes say what a method is and needs, so that a run can be refused before a model is loaded. Constructors
-    take the target model and ``sampling``, how its distribution is processed, first.
+    Class attributes say what a method needs, so that a run can be refused before a model is loaded. Constructors take
+    the target model and ``sampling`` first.
 
     Attributes:
         guarantee: what the method promises; on the class with default settings, on an object with its own.
-        family: which kind of method it is.
-        max_batch: most rows it takes; None: any number.
-        needs_gpu: whether it runs on CUDA only.
-        needs_hf: whether it decodes with the Hugging Face model, which then has to stay loaded.
-        continuous_batching: whether rows can be given new prompts (``Refillable``).
+        family: kind of method.
+        max_batch: most rows; None: any number.
+        needs_gpu: runs on CUDA only.
+        needs_hf: decodes with the Hugging Face model, which then stays loaded.
+        continuous_batching: rows can be given new prompts (``Refillable``).
         model_kind: models it decodes; "any" is causal or seq2seq, "masked" is a masked diffusion model.
-        greedy_only: whether it refuses a temperature under all settings.
-        supports_top_k: whether it can sample with top-k.
-        speed_only: whether its speed does not depend on the values of the weights, as it drafts and skips nothing.
-        trainable: whether it uses a checkpoint that ``bench.train`` makes; the constructor has an argument
-            ``checkpoint`` then.
+        greedy_only: refuses a temperature under all settings.
+        supports_top_k: can sample with top-k.
+        speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing.
+        trainable: uses a checkpoint that ``bench.train`` makes; the constructor then has an argument ``checkpoint``.
         checkpoint_of: the setting that names the method whose checkpoint is used.
         instead_of_checkpoint: settings that replace a checkpoint.
         min_warmup: warm-up prompts that ``acceptance_warning`` needs.
         paper: "Authors year, arXiv number"; several separated by semicolons.
-        needs: what has to be there before the first run, for generated tables.
+        needs: what the first run requires, for generated tables.
     """
 
     guarantee: Guarantee
@@ -120,8 +119,8 @@ class Decoder(ABC):
         """Decode ``prompts`` in lockstep, one row each, and yield one ``Step`` per round.
 
         The generator does not end before every row has committed ``limit`` tokens; the runner stops it earlier when all
-        rows have produced an end-of-sequence token. A row at its limit commits nothing more. Its last step may
-        overshoot the limit: the runner trims, a method does not.
+        rows have produced an end-of-sequence token. A row at its limit commits nothing more. Its last step may exceed
+        the limit; the runner trims it.
 
         Args:
             prompts: token ids, one 1-D integer tensor of length >= 1 per row, ragged.
@@ -131,15 +130,15 @@ class Decoder(ABC):
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint has to be found for a ``method`` group, which names none itself."""
+        """Whether a ``method`` group that names no checkpoint requires one."""
         return cls.trainable and all(settings.get(key) is None for key in ("checkpoint", *cls.instead_of_checkpoint))
 
     def memory(self) -> dict[str, int | None]:
-        """Bytes that the method holds beside the target, by name; read after the measurement."""
+        """Bytes that the method holds besides the target, by name; read after the measurement."""
         return {}
 
     def stats(self) -> dict[str, Any]:
-        """Plain JSON values about the work so far that no step contains; recorded as they are."""
+        """Plain JSON values about the work so far that no step contains."""
         return {}
 
     def acceptance_warning(self, rates: Sequence[Sequence[float]]) -> str | None:
@@ -165,14 +164,10 @@ def generate(
     """Run a decoder to the end of every text, without timing.
 
     Args:
-        decoder: the method.
-        prompts: see ``Decoder.decode``.
-        limit: most tokens per text.
-        eos_ids: ids that end a text.
-        rng: see ``Decoder.decode``; None: seeded with 0.
+        rng: None: seeded with 0. The other arguments are those of ``Decoder.decode``.
 
     Returns:
-        Per prompt, the ids up to the first end-of-sequence token, that token included, or up to the limit.
+        Per prompt, the ids up to the limit or the first id of ``eos_ids``, which is included.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(texts)))
@@ -192,7 +187,7 @@ def generate(
 class Refillable(ABC):
     """Mix-in: rows can be given a new prompt while others continue (continuous batching, Orca, Yu et al. 2022).
 
-    ``Decoder.continuous_batching`` says whether a class that inherits this can really do it.
+    ``Decoder.continuous_batching`` says whether a class that inherits this supports it.
     """
 
     @abstractmethod
@@ -203,7 +198,7 @@ class Refillable(ABC):
         row does not depend on what it or any other row held before.
 
         Args:
-            prompts: those that the rows begin with.
+            prompts: the first prompt of each row.
             limit: most tokens wanted per prompt.
             rng: see ``Decoder.decode``.
             longest: tokens of the longest prompt that will be sent; the method sizes its buffers by it.
@@ -211,12 +206,12 @@ class Refillable(ABC):
 
 
 class Calibrator(ABC):
-    """Chooses a threshold by what texts lose at it on calibration prompts.
+    """Chooses a threshold by the losses of texts on calibration prompts.
 
     Attributes:
-        risk_target: its settings, of which the run reads ``against``, ``metric``, ``corpus``, ``prompts``, ``seed``.
-        thresholds: to be tried in this order, the safest first; all below 1, which is the full model.
-        fewest: prompts needed at least.
+        risk_target: settings; the run reads ``against``, ``metric``, ``corpus``, ``prompts``, ``seed``.
+        thresholds: tried in this order, the safest first; all below 1, which is the full model.
+        fewest: least number of prompts.
     """
 
     risk_target: Any
@@ -225,15 +220,15 @@ class Calibrator(ABC):
 
     @abstractmethod
     def planned(self) -> int:
-        """How many prompts to take if the settings do not say."""
+        """How many prompts to take if the settings leave it open."""
 
     @abstractmethod
     def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:
-        """Whether the losses at the thresholds tried so far decide."""
+        """Whether the losses at the thresholds tried so far suffice for a choice."""
 
     @abstractmethod
     def choose(self, losses: Float[np.ndarray, "prompts tried"]) -> dict[str, Any]:
-        """Plain JSON values to be recorded: ``threshold`` is the choice, ``explanation`` a sentence about it."""
+        """Plain JSON values for the record, among them ``threshold``, the choice, and ``explanation``, a sentence."""
 
 
 class Calibrated(ABC):

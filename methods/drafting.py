@@ -20,7 +20,7 @@ ABSENT = -1  # in Draft.tokens: no node here; in Verification.path: no further n
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryNodes:
-    """Nodes scored in the same pass as a draft, never judged and never committed, e.g. a window of Jacobi iterations.
+    """Nodes scored in the same pass as a draft but never judged or committed, e.g. a window of Jacobi iterations.
 
     Attributes:
         tokens: [B, S] ids, all present.
@@ -93,12 +93,12 @@ class Draft:
 
     @property
     def max_depth(self) -> int:
-        """Nodes on the longest path over all rows: how many levels a rule has to walk."""
+        """Nodes on the longest path over all rows."""
         return self.tokens.shape[1] if self.levels is None else self.levels
 
     @property
     def max_width(self) -> int:
-        """Most children a node has: how many turns a rule takes on one level."""
+        """Most children a node has."""
         if self.width is not None:
             return self.width
         return min(1, self.tokens.shape[1]) if self.is_chain else self.tokens.shape[1]
@@ -122,7 +122,7 @@ class Verification:
 
 @runtime_checkable
 class AcceptanceRule(Protocol):
-    """A verification rule: which drafted tokens may stay. Pure, vectorised over rows, no host read."""
+    """Decides which drafted tokens are kept. Pure, vectorised over rows, no host read."""
 
     guarantee: ClassVar[Guarantee]
 
@@ -131,22 +131,22 @@ class AcceptanceRule(Protocol):
     ) -> Verification:
         """Judge ``draft`` by the target's ``logits``.
 
-        ``logits[:, 0]`` are the target's for the children of the root, ``logits[:, 1 + i]`` for the children
-        of draft node i. ``sampling`` turns them into the distribution the user asked for.
+        ``logits[:, 0]`` are for the children of the root, ``logits[:, 1 + i]`` for the children of draft node i.
+        ``sampling`` turns them into the distribution the user asked for.
         """
         ...
 
 
 @dataclass(slots=True)
 class Context:
-    """What a drafter may look at when it proposes.
+    """What a drafter can read when it proposes.
 
     Attributes:
         tokens: per row, all committed ids, prompt included; the last one is the root.
         root: [B] the last committed ids, on the device.
         output: the target's last output (prefill or verification pass).
-        path: [B, P] nodes of that pass, as rows of ``output`` (0 = its root), that were kept, root included;
-            None after the prefill, where every position was kept.
+        path: [B, P] nodes of that pass, as rows of ``output`` (0 = its root), that were kept, root included; None after
+            the prefill, where every position was kept.
         sampling: how the target's distribution is processed; a drafter that samples uses the same.
         rng: generator on the target's device.
         auxiliary_tokens: per row, the target's most likely tokens after the auxiliary nodes of the last pass (host
@@ -163,7 +163,7 @@ class Context:
 
     @property
     def last_hidden(self) -> Float[Tensor, "B D"]:
-        """The target's hidden state that the root was chosen from: after the last kept node of the last pass."""
+        """The target's hidden state after the last kept node of the last pass, from which the root was chosen."""
         hidden = self.output.hidden
         if self.path is None:  # after the prefill: the end of the prompt, and nothing else without hidden_layers
             return hidden[:, -1]
@@ -174,10 +174,10 @@ class Context:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What proposes: a model, heads, a table, a search in the text so far.
+    """Proposes drafts: a model, heads, a table, a search in the text so far.
 
     Attributes:
-        nodes: the most nodes one proposal may hold, auxiliary included; the loop sizes the caches by it.
+        nodes: the most nodes of one proposal, auxiliary included; the loop sizes the caches by it.
         hidden_layers: layers of the target whose hidden states the drafter reads from ``Context.output``.
     """
 
@@ -185,7 +185,7 @@ class Drafter(Protocol):
     hidden_layers: Sequence[int]
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """Forget everything of earlier prompts and make room for ``limit`` tokens on top of these."""
+        """Forget earlier prompts and make room for ``limit`` tokens on top of these."""
         ...
 
     def propose(self, context: Context) -> Draft:
@@ -200,7 +200,7 @@ class RowDrafter(Drafter, Protocol):
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         """Forget the text of some rows; each starts with a new prompt, as after ``reset``.
 
-        In the next context, the last pass of such a row has one node that counts: the end of its prompt, on its path.
+        In the next context, the path of such a row has one node of the last pass: the end of its prompt.
         """
         ...
 

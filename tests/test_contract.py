@@ -221,7 +221,7 @@ def test_target_as_its_own_draft_is_always_accepted(target):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({}, "has no drafter"),
+        ({}, "needs a drafter, got none"),
         ({"gamma": 0, "skip_mlp": [1]}, "gamma >= 1"),
         ({"confidence": 1.0, "skip_mlp": [1]}, "confidence < 1"),
         ({"skip_mlp": [9]}, "0 to 3"),

@@ -2,9 +2,9 @@
 
     python -m bench method=calm method.calibration.tolerance=0.05 method.calibration.error_rate=0.05
 
-The benchmark decodes calibration prompts in full and at one threshold after the other, and asks here when to stop and
-what to choose; ``risk_control.py`` has the statistics. Losses of a threshold count whatever the decoder does there,
-hidden-state propagation and runaway texts included.
+The benchmark decodes calibration prompts in full and at one threshold after the other; this module says when to stop
+and what to choose (statistics: ``risk_control.py``). The losses of a threshold include the effects of hidden-state
+propagation and of runaway texts.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ _CONFORMAL = 10  # times the fewest prompts that can do: the mean of so many is 
 
 @dataclass(frozen=True, slots=True)
 class RiskTarget:
-    """The loss that is allowed, and how the threshold is found.
+    """The allowed loss, and how the threshold is found.
 
     Args:
-        tolerance: expected loss that is allowed; None: no calibration.
-        error_rate: probability that the target may be missed.
-        p_value: see ``risk_control.py``.
-        procedure: likewise.
-        against: what a text loses against: the full model's own (``textual``: 1 - ROUGE-L of the two texts' tokens), or
-            a reference (``risk``: how much worse than the full model's it scores).
+        tolerance: allowed expected loss; None: no calibration.
+        error_rate: allowed probability of missing the target.
+        p_value, procedure: see ``risk_control.py``.
+        against: what the loss compares with: the full model's own text (``textual``: 1 - ROUGE-L of the two texts'
+            tokens), or a reference (``risk``: how much worse than the full model's it scores).
         metric: score of ``risk``, e.g. rougeL, bleu, chrf, exact_match_flexible; None: rougeL of a causal model, bleu
             of an encoder-decoder.
         thresholds: to choose among, safest first; None: those of the method.
-        corpus: where the prompts come from, as in ``bench.train``; None: what goes with the data set of the run.
+        corpus: source of the prompts, as in ``bench.train``; None: the one that belongs to the data set of the run.
         prompts: how many; None: as many as certify, nine times in ten, a threshold that loses half the tolerance, with
             a standard deviation of twice the tolerance.
         seed: which prompts, and in which order.
-        whole_grid: decode at thresholds after the end of a fixed sequence, too. It changes nothing but the record.
+        whole_grid: decode at thresholds after the end of a fixed sequence, too. Only the record changes.
 
     Raises:
-        ValueError: a number of prompts below 1, or a metric that nothing uses.
+        ValueError: a number of prompts below 1, or a metric that is not used.
     """
 
     tolerance: float | None = None
@@ -67,40 +66,40 @@ class RiskTarget:
     def __post_init__(self) -> None:
         if self.prompts is not None and self.prompts < 1:
             raise ValueError(
-                f"Got method.calibration.prompts={self.prompts}; at least 1 is needed, or null for as many as the "
-                "tolerance asks for. Set method.calibration.prompts=null."
+                "method.calibration.prompts must be at least 1 or null (as many as the tolerance needs), got "
+                f"{self.prompts}. Set method.calibration.prompts=null."
             )
         if self.metric is not None and self.against != "risk":
             raise ValueError(
-                f"Got method.calibration.metric={self.metric} with against={self.against}, which compares with the "
-                "full model's own text and uses none. Set method.calibration.against=risk, or metric=null."
+                f"method.calibration.metric must be null with against={self.against}, which compares with the full "
+                f"model's own text, got {self.metric}. Set method.calibration.against=risk, or metric=null."
             )
 
     def over(self, grid: Sequence[float], sampling: Sampling) -> ThresholdCalibrator | None:
-        """What chooses among the user's thresholds or, without any, a method's own; None without a tolerance.
+        """A calibrator over the user's thresholds or else a method's own; None without a tolerance.
 
         Raises:
             ValueError: a setting out of range, thresholds that do not fall, fewer prompts than can certify anything, or
-                sampling, under which a text does not tell what an exit cost it.
+                sampling, under which the loss of a text is not due to the exit alone.
         """
         if self.tolerance is None:
             return None
         if not sampling.greedy:
             raise ValueError(
-                f"Got a calibration with temperature={sampling.temperature:g}; greedy decoding alone tells what a "
-                "text lost. Set sampling=greedy, or method.calibration.tolerance=null."
+                "Calibration needs greedy decoding, where losses are due to exits alone, got "
+                f"temperature={sampling.temperature:g}. Set sampling=greedy, or method.calibration.tolerance=null."
             )
         filled = replace(self, thresholds=tuple(self.thresholds or grid))
         return ThresholdCalibrator(filled, self.tolerance, tuple(self.thresholds or grid))
 
 
 class ThresholdCalibrator(Calibrator):
-    """Says how many prompts are needed, how far to go, and which threshold is chosen.
+    """Says how many prompts are needed, when to stop, and which threshold is chosen.
 
     Attributes:
         risk_target: the settings.
         thresholds: to be tried, safest first.
-        fewest: prompts needed at least.
+        fewest: least number of prompts.
     """
 
     def __init__(self, target: RiskTarget, tolerance: float, thresholds: tuple[float, ...]) -> None:
@@ -114,9 +113,9 @@ class ThresholdCalibrator(Calibrator):
             raise ValueError(f"method.calibration: {error}.") from None
         if target.prompts is not None and target.prompts < self.fewest:
             raise ValueError(
-                f"Got method.calibration.prompts={target.prompts}; for tolerance={tolerance:g} "
-                f"({self._by()}) {self.fewest} or more are needed, since fewer certify nothing even if none of them "
-                f"lost anything. Set method.calibration.prompts={self.planned()} or more, or a larger tolerance."
+                f"method.calibration.prompts must be at least {self.fewest} for tolerance={tolerance:g} "
+                f"({self._by()}), got {target.prompts}; fewer certify nothing even at loss 0. Set "
+                f"method.calibration.prompts={self.planned()} or more, or a larger tolerance."
             )
 
     def planned(self) -> int:
@@ -131,13 +130,13 @@ class ThresholdCalibrator(Calibrator):
         )
 
     def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:
-        """Whether the thresholds tried so far decide: after the first failure of a sequence nothing counts."""
+        """Whether the thresholds tried so far suffice: a fixed sequence ends at its first failure."""
         if self.risk_target.procedure == "bonferroni" or self.risk_target.whole_grid or not losses.shape[1]:
             return losses.shape[1] == len(self.thresholds)
         return losses.shape[1] == len(self.thresholds) or not self._chosen(losses).passed[-1]
 
     def choose(self, losses: Float[np.ndarray, "prompts tried"]) -> dict[str, Any]:
-        """The record of the calibration, ``threshold`` and ``explanation`` among it, as plain JSON values."""
+        """The record of the calibration with ``threshold`` and ``explanation``, as plain JSON values."""
         found = self._chosen(losses)
         return {"explanation": found.explain(), **found.record()}
 

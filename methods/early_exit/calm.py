@@ -1,10 +1,10 @@
 """CALM: each token exits the model as soon as it is confident enough (Schuster et al. 2022, arXiv 2207.07061).
 
 After each of a set of layers the token's confidence (``confidence.py``: softmax gap, saturation of the state, trained
-classifier) is compared with one threshold, which may fall along the text (``threshold.py``); skipped layers get keys
-and values of the state it exited with (``loop.py``). A threshold of 1 is the full model; below, nothing is guaranteed
-about one text, and ``method.calibration.tolerance`` chooses the threshold on calibration prompts with a bound on the
-expected loss (``calibrator.py``, ``risk_control.py``).
+classifier) is compared with one threshold, which may fall along the text (``threshold.py``). Skipped layers get keys
+and values of the state at the exit (``loop.py``). A threshold of 1 is the full model. Below 1 no single text is
+guaranteed; ``method.calibration.tolerance`` chooses the threshold on calibration prompts with a bound on the expected
+loss (``calibrator.py``, ``risk_control.py``).
 
 Exits must be trained: into the model itself (then ``method.head=lens``), or as maps and a classifier over a frozen one:
 
@@ -15,8 +15,8 @@ CNN/DM, 1.76 and 2.83x on WMT15 en-fr, 1.03 on SQuAD; classifier: 4.51 layers an
 
 Differences: decoder-only targets too. A token exits above its threshold, not at it, since a softmax in 32 bit reaches
 1. Skipped layers project the state after the exit that was taken; the published code takes the first exit's. The
-classifier reads the state after the final norm. A screen of frequent tokens is asked before the softmax, which keeps a
-few tokens longer (``confidence.py``; ``method.vocabulary=null`` turns it off).
+classifier reads the state after the final norm. A screen of frequent tokens precedes the softmax and keeps a few tokens
+longer (``confidence.py``; ``method.vocabulary=null`` turns it off).
 
 Command: ``python -m bench method=calm method.threshold=0.8``
 """
@@ -59,7 +59,7 @@ class CalmPolicy(Policy):
         return self._stops
 
     def decide(self, point: ExitPoint) -> ExitDecision:
-        """Costs one host read, and one more where the screen of frequent tokens lets a row pass."""
+        """Costs one host read, and a second where a row passes the screen of frequent tokens."""
         least = self.threshold.at(self._place, self._limit)
 
         def tempts(confidence: Float[Tensor, "B"]) -> bool:
@@ -76,16 +76,15 @@ class Calm(EarlyExitDecoder, Calibrated):
     """Confident adaptive language modeling.
 
     Args:
-        threshold: confidence above which a token leaves; 1 is the full model.
-        confidence: how it is measured.
-        exits: depths that are checked, in layers run; None: those that were trained, else every fourth from the middle
-            on.
-        head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
-        vocabulary: ids that the softmax asks first, see ``confidence.py``; None: no screen.
-        decay: how the threshold falls along the text.
-        tau: how fast.
-        horizon: tokens over which it does; None: the limit of the run.
-        calibration: a risk target for which the threshold is chosen; it takes the place of ``threshold``.
+        threshold: confidence above which a token exits; 1 is the full model.
+        confidence: measure of the confidence.
+        exits: depths that are checked, in layers run; None: those that were trained, else every fourth from the middle.
+        head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
+        vocabulary: ids that the softmax checks first, see ``confidence.py``; None: no screen.
+        decay: form in which the threshold falls along the text.
+        tau: speed of the decay.
+        horizon: tokens over which it falls; None: the limit of the run.
+        calibration: a risk target for which the threshold is chosen; replaces ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
     Raises:

@@ -1,20 +1,19 @@
 """How sure an exit is of its token (CALM, Schuster et al. 2022, arXiv 2207.07061, sec. 3.4).
 
     softmax      p_1 - p_2, the gap between the two largest probabilities over the vocabulary
-    saturation   cosine between the states after this exit and after the one checked before it; the first one checked
-                 has none before it, so nobody leaves there (the paper checks every layer and starts at the second)
+    saturation   cosine between the states after this exit and after the one checked before it; no token exits at the
+                 first one checked (the paper checks every layer and starts at the second)
     classifier   probability, by one linear classifier that all exits share, that the exit has the model's own token
 
-Statistics are in 32 bit. All are of the distribution at temperature 1, before top-k and top-p, whatever is sampled
-from.
+Statistics are in 32 bit, of the distribution at temperature 1 before top-k and top-p, whatever the sampling.
 
 The softmax needs the output matrix at each exit, which on a small model costs as much as several layers (SmolLM2-135M:
-8.0). So the first ids alone, which byte-pair encodings give to their commonest pieces, are asked first (of what SmolLM2
-writes 87.5 % lie below 8192), and the whole vocabulary only where their gap would do. The gap over a part that holds
-the likeliest token is never below the one over the whole: with m <= 1 the mass of the part and c its second token,
-p'_1 - p'_c = (p_1 - p_c) / m >= p_1 - p_c >= p_1 - p_2. So such a screen lets no token leave that the whole softmax
-would keep, and keeps only those whose likeliest token lies outside. ``vocabulary`` says how many ids it has; ``auto``
-takes as many as one layer costs, or no screen where the whole output matrix costs no more than two.
+8.0). A screen therefore checks the first ids alone, which byte-pair encodings give to their most common pieces (87.5 %
+of what SmolLM2 writes is below 8192), and the whole vocabulary only where their gap would suffice. With m <= 1 the mass
+of the part and c its second token, p'_1 - p'_c = (p_1 - p_c) / m >= p_1 - p_c >= p_1 - p_2 if the part holds the
+likeliest token. So the screen lets no token exit that the whole softmax would keep, and it additionally keeps only
+those whose likeliest token is outside. ``vocabulary`` is its number of ids; ``auto`` takes as many as one layer costs,
+or no screen where the whole output matrix costs at most two layers.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Opinion:
     """What a confidence measure found at an exit.
 
     Attributes:
-        confidence: [B]; None where it cannot tell yet.
-        logits: [B, V], if it had to compute them over the whole vocabulary.
+        confidence: [B]; None where it is not defined yet.
+        logits: [B, V], if computed over the whole vocabulary.
         columns: of the output matrix that were multiplied.
     """
 
@@ -68,7 +67,7 @@ class Confidence(Protocol):
     nbytes: int
 
     def begin(self) -> None:
-        """A new token is on its way."""
+        """Start a new token."""
         ...
 
     def __call__(
@@ -78,8 +77,8 @@ class Confidence(Protocol):
 
         Args:
             hidden: states after it.
-            ready: what the output matrix would multiply there.
-            tempts: of a first, cheaper confidence: whether to look closer; where it says no, the first one is returned.
+            ready: input of the output matrix there.
+            tempts: of a first, cheaper confidence: whether to look closer; otherwise the first one is returned.
         """
         ...
 
@@ -88,7 +87,7 @@ class Softmax:
     """The gap between the two likeliest tokens.
 
     Attributes:
-        screen: ids that are asked first; 0: none.
+        screen: ids that are checked first; 0: none.
     """
 
     def __init__(self, target: CausalLM, vocabulary: Vocabulary = None) -> None:
@@ -99,7 +98,7 @@ class Softmax:
         self.nbytes = 0 if self._reduced is None else self._reduced.nbytes
 
     def begin(self) -> None:
-        """Every exit is judged by itself."""
+        """Does nothing: exits are independent."""
 
     def __call__(
         self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
@@ -113,7 +112,7 @@ class Softmax:
 
 
 class Saturation:
-    """Cosine between the states after two exits in turn."""
+    """Cosine between the states after two consecutive exits."""
 
     nbytes = 0
 
@@ -133,14 +132,14 @@ class Saturation:
 
 
 class Classifier:
-    """sigmoid(w . h + b) on what the output matrix would multiply; CALM takes the raw state."""
+    """sigmoid(w . h + b) on the input of the output matrix; CALM takes the raw state."""
 
     def __init__(self, weight: Float[Tensor, "D"], bias: Float[Tensor, ""]) -> None:
         self._weight, self._bias = weight, bias
         self.nbytes = (weight.numel() + 1) * weight.element_size()
 
     def begin(self) -> None:
-        """Every exit is judged by itself."""
+        """Does nothing: exits are independent."""
 
     def __call__(
         self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
@@ -157,8 +156,8 @@ def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, voc
     """
     if isinstance(vocabulary, int) and measure != "softmax":
         raise ValueError(
-            f"Got vocabulary={vocabulary} with confidence={measure}, which looks at no vocabulary; auto or null are "
-            "allowed. Set method.vocabulary=auto, or method.confidence=softmax."
+            f"vocabulary must be auto or null with confidence={measure}, which reads no vocabulary, got {vocabulary}. "
+            "Set method.vocabulary=auto, or method.confidence=softmax."
         )
     if measure == "softmax":
         return Softmax(target, vocabulary)
@@ -166,14 +165,14 @@ def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, voc
         return Saturation()
     if exits is None or exits.classifier is None:
         raise ValueError(
-            "Got confidence=classifier, and no exit classifier is trained for this model; it needs one. Train it: "
-            "python -m bench.train method=calm model=MODEL; or use method.confidence=softmax."
+            "confidence=classifier needs an exit classifier, and none is trained for this model. Train one with "
+            "python -m bench.train method=calm model=MODEL, or set method.confidence=softmax."
         )
     return Classifier(*exits.classifier)
 
 
 def usual_screen(target: CausalLM) -> int | None:
-    """Ids whose columns of the output matrix cost what one layer costs; None where all of them cost little more."""
+    """Ids whose columns of the output matrix cost one layer; None where all of them cost little more."""
     share = head_share(target)
     return None if share <= _CHEAP else max(2, round(target.vocab_size / share))
 
@@ -186,8 +185,8 @@ def reduced_head(target: CausalLM, vocabulary: int) -> Linear:
     """
     if not 2 <= vocabulary <= target.vocab_size:
         raise ValueError(
-            f"Got vocabulary={vocabulary}; 2 to {target.vocab_size} ids are allowed, the size of {target.name}'s "
-            "vocabulary. Set method.vocabulary to one of these, or null for all."
+            f"vocabulary must be between 2 and {target.vocab_size}, the vocabulary of {target.name}, got {vocabulary}. "
+            "Set method.vocabulary to such a number, or null for all."
         )
     weight, bias = target.output_rows(torch.arange(vocabulary, device=target.device))
     return make_linear([weight], [bias])

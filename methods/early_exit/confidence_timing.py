@@ -1,9 +1,9 @@
-"""How much of the time of a decode goes into deciding whether to exit, by decoding once more outside of a run.
+"""The share of decoding time spent on deciding whether to exit, measured by one more decode outside of a run.
 
-Deciding begins when the reader makes the state at an exit readable and ends when the target is asked for more layers.
-What is in between is the exit's own map, the output matrix as far as the confidence needs it, the confidence, and the
-host's wait for it. The logits of an exit that is taken are used for its token, so not all of it would be saved without
-a confidence.
+A decision begins when the reader makes the state at an exit readable and ends when the target is asked for more layers.
+It comprises the exit's own map, the output matrix as far as the confidence needs it, the confidence, and the host's
+wait for it. The logits of an exit that is taken also give its token, so this is more than what a decoder without a
+confidence would save.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Watch:
         return self._reader.maps(depth)
 
     def close(self) -> None:
-        """Nothing is being decided any more."""
+        """End of a decision."""
         if self._deciding:
             self.spans[-1].stop()
         self._deciding = False
@@ -65,7 +65,7 @@ class _Watch:
 def confidence_share(
     decoder: ExitDecoder, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator
 ) -> dict[str, float]:
-    """Decode once more, watched, to the end of every text; the decoder itself is left as it is.
+    """Decode once more, watched, to the end of every text; the decoder itself does not change.
 
     Returns:
         ``confidence_share``, of the time after the prompts, and ``looks_per_step``.

@@ -1,18 +1,16 @@
-"""What turns the state after a layer into a token, and the part in which the trained pieces of it lie.
+"""Reading a token from the state after a layer, and the folder of trained exits.
 
-A model's last layer has a norm and an output matrix after it. An exit after an earlier layer uses the same output
-matrix; what stands between is one of two things:
+An exit uses the model's output matrix. Before that matrix, its state passes one of two things:
 
-``lens``      the model's own final norm, nothing else. Right for a model that was trained to exit. On one that was not
-              it is confidently wrong: SmolLM2-135M agrees with itself on 10 % of the tokens at layer 15 of 30 and on 36
-              % at layer 24, with a mean gap between the two likeliest tokens of 0.47 and 0.61.
+``lens``      the model's own final norm, for a model that was trained to exit. On one that was not it is confidently
+              wrong: SmolLM2-135M agrees with itself on 10 % of the tokens at layer 15 of 30 and on 36 % at layer 24,
+              with a mean gap between the two likeliest tokens of 0.47 and 0.61. It must therefore be asked for
+              (``method.head=lens``).
 ``trained``   an affine map from the normed state to the state after the whole model (``affine_maps.py``), from the
-              part.
+              checkpoint.
 
-An untrained lens must therefore be asked for by name (``method.head=lens``).
-
-A part is a folder with ``exits.safetensors`` (translators, classifier) and ``exits.json`` (for which target and
-depths). Depths are counted in layers that have run: depth 1 is after the first layer, depth L the whole model.
+A checkpoint is a folder with ``exits.safetensors`` (translators, classifier) and ``exits.json`` (target and depths).
+Depths count layers that have run: depth 1 is after the first layer, depth L the whole model.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Exits:
     Attributes:
         depths: layers run at each exit, ascending.
         translators: by depth, weight and bias of the affine map; empty for a model whose own norm is right.
-        classifier: weight and bias of the classifier that all exits share; None without one.
+        classifier: weight and bias of the classifier that all exits share, or None.
         facts: how they were made, as plain JSON values.
     """
 
@@ -72,7 +70,7 @@ class Exits:
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Exits:
-        """Read them, onto the target's device.
+        """Read them onto the target's device.
 
         Raises:
             ValueError: files are missing or damaged, or belong to another target.
@@ -97,7 +95,7 @@ def _announced(config: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, int],
 
 
 def _shapes(depths: Sequence[int], tensors: Collection[str], width: int) -> dict[str, tuple[int, ...]]:
-    """Of a translator for each depth or none, and of a classifier if any."""
+    """Shapes of a translator for each depth or none, and of a classifier if any."""
     shapes: dict[str, tuple[int, ...]] = {}
     if any(key.startswith("translator.") for key in tensors):
         for depth in depths:
@@ -109,7 +107,7 @@ def _shapes(depths: Sequence[int], tensors: Collection[str], width: int) -> dict
 
 @runtime_checkable
 class Reader(Protocol):
-    """Makes the state at an exit ready for the output matrix.
+    """Turns the state at an exit into the input of the output matrix.
 
     Attributes:
         depths: exits it can read; None: any.
@@ -120,7 +118,7 @@ class Reader(Protocol):
     nbytes: int
 
     def read(self, depth: int, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
-        """What the output matrix multiplies, from the state after ``depth`` layers."""
+        """Input of the output matrix, from the state after ``depth`` layers."""
         ...
 
     def maps(self, depth: int) -> int:
@@ -167,7 +165,7 @@ class Translated(Lens):
 
 
 def default_depths(target: CausalLM) -> tuple[int, ...]:
-    """Every fourth depth from the middle of the model on."""
+    """Every fourth depth from the middle of the model."""
     return tuple(range(max(1, target.n_layers // 2), target.n_layers, _EVERY))
 
 
@@ -190,9 +188,9 @@ def find_reader(method: str, head: Head, target: CausalLM, exits: Exits | None) 
         return Lens(target)
     if exits is None:
         raise MissingPart(
-            f"{method} has no trained exits for this model; without them its earlier layers say nothing useful. Make "
-            f"them: python -m bench.train method={method} model=MODEL; or, for a model that was itself trained to "
-            "exit, method.head=lens, which reads every layer by the model's own norm and output matrix."
+            f"{method} needs trained exits, and there are none for this model. Train them with python -m bench.train "
+            f"method={method} model=MODEL; or, for a model that was itself trained to exit, set method.head=lens, "
+            "which reads every layer by the model's own norm and output matrix."
         )
     return Translated(target, exits)
 
@@ -201,9 +199,6 @@ def require_depths(depths: Sequence[int], target: CausalLM, reader: Reader, name
     """Refuse exits that the model or its reader does not have.
 
     Args:
-        depths: layers run at each exit.
-        target: the model.
-        reader: how its exits are read.
         name: of the setting, for the message.
         last: whether the whole model counts as an exit.
 
@@ -214,13 +209,13 @@ def require_depths(depths: Sequence[int], target: CausalLM, reader: Reader, name
     ascending = all(a < b for a, b in zip(depths, depths[1:], strict=False))
     if not depths or not ascending or depths[0] < 1 or depths[-1] > most:
         raise ValueError(
-            f"Got {name}={list(depths)}; {target.name} has {target.n_layers} layers, so ascending numbers from 1 to "
-            f"{most} are allowed: how many layers have run. Set {name} to some of these."
+            f"{name} must be ascending numbers of layers from 1 to {most} ({target.name} has {target.n_layers}), got "
+            f"{list(depths)}. Change {name}."
         )
     known: Collection[int] = range(1, target.n_layers) if reader.depths is None else reader.depths
     missing = [depth for depth in depths if depth not in known and depth < target.n_layers]
     if missing:
         raise ValueError(
-            f"Got {name}={list(depths)}; the trained exits are after {list(known)} layers. Choose among them, or "
-            "train others: python -m bench.train method=NAME model=MODEL train.exits=[..] force=true."
+            f"{name} must be among the depths of the trained exits, {list(known)}, got {list(depths)}. Choose among "
+            "them, or train others: python -m bench.train method=NAME model=MODEL train.exits=[..] force=true."
         )

@@ -3,9 +3,9 @@
 
 The first k layers produce a token if their exit is confident; otherwise the rest of the model does, together with the
 deep part of all tokens that have waited (synchronised parallel decoding, ``free_loop.py``). No state is copied upwards,
-so the only error is an accepted shallow token. ``accept`` says what happens when the deep layers see those: ``all``
-keeps them (the paper), ``rollback`` takes back unlikely ones (BiLD, Kim et al. 2023, arXiv 2302.07863), ``verify``
-keeps only what an exact rule keeps: lossless self-speculation (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710).
+so the only error is an accepted shallow token. ``accept`` says what the deep layers do with those: ``all`` keeps them
+(the paper), ``rollback`` takes back unlikely ones (BiLD, Kim et al. 2023, arXiv 2302.07863), ``verify`` keeps only what
+an exact rule keeps: lossless self-speculation (LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710).
 
 The threshold is fixed, or learnt from how often the exits agree (``adaptive``, ``free_threshold.py``). The exit must be
 trained, into the model (``method.head=lens``) or as a map over a frozen one:
@@ -15,9 +15,9 @@ trained, into the model (``method.head=lens``) or as a map over a frozen one:
 Published (T5-large, k = 6 of 24): up to 2.16x with about 99 % of the full model's quality over summarisation, question
 answering and translation, batch size 1.
 
-Differences: decoder-only targets too; ragged batches; what the threshold learns restarts with each prompt unless
+Differences: decoder-only targets too; ragged batches; the learnt threshold restarts with each prompt unless
 ``remember`` (the paper re-fits on everything so far). At most ``max_pending`` tokens wait, which bounds a deep pass. A
-screen of frequent tokens is asked first (``confidence.py``; ``method.vocabulary=null`` turns it off).
+screen of frequent tokens comes first (``confidence.py``; ``method.vocabulary=null`` turns it off).
 
 Command: ``python -m bench method=free method.accept=verify``
 """
@@ -50,20 +50,19 @@ class Free(ShallowDeepDecoder, Calibrated):
     """A shallow exit with synchronised parallel decoding.
 
     Args:
-        target: model to leave early, and to catch up with.
         depth: k, layers of the shallow exit; None: a quarter of the model, or the trained depth next to that.
         threshold: confidence (gap between the two likeliest tokens) above which it is taken; 1 is the full model.
-        accept: what becomes of shallow tokens: ``all``, ``rollback`` or ``verify``.
-        adaptive: a threshold that learns; takes the place of ``threshold``.
-        remember: it keeps what it learnt from prompt to prompt.
-        distance: ``rollback`` takes back tokens of which the deep layers' -log p is above this.
-        rule: exact rule of ``verify``; None: keep a token while the whole model picks it too. At a temperature one
-            for drawn chains (methods.speculative.verification.ChainRejection) keeps more.
+        accept: treatment of shallow tokens: ``all``, ``rollback`` or ``verify``.
+        adaptive: a threshold that learns; replaces ``threshold``.
+        remember: the learnt threshold is kept from prompt to prompt.
+        distance: ``rollback`` takes back tokens whose -log p by the deep layers is above this.
+        rule: exact rule of ``verify``; None: keep a token while the whole model picks it too. At a temperature one for
+            drawn chains (methods.speculative.verification.ChainRejection) keeps more.
         max_pending: most tokens that wait for the deep layers.
-        head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
-        vocabulary: ids that the exit asks first, see ``confidence.py``; None: no screen. A threshold that learns has
+        head: how the exit is read: by trained maps, or by the model's own norm and output matrix (``lens``).
+        vocabulary: ids that the exit checks first, see ``confidence.py``; None: no screen. A threshold that learns has
             none.
-        calibration: a risk target for which the threshold is chosen; it takes the place of ``threshold``.
+        calibration: a risk target for which the threshold is chosen; replaces ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
     Raises:
@@ -111,12 +110,12 @@ def _nearest(depths: Sequence[int], wished: float) -> int:
 def _check(accept: Accept, distance: float, rule: AcceptanceRule | None, max_pending: int) -> None:
     if distance < 0 or max_pending < 0:
         raise ValueError(
-            f"Got distance={distance}, max_pending={max_pending}; both must be at least 0. max_pending=0 runs the "
-            "deep layers for every token."
+            f"distance and max_pending must be at least 0, got distance={distance}, max_pending={max_pending}. "
+            "max_pending=0 runs the deep layers for every token."
         )
     if rule is not None and accept != "verify":
         raise ValueError(
-            f"Got a rule with accept={accept}, which uses none; only accept=verify judges by a rule. Set "
+            f"method.rule must be null with accept={accept}, got a rule; only accept=verify uses one. Set "
             "method.accept=verify, or method.rule=null."
         )
 
@@ -127,6 +126,6 @@ def _check_calibrated(calibrated: bool, accept: Accept, adaptive: AdaptiveThresh
             "accept=verify, which loses nothing" if accept == "verify" else "an adaptive threshold, which is not fixed"
         )
         raise ValueError(
-            f"Got method.calibration.tolerance with {given}; a fixed threshold with accept=all or "
-            "rollback can be calibrated. Set method.calibration.tolerance=null, or change the other."
+            f"method.calibration.tolerance needs a fixed threshold with accept=all or rollback, got {given}. Set "
+            "method.calibration.tolerance=null, or change the other."
         )

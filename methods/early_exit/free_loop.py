@@ -1,11 +1,11 @@
 """One exit, and deep layers that catch up: the loop of ``free``.
 
-A token whose shallow exit (after k layers) is confident puts the deep layers off. Its state after layer k waits; when a
+A token whose shallow exit (after k layers) is confident defers the deep layers: its state after layer k waits. When a
 token is not confident, or too many wait, the deep layers run over all waiting states in one pass (synchronised parallel
 decoding, FREE, Bae et al. 2023, arXiv 2310.05424, sec. 4.2). Shallow and deep caches hold what the whole model would
 have written for the same text.
 
-That pass also says what the whole model would have chosen in place of each shallow token, so the loop can
+That pass also gives what the whole model would have chosen in place of each shallow token, so the loop can
 
     all        keep the shallow tokens; they are committed at once
     rollback   keep the leading ones that the deep layers find likely enough, -log p(token) <= ``distance``
@@ -15,8 +15,8 @@ With the latter two, tokens are committed after they were judged. A round is one
 before it. Layers of a step are those of its pass, k / L or all; shallow passes whose tokens are judged later are
 ``draft_passes``. So layers run are the sum over steps of target_passes * layers * L + draft_passes * k.
 
-Rows of a batch go in lockstep: the first one that is not confident sends all of them into the deep layers, which
-changes nothing for the others but when their waiting states catch up.
+Rows of a batch run in lockstep: the first one that is not confident sends all of them into the deep layers. For the
+others this changes only when their waiting states catch up.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class AdaptiveThreshold(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedThreshold:
-    """One that does not learn."""
+    """A threshold that does not learn."""
 
     value: float
 
     def update(self, confidence: float, agreed: bool) -> None:
-        """Nothing is learnt."""
+        """Does nothing."""
 
     def threshold(self) -> float:
         return self.value
 
 
 class Agreement:
-    """Keep a drafted token while it is what the target picks there itself: exact for whatever was drafted."""
+    """Keep a drafted token while the target picks the same: exact for every draft."""
 
     guarantee: ClassVar[Guarantee] = Guarantee.EXACT
 
@@ -92,7 +92,7 @@ class Rollback:
     def fits(
         self, tokens: Int[Tensor, "B W"], logits: Float[Tensor, "B W V"], sampling: Sampling
     ) -> Bool[Tensor, "B W"]:
-        """Which tokens meet it; p is at the sampling temperature (at 1 when greedy)."""
+        """Which tokens meet the bound; p is at the sampling temperature (at 1 when greedy)."""
         exact = in_float(logits)
         log_probs = (exact / (sampling.temperature or 1.0)).log_softmax(-1)
         return -log_probs.gather(2, tokens[:, :, None])[:, :, 0] <= self.distance
@@ -121,18 +121,7 @@ class Shallow:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the machine is run.
-
-    Attributes:
-        depth: k, layers of the shallow exit.
-        accept: what becomes of shallow tokens.
-        threshold: confidence above which the exit is sure.
-        rule: of ``verify``.
-        distance: of ``rollback``.
-        max_pending: most tokens that wait for the deep layers.
-        vocabulary: ids that the exit asks first, see ``confidence.py``; None: no screen.
-        remember: what the threshold learnt is kept from prompt to prompt.
-    """
+    """Settings of the loop, see ``methods.early_exit.free.Free``."""
 
     depth: int
     accept: Accept
@@ -149,7 +138,7 @@ class ShallowDeepDecoder(Decoder):
 
     Attributes:
         guarantee: EXACT where every token is judged by an exact rule, or none exits.
-        counters: what the steps so far have cost.
+        counters: cost of the steps so far.
     """
 
     guarantee = Guarantee.RELAXED
@@ -166,11 +155,11 @@ class ShallowDeepDecoder(Decoder):
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
-        """With ``head=lens`` none is read."""
+        """``head=lens`` reads none."""
         return super().needs_checkpoint(settings) and settings.get("head") != "lens"
 
     def restart(self, options: Options) -> None:
-        """Decode by these options from now on, and count anew."""
+        """Decode by these options from now on, and reset the counters."""
         self.options, self.counters = options, DecodeStats()
         self._learns = not isinstance(options.threshold, FixedThreshold)
         self._never = not self._learns and options.threshold.threshold() >= FULL_MODEL
@@ -180,7 +169,7 @@ class ShallowDeepDecoder(Decoder):
         self.guarantee = Guarantee.EXACT if exact else Guarantee.RELAXED
 
     def stats(self) -> dict[str, Any]:
-        """What the steps so far have cost, and where tokens came from."""
+        """Cost of the steps so far, and from which exits tokens came."""
         found = self.counters.stats(self.target)
         if self.options.accept != "all":
             found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
@@ -202,7 +191,7 @@ class ShallowDeepDecoder(Decoder):
             root = yield from self._round(root, text, cache, rng)
 
     def _thresholds(self, rows: int) -> list[AdaptiveThreshold]:
-        """One per row, as if each were alone; what is remembered is common to all."""
+        """One per row, independent of the others; a remembered one is common to all."""
         shared = self.options.threshold
         return [shared if self.options.remember else copy.deepcopy(shared) for _ in range(rows)]
 
@@ -249,7 +238,7 @@ class ShallowDeepDecoder(Decoder):
         self.counters.columns += opinion.columns
         assert opinion.confidence is not None
         found.confidence = opinion.confidence.tolist()
-        if opinion.logits is None:  # nobody is sure, and nobody takes a token from here
+        if opinion.logits is None:  # no row is sure, and none takes a token from here
             found.best = found.token = torch.zeros_like(root)
             return found
         found.best = found.token = argmax(opinion.logits)
@@ -293,7 +282,7 @@ class ShallowDeepDecoder(Decoder):
     def _judge(
         self, passes: list[Shallow], sure: Sequence[bool], logits: Float[Tensor, "B W V"], rng: Generator
     ) -> Verification:
-        """Which waiting tokens stay, and the token after them: of a row that was sure, possibly its shallow one."""
+        """Which waiting tokens stay, and the token after them: for a row that was sure, possibly its shallow one."""
         options, last = self.options, passes[-1].token
         if last is None or options.accept == "verify":
             return options.rule(_draft(passes), logits, self.sampling, rng)
@@ -309,7 +298,7 @@ class ShallowDeepDecoder(Decoder):
         return _leading(fits[:, :-1], own)
 
     def _learn(self, passes: list[Shallow], logits: Float[Tensor, "B W V"], seen: list[int], text: _Text) -> None:
-        """Tell the threshold of each token on the way of the text whether the whole model would choose it too."""
+        """Report to the threshold, for each token on the path, whether the whole model would choose it too."""
         shallow = torch.stack([p.best for p in passes if p.best is not None], dim=1)
         agreed = (shallow == argmax(logits)).tolist()
         for row, is_open in enumerate(text.open):
@@ -346,16 +335,16 @@ class _Text:
         return self.limit - min(self.done)
 
     def refresh(self) -> None:
-        """Ask the thresholds anew."""
+        """Read the thresholds again."""
         self._values = [threshold.threshold() for threshold in self.thresholds]
 
     def tempted(self, confidence: Float[Tensor, "B"]) -> bool:
-        """Whether somebody who is not at the limit would be sure."""
+        """Whether a row below its limit would be sure."""
         pairs = zip(self.sure(confidence.tolist()), self.open, strict=True)
         return any(sure and is_open for sure, is_open in pairs)
 
     def sure(self, confidence: list[float] | None) -> list[bool]:
-        """Per row; one at its limit is always sure, since it asks for nothing."""
+        """Per row; a row at its limit is always sure, since it needs no token."""
         if confidence is None:
             return [not is_open for is_open in self.open]
         pairs = zip(confidence, self._values, self.open, strict=True)
@@ -366,7 +355,7 @@ class _Text:
 
 
 def _draft(passes: list[Shallow]) -> Draft:
-    """All shallow tokens but the last one, after which the deep layers have not looked."""
+    """All shallow tokens but the last one, which the deep layers have not passed."""
     waiting = passes[:-1]
     if not waiting:
         root = passes[0].root

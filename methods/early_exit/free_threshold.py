@@ -1,24 +1,24 @@
 """A threshold learnt while decoding: two Beta distributions of confidences (FREE, Bae et al. 2023).
 
-Where the deep layers have caught up, each token has a confidence of the shallow exit and a label, whether the
-deep layers chose the same token. One Beta distribution is fitted to the confidences of the tokens that agree and one
-to those of the tokens that do not; Bayes' rule then gives the probability of agreement at a confidence c,
+Where the deep layers have caught up, each token has a confidence of the shallow exit and a label, whether the deep
+layers chose the same token. One Beta distribution is fitted to the confidences of the tokens that agree and one to
+those of the tokens that do not; Bayes' rule then gives the probability of agreement at a confidence c,
 
     P(agree | c) = b f_agree(c) / (b f_agree(c) + (1 - b) f_disagree(c)),        b the rate of agreement,
 
-and the threshold is the lowest confidence from which on it is at least the wished rate. Nothing is trained.
+and the threshold is the lowest confidence from which it is at least the wished rate. No weights are trained.
 
 Differences from the authors' code, each a defect there:
 
-- b. The code weighs both distributions the same, whatever share of tokens agrees: a wished rate is then reached at
-  the same threshold by an exit that is right on 20 % of the tokens and by one that is right on 95 %.
-  ``base_rates=False`` does so too, for comparison.
-- The lowest confidence *from which on* the wished rate holds, not the lowest at which it holds: the ratio of two Beta
-  densities need not rise with c, and a token exits at every confidence above the threshold.
-- Where nearly all tokens agree, or nearly none, one of the two distributions is unknown. The code then returns its most
-  permissive threshold; here it is 1, never exit, until ``fewest`` tokens of either kind were seen.
-- A grid of 999 confidences in place of ten between 0.3 and 0.9; no clipping of the confidences before the fit, whose
-  moments need none.
+* b. The code weighs both distributions equally, whatever share of tokens agrees: an exit that is right on 20 % of the
+tokens then reaches a wished rate at the same threshold as one that is right on 95 %. ``base_rates=False`` does so too,
+for comparison.
+* The threshold is the lowest confidence *from which on* the wished rate holds, not the lowest at which it holds: the
+ratio of two Beta densities need not rise with c, and a token exits at every confidence above the threshold.
+* Where nearly all tokens agree, or nearly none, one of the two distributions is unknown. The code then returns its most
+permissive threshold; here it is 1, never exit, until ``fewest`` tokens of either kind were seen.
+* A grid of 999 confidences in place of ten between 0.3 and 0.9; no clipping of the confidences before the fit, whose
+moments need none.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Beta:
     def of_moments(cls, mean: float, variance: float) -> Beta:
         """The Beta distribution with this mean and variance.
 
-        Moments that no Beta distribution has are moved to the nearest it can have: a mean of 0 or 1 by 1e-4,
-        a variance of 0 (all confidences the same) to 1e-6, one of mean (1 - mean) (all of them 0 or 1) to 0.999 of it.
+        Moments that no Beta distribution has move to the nearest possible ones: a mean of 0 or 1 by 1e-4, a variance of
+        0 (all confidences the same) to 1e-6, one of mean (1 - mean) (all of them 0 or 1) to 0.999 of it.
         """
         mean = min(max(mean, _EDGE), 1 - _EDGE)
         widest = mean * (1 - mean)
@@ -96,7 +96,7 @@ class BetaMixture:
 
     Args:
         wished_rate: least probability of agreement at which a token may exit, in (0, 1).
-        fewest: tokens that must have agreed, and that must have disagreed, before any token exits; at least 2.
+        fewest: tokens of either kind, agreeing and disagreeing, before any token exits; at least 2.
         base_rates: weigh the two distributions by how often tokens agree; False is the published code's form.
 
     Raises:
@@ -112,29 +112,30 @@ class BetaMixture:
     def __post_init__(self) -> None:
         if not 0 < self.wished_rate < 1:
             raise ValueError(
-                f"wished_rate={self.wished_rate:g}: allowed is above 0 and below 1; "
-                "try 0.9, or accept=verify where every token must agree"
+                f"wished_rate must be above 0 and below 1, got {self.wished_rate:g}. Try 0.9, or accept=verify where "
+                "every token must agree."
             )
         if self.fewest < 2:
-            raise ValueError(f"fewest={self.fewest}: allowed is 2 or more; one token has no spread, try 10")
+            raise ValueError(f"fewest must be at least 2, as one token has no spread, got {self.fewest}. Try 10.")
 
     def update(self, confidence: float, agreed: bool) -> None:
-        """Take in one token: the exit's confidence in [0, 1], and whether the full model chose the same token."""
+        """Add one token: the exit's confidence in [0, 1], and whether the full model chose the same token."""
         _check_confidences(np.array([confidence], dtype=np.float64))
         (self.agreeing if agreed else self.disagreeing).add(confidence)
 
     def fit(
         self, confidences: Float[np.ndarray, " n"] | Sequence[float], agreed: Bool[np.ndarray, " n"] | Sequence[bool]
     ) -> BetaMixture:
-        """Forget what was seen, and take in these tokens; returns itself.
+        """Forget earlier tokens and add these; returns itself.
 
         Raises:
-            ValueError: the two differ in length, or a confidence lies outside [0, 1].
+            ValueError: the two differ in length, or a confidence is outside [0, 1].
         """
         values, labels = np.asarray(confidences, dtype=np.float64), np.asarray(agreed, dtype=bool)
         if values.shape != labels.shape:
             raise ValueError(
-                f"{len(values)} confidences and {len(labels)} labels: allowed is one label per confidence; pair them"
+                f"There must be one label per confidence, got {len(values)} confidences and {len(labels)} labels. Pair "
+                "them."
             )
         _check_confidences(values)
         self.agreeing, self.disagreeing = Moments.of(values[labels]), Moments.of(values[~labels])
@@ -159,10 +160,10 @@ class BetaMixture:
         return special.expit(odds + special.logit(self.base_rate))
 
     def threshold(self) -> float:
-        """The lowest confidence in 0.001 .. 0.999 from which on agreement is at least as probable as wished.
+        """The lowest confidence in 0.001 .. 0.999 from which agreement is at least as probable as wished.
 
-        1, at which no token exits, where there is none or too few tokens of either kind were seen. Where all tokens
-        have the same confidence it says nothing, and 0.001 or 1 comes out by the base rate alone.
+        It is 1, at which no token exits, where there is no such confidence or too few tokens of either kind were seen.
+        If all tokens have the same confidence, the base rate alone decides between 0.001 and 1.
         """
         if not self.known:
             return NEVER
@@ -171,7 +172,7 @@ class BetaMixture:
         return float(GRID[np.argmax(holds)]) if holds[-1] else NEVER
 
     def stats(self) -> dict[str, Any]:
-        """What the threshold rests on, as plain JSON values for a record; shapes are None while unknown."""
+        """Plain JSON values that explain the threshold; shapes are None while unknown."""
         kinds = {"agree": self.agreeing, "disagree": self.disagreeing}
         shapes = {name: kind.distribution() if self.known else None for name, kind in kinds.items()}
         return {
@@ -186,6 +187,6 @@ class BetaMixture:
 def _check_confidences(values: Float[np.ndarray, " n"]) -> None:
     if not ((values >= 0) & (values <= 1)).all():  # False for NaN
         raise ValueError(
-            f"confidences from {values.min():g} to {values.max():g}: allowed is [0, 1]; "
-            "use a gap or a probability, or map a cosine by (1 + c) / 2"
+            f"Confidences must be in [0, 1], got {values.min():g} to {values.max():g}. Use a gap or a probability, or "
+            "map a cosine by (1 + c) / 2."
         )

@@ -1,14 +1,14 @@
-"""HASH-EE: the token that is read decides how deep its step goes (Sun et al. 2022, arXiv 2203.01670).
+"""HASH-EE: the token that is read decides the depth of its step (Sun et al. 2022, arXiv 2203.01670).
 
 A fixed table gives each token id a depth: one output matrix per step, no classifier, no threshold. The depth of a step
-is known before it begins, so an accelerator never waits between layers. Later layers see the state a token exited with,
-each by its own projections (``loop.py``). ``hash_tables.py`` makes the tables: random, by frequency, by mutual
+is known before it begins, so an accelerator never waits between layers. Later layers see the state with which a token
+exited, each by its own projections (``loop.py``). ``hash_tables.py`` makes the tables: random, by frequency, by mutual
 information, by clusters.
 
     python -m bench.train method=hash_ee model=MODEL train.kind=frequency
 
-The paper trains the model with the table it decodes with, and that is where its quality comes from: on a model that was
-not trained so, a table does no better than a static exit.
+The paper trains the model with the table it decodes with, which gives the quality: on a model not trained so, a table
+is no better than a static exit.
 
 Differences: the released code classifies and does not generate. Here the token that is read decides, end-of-sequence
 and unseen tokens take the whole model, and prompts are read in full unless ``prompt=hash``. Rows and positions are
@@ -50,7 +50,7 @@ _IN_LAYERS = "method.calibration.thresholds, in layers"
 
 
 class HashPolicy(Policy):
-    """Leave where the table sends the token that is read."""
+    """Exit at the depth that the table has for the token that is read."""
 
     def __init__(self, table: HashTable) -> None:
         self._depths: list[int] = table.depths.tolist()
@@ -62,7 +62,7 @@ class HashPolicy(Policy):
         return sorted({self._depths[token] for token in roots})
 
     def decide(self, point: ExitPoint) -> ExitDecision:
-        """Known on the host: nothing is read back."""
+        """Known on the host, without a read back."""
         return ExitDecision([self._depths[token] == point.depth for token in point.roots])
 
 
@@ -71,7 +71,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
 
     Args:
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
-        head: how exits are read: by what was trained, or by the model's own norm and output matrix (``lens``).
+        head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
         calibration: a risk target for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
 
@@ -80,7 +80,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         checksum: of the table as it was made.
 
     Raises:
-        ValueError: no table, one of another model, untrained exits, or prompts to be hashed that an encoder reads.
+        ValueError: no table, one of another model, untrained exits, or ``prompt=hash`` for an encoder-decoder.
     """
 
     paper = "Sun et al. 2022, arXiv 2203.01670"
@@ -96,8 +96,8 @@ class HashEE(EarlyExitDecoder, Calibrated):
     ) -> None:
         if prompt == "hash" and isinstance(target, Seq2SeqLM):
             raise ValueError(
-                f"Got method.prompt=hash with {target.name}, an encoder-decoder: its encoder reads the prompt, and no "
-                "layer of it is left early. Set method.prompt=full."
+                f"method.prompt must be full for {target.name}, an encoder-decoder whose encoder reads the prompt, got "
+                "hash. Set method.prompt=full."
             )
         folder, self.table = _table(target, checkpoint)
         self.checksum = self.table.checksum
@@ -113,7 +113,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
-        """The table, whatever reads the exits."""
+        """The table is needed, whatever reads the exits."""
         return settings.get("checkpoint") is None
 
     def set_threshold(self, threshold: float) -> None:
@@ -124,7 +124,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         self.restart(HashPolicy(self.table))
 
     def stats(self) -> dict[str, Any]:
-        """What the steps so far have cost, and the table."""
+        """Cost of the steps so far, and the table."""
         table = {"table": self._made.facts, "table_sha256": self.checksum, "least_depth": int(self.table.depths.min())}
         return super().stats() | table | {"confidence_share": 0.0}
 
@@ -169,15 +169,15 @@ class HashEE(EarlyExitDecoder, Calibrated):
 def _table(target: CausalLM, checkpoint: str | Path | None) -> tuple[Path, HashTable]:
     if checkpoint is None:
         raise MissingPart(
-            "hash_ee has no table for this model; it needs one. Make it: python -m bench.train method=hash_ee "
-            "model=MODEL; or name a folder of one: method.checkpoint=FOLDER."
+            "hash_ee needs a table, and there is none for this model. Make one with python -m bench.train "
+            "method=hash_ee model=MODEL, or name its folder: method.checkpoint=FOLDER."
         )
     folder = Path(checkpoint).expanduser()
     table = HashTable.load(folder)
     if (len(table.depths), table.layers) != (target.vocab_size, target.n_layers):
         raise ValueError(
-            f"The table in {folder} is of a model with {len(table.depths)} tokens and {table.layers} layers, "
-            f"{target.name} has {target.vocab_size} and {target.n_layers}; both must be the same. Make one: python -m "
-            "bench.train method=hash_ee model=MODEL force=true."
+            f"The table in {folder} must fit {target.name}, with {target.vocab_size} tokens and {target.n_layers} "
+            f"layers, got {len(table.depths)} tokens and {table.layers} layers. Make one: python -m bench.train "
+            "method=hash_ee model=MODEL force=true."
         )
     return folder, table

@@ -1,7 +1,7 @@
-"""Which token leaves where, decided before decoding: tables from token ids to depths (HASH-EE, Sun et al. 2022).
+"""Tables from token ids to exit depths, made before decoding (HASH-EE, Sun et al. 2022).
 
-A table cuts the token types that were seen in a corpus into as many buckets as there are depths; the first bucket
-leaves at the smallest. What is never cut and always takes the whole model: types that were not seen, and special ones.
+A table cuts the token types that were seen in a corpus into as many buckets as there are depths; the first bucket exits
+at the smallest. Unseen types and special ones are not cut and always take the whole model.
 
     random              a permutation of the types by the seed
     frequency           the most frequent types first (arXiv 2203.01670, the default there)
@@ -9,13 +9,13 @@ leaves at the smallest. What is never cut and always takes the whole model: type
                         is generated the label of a token is the next one
     clustered           k-means of the input embeddings, clusters in order of the sum of their norms, the smallest first
 
-``balance`` says what the buckets have equally much of. ``types`` is the paper's: as many types in each. Texts are
-Zipfian, so nearly all running tokens then fall into the first bucket; ``mass`` gives each bucket the same share of the
-running tokens of the corpus, as far as whole types allow. Clusters are filled up to that size, types that have most to
-lose elsewhere first; ``none`` leaves k-means as it is, and is for clusters alone.
+``balance`` says in what the buckets are equal. ``types`` is the paper's: as many types in each. Texts are Zipfian, so
+nearly all running tokens then fall into the first bucket; ``mass`` gives each bucket the same share of the running
+tokens of the corpus, as far as whole types allow. Clusters are filled up to that size, types that have most to lose
+elsewhere first; ``none`` leaves k-means as it is, and is for clusters alone.
 
-Nothing here hashes by Python's ``hash``, which differs between processes: equal corpus, seed and settings give an equal
-table, and ``HashTable.checksum`` shows it.
+Equal corpus, seed and settings give an equal table (Python's ``hash``, which differs between processes, is not used);
+``HashTable.checksum`` shows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HashTable:
     """Depth by token id.
 
     Attributes:
-        depths: [V] layers that a token runs which reads this id.
+        depths: [V] layers of a step that reads this id.
         layers: of the target.
         facts: how it was made, as plain JSON values.
     """
@@ -57,14 +57,14 @@ class HashTable:
         return hashlib.sha256(self.depths.astype("<i4").tobytes()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder, as ``load`` reads it."""
+        """Write both files into a folder."""
         np.save(folder / TABLE, self.depths.astype("<i4"))
         config = {"layers": self.layers, "sha256": self.checksum, "facts": self.facts}
         (folder / CONFIG).write_text(json.dumps(config) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> HashTable:
-        """Read it.
+        """Read a table.
 
         Raises:
             ValueError: files are missing, damaged or do not belong together.
@@ -105,7 +105,7 @@ class Corpus:
         tokens = np.concatenate(rows) if rows else np.empty(0, np.int64)
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(
-                f"Got {len(tokens)} tokens to count; at least one is needed, and all must be ids below {vocab_size}. "
+                f"A corpus must have at least one token and only ids below {vocab_size}, got {len(tokens)} tokens. "
                 "Name a corpus that was tokenised for this model."
             )
         coded = np.concatenate([row[:-1] * vocab_size + row[1:] for row in rows])
@@ -130,9 +130,9 @@ def make_table(
     Args:
         kind: see the head of this file.
         depths: ascending, one per bucket, ``layers`` at most.
-        corpus: what was counted.
+        corpus: counted tokens.
         layers: of the target: the depth of unseen and special types.
-        balance: what buckets have equally much of; ``none`` for clusters alone.
+        balance: in what buckets are equal; ``none`` for clusters alone.
         special: ids that always take the whole model: end-of-sequence, chat markers, padding.
         seed: of the permutation and of the first cluster centres.
         embeddings: of the clusters.
@@ -145,9 +145,9 @@ def make_table(
     types = np.flatnonzero(seen)
     if len(types) < len(depths) or (balance == "none" and kind != "clustered"):
         raise ValueError(
-            f"Got {len(types)} token types for {len(depths)} buckets, kind={kind}, balance={balance}; at least one "
-            "type per bucket is needed, and balance=none only with kind=clustered. Name a larger corpus or fewer "
-            "depths, or set train.balance=types."
+            "There must be at least one token type per bucket, and balance=none only with kind=clustered, got "
+            f"{len(types)} types for {len(depths)} buckets, kind={kind}, balance={balance}. Name a larger corpus or "
+            "fewer depths, or set train.balance=types."
         )
     weights = np.ones(len(types)) if balance == "types" else seen[types].astype(np.float64)
     rng = np.random.default_rng(seed)
@@ -177,7 +177,7 @@ def even_depths(buckets: int, layers: int) -> tuple[int, ...]:
         ValueError: more buckets than layers.
     """
     if buckets > layers:
-        raise ValueError(f"Got buckets={buckets}; the model has {layers} layers, so at most as many are allowed.")
+        raise ValueError(f"buckets must be at most {layers}, the layers of the model, got {buckets}.")
     return tuple(round(layers * (bucket + 1) / buckets) for bucket in range(buckets))
 
 
@@ -209,7 +209,7 @@ def _order(kind: Kind, types: Int[np.ndarray, "n"], corpus: Corpus, rng: np.rand
 
 
 def _cut(order: Int[np.ndarray, "n"], weights: Float[np.ndarray, "n"], buckets: int) -> Int[np.ndarray, "n"]:
-    """The bucket of each type: where its middle lies decides, and no bucket stays empty."""
+    """The bucket of each type, by the position of its middle; no bucket stays empty."""
     chosen = np.empty(len(order), np.int64)
     share, passed, bucket, held = weights.sum() / buckets, 0.0, 0, 0
     for taken, place in enumerate(order):
@@ -261,7 +261,7 @@ def _distances(vectors: Float[np.ndarray, "n D"], centres: Float[np.ndarray, "k 
 
 
 def _fill_up(distance: Float[np.ndarray, "n k"], weights: Float[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-    """Nearest centre with room; who would lose most at the second nearest chooses first."""
+    """Nearest centre with room; the types that lose most at their second nearest choose first."""
     buckets = distance.shape[1]
     room = np.full(buckets, weights.sum() / buckets)
     wishes = distance.argsort(1, kind="stable")
@@ -277,6 +277,6 @@ def _fill_up(distance: Float[np.ndarray, "n k"], weights: Float[np.ndarray, "n"]
 
 def _unreadable(folder: Path, why: str) -> ValueError:
     return ValueError(
-        f"{folder} cannot be read as a hash table ({why}); a folder with {TABLE} and {CONFIG} is needed. Name "
+        f"{folder} must hold a hash table, {TABLE} and {CONFIG}, and cannot be read ({why}). Name "
         "another, or make one: python -m bench.train method=hash_ee model=MODEL."
     )

@@ -4,13 +4,13 @@ A step runs the layers in portions, up to the depths at which its policy decides
 multiplied with the output matrix, and its token is drawn from the processed distribution. The prompt and the first
 token take the whole model (hash tables may change that).
 
-Later tokens attend to this one in every layer, so each skipped layer computes its keys and values from the state the
-token exited with (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3). Layers that no later
-token can reach are left alone.
+Later tokens attend to this one in every layer, so each skipped layer computes its keys and values from the state with
+which the token exited (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3). Layers that no
+later token can reach are left out.
 
-Rows of a batch go in lockstep to the deepest exit. A row that has exited is frozen: it passes through the remaining
+Rows of a batch run in lockstep to the deepest exit. A row that has exited is frozen: it passes through the remaining
 layers with its state, which is what propagation writes, and its text is the one it would have alone. Its layers are not
-saved then: ``Step.layers`` is what the batch ran, for every row.
+saved: ``Step.layers`` is what the batch ran, for every row.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from methods.engine.seq2seq_lm import DecoderPass
 
 @dataclass(slots=True)
 class DecodeStats:
-    """What the steps after the prompts have cost since the decoder was made.
+    """Cost of the steps after the prompts since the decoder was made.
 
     Attributes:
-        steps: how many there were.
+        steps: number of steps.
         layers: layers run, each over all rows of a batch at once.
         fills: layers that only got keys and values.
         columns: columns of the output matrix that were multiplied, the token's own included.
         maps: maps of exits that were multiplied.
-        exits: by depth, tokens that left there; each row by itself, whatever the batch ran.
+        exits: by depth, tokens that exited there; each row by itself, whatever the batch ran.
     """
 
     steps: int = 0
@@ -56,8 +56,8 @@ class DecodeStats:
     def stats(self, target: CausalLM) -> dict[str, Any]:
         """Per step, as plain JSON values.
 
-        ``layer_equivalents`` counts heads, maps and fills in layers of the target; ``cost_over_layers`` is what a step
-        cost by them, over what it would have cost had its layers and its output matrix shrunk alike.
+        ``layer_equivalents`` counts heads, maps and fills in layers of the target; ``cost_over_layers`` divides the
+        cost of a step in them by what it would have cost had its layers and its output matrix shrunk alike.
         """
         if not self.steps:
             return {}
@@ -95,14 +95,14 @@ class ExitDecision:
 
 @dataclass(frozen=True, slots=True)
 class ExitPoint:
-    """Where a step is when a policy decides.
+    """State of a step when a policy decides.
 
     Attributes:
         depth: layers that have run.
         hidden: [B, D] states after them.
         ready: [B, D] what the output matrix multiplies.
         roots: tokens that the rows read.
-        open: per row, whether it has neither exited nor reached its limit; nothing is asked about the others.
+        open: per row, whether it has neither exited nor reached its limit; the others are not judged.
     """
 
     depth: int
@@ -116,7 +116,7 @@ class Policy(ABC):
     """Decides how deep each token goes.
 
     Attributes:
-        guarantee: what becomes of the target's text.
+        guarantee: about the target's text.
         deepest: most layers that a token after the prompt can take; those above are never run.
         nbytes: of its own weights.
     """
@@ -126,7 +126,7 @@ class Policy(ABC):
     nbytes: int = 0
 
     def reset(self, limit: int) -> None:  # noqa: B027, most have nothing to reset
-        """Start new prompts, of which at most ``limit`` tokens are wanted each."""
+        """Start new prompts of at most ``limit`` tokens each."""
 
     @abstractmethod
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
@@ -142,16 +142,16 @@ class Policy(ABC):
 
 
 def exact_if(whole: bool) -> Guarantee:
-    """The guarantee of a policy whose tokens take all layers, or do not."""
+    """EXACT if tokens take all layers, else RELAXED."""
     return Guarantee.EXACT if whole else Guarantee.RELAXED
 
 
 class EarlyExitDecoder(Decoder):
-    """A target, a policy of leaving it early, and a reader of its exits.
+    """A target with an exit policy and a reader of its exits.
 
     Attributes:
         guarantee: what the policy promises.
-        counters: what the steps so far have cost.
+        counters: cost of the steps so far.
     """
 
     guarantee = Guarantee.RELAXED
@@ -165,15 +165,15 @@ class EarlyExitDecoder(Decoder):
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
-        """With ``head=lens`` none is read."""
+        """``head=lens`` reads none."""
         return super().needs_checkpoint(settings) and settings.get("head") != "lens"
 
     def restart(self, policy: Policy) -> None:
-        """Decode by this policy from now on, and count anew."""
+        """Decode by this policy from now on, and reset the counters."""
         self.policy, self.guarantee, self.counters = policy, policy.guarantee, DecodeStats()
 
     def stats(self) -> dict[str, Any]:
-        """What the steps so far have cost, and where tokens left."""
+        """Cost of the steps so far, and where tokens exited."""
         return self.counters.stats(self.target)
 
     def memory(self) -> dict[str, int | None]:
@@ -243,14 +243,14 @@ class EarlyExitDecoder(Decoder):
 
 
 class Walk:
-    """A pass over one token per row on its way up, in which rows come to rest at different depths.
+    """A pass over one token per row, whose rows stop at different depths.
 
     Attributes:
-        state: the pass, as the target begins it; a row at rest keeps the state it left with.
+        state: the pass, as the target begins it; a stopped row keeps the state it exited with.
         depth: layers run so far.
-        ready: [B, D] what the output matrix multiplies, for the rows that have left.
-        open: per row, whether it still goes up.
-        waiting: rows at rest.
+        ready: [B, D] what the output matrix multiplies, for the rows that have exited.
+        open: per row, whether it has not exited yet.
+        waiting: rows that have exited.
     """
 
     ready: Float[Tensor, "B D"]
@@ -264,7 +264,7 @@ class Walk:
 
     @property
     def staying(self) -> bool:
-        """Some row still goes up."""
+        """Some row has not exited yet."""
         return any(self.open)
 
     def to(self, depth: int) -> None:
@@ -280,13 +280,13 @@ class Walk:
             self.state.hidden = torch.where(self._gone, before, self.state.hidden)
 
     def leave(self, leaves: Sequence[bool], ready: Float[Tensor, "B D"]) -> int:
-        """Bring rows to rest here; returns how many."""
+        """Let rows exit here; returns how many."""
         new = [now and is_open for now, is_open in zip(leaves, self.open, strict=True)]
         count = sum(new)
         if not count:
             return 0
         self.open = [is_open and not now for now, is_open in zip(new, self.open, strict=True)]
-        if self._gone is None:  # whoever stays overwrites this at its own exit
+        if self._gone is None:  # a row that stays overwrites this at its own exit
             self.ready = ready
             if self.staying:
                 self._gone = torch.tensor(new, device=ready.device)[:, None, None]

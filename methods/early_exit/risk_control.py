@@ -1,22 +1,22 @@
-"""Choosing an exit threshold with a promise: Learn-then-Test (Angelopoulos et al. 2021), as used by CALM
-(Schuster et al. 2022, section 4).
+"""Choosing an exit threshold with a guarantee: Learn-then-Test (Angelopoulos et al. 2021), as used by CALM (Schuster et
+al. 2022, section 4).
 
-Every calibration prompt is decoded in full and once per threshold; the caller scores each output with a loss in
-[0, 1]. "The mean loss at this threshold exceeds the tolerance" is then tested for each threshold, and the lowest one
-for which it is rejected is chosen. The promise: with probability at least 1 - ``error_rate`` over the draw of the
-calibration prompts, the expected loss at the chosen threshold is at most ``tolerance`` (the papers swap the Greek
-letters of the two, so they are spelt out here). It needs new prompts from the source of the calibration prompts, the
-same decoding settings, and thresholds fixed before the losses were seen. A loss that grows as thresholds fall is not
-needed. Where nothing is certified the threshold is 1, the full model, which loses nothing.
+Every calibration prompt is decoded in full and once per threshold; the caller scores each output with a loss in [0, 1].
+"The mean loss at this threshold exceeds the tolerance" is then tested for each threshold, and the lowest one for which
+it is rejected is chosen. The guarantee: with probability at least 1 - ``error_rate`` over the draw of the calibration
+prompts, the expected loss at the chosen threshold is at most ``tolerance`` (the papers swap the Greek letters of the
+two, so they are spelt out here). It requires new prompts from the source of the calibration prompts, the same decoding
+settings, and thresholds fixed before the losses were seen, but no loss that grows as thresholds fall. If no threshold
+is certified it is 1, the full model, which loses nothing.
 
 p-values
     ``hoeffding``           exp(-2 n (tolerance - mean)^2)
     ``hoeffding_bentkus``   Angelopoulos et al. 2021, what CALM uses: the smaller of two tail bounds of the mean
-    ``betting``             the wealth of a gambler who bets against the hypothesis: Waudby-Smith and Ramdas 2024, with
-                            the stakes of Bates et al. 2021; the default. It notices that losses
-                            spread little, where the other two know the mean alone: an expected loss of 0.025 is
-                            certified for a tolerance of 0.05 (power 0.9) with 168 prompts instead of 479 where losses
-                            deviate by 0.05. Losses of 0 and 1 spread most, and Hoeffding-Bentkus is better: 676 to 826.
+``betting``             the default: the wealth of a gambler who bets against the hypothesis (Waudby-Smith and Ramdas
+                        2024, with the stakes of Bates et al. 2021). It uses the spread of the losses, the other two
+                        only the mean: an expected loss of 0.025 is certified for a tolerance of 0.05 (power 0.9) with
+                        168 prompts instead of 479 where losses deviate by 0.05. Losses of 0 and 1 spread most, and
+                        Hoeffding-Bentkus is better there: 676 to 826.
 Procedures
     ``fixed_sequence``      from the safest threshold down, each at the full error rate, until one is not rejected
     ``bonferroni``          each at error_rate / number of thresholds; gets past a bump in the losses, else weaker
@@ -25,8 +25,8 @@ Procedures
 
 Published (CALM, T5 with 8 decoder layers, error_rate 0.05): at textual tolerance 0.25 certified thresholds need 2.62
 layers on CNN/DM and 1.76 on WMT15 en-fr. Differences: betting rather than Hoeffding-Bentkus by default; the chosen
-threshold is the last rejected one of the sequence (published code for another exit network returns the one
-after it); prompts are shuffled by a seed before betting, since a file sorted by task is no random order.
+threshold is the last rejected one of the sequence (published code for another exit network returns the one after it);
+prompts are shuffled by a seed before betting, since a file sorted by task is no random order.
 
 Settings: ``method.calibration.tolerance=0.05 method.calibration.error_rate=0.05``
 """
@@ -47,7 +47,7 @@ PValue = Literal["hoeffding", "hoeffding_bentkus", "betting"]
 Procedure = Literal["fixed_sequence", "bonferroni", "conformal"]
 
 FULL_MODEL = 1.0
-MOST_PROMPTS = 100_000  # a plan beyond this is refused: nobody decodes that many prompts once per threshold
+MOST_PROMPTS = 100_000  # a larger plan, decoded once per threshold, is impractical and refused
 _SIMULATIONS = 2_000  # of a plan; the standard error of a power of 0.9 is 0.007
 _AT_ONCE = 2_000_000  # losses simulated in one array
 
@@ -64,7 +64,7 @@ def p_values(
         losses: in [0, 1]; rows independent and in an order that does not depend on them.
         tolerance: in (0, 1).
         kind: see the head of this file.
-        level: the level at which betting's stakes are aimed; any level gives a valid p-value.
+        level: for which betting's stakes are chosen; any level gives a valid p-value.
     """
     losses = losses.astype(np.float64)
     if kind == "betting":
@@ -130,22 +130,22 @@ def bonferroni(p: Float[np.ndarray, " thresholds"], error_rate: float) -> Bool[n
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A threshold and what it was chosen by; ``record()`` goes into the run's record.
+    """A threshold and how it was chosen.
 
     Attributes:
         threshold: the chosen one; 1, the full model, where none passed.
         procedure: how it was chosen.
         p_value: kind of the p-values; None for ``conformal``.
         tolerance: allowed expected loss.
-        error_rate: allowed probability that the promise is wrong; None for ``conformal``, which has none.
+        error_rate: allowed probability of a wrong certificate; None for ``conformal``, which has none.
         prompts: calibration prompts.
-        seed: of the order in which betting met the prompts.
+        seed: of the order of the prompts in betting.
         thresholds: the tested ones, safest first.
         risks: mean loss on the calibration prompts, per threshold.
         p_values: per threshold, after the stop of the fixed sequence too; empty for ``conformal``.
         passed: per threshold, whether it was accepted.
-        falls: pairs of prompt and neighbouring thresholds where the lower threshold lost less. ``conformal`` needs
-            none and replaces each loss by the largest at any safer threshold; the others need not care.
+        falls: pairs of prompt and neighbouring thresholds where the lower threshold lost less. ``conformal`` requires
+            none and replaces each loss by the largest at any safer threshold.
     """
 
     threshold: float
@@ -163,11 +163,11 @@ class Calibration:
 
     @property
     def certified(self) -> bool:
-        """Whether an early exit is certified in probability; what ``conformal`` accepts is not."""
+        """Whether an early exit is certified in probability; one accepted by ``conformal`` is not."""
         return any(self.passed) and self.procedure != "conformal"
 
     def explain(self) -> str:
-        """One sentence on what is promised, and how."""
+        """One sentence about the guarantee."""
         by = f"{self.procedure}, {self.prompts} prompts" + (f", p-value {self.p_value}" if self.p_value else "")
         if not any(self.passed):
             return f"no threshold passed for tolerance {self.tolerance:g} ({by}): the full model runs"
@@ -193,17 +193,16 @@ def calibrate(
     procedure: Procedure = "fixed_sequence",
     seed: int = 0,
 ) -> Calibration:
-    """Choose the lowest threshold that can be answered for.
+    """Choose the lowest threshold that passes.
 
     Args:
         losses: in [0, 1], one row per calibration prompt, one column per threshold.
         thresholds: falling, all below 1 (1 is the full model and needs no test), fixed before the losses were seen.
         tolerance: allowed expected loss, in (0, 1).
-        error_rate: allowed probability of a wrong certificate, in (0, 1); ``conformal`` has none and ignores it.
-        p_value: see the head of this file; ``conformal`` has none and ignores it.
-        procedure: likewise.
-        seed: of the order in which betting meets the prompts; fix it beforehand, choosing it by the result voids
-            the promise.
+        error_rate: allowed probability of a wrong certificate, in (0, 1); ignored by ``conformal``.
+        p_value: see the head of this file; ignored by ``conformal``.
+        procedure: see the head of this file.
+        seed: of the order of the prompts in betting; must be fixed beforehand, or the guarantee is void.
 
     Raises:
         ValueError: a setting or a loss out of range, thresholds not falling, or too few prompts to certify anything
@@ -238,7 +237,7 @@ def calibrate(
 def _conformal(losses: Float[np.ndarray, "prompts thresholds"], tolerance: float) -> Bool[np.ndarray, " thresholds"]:
     """(n mean + 1) / (n + 1) <= tolerance: the new prompt's loss counts at its largest (Angelopoulos et al. 2024).
 
-    Each loss is replaced by the largest at any safer threshold, since this promise supposes losses that only grow.
+    Each loss is replaced by the largest at any safer threshold, since this guarantee assumes losses that only grow.
     """
     monotone = np.maximum.accumulate(losses, axis=1)
     return (monotone.sum(axis=0) + 1) / (len(losses) + 1) <= tolerance
@@ -258,7 +257,7 @@ def fewest_prompts(
     procedure: Procedure = "fixed_sequence",
     n_thresholds: int = 1,
 ) -> int:
-    """The fewest prompts with which anything can be certified, were all their losses 0.
+    """The fewest prompts with which anything can be certified if all their losses are 0.
 
     Raises:
         ValueError: a setting is out of range.
@@ -292,19 +291,18 @@ def chance_to_certify(
     deviation: float | None = None,
     seed: int = 0,
 ) -> float:
-    """Probability that one threshold of expected loss ``risk`` is certified on so many prompts.
+    """Probability that one threshold of expected loss ``risk`` is certified with ``prompts`` calibration prompts.
 
-    Exact for p-values of the mean and losses of 0 and 1, else from 2000 simulated calibrations. In a fixed sequence
-    all safer thresholds must pass too, which they do nearly always where they lose clearly less.
+    Exact for p-values of the mean and losses of 0 and 1, else from 2000 simulated calibrations. In a fixed sequence all
+    safer thresholds must pass too, which they nearly always do if they lose clearly less.
 
     Args:
-        prompts: calibration prompts.
         risk: supposed expected loss, at least 0 and below the tolerance.
         tolerance: allowed expected loss.
         error_rate: level of the test; for ``bonferroni`` divide it by the number of thresholds.
         p_value: see the head of this file.
-        deviation: supposed standard deviation of the losses, taken as Beta distributed. None: losses of 0 and 1,
-            which spread most and so are the hard case.
+        deviation: supposed standard deviation of the losses, taken as Beta distributed. None: losses of 0 and 1, which
+            spread most.
         seed: of the simulation.
 
     Raises:
@@ -385,11 +383,11 @@ def _smallest(holds: Callable[[int], bool], fails: int, works: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Redraws:
-    """How often a way of choosing thresholds broke the tolerance on calibration sets drawn anew.
+    """How often a way of choosing thresholds broke the tolerance on newly drawn calibration sets.
 
     Attributes:
         draws: calibration sets drawn.
-        broken: how many ended on a threshold whose risk over the whole table exceeds the tolerance.
+        broken: how many led to a threshold whose risk over the whole table exceeds the tolerance.
         thresholds: the chosen ones, one per draw.
     """
 
@@ -408,10 +406,10 @@ def redraw(
     draws: int = 1000,
     seed: int = 0,
 ) -> Redraws:
-    """Take recorded losses as the population, draw calibration sets from it, and count broken promises.
+    """Take recorded losses as the population, draw calibration sets from it, and count broken guarantees.
 
-    Rows are drawn with replacement: independent prompts, which is what the promise supposes, whatever the size
-    of the table. ``choose`` maps the losses of one draw to a threshold; ``naive_threshold`` is the control.
+    Rows are drawn with replacement: independent prompts, as the guarantee requires, whatever the size of the table.
+    ``choose`` maps the losses of one draw to a threshold; ``naive_threshold`` is the control.
     """
     losses = _checked_losses(losses, thresholds)
     rng = np.random.default_rng(seed)
@@ -423,7 +421,7 @@ def redraw(
 def naive_threshold(
     losses: Float[np.ndarray, "prompts thresholds"], thresholds: Sequence[float], tolerance: float
 ) -> float:
-    """The lowest threshold down to which the mean loss stays within the tolerance. A control: it promises nothing."""
+    """The lowest threshold down to which the mean loss stays within the tolerance: a control without any guarantee."""
     within = np.logical_and.accumulate(losses.mean(axis=0) <= tolerance)
     return float(thresholds[int(within.sum()) - 1]) if within[0] else FULL_MODEL
 
@@ -433,7 +431,7 @@ def naive_threshold(
 
 def _check(holds: bool, given: str, allowed: str, remedy: str) -> None:
     if not holds:
-        raise ValueError(f"{given}: allowed is {allowed}; {remedy}")
+        raise ValueError(f"expected {allowed}, got {given}; {remedy}")
 
 
 def _check_settings(tolerance: float, error_rate: float, p_value: str, procedure: str) -> None:
@@ -492,7 +490,7 @@ def _in_unit(values: Float[np.ndarray, "..."], name: str) -> Float[np.ndarray, "
 
 
 def require_falling(thresholds: Sequence[float]) -> None:
-    """Refuse thresholds that are no falling sequence from below 1 to 0.
+    """Refuse thresholds that are not a falling sequence from below 1 to 0.
 
     Raises:
         ValueError: they are not.

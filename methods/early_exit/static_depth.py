@@ -1,6 +1,6 @@
-"""Static depth: every token after the prompt takes the first k layers. What an adaptive method must beat.
+"""Static depth: every token after the prompt takes the first k layers, the baseline of adaptive methods.
 
-No confidence, no decision, one output matrix per token, and nothing computed for the layers above, as no later token
+There is no confidence, one output matrix per token, and nothing is computed for the layers above, as no later token
 reaches them. Prompt and first token take the whole model, as with the adaptive methods. k = L is the full model.
 
 The exit after layer k must be trained, into the model (``method.head=lens``) or as a map over a frozen one:
@@ -28,7 +28,7 @@ from methods.engine.sampling import Sampling
 
 
 class StaticPolicy(Policy):
-    """Leave after ``depth`` layers."""
+    """Exit after ``depth`` layers."""
 
     def __init__(self, depth: int, layers: int) -> None:
         self.deepest = depth
@@ -43,8 +43,8 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
 
     Args:
         depth: layers run; None: three quarters of the model's, or the trained depth next to that.
-        head: how the exit is read: by what was trained, or by the model's own norm and output matrix (``lens``).
-        calibration: a risk target for which the depth is chosen; it takes the place of ``depth``.
+        head: how the exit is read: by trained maps, or by the model's own norm and output matrix (``lens``).
+        calibration: a risk target for which the depth is chosen; replaces ``depth``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
     Raises:
@@ -73,7 +73,7 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
-        """The whole model needs none, and how many layers it has is not known before it is loaded."""
+        """The whole model needs none, but its number of layers is not known before it is loaded."""
         return super().needs_checkpoint(settings) and settings.get("depth") is None
 
     def set_threshold(self, threshold: float) -> None:
@@ -83,5 +83,5 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
         self.restart(StaticPolicy(depth, self.target.n_layers))
 
     def stats(self) -> dict[str, Any]:
-        """What the steps so far have cost; nothing is spent on confidence."""
+        """Cost of the steps so far, without any for confidence."""
         return super().stats() | {"confidence_share": 0.0}

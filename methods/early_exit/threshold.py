@@ -1,13 +1,13 @@
-"""Exit thresholds that fall along a text: early tokens are what all later ones build on (CALM, sec. 3.2).
+"""Exit thresholds that fall along a text, since all later tokens build on early ones (CALM, sec. 3.2).
 
     paper          lambda_t = clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1)        eq. 5 of arXiv 2207.07061
     code           lambda_t = lambda (0.9 + 0.1 exp(-tau t / N))                   t5x, and FREE's copy of it
 
 t counts the tokens after the prompt, N is the most there can be. Two defects of the published form are not kept:
 
-- By eq. 5 lambda = 1 falls to 0.902 at t = N and tau = 4, so the fallback of CALM's guarantee, "the threshold 1 is the
-  full model", does not hold. Here 1 is never lowered: no token exits.
-- t5x evaluates the code's form at t = 0 throughout (its decoding loop never passes the position), so it does not decay.
+* By eq. 5 lambda = 1 falls to 0.902 at t = N and tau = 4, so the fallback of CALM's guarantee, "the threshold 1 is the
+full model", does not hold. Here 1 is never lowered: no token exits.
+* t5x evaluates the code's form at t = 0 throughout (its decoding loop never passes the position), so it does not decay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FULL_MODEL = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """The confidence above which a token leaves, by its place in the text.
+    """The confidence above which a token exits, by its position in the text.
 
     Attributes:
         value: lambda; 1 is the full model.
@@ -43,8 +43,9 @@ class Threshold:
     def __post_init__(self) -> None:
         if not 0 <= self.value <= 1 or self.tau < 0 or (self.horizon is not None and self.horizon < 1):
             raise ValueError(
-                f"Got threshold={self.value}, tau={self.tau}, horizon={self.horizon}; 0 <= threshold <= 1, tau >= 0 "
-                "and horizon >= 1 (or null) are allowed. method.threshold=1 is the full model."
+                "Thresholds need 0 <= threshold <= 1, tau >= 0 and horizon >= 1 (or null), got "
+                f"threshold={self.value}, tau={self.tau}, horizon={self.horizon}. method.threshold=1 is the full "
+                "model."
             )
 
     @property

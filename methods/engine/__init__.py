@@ -1,1 +1,1 @@
-"""Forward pass over Hugging Face weights: any layers, any token tree, ragged rows. Knows no method."""
+"""Forward pass over Hugging Face weights, independent of the methods: any layers, any token tree, ragged rows."""

@@ -1,4 +1,4 @@
-"""A tokenizer with one token per byte: it reads every text, and needs no file to be fetched."""
+"""A tokenizer with one token per byte: it reads every text and needs no file."""
 
 from __future__ import annotations
 

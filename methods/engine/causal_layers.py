@@ -1,8 +1,8 @@
-"""Reading the weights of Hugging Face decoder layers: the one place that knows how the families differ.
+"""Reading the weights of Hugging Face decoder layers: all differences between the families.
 
-Ten families share one skeleton (norm, attention with rotary positions, norm, gated feed-forward) and differ in
-where the norms stand, in biases, in query/key norms, in scale factors and in how projections are stored. A
-family is on the list only because a test proves its logits equal to transformers' own.
+Ten families share one skeleton (norm, attention with rotary positions, norm, gated feed-forward) and differ in the
+positions of the norms, in biases, in query/key norms, in scale factors and in how projections are stored. A family is
+on the list only if a test proves its logits equal to those of transformers.
 """
 
 from __future__ import annotations
@@ -89,31 +89,30 @@ def read_norm(module: nn.Module | None) -> Rows | None:
 
 
 def check(config: PretrainedConfig) -> None:
-    """Refuse, by name, what is not proven.
+    """Refuse what is not proven.
 
     Raises:
         UnsupportedModel: the family, the rotary scaling or an option has no equality test.
     """
     if config.model_type not in PROVEN:
         raise UnsupportedModel(
-            f"Model family '{config.model_type}' is not proven equal to transformers' own forward. "
-            f"Proven: {', '.join(PROVEN)}. Choose a model of one of these."
+            "The model family must be one whose forward pass is proven equal to transformers' own "
+            f"({', '.join(PROVEN)}), got '{config.model_type}'. Choose a model of one of these."
         )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in PROVEN_ROPE:
         raise UnsupportedModel(
-            f"Rotary scaling '{rope}' of this {config.model_type} model is not proven. Proven: "
-            f"{', '.join(PROVEN_ROPE)}. "
-            "Choose a variant of the model without it (for Phi-3: a 4k one)."
+            f"The rotary scaling of a {config.model_type} model must be one proven equal ({', '.join(PROVEN_ROPE)}), "
+            f"got '{rope}'. Choose a variant of the model without it (for Phi-3: a 4k one)."
         )
     if getattr(config, "clip_qkv", None) is not None:
         raise UnsupportedModel(
-            "This OLMo model clips queries and keys (clip_qkv), which is not proven. Choose another."
+            "OLMo models must not clip queries and keys (clip_qkv), which is not proven equal. Choose another model."
         )
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """Longest context in which full attention is what the model means (sliding windows end it)."""
+    """Longest context in which full attention is right (a sliding window ends it)."""
     limit = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
@@ -163,6 +162,6 @@ def _join(module: nn.Module, names: tuple[str, ...], form: LinearForm) -> Linear
 
 
 def release(module: nn.Module) -> None:
-    """Give back the memory of weights that the engine now holds in its own layout."""
+    """Free the memory of weights that the engine now holds in its own layout."""
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)

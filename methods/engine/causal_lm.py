@@ -1,8 +1,8 @@
 """A causal language model as every method sees it: any of its layers over any tree of tokens, batch first.
 
-The weights come from a Hugging Face model; the walk over its layers is ours, so that a pass can score a token
-tree, skip sub-layers, stop early, show hidden states of any layer, and write into a static cache whose rows
-have different lengths. Tests prove the logits equal to ``model(...)`` for every family it accepts.
+The weights are those of a Hugging Face model; the forward pass is our own, so that a pass can score a token tree, skip
+sub-layers, stop early, return hidden states of any layer, and write into a static cache whose rows have different
+lengths. Tests prove the logits equal to ``model(...)`` for every family it accepts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SCORE_CHUNK = 256
 
 @dataclass(slots=True)
 class Output:
-    """What a pass of the target yields.
+    """Result of a pass of the target.
 
     Attributes:
         logits: [B, M, V] of every scored node; after a prefill [B, 1, V] of each row's last token.
-        hidden: [B, P, D] after the final norm (what the output matrix multiplies); P = M, but after a prefill
-            with hidden_layers it covers all positions of the prompts, rows padded at the end.
+        hidden: [B, P, D] after the final norm (what the output matrix multiplies); P = M, but after a prefill with
+            hidden_layers it covers all positions of the prompts, rows padded at the end.
         hidden_layers: hidden states after the layers asked for, over the same positions.
-        memory: [B, S, D] what the encoder made of the sources, rows padded at the end; only after a prefill of an
+        memory: [B, S, D] encoder states of the sources, rows padded at the end; only after a prefill of an
             encoder-decoder.
     """
 
@@ -155,7 +155,7 @@ class CausalLM:
 
     @property
     def encoder_bytes(self) -> int:
-        """Bytes of the matrices that reading a source multiplies with; only an encoder-decoder has some."""
+        """Bytes of the matrices that reading a source multiplies with; 0 unless the model is an encoder-decoder."""
         return 0
 
     @property
@@ -231,13 +231,13 @@ class CausalLM:
         return Pass(hidden, cos, sin, mask, slots, end, cache)
 
     def reserve_positions(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Make rotary tables that long; they stay where they are as long as somebody holds them."""
+        """Extend the rotary tables to so many positions; returned tables keep their memory while referenced."""
         return self._rope.slice(0, positions)
 
     def run(
         self, state: Pass, layers: Iterable[int], hidden_layers: Collection[int] = ()
     ) -> dict[int, Float[Tensor, "B M D"]]:
-        """Push a pass through ``layers``; returns the hidden states after those in ``hidden_layers``."""
+        """Run a pass through ``layers``; returns the hidden states after those in ``hidden_layers``."""
         seen = {}
         for index in layers:
             layer = self.layers[index]
@@ -252,8 +252,8 @@ class CausalLM:
     def fill(self, state: Pass, layers: Sequence[int]) -> None:
         """Write into the cache the keys and values that ``layers`` make of a state, without running them.
 
-        Each layer projects the same state with its own norm and weights: what a token that left the model early shows
-        to those after it (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3).
+        Each layer projects the same state with its own norm and weights, for a token that exited early (hidden-state
+        propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3).
         """
         kept = [index for index in layers if index not in self.skipped_attention]
         for rotary in (True, False):
@@ -261,7 +261,7 @@ class CausalLM:
             if not group:
                 continue
             heads = torch.stack([self._project(index, state.hidden) for index in group])
-            if rotary:  # of all layers at once: the token stands at one position
+            if rotary:  # of all layers at once: the token has one position
                 cos, sin = (t if len(t) == 1 else t.repeat(len(group), 1, 1, 1) for t in (state.cos, state.sin))
                 rotate_(heads.flatten(0, 1)[:, :, : self.kv_heads], cos, sin)
             for index, new in zip(group, heads, strict=True):
@@ -274,7 +274,7 @@ class CausalLM:
 
     @property
     def linear_form(self) -> LinearForm:
-        """In which form the weights are held."""
+        """The form of the weights, see ``methods.engine.linear``."""
         return "packed" if isinstance(self._head, PackedLinear) else "plain"
 
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
@@ -310,7 +310,7 @@ class CausalLM:
         levels: int | None = None,
         hidden_layers: Collection[int] = (),
     ) -> Output:
-        """Score M nodes per row after the cache; the cache's lengths stay where they are.
+        """Score M nodes per row after the cache; the cache's lengths do not change.
 
         Args:
             tokens: [B, M] ids; node 0 is the root.
@@ -346,7 +346,7 @@ class CausalLM:
     ) -> Output:
         """Read whole prompts, ragged, in chunks; afterwards each row of the cache holds its prompt.
 
-        Rows shorter than the longest write after their end, where nothing ever looks.
+        Rows shorter than the longest write after their end, which is never read.
         """
         cache.reset()
         lengths = [len(prompt) for prompt in prompts]
@@ -375,10 +375,7 @@ class CausalLM:
         return Output(logits, every, {t: torch.cat([s[t] for _, s in states], 1) for t in hidden_layers})
 
     def prefill_rows(self, prompts: Mapping[int, Int[Tensor, "_"]], cache: Cache) -> Output:
-        """Read whole prompts into some rows of a cache, in place of what these held; the others stay as they are.
-
-        Args:
-            prompts: by row.
+        """Read whole prompts, by row, into some rows of a cache, in place of their content; the others do not change.
 
         Returns:
             Of the rows named, in their order, as ``prefill`` does without hidden_layers.
@@ -428,7 +425,7 @@ class CausalLM:
 
     @staticmethod
     def gate(activation: Rows, both: Float[Tensor, "R G"]) -> Float[Tensor, "R F"]:
-        """What a feed-forward sub-layer makes of its first products."""
+        """The gate of a feed-forward sub-layer: from its first products to the input of the last."""
         gate, up = both.chunk(2, dim=-1)
         return activation(gate) * up
 
@@ -488,7 +485,7 @@ class RotaryTable:
         self._cos, self._sin = self._build(256)
 
     def _build(self, positions: int) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():  # the same kind of tensors, whoever asked for more of them
+        with torch.inference_mode(False), torch.no_grad():  # the same kind of tensors in every mode
             cos, sin = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
         half = sin.shape[-1] // 2
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
@@ -536,7 +533,7 @@ def ragged_mask(
 
 
 def leave_file(model: PreTrainedModel, embedding: Tensor) -> None:
-    """Give what outlives the packing memory of its own.
+    """Copy the weights that are kept after the packing.
 
     Weights read from a file are views into one mapping of it: a single norm kept would keep all of it resident.
     """

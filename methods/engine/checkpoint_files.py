@@ -1,4 +1,4 @@
-"""A trained part as two files in a folder: its tensors as safetensors, and a JSON object that says what they are.
+"""A checkpoint as two files in a folder: its tensors as safetensors, and a JSON object that describes them.
 
 A file may be *packed*: its matrices have 4 to 8 bits per weight and a scale per row, or per group of a row. The weights
 are then defined as the dequantised ones, and readers get plain tensors.
@@ -30,21 +30,21 @@ T = TypeVar("T")
 
 
 class MissingPart(ValueError):
-    """What a decoder cannot do without is not there; the message names the command that makes it."""
+    """A required checkpoint is missing; the message names the command that makes it."""
 
 
 def training_command(method: str) -> str:
-    """What makes the part of a method."""
+    """The command that makes the checkpoint of a method."""
     return f"python -m bench.train method={method} model=MODEL"
 
 
 def target_sizes(target: CausalLM) -> dict[str, int]:
-    """What a part says of the model it was made for."""
+    """Sizes of the model that a checkpoint is made for."""
     return {"hidden_size": target.hidden_size, "layers": target.n_layers, "vocab_size": target.vocab_size}
 
 
 def sizes_of(shape: object) -> dict[str, int]:
-    """The same as a part's own shape has them, among others."""
+    """The same sizes, from a checkpoint's own shape."""
     return {name: getattr(shape, name) for name in SIZES}
 
 
@@ -67,38 +67,36 @@ def write_part(
 def read_part(
     folder: Path, method: str, parse: Callable[[dict[str, Any]], T], names: Names = (WEIGHTS, CONFIG)
 ) -> tuple[T, dict[str, Tensor]]:
-    """What ``write_part`` wrote: what ``parse`` makes of the object, and the tensors.
+    """What ``write_part`` wrote: the object as ``parse`` returns it, and the tensors.
 
     Raises:
-        ValueError: files are missing or damaged, or ``parse`` finds the object wanting (ValueError, KeyError or
-            TypeError).
+        ValueError: files are missing or damaged, or ``parse`` raises ValueError, KeyError or TypeError.
     """
     try:
         config = parse(json.loads((folder / names[1]).read_text(encoding="utf-8")))
         return config, load_tensors(folder / names[0])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(
-            f"{folder} cannot be read as a part of method={method} ({type(error).__name__}: {error}); it must hold "
-            f"{names[1]} and {names[0]} as their training leaves them. Name another folder, or train one: "
-            f"{training_command(method)}."
+            f"{folder} must hold {names[1]} and {names[0]} as the training of method={method} writes them, got "
+            f"{type(error).__name__}: {error}. Name another folder, or train one: {training_command(method)}."
         ) from error
 
 
 def require_target(folder: Path, method: str, sizes: Mapping[str, int], target: CausalLM) -> None:
-    """Refuse a part that was made for a model of other sizes.
+    """Refuse a checkpoint that was made for a model of other sizes.
 
     Raises:
         ValueError: with the sizes of both.
     """
     if dict(sizes) != target_sizes(target):
         raise ValueError(
-            f"The part of method={method} in {folder} is of a model with {dict(sizes)}; {target.name} has "
-            f"{target_sizes(target)}, and all must be the same. Train one for this model: {training_command(method)}."
+            f"The checkpoint of method={method} in {folder} must be of a model like {target.name} with "
+            f"{target_sizes(target)}, got {dict(sizes)}. Train one for this model: {training_command(method)}."
         )
 
 
 def require_shapes(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a file that holds other tensors than the object beside it announces.
+    """Refuse tensors other than those that the config announces.
 
     Raises:
         ValueError: naming those that differ.
@@ -114,10 +112,10 @@ def require_shapes(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[
 
 
 def own_folder(method: str, kind: str, checkpoint: str | Path | None, published: bool = True) -> Path | None:
-    """The folder of a part in our own format; None where the checkpoint is in another one.
+    """The folder of a checkpoint in our own format; None where it is in another one.
 
     Args:
-        kind: of thing the part is, for the message.
+        kind: of checkpoint, for the message.
         published: whether other formats are known. If not, the checkpoint must be in ours.
 
     Raises:
@@ -126,8 +124,8 @@ def own_folder(method: str, kind: str, checkpoint: str | Path | None, published:
     if checkpoint is None:
         named = "yours, or a published one: method.checkpoint=FOLDER_OR_HUB_ID" if published else ""
         raise MissingPart(
-            f"{method} has no {kind} for this model, and cannot draft without. Train: {training_command(method)}; "
-            f"or name {named or 'yours: method.checkpoint=FOLDER (none were published)'}."
+            f"{method} has no {kind} for this model. Train with {training_command(method)}; or name "
+            f"{named or 'yours: method.checkpoint=FOLDER (none were published)'}."
         )
     folder = Path(checkpoint).expanduser()
     return folder if not published or (folder / WEIGHTS).is_file() else None
@@ -151,7 +149,7 @@ def pack_file(file: Path, bits: int, group: int | None = None, without: Sequence
         ValueError: it is packed already.
     """
     if is_packed(file):
-        raise ValueError(f"{file} is packed already; packing it again would add its errors to those there are.")
+        raise ValueError(f"{file} must be plain, but it is packed already; packing it again would add up the errors.")
     stored: dict[str, Tensor] = {}
     notes: dict[str, dict[str, Any]] = {}
     for key, tensor in load_tensors(file).items():
@@ -168,7 +166,7 @@ def pack_file(file: Path, bits: int, group: int | None = None, without: Sequence
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file; those that are packed, dequantised."""
+    """The tensors of a file; packed ones are dequantised."""
     with safe_open(file, "pt") as opened:
         found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, no mapping
         notes = json.loads((opened.metadata() or {}).get(_PACKED, "{}"))
@@ -190,7 +188,7 @@ def is_packed(file: Path) -> bool:
 
 
 def load_model(kind: Any, folder: Path | str, **how: Any) -> Any:
-    """What ``kind.from_pretrained`` of transformers reads: a folder, whose weights may be packed, or a hub id."""
+    """A model by ``kind.from_pretrained`` of transformers, from a folder whose weights may be packed, or a hub id."""
     file = Path(folder) / "model.safetensors"
     if not is_packed(file):
         return kind.from_pretrained(folder, **how)
@@ -205,12 +203,12 @@ def load_model(kind: Any, folder: Path | str, **how: Any) -> Any:
 
 
 def _largest(bits: int) -> int:
-    """Code of the largest weight; that of the smallest is its negative, and 0 is among them."""
+    """Code of the largest weight; the smallest has its negative, and 0 is among the codes."""
     return int(2 ** (bits - 1)) - 1
 
 
 def _quantised(rows: Float[Tensor, "r g"], bits: int) -> tuple[UInt8[Tensor, "r g"], Float[Tensor, "r 1"]]:
-    """Codes and scales; of scales that cut off more or less of a row's largest weights, that with the least error."""
+    """Codes and scales: of several cuts of a row's largest weights, the one with the least error."""
     largest, peak = _largest(bits), rows.abs().amax(1, keepdim=True)
     least, best = torch.full_like(peak, torch.inf), torch.ones_like(peak)
     for share in _SHARES:

@@ -1,12 +1,12 @@
-"""What stands between the matrix products of a layer, compiled by ``torch.compile``: fewer kernels for the same sums.
+"""Everything between the matrix products of a layer, compiled by ``torch.compile``: fewer kernels for the same sums.
 
 Rotary embedding with the norms of the heads, and the gate of the feed-forward part, are several kernels each; compiled
-they are one. Products and attention stay what they are, library calls in the form the weights are held in, so the
-option changes neither memory nor what is compared: baseline and methods walk the same layers. CUDA graphs capture the
-compiled kernels like any others.
+they are one. Products and attention remain library calls in the form in which the weights are held, so the option does
+not change memory or the comparison: baseline and methods use the same layers. CUDA graphs capture the compiled kernels
+like any others.
 
-They are compiled when the model is loaded, for one and for any number of rows and of nodes; ``counted`` tells what came
-later all the same.
+The functions are compiled when the model is loaded, for one and for any number of rows and of nodes; ``counted`` shows
+later compilations.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _any(lm: CausalLM, *shape: int) -> Tensor:
 
 
 def _marked(tensor: Tensor, only: int = 2) -> Tensor:
-    """Let rows and nodes, where there is more than one, be of any number."""
+    """Let the numbers of rows and nodes vary where they are above 1."""
     import torch._dynamo
 
     for dim in range(only):
@@ -101,7 +101,7 @@ def _graphs_so_far() -> int:
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Whether it is torch.compile that failed, whichever of its parts."""
+    """Whether torch.compile failed, in any of its parts."""
     return any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__)
 
 
@@ -109,6 +109,6 @@ def _refusal(device: str, error: Any) -> str:
     needs = "Triton" if device == "cuda" else "a C++ compiler (g++, or the one that CXX names) and Python's headers"
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"Got hardware.compile=true, and torch.compile does not work here ({said[:200]}); on {device} it needs "
+        f"hardware.compile must be false where torch.compile fails, got true ({said[:200]}). On {device} it needs "
         f"{needs}. Install that, or set hardware.compile=false."
     )

@@ -1,13 +1,13 @@
 """Passes of fixed shape as CUDA graphs: one launch for all kernels of all layers.
 
 A small model's kernels are shorter than the time to launch them, so a pass that is launched kernel by kernel measures
-the host. A graph needs the same addresses and shapes each time: caches are handed out from a pool, nodes go into
-buffers of their own, and keys are read up to a bucket above the longest row, those after each row's end masked. What
-was captured over one cache is replayed for all texts that use it.
+the host. A graph needs the same addresses and shapes each time: caches are handed out from a pool, nodes go into fixed
+buffers, and keys are read up to a bucket above the longest row, those after each row's end masked. What was captured
+over one cache is replayed for all texts that use it.
 
-The output matrix is multiplied outside, so logits and states belong to whoever asked for them, and are not overwritten
-by the next pass. Shapes are captured when they come for the second time; before, and where nothing fits, a pass runs
-kernel by kernel. ``capture=False`` runs the same fixed form without a graph: the twin that tests compare with.
+The output matrix is multiplied outside, so the next pass does not overwrite logits and states. A shape is captured at
+its second use; before, and where nothing fits, a pass runs kernel by kernel. ``capture=False`` runs the same fixed form
+without a graph, for comparison in tests.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """A captured pass: buffers to fill, what replays it, where the results are, and what else it reads."""
+    """A captured pass: input buffers, the replay, the results, and the other tensors it reads."""
 
     tokens: Int[Tensor, "B M"]
     parents: Int[Tensor, "B N"] | None
@@ -61,12 +61,12 @@ class Replay(NamedTuple):
 
 @dataclass
 class Pooled:
-    """A cache whose tensors stay where they are, and what was captured over it.
+    """A cache whose tensors keep their addresses, and what was captured over it.
 
     Attributes:
         cache: owner of the tensors; decoders get handles that share them and have lengths of their own.
-        handle: the one in use, if it lives.
-        seen: how often each form came before it was captured.
+        handle: the one in use, if it is alive.
+        seen: how often each form was used before it was captured.
     """
 
     cache: Cache
@@ -105,7 +105,7 @@ class Graphs:
         self.captured, self.seconds = 0, 0.0
 
     def new_cache(self, batch: int, capacity: int, make: Callable[[int, int], Cache]) -> Cache:
-        """An empty cache where one was before, if one of that size is free; else a new one, by ``make``."""
+        """An empty cache: a free one of that size from the pool, else a new one by ``make``."""
         for pooled in self._pooled:
             if pooled.fits(batch, capacity):
                 return pooled.hand_out()
@@ -164,7 +164,7 @@ class Graphs:
         return pooled.replays[form]
 
     def _recorded(self, work: Callable[[], States]) -> tuple[Callable[[], None], States]:
-        """Capture ``work``; what it writes into the cache meanwhile lies after all rows."""
+        """Capture ``work``; what it writes into the cache meanwhile is after the end of all rows."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -217,7 +217,7 @@ class GraphedLM(CausalLM):
 
 
 def _repeated(work: Callable[[], States]) -> tuple[Callable[[], None], States]:
-    """``work`` itself, its results put where the first ones are."""
+    """``work``, with its results copied to the addresses of the first ones."""
     hidden, seen = work()
 
     def run() -> None:
@@ -230,7 +230,7 @@ def _repeated(work: Callable[[], States]) -> tuple[Callable[[], None], States]:
 
 
 def bucket(slots: int) -> int:
-    """The smallest of 128, 192, 256, 384, 512, .. that holds so many: attention reads half as much again at most."""
+    """The smallest of 128, 192, 256, 384, 512, .. that holds so many: attention reads at most half as much again."""
     size = _LEAST_BUCKET
     while size < slots:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3

@@ -2,8 +2,8 @@
 
 An output matrix over the whole vocabulary costs a small model as much as several layers, and most of its rows are never
 proposed. A head therefore chooses among the tokens that the target writes most often (EAGLE-3, Li et al. 2025, arXiv
-2503.01840, sec. 4, uses 32,000 of 128,256; FR-Spec, Zhao et al. 2025, arXiv 2502.14856). Verification stays over the
-whole vocabulary, so nothing is lost but drafts of rare tokens.
+2503.01840, sec. 4, uses 32,000 of 128,256; FR-Spec, Zhao et al. 2025, arXiv 2502.14856). Verification uses the whole
+vocabulary, so only drafts of rare tokens are lost.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class DraftVocabulary:
         ids = ids.long()
         if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or not bool((ids.diff() > 0).all()):
             raise ValueError(
-                f"Got {len(ids)} draft ids for a vocabulary of {size}; different ids below {size} in ascending order "
-                "are allowed. Load the part with the model it was made for."
+                f"Draft ids must be different, ascending and below {size}, the size of the vocabulary, got {len(ids)} "
+                "ids. Load the checkpoint with the model it was made for."
             )
         self.ids, self.size = ids, size
         self._places = torch.full((size,), -1, dtype=torch.long, device=ids.device)
@@ -48,7 +48,7 @@ class DraftVocabulary:
     ) -> DraftVocabulary:
         """The ``wanted`` most frequent of ``tokens``, of equally frequent ones the lower ids, and those of ``always``.
 
-        Fewer where fewer occur: a token that was never seen is never worth a row.
+        Fewer where fewer occur.
         """
         counts = torch.bincount(tokens.flatten().long(), minlength=size)
         counts[list(always)] = int(counts.sum()) + 1

@@ -1,7 +1,4 @@
-"""Whole texts outside of any measurement: what a target answers to many prompts, by our own loop or by a beam search.
-
-Measured decoding is ``methods.speculative.loop``; here only the texts matter, as material to learn from or to score.
-"""
+"""Whole texts outside of any measurement, to train on or to score: by our own loop or by a beam search."""
 
 from __future__ import annotations
 
@@ -72,8 +69,8 @@ def search(target: Seq2SeqLM, sources: Sequence[Int[Tensor, "_"]], limit: int, b
 def search_settings(target: CausalLM, limit: int, **options: Any) -> GenerationConfig:
     """Settings of transformers for a search over the distribution that every method here decodes from.
 
-    Of the model's own only those are kept that decide which tokens may be written (start token, forced first token,
-    forbidden tokens); those that punish repetition or short texts, or end them by force, are left out.
+    Of the model's own settings only those are kept that decide which tokens may be written (start token, forced first
+    token, forbidden tokens); penalties on repetition or length and forced ends are left out.
     """
     model: Any = target.hf
     kept = {name: getattr(model.generation_config, name, None) for name in _KEPT}
@@ -91,7 +88,7 @@ def search_settings(target: CausalLM, limit: int, **options: Any) -> GenerationC
 
 @contextmanager
 def plainly(model: Any, options: GenerationConfig) -> Iterator[None]:
-    """The model's own settings aside: transformers would fill with them what ``options`` leaves open."""
+    """Without the model's own settings, from which transformers would fill what ``options`` leaves open."""
     own = model.generation_config
     model.generation_config = options
     try:

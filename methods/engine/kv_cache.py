@@ -1,8 +1,8 @@
 """The key/value cache: static buffers, one length per row.
 
-Rows commit different numbers of tokens per round, and this is the one place that knows it. A pass writes the
-M nodes it scores after each row's length without moving the length; ``keep`` then packs the kept path
-together and moves it. What lies after the length is never visible to a later pass.
+Rows commit different numbers of tokens per round. A pass writes the M nodes it scores after each row's length without
+moving the length; ``keep`` then packs the kept path together and moves it. Slots after the length are never visible to
+a later pass.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Cache:
     def pack(self, path: Int[Tensor, "B P"]) -> None:
         """Move the kept draft nodes of the last pass together after its root (draft columns, -1: none).
 
-        Columns on a path increase, so a source slot never lies before its destination; the gather makes
-        its own copy first. A chain needs none of this.
+        Columns on a path increase, so a source slot is never before its destination; the gather copies first. A chain
+        needs no packing.
         """
         after_root = self.length[:, None] + 1
         target = after_root + torch.arange(path.shape[1], device=path.device)
@@ -84,18 +84,18 @@ class Cache:
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget what lies after ``lengths[b]`` tokens of each row."""
+        """Forget the slots after ``lengths[b]`` tokens of each row."""
         self.set_lengths([min(now, new) for now, new in zip(self.lengths, lengths, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only some rows, in this order: those whose texts go on."""
+        """Keep only some rows, in this order."""
         self.store = self.store[:, list(rows)]
         self.batch, self._rows = len(rows), self._rows[: len(rows)]
         self.length = self.length[: len(rows)].clone()
         self.set_lengths([self.lengths[row] for row in rows])
 
     def adopt(self, rows: Sequence[int], other: Cache) -> None:
-        """Put what ``other`` holds, row for row, in place of what ``rows`` held."""
+        """Replace the content of ``rows`` by that of ``other``, row for row."""
         width = max(other.lengths)
         self.store[:, list(rows), :width] = other.store[:, :, :width]
         self._replace_lengths(rows, other.lengths)

@@ -1,13 +1,12 @@
 """Matrix products with the weights of a model: the plain form, and oneDNN's pre-packed one for CPUs.
 
-On a CPU, ``F.linear`` hands oneDNN (16 bit) or the BLAS library (32 bit) a weight in its plain row-major
-layout, which is re-arranged on every call; BLAS moreover changes its kernel between one row and two. Packing
-the weight once removes both. A decoding step multiplies a handful of rows with every weight of the model,
-so this is most of what a CPU step costs.
+On a CPU, ``F.linear`` hands oneDNN (16 bit) or the BLAS library (32 bit) a weight in its plain row-major layout, which
+is re-arranged on every call; BLAS moreover changes its kernel between one row and two. Packing the weight once removes
+both. A decoding step multiplies a few rows with every weight of the model, so this is most of the cost of a CPU step.
 
 Which form is faster depends on the processor, so ``auto`` times both once per process and type, for the baseline and
 all methods alike. The packed one is taken unless the plain one is clearly faster: texts of bfloat16 runs depend on the
-form, and must not change with the noise of a machine.
+form, and must not change with timing noise.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def make_linear(
     able = packable(weight.device, weight.dtype)
     if form == "packed" and not able:
         raise ValueError(
-            f"Got hardware.linear=packed with {weight.dtype} on {weight.device.type}; packed weights need bfloat16 "
-            "or float32 on a CPU with oneDNN. Use hardware.linear=auto."
+            f"hardware.linear=packed needs bfloat16 or float32 on a CPU with oneDNN, got {weight.dtype} on "
+            f"{weight.device.type}. Use hardware.linear=auto."
         )
     chosen = faster_form(weight.dtype) if form == "auto" and able else form
     return PackedLinear(weight, bias) if chosen == "packed" else Linear(weight, bias)

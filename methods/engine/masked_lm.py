@@ -1,9 +1,9 @@
 """A masked diffusion language model: the layers of ``CausalLM`` under an attention that looks both ways.
 
-The network reads a text in which some tokens are the mask, and says of each of them what stands there. In its plain
-form every position sees every other (LLaDA, Nie et al. 2025, arXiv 2502.09992; Dream, Ye et al. 2025, arXiv 2508.15487;
-MDLM, Sahoo et al. 2024, arXiv 2406.07524). In a block diffusion model (BD3-LM, Arriola et al. 2025, arXiv 2503.09573) a
-position sees its own block and those before it, so that keys and values of finished blocks never change.
+The network reads a text in which some tokens are the mask, and predicts each of them. In its plain form every position
+sees every other (LLaDA, Nie et al. 2025, arXiv 2502.09992; Dream, Ye et al. 2025, arXiv 2508.15487; MDLM, Sahoo et al.
+2024, arXiv 2406.07524). In a block diffusion model (BD3-LM, Arriola et al. 2025, arXiv 2503.09573) a position sees its
+own block and those before it, so that keys and values of finished blocks never change.
 
 Slots of the cache are positions of the text. A pass writes those it covers and may see slots after them, which an
 earlier pass has written. Tests prove the logits equal to transformers' own forward under the same mask.
@@ -27,19 +27,19 @@ from methods.engine.linear import LinearForm
 
 @dataclass(frozen=True, slots=True)
 class Denoising:
-    """How a network with the layers of a causal model is to be read as a diffusion model.
+    """How to read a network with the layers of a causal model as a diffusion model.
 
     Attributes:
         mask_id: the token that stands for an unknown one.
-        shifted: what stands at a position is said by the one before it, as in the autoregressive model that this one
-            was made from (Dream).
+        shifted: a position predicts the token after it, as in the autoregressive model that this one was made from
+            (Dream).
         block_size: tokens that are decoded together; None: the whole answer.
         block_causal: attention ends with the block a position is in.
-        blocks_from: where blocks are counted from: the beginning of the text, so that the end of a prompt shares its
-            block with the beginning of the answer, or the beginning of the answer. What the model was trained with.
+        blocks_from: where blocks are counted from, as in the model's training: the beginning of the text, so that the
+            end of a prompt shares its block with the beginning of the answer, or the beginning of the answer.
 
     Raises:
-        ValueError: a block size that is none, or attention in blocks without one.
+        ValueError: a block size below 1, or attention in blocks without one.
     """
 
     mask_id: int
@@ -51,12 +51,12 @@ class Denoising:
     def __post_init__(self) -> None:
         if (self.block_size is None and self.block_causal) or (self.block_size is not None and self.block_size < 1):
             raise ValueError(
-                f"Got block_size={self.block_size} with block_causal={self.block_causal}; a size of at least 1 is "
-                "needed where attention ends with the block, else none or one of at least 1. Set model.block_size."
+                "block_size must be at least 1, or null where attention does not end with the block, got "
+                f"{self.block_size} with block_causal={self.block_causal}. Set model.block_size."
             )
 
     def put(self, config: PretrainedConfig) -> None:
-        """Note it in a model's config, where ``MaskedLM`` reads it."""
+        """Write it into a model's config, from which ``MaskedLM`` reads it."""
         config.denoising = {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -85,12 +85,12 @@ class MaskedLM(CausalLM):
         levels: int | None = None,
         end: int | None = None,
     ) -> Pass:
-        """A pass whose nodes see all that the cache holds and one another."""
+        """A pass whose nodes see the whole cache and one another."""
         assert parents is None and end is None, "a diffusion model scores no trees, and has no passes of fixed shape"
         return self.lay(tokens, cache, [length + tokens.shape[1] for length in cache.lengths], [0] * len(tokens))
 
     def lay(self, tokens: Int[Tensor, "B M"], cache: Cache, ends: Sequence[int], origins: Sequence[int]) -> Pass:
-        """Embed the nodes of a pass, which stand at the slots after the cache's lengths.
+        """Embed the nodes of a pass, at the slots after the cache's lengths.
 
         Args:
             ends: per row, slots that exist for its nodes; a row's nodes at or after its end are padding.
@@ -130,10 +130,10 @@ class MaskedLM(CausalLM):
         origins: Sequence[int],
         wanted: Int[Tensor, "B W"],
     ) -> Float[Tensor, "B W V"]:
-        """One pass; logits of the tokens that stand at some of its nodes. The mask itself is never one of them.
+        """One pass; logits of the tokens at some of its nodes. The mask itself is never one of them.
 
-        The cache's lengths say where the pass begins and stay where they are; with ``shifted`` a pass has to begin one
-        node before the first that is wanted.
+        The pass begins at the cache's lengths, which do not change; with ``shifted`` it must begin one node before the
+        first that is wanted.
 
         Args:
             ends, origins: see ``lay``.

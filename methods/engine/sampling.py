@@ -1,4 +1,4 @@
-"""From logits to the distribution the user asked for: temperature, top-k, top-p. Written once, used by all."""
+"""From logits to the distribution the user asked for: temperature, top-k, top-p."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Sampling:
         warm = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
         if not (warm and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(
-                f"Got temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}; temperature 0 or from "
-                f"{_COLDEST} on, top_k >= 0 and 0 < top_p <= 1 are allowed. "
-                "Set temperature 0 for greedy decoding, top_k 0 and top_p 1 to keep all tokens."
+                f"Sampling needs temperature 0 or at least {_COLDEST}, top_k >= 0 and 0 < top_p <= 1, got "
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}. Set temperature 0 for greedy "
+                "decoding, top_k 0 and top_p 1 to keep all tokens."
             )
 
     @property
@@ -67,8 +67,8 @@ def in_float(values: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
     """The first of the largest scores in each row.
 
-    On a CPU over blocks and then inside one, where the vocabulary is made of whole ones: ``Tensor.argmax`` keeps an
-    index beside every value, which over a vocabulary in 16 bit takes eight times as long, and ``Tensor.max`` twice.
+    On a CPU it takes blocks first and then one of them, where the vocabulary divides into blocks: ``Tensor.argmax``
+    keeps an index beside every value and takes eight times as long over a vocabulary in 16 bit, ``Tensor.max`` twice.
     """
     vocab = scores.shape[-1]
     if scores.device.type != "cpu":
@@ -82,7 +82,7 @@ def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
 
 
 def top_candidates(logits: Float[Tensor, "*batch V"], k: int) -> Int[Tensor, "*batch k"]:
-    """Ids of the k largest logits, largest first. They lie in the k blocks with the largest maxima."""
+    """Ids of the k largest logits, largest first. They are in the k blocks with the largest maxima."""
     vocab = logits.shape[-1]
     if vocab <= k * _BLOCK:
         return logits.topk(k).indices
@@ -114,7 +114,7 @@ def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*ba
 
 
 def in_blocks(weights: Float[Tensor, "R V"]) -> Float[Tensor, "R blocks size"]:
-    """Weights cut into equal blocks, the last one filled up with zeros; a view where nothing has to be filled up.
+    """Weights cut into equal blocks, the last one padded with zeros; a view where no padding is needed.
 
     Sums over blocks and then over their sums round far less than one long sum.
     """
@@ -126,7 +126,7 @@ def in_blocks(weights: Float[Tensor, "R V"]) -> Float[Tensor, "R blocks size"]:
 
 
 def _first_above(running: Float[Tensor, "R n"], spot: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:
-    """First index whose running sum exceeds the spot; where rounding leaves none, the last with weight of its own."""
+    """First index whose running sum exceeds the spot; where rounding leaves none, the last one with a weight."""
     last = (running < running[:, -1:]).sum(1, keepdim=True)
     return torch.minimum(torch.searchsorted(running, spot, right=True), last)
 

@@ -1,8 +1,8 @@
-"""Reading the weights of Hugging Face encoder-decoder models: the one place that knows how these families differ.
+"""Reading the weights of Hugging Face encoder-decoder models: all differences between the families.
 
 Two skeletons: that of BART (Marian, mBART, Pegasus: layer norms with bias, absolute positions, plain feed-forward) and
 that of T5 (root-mean-square norms in front, relative positions, plain or gated feed-forward). A family is on the list
-only because a test proves its logits equal to transformers' own.
+only if a test proves its logits equal to those of transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T5_POSITIONS = 512  # what T5 was trained with on either side, where a config d
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """What happens after a sub-layer: the residual sum, and a norm of it where norms stand after (post-norm)."""
+    """The end of a sub-layer: the residual sum, normed in post-norm models."""
 
     norm: Rows | None = None
 
@@ -39,7 +39,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """One attention over the own side. ``qkv`` yields H query, H key and H value heads side by side."""
+    """Self-attention. ``qkv`` yields H query, H key and H value heads side by side."""
 
     norm: Rows | None
     qkv: Linear
@@ -48,7 +48,7 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """One attention over the source. ``key_value`` yields H key and H value heads side by side."""
+    """Attention over the source. ``key_value`` yields H key and H value heads side by side."""
 
     norm: Rows | None
     query: Linear
@@ -90,7 +90,7 @@ class Layer:
 
 
 class NoPositions:
-    """Positions that act elsewhere (T5's act in the attention scores)."""
+    """No positions in the embedding (T5's act in the attention scores)."""
 
     def __call__(self, hidden: Float[Tensor, "B M D"], positions: Int[Tensor, "b M"]) -> Float[Tensor, "B M D"]:
         return hidden
@@ -99,8 +99,7 @@ class NoPositions:
 class AbsolutePositions:
     """A vector per position, learned or sinusoidal, added to the embedding; BART normalises the sum.
 
-    Positions after the last one get its vector: a draft may reach beyond the limit of a text, and what it says there
-    is never kept.
+    Positions after the last one get its vector: a draft may exceed the limit of a text, and such tokens are never kept.
     """
 
     def __init__(self, table: Float[Tensor, "P D"], norm: Rows | None) -> None:
@@ -158,39 +157,40 @@ class Stack:
 
 
 def check(config: PretrainedConfig) -> None:
-    """Refuse, by name, what is not proven.
+    """Refuse what is not proven.
 
     Raises:
         UnsupportedModel: the family or an option has no equality test.
     """
     if config.model_type not in PROVEN:
         raise UnsupportedModel(
-            f"Encoder-decoder family '{config.model_type}' is not proven equal to transformers' own forward. "
-            f"Proven: {', '.join(PROVEN)}. Choose a model of one of these."
+            "The encoder-decoder family must be one whose forward pass is proven equal to transformers' own "
+            f"({', '.join(PROVEN)}), got '{config.model_type}'. Choose a model of one of these."
         )
     if not getattr(config, "share_encoder_decoder_embeddings", True):
         raise UnsupportedModel(
-            "This Marian model has one vocabulary for the source and another one for the target, which is not proven. "
-            "Choose a model in which both share one."
+            "A Marian model must have one vocabulary for source and target, got two, which is not proven. Choose a "
+            "model in which both share one."
         )
 
 
 def check_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Refuse T5 in float16: transformers keeps part of it in 32 bit and clamps the rest, and still it overflows.
+    """Refuse T5 in float16: it overflows although transformers keeps part of it in 32 bit and clamps the rest.
 
     Raises:
         UnsupportedModel: it is such a model.
     """
     if config.model_type in T5_LIKE and dtype == torch.float16:
         raise UnsupportedModel(
-            "T5 models overflow in float16, which is not proven; bfloat16 and float32 are. Set hardware.dtype=bfloat16."
+            "T5 models must be in bfloat16 or float32, got float16, in which they overflow. Set "
+            "hardware.dtype=bfloat16."
         )
 
 
 def max_positions(config: Any) -> int:
     """Longest source, and longest target, in tokens.
 
-    T5's relative positions have no end; it gets what it was trained with on both sides together.
+    T5's relative positions have no end; its limit is the length it was trained with, on both sides together.
     """
     if config.model_type in T5_LIKE:
         return 2 * int(getattr(config, "n_positions", None) or _T5_POSITIONS)

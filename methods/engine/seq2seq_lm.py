@@ -1,11 +1,10 @@
 """An encoder-decoder model as every method sees it: a causal model whose prompt is the source.
 
-The text of a row, for whoever keeps one, is the source followed by what was written: its first part is read by the
-encoder, its second by the decoder. The decoder's start token takes the place of the last source token, so a cache
-holds as many tokens as of a causal model: after the prefill the length of the source, and one more for every
-token committed. Loop, drafters and rules therefore know nothing of this file. Node 0 of a pass stands after
-everything the cache holds, positions count from the start token, and a drafter that looks into the text so far
-copies from the source.
+The text of a row is the source, which the encoder reads, followed by the output, which the decoder reads. The decoder's
+start token takes the place of the last source token, so a cache holds as many tokens as that of a causal model: after
+the prefill the length of the source, and one more for every token committed. Loop, drafters and rules therefore need no
+change. Node 0 of a pass is after everything the cache holds, positions count from the start token, and a drafter that
+searches the text so far copies from the source.
 
 Tests prove the logits equal to ``model(...)`` for every family it accepts, over chains, trees and ragged rows.
 """
@@ -36,7 +35,7 @@ _SCORE_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the encoder made of a batch of sources.
+    """Encoder output for a batch of sources.
 
     Attributes:
         states: [B, S, D] after its last layer and norm; rows padded at the end.
@@ -52,8 +51,8 @@ class Source:
 class SourceCache(Cache):
     """Keys and values of the source, and after them those of the target written so far, in one buffer.
 
-    The first slots of every row hold what cross-attention reads, the decoder's own begin after the longest source.
-    ``lengths`` counts source and target as ``CausalLM`` would; ``length`` is where a row's next slot is.
+    The first slots of every row are for cross-attention, the decoder's own begin after the longest source. ``lengths``
+    counts source and target as ``CausalLM`` would; ``length`` is a row's next slot.
 
     Attributes:
         source: slots of the longest source.
@@ -67,7 +66,7 @@ class SourceCache(Cache):
         self.reset()
 
     def open(self, sources: Sequence[int], mask: Float[Tensor, "B 1 1 S"] | None, prefix: int) -> None:
-        """Lay rows out for sources of these lengths; nothing of the target is written.
+        """Prepare rows for sources of these lengths, without any target.
 
         Args:
             prefix: tokens the decoder starts with. The last source token counts for all of them.
@@ -98,7 +97,7 @@ class SourceCache(Cache):
         return self._slots(layer, self.source, self.source + end)
 
     def remember(self, layer: int, new: Float[Tensor, "B S H d"]) -> None:
-        """Put the source's keys and values where cross-attention finds them."""
+        """Store the source's keys and values for cross-attention."""
         self.store[self.place[layer]][:, : self.source] = new
 
     def recall(self, layer: int) -> tuple[Float[Tensor, "B K S d"], Float[Tensor, "B K S d"]]:
@@ -141,7 +140,7 @@ class SourceCache(Cache):
         self.length.copy_(torch.tensor(slots))
 
     def reset(self) -> None:
-        """Forget every row. Until a source comes, each row has one of a single blank token."""
+        """Forget every row. Until a source is opened, each row has one of a single blank token."""
         self.source, self.mask, self._shifts = 1, None, [1] * self.batch
         self.set_lengths([0] * self.batch)
 
@@ -171,7 +170,7 @@ class DecoderPass:
 class Seq2SeqLM(CausalLM):
     """An encoder-decoder model over a static cache. Build it with ``from_hf``.
 
-    What it adds to ``CausalLM``: ``encode``. Skipping the attention of a layer leaves out its cross-attention too.
+    It adds ``encode`` to ``CausalLM``. Skipping the attention of a layer leaves out its cross-attention too.
 
     Attributes:
         start: ids the decoder begins with: its start token, and the one that generation forces after it, if any.
@@ -219,7 +218,7 @@ class Seq2SeqLM(CausalLM):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the matrices a pass of this view multiplies with, and of the embedding. The encoder's are none."""
+        """Bytes of the matrices a pass of this view multiplies with, and of the embedding, without the encoder."""
         kept = [layer for index, layer in enumerate(self._decoder.layers) if index not in self.skipped_attention]
         fed = [layer for index, layer in enumerate(self._decoder.layers) if index not in self.skipped_mlp]
         products = sum(layer.attention_bytes for layer in kept) + sum(layer.mlp_bytes for layer in fed)
@@ -270,15 +269,15 @@ class Seq2SeqLM(CausalLM):
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         if min(lengths) < 1:
-            raise ValueError("Got an empty source; at least one token is needed. Drop it, or write its text.")
+            raise ValueError("A source must have at least one token, got an empty one. Drop it, or write its text.")
         if max(lengths) > self.max_positions:
             raise ValueError(
-                f"Got a source of {max(lengths):,} tokens; {self.name} reads at most {self.max_positions:,}. "
+                f"Sources must have at most {self.max_positions:,} tokens for {self.name}, got {max(lengths):,}. "
                 "Shorten it, or choose a model with more positions."
             )
 
     def open(self, source: Source, cache: SourceCache) -> None:
-        """Make an encoded source what the rows of ``cache`` read from."""
+        """Let the rows of ``cache`` read from an encoded source."""
         cache.open(source.lengths, source.mask, len(self.start))
         rows = source.states.flatten(0, 1)
         shape = (*source.states.shape[:2], 2 * self.kv_heads, self.head_dim)
@@ -330,13 +329,13 @@ class Seq2SeqLM(CausalLM):
         return seen
 
     def fill(self, state: DecoderPass, layers: Sequence[int]) -> None:  # type: ignore[override]
-        """See ``CausalLM.fill``; what cross-attention reads is in the cache of every layer from the beginning."""
+        """See ``CausalLM.fill``; the cache holds the input of cross-attention for every layer from the beginning."""
         for index in layers:
             if index not in self.skipped_attention:
                 state.cache.write(index, self._project(index, state.hidden), state.slots)
 
     def norm(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
-        """What stands between the last layer and the output matrix: a norm or none, and T5's factor."""
+        """Between the last layer and the output matrix: a norm or none, and T5's factor."""
         states = hidden if self._decoder.norm is None else self._decoder.norm(hidden)
         return states if self._output_scale == 1.0 else states * self._output_scale
 
@@ -353,8 +352,8 @@ class Seq2SeqLM(CausalLM):
     ) -> Output:
         """Encode whole sources, ragged, and score the decoder's start; afterwards each row holds its source.
 
-        Hidden states are those of the start tokens, the last of which predicts the first token. ``chunk``
-        has no meaning here: an encoder reads a source at once.
+        Hidden states are those of the start tokens, the last of which predicts the first token. ``chunk`` is ignored:
+        an encoder reads a source at once.
         """
         assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
         source = self.encode(prompts)
@@ -368,7 +367,7 @@ class Seq2SeqLM(CausalLM):
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:
-        """Teacher forcing: the source are the tokens up to ``start``, the target is what follows.
+        """Teacher forcing: the tokens up to ``start`` are the source, the following ones the target.
 
         Row i judges token ``start + i + 1``, as with ``CausalLM``, where the prompt ends at ``start``.
         """
@@ -451,7 +450,7 @@ def _padding_mask(
 
 
 def _key_positions(before: Int[Tensor, "B"], offsets: Int[Tensor, "b M"], end: int) -> Int[Tensor, "B S"]:
-    """Positions of all decoder slots: those of the prefix count up, a node of the pass stands at its depth."""
+    """Positions of all decoder slots: those of the prefix count up, a node of the pass has that of its depth."""
     slots = torch.arange(end, device=before.device).expand(len(before), end)
     inside = slots - before[:, None]
     node = inside.clamp(0, offsets.shape[1] - 1)
@@ -468,8 +467,8 @@ def _start(model: PreTrainedModel) -> tuple[int, ...]:
     forced = _setting(model, "forced_bos_token_id")
     if first is None:
         raise UnsupportedModel(
-            f"{model.config.model_type} model without decoder_start_token_id in its config; it says how a target "
-            "begins. Add it to config.json or generation_config.json."
+            f"A {model.config.model_type} model must have decoder_start_token_id, the beginning of a target, in its "
+            "config, got none. Add it to config.json or generation_config.json."
         )
     return (int(first),) if forced is None else (int(first), int(forced))
 
@@ -483,8 +482,8 @@ def _suppressed(model: PreTrainedModel) -> tuple[int, ...]:
     words = _setting(model, "bad_words_ids") or []
     if any(len(word) != 1 for word in words):
         raise UnsupportedModel(
-            "bad_words_ids of this model's generation_config.json forbids words of several tokens, which is not "
-            "proven; single tokens are. Remove them from the file."
+            "bad_words_ids of generation_config.json must forbid single tokens only, got words of several tokens, "
+            "which is not proven. Remove them from the file."
         )
     return tuple(sorted({int(word[0]) for word in words} | {int(i) for i in _setting(model, "suppress_tokens") or []}))
 

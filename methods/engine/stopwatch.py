@@ -1,4 +1,4 @@
-"""Time on a device: waiting for it, and a stopwatch that does not wait."""
+"""Time on a device: synchronisation, and a stopwatch that does not wait."""
 
 from __future__ import annotations
 

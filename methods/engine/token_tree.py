@@ -1,7 +1,7 @@
-"""Token trees: from parents to depths and to who may look at whom.
+"""Token trees: from parents to depths and to which node sees which.
 
-A pass over a tree scores M = N + 1 nodes: node 0 is the root (the last committed token), node 1 + i is draft
-node i. A chain is the tree in which every node is the parent of the next.
+A pass over a tree scores M = N + 1 nodes: node 0 is the root (the last committed token), node 1 + i is draft node i. A
+chain is the tree in which every node is the parent of the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def with_root(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B M"]:
 
 
 def ancestors(parents: Int[Tensor, "B N"], levels: int) -> Bool[Tensor, "B M M"]:
-    """[b, i, j]: node j lies on the way from the root to node i, both ends included.
+    """[b, i, j]: node j is on the path from the root to node i, both ends included.
 
     Args:
         parents: draft columns of the parents, -1 for the root.
@@ -78,8 +78,8 @@ class Shape:
         for children in counts:
             if len(children) > len(level) or min(children, default=0) < 0 or sum(children) < 1:
                 raise ValueError(
-                    f"Got {list(children)} as numbers of children of {len(level)} nodes. At most one number per node "
-                    "is allowed, none below 0, not all 0. Correct the tree."
+                    "Each level must have at most one number of children per node, none below 0, not all 0, got "
+                    f"{list(children)} for {len(level)} nodes. Correct the tree."
                 )
             for parent, count in zip(level, children, strict=False):
                 parents += [parent] * count
@@ -97,7 +97,7 @@ class Shape:
 def trie(paths: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Token sequences merged by their common beginnings: tokens, and columns of the parents (-1 the root).
 
-    Nodes stand in the order in which they are first needed, so children stand after parents.
+    Nodes are in the order in which they are first needed, so children come after parents.
     """
     columns: dict[tuple[int, int], int] = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""FlashSpec (PyPI) after our interface: a peer with its own loop, on the weights of the same Hugging Face model.
+"""FlashSpec (PyPI) with our interface: a peer with its own loop, on the weights of the same Hugging Face model.
 
 Without ``draft_model`` it drafts by prompt lookup alone; with one, by prompt lookup where the context has a match and
 by the model elsewhere, which is its default (``composite-g6-f2``). On CUDA its first call compiles and captures graphs
@@ -32,7 +32,7 @@ class FlashSpec(Decoder):
         sampling: temperature and top-p are passed on; FlashSpec has no top-k.
         gamma: most tokens drafted in a round where prompt lookup drafts alone.
         max_ngram: longest key of its prompt lookup.
-        draft_model: drafts where prompt lookup finds nothing; None: nobody does.
+        draft_model: drafts where prompt lookup finds nothing; None: such rounds have no draft.
         compile: its compiled path; ``auto``: on CUDA with Triton.
         cache_length: tokens that the compiled path's static cache holds, prompt included.
 
@@ -63,7 +63,7 @@ class FlashSpec(Decoder):
                 "flashspec needs causal models that kept their Hugging Face form (keep_hf=True). Choose such a target."
             )
         if sampling.top_k:
-            raise ValueError(f"Got sampling.top_k={sampling.top_k}; flashspec has no top-k. Set sampling.top_k=0.")
+            raise ValueError(f"sampling.top_k must be 0 for flashspec, got {sampling.top_k}. Set sampling.top_k=0.")
         self.target, self.sampling = target, sampling
         lookup = engine.NgramDrafter(max_ngram=max_ngram)
         drafters = [lookup] if draft_model is None else [_wrapped(engine.HuggingFaceDrafter, draft_model), lookup]
@@ -84,9 +84,7 @@ class FlashSpec(Decoder):
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; stops at end-of-sequence by itself."""
         if len(prompts) != 1:
-            raise ValueError(
-                f"flashspec got a batch of {len(prompts)}; it is measured one row at a time. Set batch_size=1."
-            )
+            raise ValueError(f"batch_size must be 1 for flashspec, got {len(prompts)}. Set batch_size=1.")
         engine = self._built(rng.initial_seed())
         torch.manual_seed(rng.initial_seed())
         began = time.perf_counter_ns()
@@ -111,8 +109,8 @@ def _library() -> tuple[Any, Any]:
         import flashspec.engine
     except ImportError as error:
         raise ValueError(
-            f"flashspec cannot be imported ({error}); it is an optional peer. Install it: pip install "
-            "'decodebench[peers]' (Python 3.11 or later)."
+            f"flashspec, an optional peer, cannot be imported ({error}). Install it: pip install 'decodebench[peers]' "
+            "(Python 3.11 or later)."
         ) from error
     return flashspec, flashspec.engine
 

@@ -1,12 +1,12 @@
-"""Beam search of transformers after our interface: the baseline that translation papers compare with.
+"""Beam search of transformers with our interface: the baseline that translation papers compare with.
 
-Works on causal and on encoder-decoder models. With ``num_beams=1`` it is transformers' greedy search. Only what
-decides which tokens may be written is kept of the model's generation settings (start token, forced first token,
-forbidden tokens); settings that punish repetition or short texts, or end them by force, are left out, so that the
-search is over the same distribution that every other method here decodes from.
+Works on causal and on encoder-decoder models. With ``num_beams=1`` it is transformers' greedy search. Of the model's
+generation settings only those are kept that decide which tokens may be written (start token, forced first token,
+forbidden tokens); penalties on repetition or length and forced ends are left out, so that the search is over the same
+distribution that every other method here decodes from.
 
-Which tokens are written is known when the search ends. Rounds are reported one token each, as they extended the
-beams, and the last one ends when ``generate`` returns: totals are right, times of single tokens are not.
+The text is known only when the search ends. Rounds are reported one token each, as they extended the beams, and the
+last one ends when ``generate`` returns: totals are right, times of single tokens are not.
 
 Command: ``python -m bench method=hf_beam model=hf model.name=Helsinki-NLP/opus-mt-en-de dataset=multi30k``
 """
@@ -36,10 +36,10 @@ class HFBeam(HFGenerate):
 
     Args:
         target: an engine that kept its Hugging Face model.
-        sampling: greedy; beams are not drawn.
+        sampling: must be greedy.
         num_beams: hypotheses per row.
         length_penalty: exponent of the length that a hypothesis' log-probability is divided by.
-        early_stopping: end a row once ``num_beams`` hypotheses have ended, even if a better one might come.
+        early_stopping: end a row once ``num_beams`` hypotheses have ended, even if a better one might follow.
 
     Raises:
         ValueError: the engine released the original weights, a temperature, or no beam.
@@ -60,10 +60,10 @@ class HFBeam(HFGenerate):
     ) -> None:
         super().__init__(target, sampling)
         if num_beams < 1:
-            raise ValueError(f"num_beams={num_beams} searches nothing; at least 1 is needed. Set method.num_beams.")
+            raise ValueError(f"num_beams must be at least 1, got {num_beams}. Set method.num_beams.")
         if not sampling.greedy:
             raise ValueError(
-                f"Got temperature={sampling.temperature}; beam search draws nothing. Set sampling=greedy, or choose "
+                f"Beam search must be greedy, got temperature={sampling.temperature}. Set sampling=greedy, or choose "
                 "another method."
             )
         self.num_beams, self.length_penalty, self.early_stopping = num_beams, length_penalty, early_stopping

@@ -1,9 +1,9 @@
-"""Hugging Face's own decoders after our interface, so that every claim can be made side by side.
+"""Hugging Face's own decoders with our interface, for comparison side by side.
 
-transformers' ``generate`` blocks until it is done; a stopping criterion, which it calls once per round with all
-ids so far, notes the time and the length. Drafted tokens are counted where the candidate generator shows them.
-Assisted generation and prompt lookup of transformers run one row at a time. These are peers, never the
-denominator of a speed-up.
+transformers' ``generate`` blocks until it is done; a stopping criterion, which it calls once per round with all ids so
+far, notes the time and the length. Drafted tokens are counted where the candidate generator shows them. Assisted
+generation and prompt lookup of transformers run one row at a time. These are peers, never the denominator of a
+speed-up.
 
 Commands: ``python -m bench method=hf_generate``, ``hf_compiled``, ``hf_prompt_lookup``, ``hf_assisted``; all at once:
 ``python -m bench -m +sweep=peers``
@@ -29,7 +29,7 @@ from methods.engine.stopwatch import synchronize
 
 
 class StepRecorder(StoppingCriteria):
-    """Notes, once per round, when it ended and how long the rows were; never stops anything."""
+    """Notes, once per round, when it ended and how long the rows were, and never stops the generation."""
 
     def __init__(self) -> None:
         self.times: list[int] = []
@@ -45,10 +45,6 @@ class StepRecorder(StoppingCriteria):
 class HFGenerate(Decoder):
     """``model.generate`` of transformers: greedy or sampling, any batch, dynamic cache.
 
-    Args:
-        target: an engine that kept its Hugging Face model.
-        sampling: passed on as generation options.
-
     Raises:
         ValueError: the engine released the original weights, or an encoder-decoder for a class that takes none.
     """
@@ -62,8 +58,8 @@ class HFGenerate(Decoder):
     def __init__(self, target: CausalLM, sampling: Sampling) -> None:
         if isinstance(target, Seq2SeqLM) and self.model_kind == "causal":
             raise ValueError(
-                f"Got {type(self).__name__} with an encoder-decoder model; it decodes causal ones. Choose "
-                "method=hf_beam, whose num_beams=1 is transformers' greedy search on both, or a causal model."
+                f"{type(self).__name__} needs a causal model, got an encoder-decoder. Choose method=hf_beam, whose "
+                "num_beams=1 is transformers' greedy search on both, or a causal model."
             )
         if target.hf is None:
             raise ValueError(
@@ -133,7 +129,7 @@ class HFGenerate(Decoder):
 class HFCompiled(HFGenerate):
     """``model.generate`` with a static cache, for which transformers compiles the pass by ``torch.compile`` on CUDA.
 
-    Elsewhere it does not compile, and this is the static cache alone. The first prompts compile, for minutes; they
+    Elsewhere it does not compile and only the cache is static. Compilation takes minutes of the first prompts, which
     belong to the warm-up.
 
     Args:
@@ -151,7 +147,7 @@ class HFCompiled(HFGenerate):
 
 
 class HFAssistedBase(HFGenerate):
-    """What transformers' draft-and-verify modes share: one row at a time, candidates that can be counted."""
+    """Common to transformers' draft-and-verify modes: one row at a time, candidates that can be counted."""
 
     max_batch = 1
     speed_only = False
@@ -159,8 +155,8 @@ class HFAssistedBase(HFGenerate):
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         if len(prompts) != 1:
             raise ValueError(
-                f"{type(self).__name__} got a batch of {len(prompts)}; transformers' assisted generation takes one "
-                "row. Set batch_size=1."
+                f"batch_size must be 1 for {type(self).__name__}, as transformers' assisted generation takes one row, "
+                f"got {len(prompts)}. Set batch_size=1."
             )
         yield from super().decode(prompts, limit, rng)
 

@@ -1,14 +1,14 @@
-"""Mask-predict: a masked language model of the target, asked repeatedly (Ghazvininejad et al. 2019, arXiv 1904.09324).
+"""Mask-predict: a masked language model of the target, run repeatedly (Ghazvininejad et al. 2019, arXiv 1904.09324).
 
 Training masks n of T target tokens, n drawn uniformly from 1 to T, and learns those. Decoding starts with masks
 everywhere at a predicted length; pass i of I (from 0) writes the masked places, and before each further one the floor(T
 (I - i) / I) places of least probability are masked again. ``length_beam`` lengths are tried; the best mean
-log-probability wins. Passes end early where no row has a place left to mask.
+log-probability wins. Passes end early when no row has a place left to mask.
 
 Published: WMT14 en-de, distilled, 18.05 with 1 iteration and 27.03 with 10 (raw 10.64 and 24.61), length beam 5.
 
-Differences: the length comes from the mean of the encoder's states, begin and end are not part of the target, and the
-loss of the length weighs as much as that of the tokens.
+Differences: the length is predicted from the mean of the encoder's states, begin and end are not part of the target,
+and the loss of the length weighs as much as that of the tokens.
 
     python -m bench.train method=cmlm model=multi30k_4_4
     python -m bench method=cmlm model=multi30k_4_4 dataset=multi30k method.iterations=10 method.length_beam=5
@@ -44,11 +44,7 @@ from methods.non_autoregressive.training import StudentTraining
 
 
 class CmlmStudent(LengthStudent):
-    """A masked language model of the target.
-
-    Args:
-        network, length_weight: see ``LengthStudent``.
-    """
+    """A masked language model of the target."""
 
     method: ClassVar[str] = "cmlm"
 
@@ -68,7 +64,7 @@ class CmlmStudent(LengthStudent):
 
 @dataclass(frozen=True, slots=True)
 class MaskPredict:
-    """Write, mask what is least likely, and write that again.
+    """Write, mask the least likely tokens, and write those again.
 
     Attributes:
         iterations: I, most passes.
@@ -86,7 +82,7 @@ class MaskPredict:
         masked = present
         tokens = torch.zeros_like(present, dtype=torch.long)
         log_probs = torch.full(present.shape, torch.inf, dtype=inputs.dtype, device=inputs.device)
-        scored = self.iterations > 1 or self.length_beam > 1  # else nobody asks
+        scored = self.iterations > 1 or self.length_beam > 1  # else not needed
         passes = 0
         while passes < self.iterations and width * (self.iterations - passes) // self.iterations:
             if passes:
@@ -134,12 +130,7 @@ class Cmlm(NonAutoregressive):
 
 @dataclass(kw_only=True)
 class CmlmTraining(StudentTraining):
-    """Trains a student of ``cmlm``.
-
-    Args:
-        length_weight: see ``LengthStudent``.
-        data, beams, embedding, validation, recipe: see ``StudentTraining``.
-    """
+    """Trains a student of ``cmlm``; arguments: see ``LengthStudent`` and ``StudentTraining``."""
 
     kind: ClassVar[type[Student]] = CmlmStudent
     writers: ClassVar[Mapping[str, Writer]] = {f"iterations_{count}": MaskPredict(count) for count in (4, 1, 10)}

@@ -42,7 +42,6 @@ class CtcStudent(Student):
     """Every source token several times, and a token or a blank for each.
 
     Args:
-        network: see ``Student``.
         upsample: places per source token.
     """
 
@@ -50,7 +49,7 @@ class CtcStudent(Student):
 
     def __init__(self, network: Network, upsample: int = 2) -> None:
         if upsample < 1:
-            raise ValueError(f"Got upsample={upsample}; at least 1 place per token is needed. Set train.upsample.")
+            raise ValueError(f"upsample must be at least 1, got {upsample}. Set train.upsample.")
         super().__init__(network, {network.shape.end}, upsample=upsample)
         self.upsample, self.blank = upsample, network.shape.end
         self.blank_vector = nn.Parameter(torch.zeros(network.shape.width))
@@ -60,14 +59,14 @@ class CtcStudent(Student):
         return {"upsample": options["upsample"]}
 
     def logits(self, states: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
-        """Of every token, and of the blank in the place of the end."""
+        """Of every token, with the blank in place of the end."""
         blank = (states @ self.blank_vector.to(states.dtype)).unsqueeze(-1)
         where = torch.tensor([self.blank], device=states.device)
         found = self.network.logits(states)
         return found.index_copy(-1, where, blank.to(found.dtype))
 
     def places(self, memory: Memory) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B"]]:
-        """What the decoder reads, and its length."""
+        """The decoder's input, and its length."""
         lengths = self.upsample * memory.content
         width = self.upsample * max(1, memory.embedded.shape[1] - 1)
         index = torch.arange(width, device=lengths.device) // self.upsample
@@ -87,7 +86,7 @@ class CtcStudent(Student):
 
 @dataclass(frozen=True, slots=True)
 class CtcPass:
-    """The likeliest of all places, joined."""
+    """The likeliest token or blank at every place, joined."""
 
     def __call__(self, student: CtcStudent, memory: Memory, rng: Generator) -> Candidates:
         inputs, lengths = student.places(memory)
@@ -102,7 +101,7 @@ class CtcPass:
 def join(
     tokens: Int[Tensor, "B T"], present: Bool[Tensor, "B T"], blank: int
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B"]]:
-    """Equal neighbours as one, then no blanks: the rest to the left of each row, and how many they are."""
+    """Join equal neighbours, then drop blanks: the rest to the left of each row, and its length."""
     again = torch.zeros_like(present)
     again[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
     kept = present & (tokens != blank) & ~again
@@ -132,12 +131,7 @@ class Ctc(NonAutoregressive):
 
 @dataclass(kw_only=True)
 class CtcTraining(StudentTraining):
-    """Trains a student of ``ctc``.
-
-    Args:
-        upsample: see ``CtcStudent``.
-        data, beams, embedding, validation, recipe: see ``StudentTraining``.
-    """
+    """Trains a student of ``ctc``; arguments: see ``CtcStudent`` and ``StudentTraining``."""
 
     kind: ClassVar[type[Student]] = CtcStudent
     writers: ClassVar[Mapping[str, Writer]] = {"one_pass": CtcPass()}

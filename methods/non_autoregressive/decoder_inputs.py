@@ -1,7 +1,7 @@
-"""What the decoder reads before anything is written: copies of source embeddings, or masks.
+"""The decoder's input before anything is written: copies of source embeddings, or masks.
 
-A plug point: any module that is called with the source, the lengths of the targets and the width of the batch, and
-gives [B, T, D]. Positions are added by the network, and what stands after a row's length is masked there.
+Any module can be used that maps the source, the lengths of the targets and the width of the batch to [B, T, D]. The
+network adds positions, and masks everything after a row's length.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ Attentive transformation (``transform``): the copied source embedding u_t is rep
 training pairs. It costs about one more softmax over the vocabulary.
 
 Published: WMT14 en-de 27.51 and de-en 31.96 on a CTC base, 14.7 times the speed. The backward phase of the released
-code leaks the answers, as it flips decoder input and target alike; without that leak it need not bring what the paper
-reports.
+code leaks the answers, as it flips decoder input and target alike; without that leak the gain may be smaller than
+reported.
 
 Differences: the copy is that of ``glat``; W and b start as a dictionary from aligned words (``learn_words``) instead of
 at random; positions are added once; one optimiser run and one schedule over both phases.
@@ -52,15 +52,15 @@ _LINKS, _RATE = 1024, 3e-3  # of the fit of a dictionary: links of a step, and t
 
 
 class AttentiveTransformation(nn.Module):
-    """Copies of the source, each turned into a mixture of target words; an input as those of inputs.py.
+    """Copies of the source, each turned into a mixture of target words; a module like those of ``decoder_inputs.py``.
 
     Args:
-        copy: what is turned.
+        copy: gives the copies.
         network: whose embedding is used.
         count: of the target words.
 
     Attributes:
-        ids: [n] these words, set by the training and kept in the part.
+        ids: [n] these words, set by the training and stored in the checkpoint.
     """
 
     ids: Tensor
@@ -85,8 +85,8 @@ class AttentiveTransformation(nn.Module):
     def learn_words(self, links: Sequence[tuple[int, int]], progress: Progress, steps: int = 300) -> None:
         """Fit W and b to a dictionary: -log of the share that a source word, alone, gives its target word.
 
-        From the identity nothing can be learnt: the score of a word with itself is so much larger than all others
-        that the softmax has no gradient.
+        Training cannot start from the identity: the score of a word with itself is so much larger than all others that
+        the softmax has no gradient.
 
         Args:
             links: source and target ids, as often as they occur; the target ids are among ``ids``.
@@ -111,7 +111,7 @@ class AttentiveTransformation(nn.Module):
         progress("dictionary (steps)", steps, steps)
 
     def settle(self) -> None:
-        """No more training: the words are looked up once."""
+        """End the training: the words are looked up once."""
         self._rows = self.words()
 
 
@@ -119,9 +119,9 @@ class DepaStudent(GlatStudent):
     """A student of ``glat`` that learns backwards first, and reads target words.
 
     Args:
-        network, copy, ratio, length_weight: see ``GlatStudent``; ``ratio=(0, 0)`` is vanilla NAT.
+        copy, ratio, length_weight: see ``GlatStudent``; ``ratio=(0, 0)`` is vanilla NAT.
         backward: share of the training that is the backward phase.
-        words: of the target's side, among which the transformation chooses; None: copies are read as they are.
+        words: number of target words that the transformation mixes; None: copies are read as they are.
     """
 
     method: ClassVar[str] = "depa"
@@ -136,7 +136,7 @@ class DepaStudent(GlatStudent):
         length_weight: float = 1.0,
     ) -> None:
         if not 0 <= backward < 1:
-            raise ValueError(f"Got backward={backward}; a share from 0 to below 1 is needed. Set train.backward.")
+            raise ValueError(f"backward must be from 0 to below 1, got {backward}. Set train.backward.")
         super().__init__(network, copy, ratio, False, length_weight)
         del self.options["positional"]
         self.options |= {"backward": backward, "words": words}
@@ -149,13 +149,13 @@ class DepaStudent(GlatStudent):
         return {}
 
     def objective(self, batch: Batch, progress: float, smoothing: float) -> Objective:
-        """See ``Student``: of the phase that ``progress`` is in."""
+        """See ``Student``: of the phase at ``progress``."""
         if progress < self.backward:
             return self.from_the_end(batch, smoothing)
         return super().objective(batch, (progress - self.backward) / (1 - self.backward), smoothing)
 
     def from_the_end(self, batch: Batch, smoothing: float) -> Objective:
-        """Of every token, from those after it."""
+        """Loss of every token, from those after it."""
         mirrored = replace(batch, targets=backwards(batch.targets, batch.lengths))
         end = torch.full_like(batch.targets[:, :1], self.network.shape.end)
         inputs = self.network.embed(torch.cat([end, mirrored.targets[:, :-1]], 1))
@@ -173,7 +173,7 @@ class DepaStudent(GlatStudent):
 
 
 def backwards(tokens: Int[Tensor, "B T"], lengths: Int[Tensor, "B"]) -> Int[Tensor, "B T"]:
-    """Each row from its last token to its first; what stands after its length stays there."""
+    """Reverse each row up to its length; the rest does not change."""
     place = torch.arange(tokens.shape[1], device=tokens.device)
     mirrored = lengths[:, None] - 1 - place
     return tokens.gather(1, torch.where(mirrored >= 0, mirrored, place))
@@ -188,14 +188,12 @@ class Depa(Glat):
 
 @dataclass(kw_only=True)
 class DepaTraining(StudentTraining):
-    """Trains a student of ``depa``.
+    """Trains a student of ``depa``; other arguments: see ``GlatStudent`` and ``StudentTraining``.
 
     Args:
-        base: of the last phase: vanilla NAT, or GLAT.
+        base: of the last phase: vanilla NAT (which has no ratio), or GLAT.
         backward: see ``DepaStudent``.
         transform: read target words instead of copies.
-        copy, ratio, length_weight: see ``GlatStudent``; vanilla NAT has no ratio.
-        data, beams, embedding, validation, recipe: see ``StudentTraining``.
     """
 
     kind: ClassVar[type[Student]] = DepaStudent

@@ -1,13 +1,13 @@
 """Parallel decoding of masked diffusion language models (LLaDA, Dream, MDLM and block diffusion models).
 
-The answer starts as masks, and one block after the other is filled in. A pass predicts the token at each mask of the
-block with a confidence; the most confident are kept ("low-confidence remasking", LLaDA, Nie et al. 2025, arXiv
-2502.09992, alg. 5). How many are kept is one choice:
+The answer starts as masks, which are filled in block by block. A pass predicts the token at each mask of the block with
+a confidence; the most confident are kept ("low-confidence remasking", LLaDA, Nie et al. 2025, arXiv 2502.09992, alg.
+5). Their number is set by
 
-- a schedule: ``tokens_per_step`` in every pass;
-- a threshold: all above it, and always the best one (Fast-dLLM, Wu et al. 2025, arXiv 2505.22618, alg. 1).
+* a schedule: ``tokens_per_step`` in every pass;
+* a threshold: all above it, and always the best one (Fast-dLLM, Wu et al. 2025, arXiv 2505.22618, alg. 1).
 
-What a pass need not compute again is the other. If attention ends with the block, keys and values of finished blocks
+``cache`` sets what a pass does not compute again. If attention ends with the block, keys and values of finished blocks
 are final and the cache is exact. With attention both ways Fast-dLLM's caches are approximations: a pass over everything
 opens a block, and until its end the keys of the text before it are kept (``prefix``), or of the masks after it too
 (``dual``).
@@ -49,18 +49,17 @@ _LATE = 1e3  # below every confidence
 
 
 class Diffusion(Decoder):
-    """Fill masks in, several per pass.
+    """Fill in masks, several per pass.
 
     Args:
         target: a diffusion model.
-        sampling: how the distribution at a mask is processed before a token is taken from it.
         threshold: confidence above which a token is kept; None: ``tokens_per_step`` of them are.
         tokens_per_step: how many the schedule keeps per pass.
         confidence: the token's probability, its lead over the second, the negative entropy, or a random order. A
             threshold needs one of the first two.
         block_size: tokens filled in together; None: the model's own.
         cache: what passes keep; ``auto``: the exact one where the model has it, else ``dual``.
-        late_eos: end-of-sequence is kept only where nothing else is left to keep; for models that end long canvases too
+        late_eos: end-of-sequence is kept only where nothing else is left to keep, for models that end long canvases too
             soon.
 
     Raises:
@@ -85,8 +84,8 @@ class Diffusion(Decoder):
     ) -> None:
         if not isinstance(target, MaskedLM):
             raise ValueError(
-                f"Got {target.name}, which writes from left to right; method=diffusion needs a model that fills in "
-                "masks. Choose model=llada_8b, dream_7b or another of its kind."
+                f"method=diffusion needs a model that fills in masks, got {target.name}, which writes from left to "
+                "right. Choose model=llada_8b, dream_7b or another of its kind."
             )
         _check(target, threshold, tokens_per_step, confidence, block_size, cache)
         self.target, self.sampling, self.threshold, self.tokens_per_step = target, sampling, threshold, tokens_per_step
@@ -96,9 +95,9 @@ class Diffusion(Decoder):
         self._passes = self._scored = self._filled = self._full = 0
 
     def stats(self) -> dict[str, Any]:
-        """What the baseline is, and work since the decoder was made: passes, positions they scored, masks filled.
+        """The baseline, and work since the decoder was made: passes, positions they scored, masks filled.
 
-        Masks are counted per row up to the end of its canvas, whatever stands after an end-of-sequence token.
+        Masks are counted per row up to the end of its canvas, even after an end-of-sequence token.
         """
         return {
             "baseline": "the same network in blocks of its own size, one token per pass, surest first, no cache",
@@ -126,7 +125,7 @@ class Diffusion(Decoder):
             yield _step(tokens, passes, -(-scored // passes))
 
     def _pass(self, canvas: Canvas, cache: Cache, rng: Generator, *, fresh: bool) -> int:
-        """One pass, and what is kept of it; returns how many positions per row it scored."""
+        """One pass; returns how many positions per row it scored."""
         starts, stops, ends = self._window(canvas, fresh)
         cache.set_lengths(starts)
         nodes, wanted = canvas.nodes(starts, stops), canvas.columns(starts)
@@ -194,24 +193,24 @@ def _check(
 ) -> None:
     if tokens_per_step < 1 or (block_size is not None and block_size < 1):
         raise ValueError(
-            f"Got tokens_per_step={tokens_per_step} and block_size={block_size}; both are at least 1, or no block "
-            "size for the model's own. Correct them."
+            "tokens_per_step and block_size must be at least 1, or block_size null for the model's own, got "
+            f"tokens_per_step={tokens_per_step}, block_size={block_size}. Correct them."
         )
     if threshold is not None and not (0 <= threshold <= 1 and confidence in ("probability", "margin")):
         raise ValueError(
-            f"Got threshold={threshold} with confidence={confidence}; a threshold is between 0 and 1 and of a "
-            "probability or a margin. Correct it, or set method.threshold=null for a schedule of tokens_per_step."
+            f"threshold must be between 0 and 1 and of a probability or a margin, got {threshold} with "
+            f"confidence={confidence}. Correct it, or set method.threshold=null for a schedule of tokens_per_step."
         )
     own = target.denoising
     if own.block_causal and block_size not in (None, own.block_size):
         raise ValueError(
-            f"Got block_size={block_size}; attention of {target.name} ends with blocks of {own.block_size}, and it is "
-            "decoded in these. Leave method.block_size out."
+            f"block_size must be {own.block_size} for {target.name}, whose attention ends with such blocks, got "
+            f"{block_size}. Leave method.block_size out."
         )
     fitting = ("auto", "none", "exact") if own.block_causal else ("auto", "none", "prefix", "dual")
     if cache not in fitting:
         looks = "ends with the block" if own.block_causal else "looks both ways"
         raise ValueError(
-            f"Got cache={cache}; for {target.name}, whose attention {looks}, it is one of {', '.join(fitting)}. Set "
+            f"cache must be one of {', '.join(fitting)} for {target.name}, whose attention {looks}, got {cache}. Set "
             "method.cache."
         )

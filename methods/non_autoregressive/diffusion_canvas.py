@@ -1,7 +1,7 @@
-"""The text a diffusion model works on: prompts of any lengths, after them masks, and the block that is filled in.
+"""The text a diffusion model works on: prompts of any lengths, masks after them, and the current block.
 
-Positions of a row count from the beginning of its prompt. All that a pass needs to know of the geometry is on the host;
-the tokens are on the device, and one read per pass tells whether masks are left.
+Positions of a row count from the beginning of its prompt. The geometry is on the host, the tokens are on the device;
+one read per pass tells whether masks are left.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Canvas:
     """Prompts and answers of a batch.
 
     Attributes:
-        tokens: [B, S] prompt, answer or masks, and after the canvas of a row anything.
+        tokens: [B, S] prompt, answer or masks; undefined after the canvas of a row.
         totals: per row, positions of prompt and answer.
         origins: per row, where its first block begins; within the prompt where blocks are counted from there.
-        block_origins, block_starts, block_ends: per row, of the block that is filled in: where it begins, where what
-            is to be filled in begins, and the position after it. A row that has no further block stays at its last.
+        block_origins, block_starts, block_ends: per row, of the current block: where it begins, where its part to be
+            filled in begins, and the position after it. A row that has no further block stays at its last.
         unwritten: per row, where the block before this one begins, 0 for the first: an exact cache is final up to here.
         n_blocks: of the row that has most.
         capacity: slots that passes over the canvas write at most.
@@ -65,13 +65,13 @@ class Canvas:
         self._read()
 
     def nodes(self, starts: Sequence[int], stops: Sequence[int]) -> Int[Tensor, "B M"]:
-        """What a pass reads: per row the tokens from a position to another, all as many as the longest."""
+        """Input of a pass: per row the tokens from a position to another, all as many as the longest."""
         count = max(stop - start for start, stop in zip(starts, stops, strict=True))
         places = self._column(starts) + torch.arange(count, device=self.tokens.device)
         return self.tokens.gather(1, places)
 
     def columns(self, starts: Sequence[int]) -> Int[Tensor, "B W"]:
-        """Where the block stands in a pass from these positions on; a shorter one is filled up with its last place."""
+        """Columns of the block in a pass from these positions on; a shorter one is padded with its last position."""
         return torch.minimum(self._places, self._column(self.block_ends) - 1) - self._column(starts)
 
     def open_masks(self) -> Bool[Tensor, "B W"]:
@@ -85,7 +85,7 @@ class Canvas:
         self._read()
 
     def take(self) -> list[list[int]]:
-        """What the block holds, of rows from which it was not taken yet."""
+        """Tokens of the block, for rows from which it was not taken yet."""
         new = []
         for row, (start, end) in enumerate(zip(self.block_starts, self.block_ends, strict=True)):
             new.append(self._rows[row] if self._taken[row] == start else [])

@@ -2,7 +2,7 @@
 
 Vanilla NAT learns every token from the copied source alone, so tokens are guessed independently and translations get
 mixed. Glancing shows the decoder N = floor(ratio * Hamming distance) tokens of the target, drawn at random, and only
-the others are learnt. Both passes drop the same units. The ratio falls from 0.5 to 0.3 along the training; 0 is vanilla
+the others are learnt. Both passes drop the same units. The ratio falls from 0.5 to 0.3 during training; 0 is vanilla
 NAT.
 
 Published: WMT14 en-de 25.21, de-en 29.84, distilled, at 15.3 times the speed of a beam of 4; vanilla NAT 19.99 with the
@@ -48,10 +48,9 @@ class GlatStudent(LengthStudent):
     """One pass over copies of the source.
 
     Args:
-        network: see ``Student``.
         copy: of the source.
         ratio: of glancing, at the begin and the end of the training.
-        positional: a positional attention, and no position sees itself, as with ``nat``: its ablation of fertilities.
+        positional: a positional attention, and no position sees itself: ``nat`` without fertilities.
         length_weight: see ``LengthStudent``.
     """
 
@@ -66,7 +65,7 @@ class GlatStudent(LengthStudent):
         length_weight: float = 1.0,
     ) -> None:
         if len(ratio) != 2 or not all(0 <= share <= 1 for share in ratio):
-            raise ValueError(f"Got ratio={list(ratio)}; two shares from 0 to 1 are needed. Set train.ratio.")
+            raise ValueError(f"ratio must be two shares from 0 to 1, got {list(ratio)}. Set train.ratio.")
         own: dict[str, Any] = {"copy": copy, "ratio": list(ratio), "positional": positional}
         super().__init__(network, copy_of(copy), length_weight, **own)
         self.ratio = tuple(ratio)
@@ -106,7 +105,6 @@ class Glat(NonAutoregressive):
     """One pass, over the likeliest length or several.
 
     Args:
-        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse`` and ``checkpoint``.
         length_beam: lengths that are tried; the best mean log-probability wins, the student's or the teacher's.
 
     Raises:
@@ -134,12 +132,7 @@ class Glat(NonAutoregressive):
 
 @dataclass(kw_only=True)
 class GlatTraining(StudentTraining):
-    """Trains a student of ``glat``.
-
-    Args:
-        copy, ratio, positional, length_weight: see ``GlatStudent``.
-        data, beams, embedding, validation, recipe: see ``StudentTraining``.
-    """
+    """Trains a student of ``glat``; arguments: see ``GlatStudent`` and ``StudentTraining``."""
 
     kind: ClassVar[type[Student]] = GlatStudent
     writers: ClassVar[Mapping[str, Writer]] = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}

@@ -1,4 +1,4 @@
-"""How long a translation is: a distribution over its length minus that of the source.
+"""The length of a translation: a distribution over its length minus that of the source.
 
 Both count tokens without the end. Published weights of this loss (0.1 of the tokens') leave the head untrained after a
 short training (its cross-entropy stayed at 1.4 to 3 nats after ten minutes of a core), so the default here is 1.
@@ -18,7 +18,7 @@ class LengthHead(nn.Module):
 
     Args:
         width: of the states.
-        reach: largest difference of the lengths either way; what is larger counts as that.
+        reach: largest difference of the lengths either way; larger ones count as that.
         positions: longest target.
     """
 
@@ -47,8 +47,8 @@ class LengthHead(nn.Module):
         """
         if count > 2 * self.reach + 1:
             raise ValueError(
-                f"Got length_beam={count}; the length head knows {2 * self.reach + 1} lengths. Set a smaller "
-                "method.length_beam."
+                f"length_beam must be at most {2 * self.reach + 1}, the lengths that the length head knows, got "
+                f"{count}. Set a smaller method.length_beam."
             )
 
     def best(self, memory: Memory, count: int = 1) -> Int[Tensor, "B K"]:

@@ -1,17 +1,17 @@
-"""Decoding of the non-autoregressive family after the interface of all methods.
+"""Decoding of the non-autoregressive family with the interface of all methods.
 
-The target of a run is the autoregressive teacher: the baseline, and what agreement compares with. The method is a
-network of its own, so the guarantee is INDEPENDENT_MODEL and only its quality can be judged. The teacher takes part
-only to rescore candidates (``rescore``); its pass is then inside the measured time, and its memory is reported beside
-the student's.
+The target of a run is the autoregressive teacher: the baseline, and the reference of agreement. The method is a network
+of its own, so the guarantee is INDEPENDENT_MODEL and only its quality can be judged. The teacher takes part only to
+rescore candidates (``rescore``); its pass is then inside the measured time, and its memory is reported besides the
+student's.
 
 A batch is written in one step: encoder, length, passes, rescoring, choice. Texts end with the end-of-sequence token.
 ``Step.draft_passes`` counts passes of the student's decoder, ``target_passes`` those of the teacher's (one to rescore,
 else none), ``layers`` is the share of the target's layers that a pass runs, ``nodes`` the positions of a pass in a row,
 all candidates together.
 
-``collapse`` joins equal neighbours, which one-pass methods write where they hesitate between two places. It is worth
-points of BLEU to a weak method, so it is off by default, and every record says which it was.
+``collapse`` joins equal neighbours, which one-pass methods write where they hesitate between two places. It adds points
+of BLEU to a weak method, so it is off by default, and every record contains the setting.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from methods.non_autoregressive.student import Candidates, Student, Writer, load
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Texts of a batch, without ends, and what they took.
+    """Texts of a batch, without ends, and their cost.
 
     Attributes:
         candidates: per source.
@@ -99,7 +99,7 @@ def _best(found: Candidates, scores: Tensor) -> list[list[int]]:
 
 @dataclass(slots=True)
 class DecodeStats:
-    """What decoding took since the decoder was made; passes count once for every row of their batch."""
+    """Cost of decoding since the decoder was made; passes count once for every row of their batch."""
 
     sentences: int = 0
     batches: int = 0
@@ -148,14 +148,14 @@ class NonAutoregressive(Decoder):
 
     Args:
         target: its teacher.
-        sampling: greedy; nothing is drawn from the teacher's distribution.
+        sampling: must be greedy.
         writer: decode loop.
         rescore: let the target choose among several candidates.
         collapse: join equal neighbours.
         checkpoint: folder of a student; None: the one prepared for this target.
 
     Raises:
-        ValueError: a temperature, no student, or a target that is none of its kind.
+        ValueError: a temperature, no student, or a target of another kind.
     """
 
     guarantee = Guarantee.INDEPENDENT_MODEL
@@ -178,8 +178,8 @@ class NonAutoregressive(Decoder):
     ) -> None:
         if not sampling.greedy:
             raise ValueError(
-                f"Got temperature={sampling.temperature}; {self.kind.method} writes the likeliest tokens. Set "
-                "sampling=greedy, or choose another method."
+                f"{self.kind.method} must be greedy, as it writes the likeliest tokens, got "
+                f"temperature={sampling.temperature}. Set sampling=greedy, or choose another method."
             )
         self.student, self.made = load_student(self.kind, target, checkpoint)
         assert isinstance(target, Seq2SeqLM), "a student is refused for any other"
@@ -206,7 +206,7 @@ class NonAutoregressive(Decoder):
         )
 
     def memory(self) -> dict[str, int | None]:
-        """Memory that writing takes: the student's, and what it uses of the teacher.
+        """The student's memory, and what it uses of the teacher's.
 
         Without rescoring that is at most embedding and output matrix, with it the whole teacher.
         """
@@ -218,7 +218,7 @@ class NonAutoregressive(Decoder):
         return {"student": self._bytes, "of_the_teacher": teacher}
 
     def stats(self) -> dict[str, Any]:
-        """How the student was made, how it is asked, and what its texts took."""
+        """The student's training, its settings, and the cost of its texts."""
         asked = {"rescored_by_teacher": self.rescore, "repeats_collapsed": self.collapse}
         layers = len(self.student.network.encoder), len(self.student.network.decoder)
         sizes = {"encoder_layers": layers[0], "decoder_layers": layers[1], "student_bytes": self._bytes}

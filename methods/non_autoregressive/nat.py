@@ -2,8 +2,8 @@
 
 Every source token has a fertility, the number of target tokens it becomes; the decoder reads each token's embedding
 that many times and writes all positions in one pass. Fertilities sum to the length of the target and are a latent
-variable that decides between translations. In training they come from an aligner (word_alignment.py); the two losses
-are those of tokens and fertilities. Every decoder layer has a positional attention.
+variable that decides between translations. In training an aligner gives them (word_alignment.py); the two losses are
+those of tokens and fertilities. Every decoder layer has a positional attention.
 
 ``decoding``: ``argmax`` takes the likeliest fertility of every token, ``average`` the rounded mean, ``npd`` (noisy
 parallel decoding) the likeliest and ``samples - 1`` drawn ones, among which the teacher chooses; ``rescore=false`` uses
@@ -52,8 +52,7 @@ class NatStudent(Student):
     """Fertilities, then one pass over so many copies.
 
     Args:
-        network: see ``Student``.
-        classes: of fertility; the last one stands for what is larger.
+        classes: of fertility; the last one includes larger ones.
         positional: the positional attention.
         fertility_weight: of the fertilities' loss, where the tokens' is 1.
         finetune: the last part of the training; None: none.
@@ -70,7 +69,7 @@ class NatStudent(Student):
         finetune: Mapping[str, float] | None = None,
     ) -> None:
         if classes < 2:
-            raise ValueError(f"Got classes={classes}; at least 2 fertilities are needed. Set train.classes.")
+            raise ValueError(f"classes must be at least 2, got {classes}. Set train.classes.")
         finetune = None if finetune is None else dict(finetune)
         super().__init__(
             network, classes=classes, positional=positional, fertility_weight=fertility_weight, finetune=finetune
@@ -101,7 +100,9 @@ class NatStudent(Student):
         return total, numbers
 
     def limited(self, memory: Memory, wished: Int[Tensor, "B K S"], probs: Float[Tensor, "B S C"]) -> Tensor:
-        """Fertilities of [B, K, S] that make a text: none after the source, at least one token, and not too many."""
+        """Fertilities of [B, K, S] limited to a possible text: none after the source, at least one token, and not too
+        many.
+        """
         inside = present_up_to(memory.content, wished.shape[2])[:, None]
         kept = wished.masked_fill(~inside, 0)
         silent = kept.sum(2, keepdim=True) == 0
@@ -112,7 +113,7 @@ class NatStudent(Student):
         return kept.cumsum(2).minimum(most).diff(dim=2, prepend=torch.zeros_like(kept[:, :, :1]))
 
     def copies(self, memory: Memory, fertility: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B"]]:
-        """What the decoder reads under these fertilities, and its length."""
+        """The decoder's input under these fertilities, and its length."""
         lengths = fertility.sum(1)
         return copies(memory, fertility, int(lengths.max())), lengths
 
@@ -122,7 +123,7 @@ class NatStudent(Student):
 
 
 def copies(memory: Memory, fertility: Int[Tensor, "B S"], width: int) -> Float[Tensor, "B T D"]:
-    """Every source embedding as often as its fertility says, in order; after their sum anything."""
+    """Every source embedding as often as its fertility, in order; undefined after their sum."""
     place = torch.arange(width, device=fertility.device).expand(len(fertility), -1).contiguous()
     return gather(memory, torch.searchsorted(fertility.cumsum(1), place, right=True))
 
@@ -147,7 +148,7 @@ class FertilityPass:
         return fill(student, many, inputs, lengths.view(fertility.shape[:2]))
 
     def wished(self, student: NatStudent, probs: Float[Tensor, "B S C"], rng: Generator) -> Int[Tensor, "B K S"]:
-        """Fertilities by the head alone."""
+        """Fertilities by the head, without limits."""
         if self.decoding == "average":
             return student.expected(probs).round().long()[:, None]
         best = probs.argmax(-1)[:, None]
@@ -161,7 +162,6 @@ class Nat(NonAutoregressive):
     """NAT with fertilities.
 
     Args:
-        target, sampling: see ``NonAutoregressive``, as for ``rescore``, ``collapse`` and ``checkpoint``.
         decoding: how fertilities are chosen.
         samples: with ``npd``, translations among which is chosen.
 
@@ -190,13 +190,7 @@ class Nat(NonAutoregressive):
 
 @dataclass(kw_only=True)
 class NatTraining(StudentTraining):
-    """Trains a student of ``nat``.
-
-    Args:
-        classes, positional, fertility_weight: see ``NatStudent``.
-        finetune: the last part of the training; None: none.
-        data, beams, embedding, validation, recipe: see ``StudentTraining``.
-    """
+    """Trains a student of ``nat``; arguments: see ``NatStudent`` and ``StudentTraining``."""
 
     kind: ClassVar[type[Student]] = NatStudent
     writers: ClassVar[Mapping[str, Writer]] = {"argmax": FertilityPass(), "average": FertilityPass("average")}
@@ -218,7 +212,7 @@ class NatTraining(StudentTraining):
         return made
 
     def annotate(self, pairs: Sequence[Pair], progress: Progress) -> list[list[int]]:
-        """Fertilities of the source tokens, the end's among them, which is none."""
+        """Fertilities of the source tokens, with 0 for the end."""
         content = [(source[:-1] or source, target) for source, target in pairs]
         found = align(content, progress=progress)
         return [

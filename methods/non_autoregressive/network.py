@@ -2,11 +2,11 @@
 
 It is the teacher's own architecture without the causal mask, so that encoder and decoder begin with the teacher's
 weights: sinusoidal positions, and norms where the teacher has them, in front of the sub-layers and at the end of either
-side (Pegasus) or after the sub-layers (Marian). Padding is masked everywhere: row b of a batch is
-what it would be alone. What the decoder reads, what is minimised and how tokens are chosen is a method's (student.py).
+side (Pegasus) or after the sub-layers (Marian). Padding is masked everywhere, so a row does not depend on its batch.
+Each method defines the decoder's input, the objective and the choice of tokens (student.py).
 
 The embedding, which is the output matrix too, is the teacher's, frozen, or an own one that begins as it. A frozen one
-needs no place in the part, and no gradient, which is a third of the output's cost in training.
+takes no space in the checkpoint, and no gradient, which is a third of the output's cost in training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shape:
         inner: units of the feed-forward layers.
         positions: longest source, and longest target.
         scale: factor of the embedding.
-        norm_first: norms stand in front of the sub-layers.
+        norm_first: norms are in front of the sub-layers.
         end: the id that ends a text.
         suppressed: ids that are never written, the end among them: lengths are chosen, not written.
     """
@@ -66,8 +66,8 @@ class Shape:
         """
         if not isinstance(target, Seq2SeqLM) or target.config.model_type not in _NORM_FIRST or not target.eos_ids:
             raise ValueError(
-                f"Got model={target.name}; non-autoregressive students are made for encoder-decoders of the Marian or "
-                "Pegasus family. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+                "Non-autoregressive students need encoder-decoders of the Marian or Pegasus family, got "
+                f"model={target.name}. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
             )
         config = target.config
         end = int(target.eos_ids[0])
@@ -89,7 +89,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the encoder made of a batch of sources; rows are padded at their ends.
+    """Encoder output for a batch of sources; rows are padded at their ends.
 
     Attributes:
         states: [B, S, D] after its last layer.
@@ -109,7 +109,7 @@ class Memory:
         return (self.lengths - 1).clamp(min=1)
 
     def repeat(self, times: int) -> Memory:
-        """Every row so often, one after the other."""
+        """Repeat each row ``times`` times consecutively."""
         if times == 1:
             return self
         present = None if self.present is None else self.present.repeat_interleave(times, 0)
@@ -197,7 +197,7 @@ class Network(nn.Module):
         """States after the last layer, one pass over all positions.
 
         Args:
-            inputs: what the decoder reads, without positions, which are added here.
+            inputs: the decoder's input, to which positions are added here.
             present: where rows have a position; None: everywhere.
             causal: each position sees itself and those before it, as in the teacher.
         """
@@ -220,7 +220,7 @@ class Network(nn.Module):
         return F.linear(states, self.embedding)
 
     def start_from(self, teacher: Any) -> None:
-        """Take over the weights of the teacher as transformers has it; what it does not have stays as it is."""
+        """Copy the weights of transformers' teacher; parameters that it lacks do not change."""
         weights = teacher.state_dict()
         sides = {"encoder": (self.encoder, self.encoder_norm), "decoder": (self.decoder, self.decoder_norm)}
         for side, (layers, norm) in sides.items():
@@ -231,7 +231,7 @@ class Network(nn.Module):
                 _take(norm, weights, [f"model.{side}.layer_norm"])
 
     def settle(self, target: CausalLM, form: LinearForm = "auto") -> None:
-        """No more training: products in the engine's form, embedding and output borrowed where they are shared."""
+        """End the training: products in the engine's form, embedding and output borrowed where they are shared."""
         for module in list(self.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
@@ -261,7 +261,7 @@ def attended(
 ) -> Bool[Tensor, "b 1 t T"] | None:
     """Which positions each position of the decoder sees; None: all.
 
-    A blind position does not see itself, unless its row has no other: nothing to look at is no distribution.
+    A blind position does not see itself, unless its row has no other, since attention needs at least one.
     """
     looks = None if present is None else present[:, None]
     if causal:
@@ -281,12 +281,12 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | N
 
 
 def final_norm(shape: Shape) -> nn.Module:
-    """What stands after a stack of layers: a norm, unless each layer ends with one."""
+    """End of a stack of layers: a norm, unless each layer ends with one."""
     return nn.LayerNorm(shape.width) if shape.norm_first else nn.Identity()
 
 
 class SelfAttention(nn.Module):
-    """Over the own side."""
+    """Attention among the nodes."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class CrossAttention(nn.Module):
 class PositionalAttention(nn.Module):
     """Queries and keys are positions, values the states (Gu et al. 2018, sec. 3.1).
 
-    It begins as nothing: its output is zero, so that the teacher's layers work as they did.
+    Its output is zero at first, so that the teacher's layers work as before.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -328,7 +328,7 @@ class PositionalAttention(nn.Module):
         self._known: Tensor | None = None
 
     def settle(self, positions: Float[Tensor, "P D"]) -> None:
-        """No more training: queries and keys of all positions are made once."""
+        """End the training: queries and keys of all positions are computed once."""
         self._known = self.query_key(positions)
 
     def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
@@ -357,7 +357,7 @@ class EncoderLayer(nn.Module):
         return self.add(hidden, self.norm_mlp, self.feed)
 
     def add(self, hidden: Tensor, norm: nn.Module, update: Callable[[Tensor], Tensor]) -> Tensor:
-        """A sub-layer: the sum of a state and its update, with the norm where this network has it."""
+        """The sum of a state and its update, with the norm where this network has it."""
         if self.norm_first:
             return hidden + self.dropout(update(norm(hidden)))
         total: Tensor = norm(hidden + self.dropout(update(hidden)))

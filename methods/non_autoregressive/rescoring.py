@@ -1,8 +1,8 @@
-"""What the teacher thinks of whole candidates: one pass of teacher forcing over all of them.
+"""The teacher's score of whole candidates, by one pass of teacher forcing over all of them.
 
 Noisy parallel decoding (Gu et al. 2018, sec. 4.2) and length beams let the autoregressive model choose. Its encoder
-reads each source once, its decoder one row per candidate; its time is part of every measurement, and its memory is
-reported, for a student that is rescored is no smaller than student and teacher together.
+reads each source once, its decoder one row per candidate. Its time is part of every measurement, and its memory is
+reported, since rescoring needs student and teacher together.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from methods.non_autoregressive.student import mean_over
 
 
 def teacher_log_probs(target: Seq2SeqLM, source: Source, tokens: Int[Tensor, "R T"]) -> Float[Tensor, "R M V"]:
-    """Of every token after each prefix of the rows: M = T + 1, the last after the whole row.
+    """Log-probabilities of every token after each prefix of the rows: M = T + 1, the last after the whole row.
 
     Args:
-        source: encoded, B rows; R is a multiple of B, and rows of one source stand together.
-        tokens: on the target's side, without start and end; padding does no harm to what stands before it.
+        source: encoded, B rows; R is a multiple of B, and rows of one source are adjacent.
+        tokens: on the target's side, without start and end; padding does not change the results before it.
     """
     times = len(tokens) // len(source.lengths)
     mask = None if source.mask is None else source.mask.repeat_interleave(times, 0)

@@ -1,11 +1,11 @@
 """A student of this family: a network, and the three things in which methods differ.
 
-Decoder input   a module of inputs.py: (memory, lengths, width) -> [B, T, D], in ``Student.inputs``.
-Objective       ``Student.objective``: a batch and how far the training is -> what is minimised, and numbers to follow.
-Decode loop     a ``Writer``: (student, memory, rng) -> candidates, K for every source, with the student's own scores.
+Decoder input   a module of decoder_inputs.py: (memory, lengths, width) -> [B, T, D], in ``Student.inputs``. Objective
+``Student.objective``: a batch and the progress of the training -> a loss, and numbers to log. Decode loop     a
+``Writer``: (student, memory, rng) -> candidates, K for every source, with the student's own scores.
 
 A student is saved as its parameters, without an embedding that it shares with the teacher, and a JSON object with its
-constructor's ``options``. A method's file has a student, a writer if the ones here do not do, a decoder and a training.
+constructor's ``options``. A method's file has a student, a decoder, a training, and a writer if none of these fits.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from methods.training.losses import cross_entropy
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pairs to learn from, without ends on the target's side.
+    """Training pairs, without ends on the target's side.
 
     Attributes:
         sources: [B, S] ids, padded at the end.
         source_lengths: [B] their ends included.
         targets: [B, T] ids, padded at the end.
         lengths: [B] of the targets.
-        notes: [B, S] what ``annotate`` of the training said of each source token; None: nothing.
+        notes: [B, S] of each source token, from ``annotate`` of the training; None: none.
     """
 
     sources: Int[Tensor, "B S"]
@@ -62,7 +62,7 @@ class Candidates:
     """What a decode loop proposes for each source.
 
     Attributes:
-        tokens: [B, K, T] ids; after a candidate's length they mean nothing.
+        tokens: [B, K, T] ids, undefined after a candidate's length.
         lengths: [B, K].
         scores: [B, K] mean log-probability of a candidate's tokens by the student; zeros where K = 1 needs none.
         passes: of the student's decoder.
@@ -92,10 +92,10 @@ class Student(nn.Module):
     Args:
         network: of the teacher's shape.
         kept: ids of ``Shape.suppressed`` that it may choose all the same.
-        options: of the constructor, as plain JSON values; the part remembers them.
+        options: of the constructor, as plain JSON values, stored in the checkpoint.
 
     Attributes:
-        method: what it is called in configurations and parts.
+        method: its name in configurations and checkpoints.
         barred: [n] ids that it may not choose.
     """
 
@@ -118,7 +118,7 @@ class Student(nn.Module):
         return self.network.encode(batch.sources, batch.source_lengths)
 
     def objective(self, batch: Batch, progress: float, smoothing: float) -> Objective:
-        """What is minimised.
+        """The loss of a batch.
 
         Args:
             progress: share of the steps that are done, from 0 to 1.
@@ -149,7 +149,7 @@ class Student(nn.Module):
         """Drop networks that only some ways to decode need, if none of their tensors is among the stored ones."""
 
     def settle(self, target: CausalLM) -> None:
-        """No more training: see ``Network.settle``."""
+        """End the training: see ``Network.settle``."""
         self.network.settle(target)
 
     def own_bytes(self) -> int:
@@ -161,8 +161,7 @@ class LengthStudent(Student):
     """A student that chooses a length first, and then reads an input of that length.
 
     Args:
-        network: see ``Student``.
-        inputs: what the decoder reads.
+        inputs: the decoder's input.
         length_weight: of the length's loss, where the tokens' is 1.
     """
 
@@ -244,7 +243,7 @@ def require_at_least_one(**numbers: int) -> None:
     """
     for name, number in numbers.items():
         if number < 1:
-            raise ValueError(f"Got {name}={number}; at least 1 is needed. Set method.{name}.")
+            raise ValueError(f"{name} must be at least 1, got {number}. Set method.{name}.")
 
 
 # ------------------------------------------------------------------------------------------------------------ the part
@@ -257,7 +256,7 @@ def save_student(student: Student, folder: Path, target: CausalLM, facts: Mappin
 
     Args:
         target: its teacher.
-        facts: on its making, plain JSON values, which decoding reports again.
+        facts: about its training, plain JSON values, which decoding reports.
     """
     config = {"own_embedding": student.network.own, "options": student.options, "facts": dict(facts)}
     write_part(folder, student.state_dict(), config | target_sizes(target), torch.float16)
@@ -273,8 +272,8 @@ def load_student(kind: type[S], target: CausalLM, checkpoint: str | Path | None)
     method = kind.method
     if checkpoint is None:
         raise MissingPart(
-            f"{method} has no network for this model, and writes with nothing else. Train one: "
-            f"{training_command(method)}; or name yours: method.checkpoint=FOLDER."
+            f"{method} needs a trained network, and there is none for this model. Train one with "
+            f"{training_command(method)}, or name its folder: method.checkpoint=FOLDER."
         )
     folder, shape = Path(checkpoint).expanduser(), Shape.of(target)
 
@@ -303,7 +302,7 @@ def pad_sources(
     lengths = [len(source) for source in sources]
     if min(lengths) < 1 or max(lengths) > longest:
         raise ValueError(
-            f"Got Sources of {min(lengths):,} to {max(lengths):,} tokens; 1 to {longest:,} are read. Drop empty ones, "
+            f"Sources must have 1 to {longest:,} tokens, got {min(lengths):,} to {max(lengths):,}. Drop empty ones, "
             "and shorten the others."
         )
     rows = torch.zeros(len(sources), max(lengths), dtype=torch.long, device=device)

@@ -5,8 +5,8 @@ of -tension |i / n - j / m|, and p0 for no source token at all. The table theta 
 over all pairs of tokens at once. fast_align also learns the tension and smooths theta (variational Bayes); this does
 neither.
 
-A fertility is the number of target tokens that a source token has. Those with none are given to the source of the token
-before, so that fertilities sum to the length of the target, which the decoder's input needs.
+A fertility is the number of target tokens that a source token has. Target tokens without a source belong to the source
+of the token before, so that fertilities sum to the length of the target, which the decoder's input needs.
 """
 
 from __future__ import annotations

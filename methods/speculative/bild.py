@@ -1,16 +1,16 @@
-"""Big Little Decoder: a little model writes while it is sure, the big one goes on where it is not, and corrects it.
+"""Big Little Decoder: a little model writes while it is sure, and the big one takes over elsewhere and corrects it.
 
 Kim et al. 2023, arXiv 2302.07863. Fallback: the little model writes greedily until the probability of its most likely
 token is below ``fallback``; there the big model takes over. It scores all pending tokens in one pass. Rollback: at the
-first of them whose cross-entropy under the big model is above ``rollback``, the text is cut and the big model's own
-token stands there (sec. 3). The text is a mixture of both models, so its quality must be looked at. Nothing is trained.
+first of them whose cross-entropy under the big model is above ``rollback``, the text is cut and continued with the big
+model's own token (sec. 3). The text is a mixture of both models, so its quality must be checked. No training is needed.
 
 Published, on one T4 at batch 1, with mT5 and T5, small and large: 1.85 times the speed without loss and 2.12 times at a
 loss of one point (BLEU on IWSLT 2017 and WMT 2014 de-en, ROUGE-L on XSum and CNN/DailyMail). Thresholds of the authors'
 code: fallback 0.6, rollback 5 (2 to 5 work), at most 10 pending tokens.
 
-Differences: the first token of a text is the big model's; the little model stops at the end of a sequence; rows of a
-batch hand over each where it is unsure itself, while the others write on.
+Differences: the first token of a text is the big model's; the little model stops at the end of a sequence; each row of
+a batch hands over where it is unsure itself, while the others write on.
 
 Command: ``python -m bench model=multi30k_4_4 dataset=multi30k method=bild method.draft_model=NAME``
 """
@@ -75,10 +75,10 @@ class Bild(SpeculativeDecoder):
     Args:
         target: the big model.
         sampling: must be greedy.
-        draft_model: the little model; of the target's vocabulary.
+        draft_model: the little model, with the target's vocabulary.
         fallback: the big model takes over where the little one's most likely token is less probable.
         rollback: most cross-entropy of a pending token under the big model, in nats.
-        most: pending tokens at which it takes over in any case.
+        most: pending tokens after which the big model takes over in any case.
 
     Raises:
         ValueError: no little model, one of another vocabulary, sampling at a temperature, or an option out of range.
@@ -101,17 +101,18 @@ class Bild(SpeculativeDecoder):
     ) -> None:
         if not 0 <= fallback <= 1 or rollback < 0 or most < 1:
             raise ValueError(
-                f"Got fallback={fallback}, rollback={rollback}, most={most}; 0 <= fallback <= 1, rollback >= 0 and "
-                "most >= 1 are allowed. The published ones are 0.6, 5 and 10."
+                f"bild needs 0 <= fallback <= 1, rollback >= 0 and most >= 1, got fallback={fallback}, "
+                f"rollback={rollback}, most={most}. The published ones are 0.6, 5 and 10."
             )
         if not sampling.greedy:
             raise ValueError(
-                f"Got bild with temperature={sampling.temperature}; it is defined for greedy decoding only. Set "
-                "sampling.temperature=0, or use method=speculative_sampling."
+                f"bild must be greedy, got temperature={sampling.temperature}. Set sampling.temperature=0, or use "
+                "method=speculative_sampling."
             )
         if draft_model is None:
             raise ValueError(
-                "bild has no little model. Name one of the target's vocabulary: method.draft_model=HUB_ID_OR_FOLDER."
+                "bild needs a little model with the target's vocabulary, got none. Name one: "
+                "method.draft_model=HUB_ID_OR_FOLDER."
             )
         require_vocabulary(draft_model, target)
         little = LittleModel(draft_model, target.vocab_size, most, fallback)
@@ -119,5 +120,4 @@ class Bild(SpeculativeDecoder):
         self._own = weights_of(draft_model)
 
     def memory(self) -> dict[str, int | None]:
-        """Memory beside the target's: the weights of the little model."""
         return dict(self._own)

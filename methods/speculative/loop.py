@@ -1,14 +1,14 @@
 """Draft, verify, commit: the one loop of speculative decoding (Leviathan et al. 2023, arXiv 2211.17192, alg. 1).
 
-What is drafted (a chain, a tree, nothing) is the drafter's affair, what may stay is the rule's; this file owns
-only the order of events and the bookkeeping of rows that commit different numbers of tokens. The invariant:
-at the start of a round the cache holds every committed token except the last, the root. The pass scores
-[root, d_1 .. d_N]; row i of its logits judges the children of node i; the row of the last kept node gives the
-bonus token, which is the next root. AuxiliaryNodes stand after d_N: they are scored and nothing else.
+The drafter proposes (a chain, a tree, nothing), the rule accepts; this file has the order of events and the bookkeeping
+of rows that commit different numbers of tokens. The invariant: at the start of a round the cache holds every committed
+token except the last, the root. The pass scores [root, d_1 .. d_N]; row i of its logits judges the children of node i;
+the row of the last kept node gives the bonus token, which is the next root. Auxiliary nodes come after d_N and are only
+scored.
 
 A row may be given another prompt between two rounds (continuous batching: Orca, Yu et al. 2022, OSDI). It is read
-whole, in a step of its own and into a small cache that is then copied into the row, so that row and drafter stand where
-any prefill leaves them. Other rows wait for it: prompts are not read in pieces beside the rounds of others.
+whole, in a step of its own and into a small cache that is then copied into the row; row and drafter are then as after
+any prefill. Other rows wait meanwhile: prompts are not read in pieces together with the rounds of others.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SpeculativeDecoder(Decoder, Refillable):
 
     @torch.inference_mode()
     def _admit(self, prompts: Prompts, limit: int, ends: list[int], context: Context, cache: Cache) -> Step:
-        """Begin some rows anew, and bring cache, context and drafter to where a prefill leaves them."""
+        """Start new prompts in some rows, with cache, context and drafter as after a prefill."""
         assert self.continuous_batching and isinstance(self.drafter, RowDrafter), "rows take no new prompts"
         rows = list(prompts)
         output = self.target.prefill_rows({row: prompts[row].to(self.target.device) for row in rows}, cache)
@@ -119,7 +119,9 @@ def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], ou
 def _nodes_of_pass(
     root: Int[Tensor, "B"], draft: Draft
 ) -> tuple[Int[Tensor, "B M"], Int[Tensor, "B nodes"] | None, int]:
-    """What the target scores: root, draft and auxiliary; their parents (None: a chain); and the depth of the tree."""
+    """Nodes that the target scores (root, draft and auxiliary); their parents (None: a chain); and the depth of the
+    tree.
+    """
     drafted = [root[:, None], draft.tokens.clamp(min=0)]
     auxiliary = draft.auxiliary
     if auxiliary is None:
@@ -131,7 +133,7 @@ def _nodes_of_pass(
 def _read(
     draft: Draft, verification: Verification, logits: Float[Tensor, "B M V"]
 ) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Kept tokens, bonus included; how many of them were drafted; what stands after the auxiliary that were asked.
+    """Kept tokens, bonus included; how many of them were drafted; tokens after the ``asked`` auxiliary nodes.
 
     The one device-to-host read of a round.
     """

@@ -1,8 +1,7 @@
 """A non-autoregressive student drafts, its teacher verifies: the text is the teacher's own.
 
-The bridge between the families: loop and rules of this one, any student of methods/non_autoregressive as drafter.
-SpecDec (Xia et al. 2023, arXiv 2203.16487) trains a drafter for this use; here a student that translates on its own is
-asked how a text continues.
+Any student of methods/non_autoregressive can be the drafter. SpecDec (Xia et al. 2023, arXiv 2203.16487) trains a
+drafter for this use; here a student that translates on its own continues a text.
 
 ``redraft=false``: the student translates the source once, by its own decode loop. The draft continues its translation
 from the place of least edit distance to the committed text (of equal places, the one whose token is the last committed
@@ -10,7 +9,7 @@ one, then the furthest), so a word that the teacher inserts, drops or replaces d
 student and costs no pass per round.
 
 ``redraft=true``: before every round one pass of the student's decoder reads the committed tokens in their places and
-blank input after them, as it was trained to (cmlm, glat and depa). The predicted length stays.
+blank input after them, as in its training (cmlm, glat and depa). The predicted length stays.
 
 After the student's last token the end of the sequence is drafted. Drafts are not drawn, so the exact rules for such
 drafts hold at a temperature. The student's encoder reads the source once, which counts as a pass of the drafter.
@@ -68,10 +67,10 @@ _STUDENTS: Mapping[str, tuple[type[Student], Writer]] = {
 
 @runtime_checkable
 class Continuation(Protocol):
-    """What a student says after committed texts."""
+    """A student's continuation of committed texts."""
 
     def read(self, sources: Sequence[Int[Tensor, "_"]], rng: Generator) -> int:
-        """Take the sources of a batch; the passes that took."""
+        """Read the sources of a batch; returns the passes that took."""
         ...
 
     def behind(self, texts: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], int]:
@@ -80,10 +79,10 @@ class Continuation(Protocol):
 
 
 class Alignment:
-    """A text that grows, and where a guess of it is to be taken up.
+    """A growing text, and the place at which a guess of it continues.
 
     Args:
-        guess: tokens, without the end: a text that goes on has not come to it.
+        guess: tokens, without the end, which a text in progress has not reached.
     """
 
     def __init__(self, guess: Sequence[int]) -> None:
@@ -92,7 +91,7 @@ class Alignment:
         self._read, self._last = 0, -1
 
     def follow(self, text: Sequence[int]) -> None:
-        """Take in what the text has grown by."""
+        """Add the new tokens of the text."""
         for token in text[self._read :]:
             before, self._last = self._cost, token
             self._cost = [before[0] + 1]
@@ -103,7 +102,7 @@ class Alignment:
 
     @property
     def rest(self) -> list[int]:
-        """The guess from where it goes on."""
+        """The guess after the current place."""
         places = range(len(self._cost))
         return self.guess[min(places, key=lambda n: (self._cost[n], not self._meets(n), -n)) :]
 
@@ -112,7 +111,7 @@ class Alignment:
 
 
 class OneGuess:
-    """One translation of each source, taken up where the text is."""
+    """One translation of each source, continued at the place of the text."""
 
     def __init__(self, student: Student, writer: Writer) -> None:
         self._student, self._writer, self._guesses = student, writer, list[Alignment]()
@@ -130,7 +129,7 @@ class OneGuess:
 
 
 class Completion:
-    """A new translation after every text, of which the student reads the text."""
+    """A new translation for every text, which the student reads."""
 
     def __init__(self, student: LengthStudent) -> None:
         self._student = student
@@ -168,7 +167,7 @@ class StudentDrafter:
     """Drafts a chain of up to ``nodes`` tokens.
 
     Args:
-        continuation: how the student is asked.
+        continuation: the use of the student.
         nodes: most tokens of a draft.
         ends: tokens after which nothing is drafted.
         nbytes: memory of the student.
@@ -201,12 +200,12 @@ class SpecDecNat(HeadsDecoder):
     Args:
         target: the student's teacher, which verifies.
         drafter: the method whose student drafts.
-        redraft: ask the student anew before every round, with the text so far in its input.
+        redraft: run the student again before every round, with the text so far in its input.
         block: most tokens of a draft.
         checkpoint: folder of a student; None: the one prepared for this target.
 
     Raises:
-        ValueError: no student, a block below one, or a student that cannot be asked anew.
+        ValueError: no student, a block below one, or ``redraft`` with a student that cannot read the text so far.
     """
 
     model_kind = "seq2seq"
@@ -226,8 +225,8 @@ class SpecDecNat(HeadsDecoder):
         kind, writer = _STUDENTS[drafter]
         if redraft and not issubclass(kind, LengthStudent):
             raise ValueError(
-                f"Got redraft=true with drafter={drafter}, which cannot be shown the text so far; glat, cmlm and depa "
-                "can. Set method.redraft=false, or method.drafter to one of these."
+                f"redraft must be false with drafter={drafter}, which cannot read the text so far (glat, cmlm and depa "
+                "can), got true. Set method.redraft=false, or method.drafter to one of these."
             )
         student, self._made = load_student(kind, target, checkpoint)
         nbytes = student.own_bytes()

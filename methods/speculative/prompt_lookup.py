@@ -1,13 +1,13 @@
-"""Prompt lookup: draft what followed the last words when they stood in the text before (Saxena 2023).
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the last words (Saxena 2023).
 
 The last n tokens, n from ``max_ngram`` down to ``min_ngram``, are looked up in the text so far; the tokens that
-followed them there are the draft. Nothing is trained. Where the continuation runs into the end of the text it
-goes on into the draft itself, as in LZ77, so a text that repeats with a short period is drafted in full.
+followed them there are the draft. No training is needed. A continuation that reaches the end of the text continues with
+the draft itself, as in LZ77, so a text that repeats with a short period is drafted in full.
 
-Published: 2.4x on summarisation and question answering over a context, Mistral-7B on one A100, greedy (the
-author's notes); 1.66x over Spec-Bench with Vicuna-7B. Differences: an index of n-grams instead of a
-search (the same matches, constant time); a choice between the first and the last occurrence; a continuation
-shorter than ``gamma`` is used rather than dropped; no draft at all where nothing matches.
+Published: 2.4x on summarisation and question answering over a context, Mistral-7B on one A100, greedy (the author's
+notes); 1.66x over Spec-Bench with Vicuna-7B. Differences: an index of n-grams instead of a search (the same matches,
+constant time); a choice between the first and the last occurrence; a continuation shorter than ``gamma`` is used rather
+than dropped; no draft at all where nothing matches.
 
 Command: ``python -m bench method=prompt_lookup dataset=spec_bench``
 """
@@ -25,7 +25,7 @@ from methods.speculative.verification import default_rule
 
 
 class NgramIndex:
-    """Where each n-gram of one text stands, kept up while the text grows.
+    """The positions of each n-gram of one text, updated while the text grows.
 
     An n-gram enters the index only once a token follows it, so the end of the text never matches itself.
     """
@@ -125,10 +125,11 @@ class PromptLookup(SpeculativeDecoder):
         pick: Literal["first", "last"] = "last",
     ) -> None:
         if gamma < 1:
-            raise ValueError(f"gamma={gamma} drafts nothing; give at least 1, or use method=autoregressive.")
+            raise ValueError(f"gamma must be at least 1, got {gamma}. For no draft use method=autoregressive.")
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(
-                f"min_ngram={min_ngram} and max_ngram={max_ngram} name no n-gram; 1 <= min_ngram <= max_ngram."
+                f"n-grams need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram}, max_ngram={max_ngram}. Change "
+                "one of the two."
             )
         drafter = PromptLookupDrafter(gamma, max_ngram, min_ngram, scope, pick)
         super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False))

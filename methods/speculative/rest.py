@@ -1,22 +1,22 @@
-"""REST: draft what followed the last words wherever they stood in a datastore.
+"""REST: draft what followed the last words in a datastore.
 
-He et al. 2023, arXiv 2311.08252. The longest ending of the text, ``max_ngram`` to ``min_ngram`` tokens, that stands
-in the datastore is looked up (sec. 3.1); the continuations of its occurrences become a trie weighted by how many of
-them share a prefix, and the ``nodes`` most frequent prefixes are the draft, a tree (sec. 3.2). No model drafts. The
+He et al. 2023, arXiv 2311.08252. The longest ending of the text, ``max_ngram`` to ``min_ngram`` tokens, that occurs in
+the datastore is looked up (sec. 3.1); the continuations of its occurrences become a trie weighted by how many of them
+share a prefix, and the ``nodes`` most frequent prefixes are the draft, a tree (sec. 3.2). No model drafts. The
 datastore must be prepared, of text like the text to be written:
 
     python -m bench.train method=rest model=smollm2 corpus=dolly,gsm8k
 
 Published: 1.62x to 2.36x with Code Llama on HumanEval and Vicuna on MT-bench, 7B and 13B, one A6000; Spec-Bench with
-Vicuna-7B: 1.48x on an A100, 1.28x on a 3090, 1.82 and 1.63 tokens per step. Endings of 16 to 2 tokens, continuations
-of 10, 5000 occurrences and 64 nodes are those of the paper's code, and the defaults here. Where a pass over 65 nodes
-costs several steps, as on a CPU, that tree cannot pay; the YAML file names a small one.
+Vicuna-7B: 1.48x on an A100, 1.28x on a 3090, 1.82 and 1.63 tokens per step. Endings of 16 to 2 tokens, continuations of
+10, 5000 occurrences and 64 nodes are those of the paper's code, and the defaults here. Where a pass over 65 nodes costs
+several steps, as on a CPU, that tree cannot pay; the YAML file names a small one.
 
 Differences: drafts are judged by the exact rule for trees that were not drawn; at a temperature the paper's code keeps
-the longest of several paths sampled apart, which changes the distribution. Documents are apart: no ending and no
-continuation crosses their borders. Of more than ``occurrences`` places, evenly spaced ones are read in the order of
-their continuations, so shares are kept and a run repeats. Of equally frequent prefixes the shorter goes first,
-then the one whose ids are smaller.
+the longest of several paths sampled apart, which changes the distribution. No ending and no continuation crosses the
+border of a document. Of more than ``occurrences`` places, evenly spaced ones are read in the order of their
+continuations, so shares are kept and a run repeats. Ties between prefixes go to the shorter one, then to the smaller
+ids.
 
 Command: ``python -m bench method=rest dataset=mtbench``
 """
@@ -63,8 +63,8 @@ class Tree:
 def frequent_prefixes(paths: UInt32[np.ndarray, "K d"], most: int) -> Tree:
     """The ``most`` most frequent prefixes of some continuations.
 
-    A prefix is at least as frequent as a longer one that begins with it and goes first among equals. So the tree grows
-    from its root by the best node that any of its nodes leads to.
+    A prefix is at least as frequent as a longer one that begins with it and wins ties against it. So the tree grows
+    from its root by the best child of any of its nodes.
 
     Args:
         paths: continuations in lexicographic order; one ends at its first SEPARATOR.
@@ -87,7 +87,7 @@ def frequent_prefixes(paths: UInt32[np.ndarray, "K d"], most: int) -> Tree:
 def _children(
     paths: UInt32[np.ndarray, "K d"], start: int, stop: int, depth: int, parent: int, most: int
 ) -> list[tuple[int, int, int, int, int]]:
-    """What stands at ``depth`` of ``paths[start:stop]``, which share all before: the most frequent tokens, best first.
+    """The tokens at ``depth`` of ``paths[start:stop]``, which share all before: the most frequent ones, best first.
 
     Returns:
         (-count, depth, first path, token, parent) each; the first three are the order in which nodes enter the tree.
@@ -183,14 +183,14 @@ class Rest(SpeculativeDecoder):
     ) -> None:
         if min(nodes, occurrences) < 1 or not 1 <= continuation <= LONGEST:
             raise ValueError(
-                f"Got nodes={nodes}, continuation={continuation}, occurrences={occurrences}; nodes and occurrences "
-                f"of at least 1 and continuation from 1 to {LONGEST} are allowed. For no draft at all use "
+                f"rest needs nodes and occurrences of at least 1 and continuation from 1 to {LONGEST}, got "
+                f"nodes={nodes}, continuation={continuation}, occurrences={occurrences}. For no draft at all use "
                 "method=autoregressive."
             )
         if not 1 <= min_ngram <= max_ngram <= LONGEST:
             raise ValueError(
-                f"Got min_ngram={min_ngram} and max_ngram={max_ngram}; 1 <= min_ngram <= max_ngram <= {LONGEST} is "
-                "allowed. Change one of the two."
+                f"n-grams need 1 <= min_ngram <= max_ngram <= {LONGEST}, got min_ngram={min_ngram}, "
+                f"max_ngram={max_ngram}. Change one of the two."
             )
         store = Datastore.load(_folder(checkpoint), target.vocab_size)
         drafter = RestDrafter(store, nodes, max_ngram, min_ngram, continuation, occurrences)
@@ -198,14 +198,14 @@ class Rest(SpeculativeDecoder):
         self._store = store
 
     def memory(self) -> dict[str, int | None]:
-        """Memory beside the target's: what is mapped, and how much of it is resident now."""
+        """Bytes of the mapped files, and how many of them are resident now."""
         return {"datastore_mapped": self._store.mapped_bytes, "datastore_resident": self._store.resident_bytes()}
 
 
 def _folder(checkpoint: str | Path | None) -> Path:
     if checkpoint is None:
         raise MissingPart(
-            "rest has no datastore for this model; it needs one to draft from. Make it: "
-            "python -m bench.train method=rest model=MODEL; or name yours: method.checkpoint=FOLDER."
+            "rest needs a datastore, and there is none for this model. Make one with python -m bench.train "
+            "method=rest model=MODEL, or name yours: method.checkpoint=FOLDER."
         )
     return Path(checkpoint).expanduser()

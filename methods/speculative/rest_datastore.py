@@ -41,11 +41,11 @@ _MAKE = "python -m bench train method=rest model=MODEL force=true makes a new on
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Where the longest known ending of a text stands.
+    """The occurrences of the longest known ending of a text.
 
     Attributes:
         length: tokens of that ending.
-        low, high: it stands at ``places[low:high]``, and everywhere there a token follows it.
+        low, high: it occurs at ``places[low:high]``, each time followed by a token.
     """
 
     length: int
@@ -57,10 +57,10 @@ class Datastore:
     """Documents of token ids and the order of their suffixes.
 
     Attributes:
-        tokens: ids as they lie in the file.
+        tokens: ids as in the file.
         places: start of each suffix, in lexicographic order of the suffixes.
         vocab_size: ids are below it.
-        folder: where the files lie; None: only in memory.
+        folder: of the files; None: only in memory.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class Datastore:
         """Map the files that ``save`` wrote.
 
         Args:
-            folder: where they lie.
             vocab_size: of the model that the ids are meant for.
 
         Raises:
@@ -96,8 +95,8 @@ class Datastore:
         header = _header(folder)
         if header["vocab_size"] != vocab_size:
             raise ValueError(
-                f"The datastore {folder} holds ids of a vocabulary of {header['vocab_size']}; the model has "
-                f"{vocab_size}. Only a datastore made for a model fits it: {_MAKE}."
+                f"The datastore {folder} must have the vocabulary of the model, {vocab_size} ids, got "
+                f"{header['vocab_size']}. {_MAKE}."
             )
         for name, written in header["files"].items():
             _check_file(folder / name, written)
@@ -105,7 +104,9 @@ class Datastore:
         return cls(tokens.view(np.ndarray), places.view(np.ndarray), vocab_size, folder)
 
     def save(self, folder: Path) -> None:
-        """Write the files. The header goes first and comes last: a folder without one holds no datastore."""
+        """Write the files. The old header is removed first and the new one written last: without it there is no
+        datastore.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / HEADER).unlink(missing_ok=True)
         arrays = {TOKENS: self.tokens, PLACES: self.places}
@@ -136,7 +137,7 @@ class Datastore:
         return self.tokens.nbytes + self.places.nbytes
 
     def resident_bytes(self) -> int | None:
-        """How much of the mapped files this process holds in memory; None where the system does not tell."""
+        """Bytes of the mapped files that this process holds in memory; None where the system does not report them."""
         if self.folder is None:
             return self.mapped_bytes
         import psutil
@@ -148,12 +149,11 @@ class Datastore:
             return None
 
     def find(self, text: Sequence[int], longest: int, shortest: int = 1) -> Match | None:
-        """The longest ending of a text that stands in a document with a token after it.
+        """The longest ending of a text that occurs in a document with a token after it.
 
-        An ending that stands somewhere has all shorter ones standing there, so each try halves the lengths in question.
+        If an ending occurs, all shorter ones do, so each try halves the range of lengths.
 
         Args:
-            text: token ids.
             longest, shortest: most and fewest tokens of an ending, 1 <= shortest <= longest <= ``LONGEST``.
         """
         keys = self._windows(longest + 1, "S")[: len(self.places)]
@@ -163,7 +163,7 @@ class Datastore:
         while known < possible:
             tried = (known + possible + 1) // 2
             wanted = ending[-tried * _ID.itemsize :]
-            # What begins with the ending and goes on lies from the ending itself to the ending at a document's end.
+            # Suffixes that continue the ending are between the ending itself and the ending at a document's end.
             low, high = keys.searchsorted(np.array([wanted, wanted + _CLOSING]), sorter=self.places).tolist()
             if low < high:
                 match, known = Match(tried, low, high), tried
@@ -172,10 +172,10 @@ class Datastore:
         return match
 
     def continuations(self, match: Match, count: int, most: int) -> UInt32[np.ndarray, "K count"]:
-        """What follows at the places of a match, in lexicographic order; of more than ``most``, evenly spaced ones.
+        """Tokens after the places of a match, in lexicographic order; of more than ``most``, evenly spaced ones.
 
         Returns:
-            ``count`` ids each; from a SEPARATOR on they do not belong to the document any more.
+            ``count`` ids each; from a SEPARATOR on they no longer belong to the document.
         """
         span = match.high - match.low
         index: slice | Int64[np.ndarray, "K"] = slice(match.low, match.high)
@@ -191,19 +191,19 @@ class Datastore:
 
 
 def joined(documents: Iterable[Sequence[int]], vocab_size: int) -> UInt32[np.ndarray, "L"]:
-    """The documents one after the other, as they lie in the file; empty ones are left out.
+    """The documents one after the other, as in the file; empty ones are left out.
 
     Raises:
         ValueError: no tokens at all, or an id outside the vocabulary.
     """
     pieces = [np.asarray(document, np.int64) for document in documents if len(document)]
     if not pieces:
-        raise ValueError("The corpus holds no token; a datastore needs documents to search. Name another corpus.")
+        raise ValueError("The corpus of a datastore must have documents, got no token. Name another corpus.")
     ids = np.concatenate(pieces)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise ValueError(
-            f"The corpus holds the id {outside[0]}; the model's vocabulary has {vocab_size}. "
+            f"The corpus must have ids below {vocab_size}, the size of the model's vocabulary, got {outside[0]}. "
             "Tokenise it with the tokenizer of the model."
         )
     text = np.full(len(ids) + len(pieces) + MARGIN, SEPARATOR, _ID)
@@ -214,8 +214,8 @@ def joined(documents: Iterable[Sequence[int]], vocab_size: int) -> UInt32[np.nda
 def suffixes(tokens: UInt32[np.ndarray, "L"]) -> Int64[np.ndarray, "P"]:
     """Start of every suffix of ``joined`` documents, the margin left out, in lexicographic order.
 
-    The library sorts bytes and so has a suffix for each: ids are replaced by their rank among those that occur, so that
-    two bytes an id do for 65,535 of them.
+    The library sorts bytes and has a suffix for each: ids are replaced by their rank among those that occur, so that
+    two bytes an id suffice for 65,535 of them.
 
     Raises:
         ValueError: pydivsufsort is not installed.
@@ -224,8 +224,8 @@ def suffixes(tokens: UInt32[np.ndarray, "L"]) -> Int64[np.ndarray, "P"]:
         from pydivsufsort import divsufsort
     except ImportError as error:
         raise ValueError(
-            f"A suffix array is wanted, and pydivsufsort cannot be imported ({error}). Install it: "
-            "pip install pydivsufsort."
+            f"A suffix array needs pydivsufsort, which cannot be imported ({error}). Install it: pip install "
+            "pydivsufsort."
         ) from error
     text = tokens[: len(tokens) - MARGIN].astype(np.int64)
     is_token = text != SEPARATOR
@@ -248,7 +248,7 @@ def _header(folder: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is damaged ({error!r}); it must be the header of a datastore. {_MAKE}.") from error
     if version != VERSION:
-        raise ValueError(f"The datastore {folder} has version {version}; this program reads {VERSION}. {_MAKE}.")
+        raise ValueError(f"The datastore {folder} must have version {VERSION}, got {version}. {_MAKE}.")
     files = header.get("files")
     if not isinstance(header.get("vocab_size"), int) or not isinstance(files, dict) or set(files) != {TOKENS, PLACES}:
         raise ValueError(f"{file} is damaged; vocabulary or files are missing from it. {_MAKE}.")

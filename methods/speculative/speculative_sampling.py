@@ -75,7 +75,7 @@ class DraftModel:
         return draw(probs, context.rng), probs
 
     def _unsure(self, logits: Float[Tensor, "B V"]) -> bool:
-        """No row is confident enough to go on: one host read per drafted token, only if asked for."""
+        """No row is confident enough to continue: one host read per drafted token, only if asked for."""
         if self.confidence == 0.0:
             return False
         return bool((logits.float().softmax(-1).amax(-1) < self.confidence).all())
@@ -105,11 +105,11 @@ class DraftModel:
         return self._fit(logits)
 
     def _readable(self, tokens: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
-        """Ids in the padding of a larger target have no embedding here; any other token does for them."""
+        """Replace ids in the padding of a larger target, which have no embedding here, by another token."""
         return tokens.clamp(max=self.model.vocab_size - 1) if self._padding > 0 else tokens
 
     def _fit(self, logits: Float[Tensor, "B v"]) -> Float[Tensor, "B V"]:
-        """Sizes of one family pad their output matrices differently; padding is never drafted."""
+        """Cut or pad to the target's output size, which differs within a family; padding is never drafted."""
         return logits if self._padding == 0 else F.pad(logits, (0, self._padding), value=-torch.inf)
 
 
@@ -141,7 +141,10 @@ class SpeculativeSampling(SpeculativeDecoder):
         confidence: float = 0.0,
     ) -> None:
         if gamma < 1 or not 0.0 <= confidence < 1.0:
-            raise ValueError(f"gamma={gamma}, confidence={confidence}: gamma >= 1 and 0 <= confidence < 1 are needed.")
+            raise ValueError(
+                f"speculative_sampling needs gamma >= 1 and 0 <= confidence < 1, got gamma={gamma}, "
+                f"confidence={confidence}."
+            )
         draft = _drafter(target, draft_model, skip_attention, skip_mlp)
         rule = default_rule(sampling, "chain", drawn=True)
         super().__init__(target, sampling, DraftModel(draft, target.vocab_size, gamma, confidence), rule)
@@ -162,8 +165,8 @@ def _drafter(
 ) -> CausalLM:
     if draft is None and not (skip_attention or skip_mlp):
         raise ValueError(
-            "speculative_sampling has no drafter. Name one (method.draft_model=HUB_ID_OR_PATH), or layers of the "
-            "target to leave out (method.skip_attention=[..] method.skip_mlp=[..])."
+            "speculative_sampling needs a drafter, got none. Name one (method.draft_model=HUB_ID_OR_PATH), or layers "
+            "of the target to leave out (method.skip_attention=[..] method.skip_mlp=[..])."
         )
     if draft is None:
         return target.skip(skip_attention, skip_mlp)
@@ -179,6 +182,6 @@ def require_vocabulary(draft: CausalLM, target: CausalLM) -> None:
     """
     if abs(draft.vocab_size - target.vocab_size) > _PADDING:
         raise ValueError(
-            f"The draft model scores {draft.vocab_size} tokens, the target {target.vocab_size}. "
-            "Both must share one vocabulary: choose a draft of the target's family."
+            f"Draft model and target must share one vocabulary, got {draft.vocab_size} and {target.vocab_size} tokens. "
+            "Choose a draft of the target's family."
         )

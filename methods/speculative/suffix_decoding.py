@@ -3,9 +3,9 @@
 A suffix automaton over prompt and output grows by one token at a time in amortised constant time (Blumer et al. 1985);
 the suffix link of the whole text is its longest ending that occurs elsewhere. It drafts in SAM decoding (Hu et al.
 2024, arXiv 2411.10666), as does a suffix tree with frequencies in SuffixDecoding (Oliaro et al. 2024, arXiv
-2411.04975). Here the automaton of the first carries the counts of the second: the draft follows the most frequent
+2411.04975). Here the automaton of the first has the counts of the second: the draft follows the most frequent
 transition, at most ``factor`` times the match's length and ``gamma`` tokens, and ends where the product of the relative
-frequencies falls below ``min_prob``. Nothing is trained.
+frequencies falls below ``min_prob``. No training is needed.
 
 Published: SAM decoding on Spec-Bench: 2.27x together with Token Recycling; with EAGLE-2, Vicuna-7B, 2.73x on an A100.
 Tree depth 24, factor 1 and token probability 0.1 are vLLM's defaults for SuffixDecoding. Differences: only the text so
@@ -29,9 +29,9 @@ _COUNTED = 32  # endings of the text whose occurrences are counted per token: pe
 
 
 class SuffixAutomaton:
-    """All substrings of a text, kept up while it grows.
+    """All substrings of a growing text.
 
-    A state stands for the substrings that end at the same places of the text. State 0 is the empty string, state
+    A state represents the substrings that end at the same places of the text. State 0 is the empty string, state
     ``whole`` the text itself. The suffix link of a state leads to its longest ending that ends at further places too.
     """
 
@@ -51,14 +51,14 @@ class SuffixAutomaton:
             self._count_endings()
 
     def match(self) -> tuple[int, int]:
-        """State and length of the longest ending of the text that also stands elsewhere in it."""
+        """State and length of the longest ending of the text that also occurs elsewhere in it."""
         state = max(self._link[self.whole], 0)
         return state, self._length[state]
 
     def likeliest(self, state: int) -> tuple[int, int, float]:
         """The most frequent token after a state's strings (of equals the latest), the state it leads to, its share.
 
-        After the end of the text stands nothing; there its longest ending that stands elsewhere is asked instead.
+        After the end of the text there is none; its longest ending that occurs elsewhere is used instead.
         """
         while not self._next[state]:
             state = self._link[state]
@@ -179,13 +179,13 @@ class SuffixDecoding(SpeculativeDecoder):
     ) -> None:
         if gamma < 1 or min_match < 1 or not 0.0 <= min_prob <= 1.0:
             raise ValueError(
-                f"Got gamma={gamma}, min_match={min_match}, min_prob={min_prob}; gamma >= 1, min_match >= 1 and "
-                "0 <= min_prob <= 1 are allowed. For no draft at all use method=autoregressive."
+                f"suffix needs gamma >= 1, min_match >= 1 and 0 <= min_prob <= 1, got gamma={gamma}, "
+                f"min_match={min_match}, min_prob={min_prob}. For no draft at all use method=autoregressive."
             )
         if not 1.0 <= factor * min_match < math.inf:
             raise ValueError(
-                f"Got factor={factor} and min_match={min_match}; their product, the tokens drafted after the "
-                "shortest match, has to reach 1 and be finite. Change one of the two."
+                "factor times min_match, the tokens drafted after the shortest match, must be finite and at least 1, "
+                f"got factor={factor} and min_match={min_match}. Change one of the two."
             )
         drafter = SuffixDrafter(gamma, factor, min_match, min_prob)
         super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False))

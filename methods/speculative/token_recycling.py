@@ -53,10 +53,10 @@ class CandidateMatrix:
     Args:
         vocab_size: tokens.
         k: candidates per token.
-        warm: whether ``reset`` keeps what is known.
+        warm: whether ``reset`` keeps the content.
 
     Attributes:
-        nothing: stands for a token that nothing is learnt of.
+        nothing: marks a token without known candidates.
     """
 
     def __init__(self, vocab_size: int, k: int, warm: bool, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class CandidateMatrix:
             self._lines[row] = 0
 
     def suggest(self, row: int, text: Sequence[int]) -> None:
-        """Take the bigrams of a text, latest first, for candidates of tokens of which nothing is known yet."""
+        """Use the bigrams of a text, latest first, as candidates of tokens that have none yet."""
         followers: dict[int, dict[int, None]] = {}  # a dict keeps the order of insertion
         for token, follower in zip(text[-2::-1], text[:0:-1], strict=True):
             followers.setdefault(token, {})[follower] = None
@@ -153,7 +153,9 @@ class RecyclingDrafter:
 
 
 def _authority(tokens: Int[Tensor, "B M"], path: Int[Tensor, "B P"] | None) -> Int[Tensor, "B M"]:
-    """Whose candidates count where a pass held a token twice: the last on the kept path, else the first in the tree."""
+    """Rank of each node's candidates if a pass holds a token twice: the last on the kept path, else the first in the
+    tree.
+    """
     batch, count = tokens.shape
     place = torch.arange(count, device=tokens.device).expand(batch, -1)
     if path is None:
@@ -196,11 +198,11 @@ class TokenRecycling(SpeculativeDecoder):
 
 def _shape(tree: str | list[list[int]], vocab_size: int) -> Shape:
     if isinstance(tree, str) and tree not in TREES:
-        raise ValueError(f"Got tree={tree}; {', '.join(TREES)} or numbers of children are allowed, e.g. [[3],[2,1]].")
+        raise ValueError(f"tree must be {', '.join(TREES)} or numbers of children, e.g. [[3],[2,1]], got {tree}.")
     shape = Shape.of_children(TREES[tree] if isinstance(tree, str) else tree)
     if not 1 <= shape.width <= vocab_size:
         raise ValueError(
-            f"tree={tree} gives a node {shape.width} children; 1 to {vocab_size}, the size of the vocabulary, are "
-            "allowed. Name a tree with nodes, or a narrower one."
+            f"Nodes must have 1 to {vocab_size} children, the size of the vocabulary, got {shape.width} with "
+            f"tree={tree}. Name a tree with nodes, or a narrower one."
         )
     return shape

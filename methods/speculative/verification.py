@@ -1,9 +1,9 @@
-"""Verification rules: which drafted tokens may stay, and which token of the target follows them.
+"""Verification rules: which drafted tokens are kept, and which token of the target follows them.
 
-EXACT rules leave the target's greedy text, or its distribution, untouched whatever was drafted. RELAXED rules
-keep more and say what they tolerate. All are vectorised over rows, loop over the levels of a tree at most,
-and never ask the device. In the formulas p is the target's processed distribution after a node, q the
-distribution its children were drawn from.
+EXACT rules preserve the target's greedy text, or its distribution, for every draft. RELAXED rules keep more up to a
+declared tolerance. All are vectorised over rows, loop at most over the levels of a tree, and never read from the
+device. In the formulas p is the target's processed distribution after a node, q the distribution its children were
+drawn from.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DeterministicTree(ExactRule):
         return self._walk(draft, probs, rng)
 
     def _walk(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
-        """As ``follow``, but draws only after the nodes it comes by."""
+        """As ``follow``, but draws only after the nodes on the path."""
         walk = Walk(draft)
         wanted = draw(values_at(probs, walk.node), rng)
         for _ in range(draft.max_depth):
@@ -155,7 +155,7 @@ class TreeWithReplacement(ExactRule):
     def _try_children(
         self, walk: Walk, draft: Draft, p: Float[Tensor, "B V"], rng: Generator
     ) -> tuple[Bool[Tensor, "B"], Int[Tensor, "B"], Int[Tensor, "B"]]:
-        """One level: who found a child to keep, its column, and for the others a draw from what is left of p."""
+        """One level: rows with a child to keep, its column, and for the others a draw from what is left of p."""
         assert draft.probs is not None
         candidates = walk.children()
         rank = candidates.cumsum(1) * candidates
@@ -184,7 +184,7 @@ class TreeWithoutReplacement(TreeWithReplacement):
     """Siblings drawn without replacement: q loses every earlier sibling and is renormalised before it judges.
 
     Li et al. 2024 (EAGLE), arXiv 2401.15077, sec. 3.3; Jeon et al. 2024 (RSD), arXiv 2402.14160. Judging with the
-    unmasked q is biased by a total variation of some hundredths, which no eye sees.
+    unmasked q has a bias of some hundredths in total variation, too small to notice in texts.
     """
 
     masks_siblings = True
@@ -222,7 +222,9 @@ class Typical(RelaxedRule):
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         if not (0 <= epsilon <= 1 and delta >= 0):
-            raise ValueError(f"Got epsilon={epsilon}, delta={delta}; 0 <= epsilon <= 1 and delta >= 0 are allowed.")
+            raise ValueError(
+                f"Typical acceptance needs 0 <= epsilon <= 1 and delta >= 0, got epsilon={epsilon}, delta={delta}."
+            )
         self.epsilon, self.delta = epsilon, delta
 
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
@@ -237,7 +239,7 @@ class TopK(RelaxedRule):
 
     def __init__(self, k: int = 2) -> None:
         if k < 1:
-            raise ValueError(f"Got k={k}; at least 1 is needed. k=1 is the exact rule.")
+            raise ValueError(f"k must be at least 1, got {k}. k=1 is the exact rule.")
         self.k = k
 
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
@@ -251,7 +253,7 @@ class Distance(RelaxedRule):
 
     def __init__(self, epsilon: int = 2) -> None:
         if epsilon < 0:
-            raise ValueError(f"Got epsilon={epsilon}; at least 0 is needed. epsilon=0 is the exact rule.")
+            raise ValueError(f"epsilon must be at least 0, got {epsilon}. epsilon=0 is the exact rule.")
         self.epsilon = epsilon
 
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
@@ -267,7 +269,7 @@ class TopBetaGap(RelaxedRule):
     def __init__(self, beta: int = 3, tau: float = 1.0) -> None:
         if beta < 1 or tau < 0:
             raise ValueError(
-                f"Got beta={beta}, tau={tau}; beta >= 1 and tau >= 0 are allowed. beta=1 is the exact rule."
+                f"TopBetaGap needs beta >= 1 and tau >= 0, got beta={beta}, tau={tau}. beta=1 is the exact rule."
             )
         self.top, self.tau = TopK(beta), tau
 
@@ -284,7 +286,7 @@ class MinimumBlock(RelaxedRule):
 
     def __init__(self, length: int, rule: RelaxedRule) -> None:
         if length < 0:
-            raise ValueError(f"Got length={length}; at least 0 is needed.")
+            raise ValueError(f"length must be at least 0, got {length}.")
         self.length, self.rule = length, rule
 
     def __call__(
@@ -318,7 +320,7 @@ def default_rule(sampling: Sampling, shape: Literal["chain", "tree"], drawn: boo
 
     Args:
         sampling: greedy decoding needs no other rule.
-        shape: what the drafter proposes.
+        shape: of the drafts.
         drawn: whether it draws from a distribution it reports (``Draft.probs``).
     """
     if sampling.greedy:
@@ -349,7 +351,7 @@ def follow_tree(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verification:
 
 
 class Walk:
-    """The way of every row from its root down: where it stands, and whether it still moves."""
+    """The path of every row from its root down: its current node, and whether it still moves."""
 
     def __init__(self, draft: Draft) -> None:
         rows, device = draft.tokens.shape[0], draft.tokens.device
@@ -359,12 +361,12 @@ class Walk:
         self._path: list[Tensor] = []
 
     def children(self) -> Bool[Tensor, "B N"]:
-        """Present children of the nodes the rows stand at."""
+        """Present children of the rows' current nodes."""
         present = self.draft.tokens != ABSENT
         return (self.draft.parents + 1 == self.node[:, None]) & present & self.alive[:, None]
 
     def descend(self, found: Bool[Tensor, "B"], column: Int[Tensor, "B"]) -> Bool[Tensor, "B"]:
-        """Move the rows that found a child to its column; the others stay for good."""
+        """Move the rows that found a child to its column; the others stop."""
         self.alive = self.alive & found
         self._path.append(torch.where(self.alive, column, ABSENT))
         self.node = torch.where(self.alive, column + 1, self.node)

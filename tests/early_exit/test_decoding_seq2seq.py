@@ -192,5 +192,5 @@ def test_claimed_layers_and_heads_are_those_that_ran(
 
 
 def test_a_prompt_that_an_encoder_reads_is_not_hashed(target: Seq2SeqLM) -> None:
-    with pytest.raises(ValueError, match="prompt=hash with .*its encoder reads the prompt"):
+    with pytest.raises(ValueError, match="method.prompt must be full .*encoder reads the prompt, got hash"):
         HashEE(target, GREEDY, prompt="hash")

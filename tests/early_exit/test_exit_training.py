@@ -325,7 +325,7 @@ def test_a_model_that_has_its_own_exits_gets_a_table_alone(target: CausalLM, com
         (lambda: ExitTraining(maps=False), "Either maps or a classifier must be trained, got neither"),
         (lambda: HashTraining(balance="none"), "balance must be types or mass for kind=frequency, got none"),
         (lambda: HashTraining(buckets=0), "buckets must be at least 1, got 0"),
-        (lambda: even_depths(5, 4), "the model has 4 layers"),
+        (lambda: even_depths(5, 4), "at most 4, the layers of the model, got 5"),
     ],
 )
 def test_training_refuses(make: Callable[[], object], message: str) -> None:
@@ -335,5 +335,5 @@ def test_training_refuses(make: Callable[[], object], message: str) -> None:
 
 @pytest.mark.parametrize("trainer", [ExitTraining([4], **LEARN), HashTraining(depths=[2, 5], answers=ANSWERS)])
 def test_depths_that_the_model_does_not_have_are_refused(trainer: Any, target: CausalLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ascending numbers from 1 to [34]"):
+    with pytest.raises(ValueError, match="ascending numbers of layers from 1 to [34]"):
         trainer.fit(context(target, tmp_path))

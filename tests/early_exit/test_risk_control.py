@@ -373,7 +373,7 @@ def test_the_fewest_prompts_certify_and_one_less_is_refused(kind: PValue, proced
     n = fewest_prompts(**settings, n_thresholds=3)
     found = calibrate(np.zeros((n, 3)), [0.9, 0.8, 0.7], **settings)
     assert found.threshold == 0.7 and found.certified is (procedure != "conformal")
-    with pytest.raises(ValueError, match=rf"{n - 1} calibration prompts.*allowed is {n} or more.*larger tolerance"):
+    with pytest.raises(ValueError, match=rf"expected {n} or more.*got {n - 1} calibration prompts.*larger tolerance"):
         calibrate(np.zeros((n - 1, 3)), [0.9, 0.8, 0.7], **settings)
 
 
@@ -430,23 +430,26 @@ def test_a_plan_without_any_loss_needs_the_fewest_prompts() -> None:
 
 @pytest.mark.parametrize("loss", [31.0, float("nan"), -0.1])
 def test_losses_outside_of_0_to_1_are_refused(loss: float) -> None:
-    with pytest.raises(ValueError, match=r"allowed is \[0, 1\].*divide percentages by 100"):
+    with pytest.raises(ValueError, match=r"expected \[0, 1\].*divide percentages by 100"):
         calibrate(np.full((100, 1), loss), [0.5], tolerance=0.5)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tolerance": 0.0}, r"tolerance=0: allowed is above 0 and below 1; "),
-        ({"tolerance": 1.0}, r"tolerance=1: allowed is above 0 and below 1; "),
-        ({"error_rate": 0.0}, r"error_rate=0: allowed is above 0 and below 1; "),
-        ({"thresholds": [0.8, 0.9]}, r"thresholds 0.8, 0.9: allowed is a falling sequence.*; sort"),
-        ({"thresholds": [1.0, 0.9]}, r"thresholds 1, 0.9: allowed is a falling sequence.*; sort"),
-        ({"thresholds": [0.9]}, r"2 thresholds, for 1 thresholds: allowed is one row.*; decode every"),
-        ({"losses": np.full((200, 2), 1.5)}, r"losses with values from 0 to 1.5: allowed is \[0, 1\].*; divide"),
-        ({"losses": np.full((200, 2), np.nan)}, r"losses .*: allowed is \[0, 1\].*; divide"),
-        ({"losses": np.zeros((0, 2))}, r"losses of 0 prompts .*: allowed is one row.*; decode"),
-        ({"losses": np.zeros((40, 2))}, r"40 calibration prompts for tolerance=0.05 .*: allowed is 63 or more.*; cali"),
+        ({"tolerance": 0.0}, r"expected above 0 and below 1, got tolerance=0; "),
+        ({"tolerance": 1.0}, r"expected above 0 and below 1, got tolerance=1; "),
+        ({"error_rate": 0.0}, r"expected above 0 and below 1, got error_rate=0; "),
+        ({"thresholds": [0.8, 0.9]}, r"expected a falling sequence.*, got thresholds 0.8, 0.9; sort"),
+        ({"thresholds": [1.0, 0.9]}, r"expected a falling sequence.*, got thresholds 1, 0.9; sort"),
+        ({"thresholds": [0.9]}, r"expected one row.*2 thresholds, for 1 thresholds; decode every"),
+        ({"losses": np.full((200, 2), 1.5)}, r"expected \[0, 1\].*, got losses with values from 0 to 1.5; divide"),
+        ({"losses": np.full((200, 2), np.nan)}, r"expected \[0, 1\].*, got losses .*; divide"),
+        ({"losses": np.zeros((0, 2))}, r"expected one row.*, got losses of 0 prompts .*; decode"),
+        (
+            {"losses": np.zeros((40, 2))},
+            r"expected 63 or more.*, got 40 calibration prompts for tolerance=0.05 .*; cali",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_three_parts(change: dict[str, Any], message: str) -> None:
@@ -460,12 +463,12 @@ def test_bad_input_is_refused_in_three_parts(change: dict[str, Any], message: st
     [
         (
             {"risk": 0.05, "tolerance": 0.05},
-            r"risk of 0.05: allowed is .*below the tolerance of 0.05.*; allow a larger",
+            r"expected .*below the tolerance of 0.05.* risk of 0.05; allow a larger",
         ),
-        ({"risk": 0.0499, "tolerance": 0.05}, r"risk of 0.0499 .*: allowed is a gap that 100000 prompts.*; allow"),
-        ({"risk": -0.1, "tolerance": 0.05}, r"risk of -0.1: allowed is at least 0"),
-        ({"risk": 0.01, "tolerance": 0.05, "power": 1.0}, r"power=1: allowed is above 0 and below 1; ask"),
-        ({"risk": 0.01, "tolerance": 0.05, "deviation": 0.2}, r"deviation=0.2 .*: allowed is 0 to 0.0995.*; leave"),
+        ({"risk": 0.0499, "tolerance": 0.05}, r"expected a gap that 100000 prompts.* risk of 0.0499 .*; allow"),
+        ({"risk": -0.1, "tolerance": 0.05}, r"expected at least 0 .* risk of -0.1; allow"),
+        ({"risk": 0.01, "tolerance": 0.05, "power": 1.0}, r"expected above 0 and below 1, got power=1; ask"),
+        ({"risk": 0.01, "tolerance": 0.05, "deviation": 0.2}, r"expected 0 to 0.0995.*, got deviation=0.2 .*; leave"),
     ],
 )
 def test_an_impossible_plan_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -616,14 +619,14 @@ def test_the_facts_can_be_recorded() -> None:
 
 def test_bad_confidences_and_settings_are_refused_in_three_parts() -> None:
     for wished in (0.0, 1.0):
-        with pytest.raises(ValueError, match=r"wished_rate=.*allowed is above 0 and below 1; try"):
+        with pytest.raises(ValueError, match=r"wished_rate must be above 0 and below 1, got .*Try"):
             BetaMixture(wished)
-    with pytest.raises(ValueError, match=r"fewest=1: allowed is 2 or more; .*try 10"):
+    with pytest.raises(ValueError, match=r"fewest must be at least 2, .*got 1.*Try 10"):
         BetaMixture(0.9, fewest=1)
     for confidence in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=r"allowed is \[0, 1\]; use"):
+        with pytest.raises(ValueError, match=r"must be in \[0, 1\], got .*Use"):
             BetaMixture(0.9).update(confidence, True)
-        with pytest.raises(ValueError, match=r"allowed is \[0, 1\]; use"):
+        with pytest.raises(ValueError, match=r"must be in \[0, 1\], got .*Use"):
             BetaMixture(0.9).fit([0.5, confidence], [True, True])
-    with pytest.raises(ValueError, match=r"2 confidences and 1 labels: allowed is one label per confidence; pair"):
+    with pytest.raises(ValueError, match=r"one label per confidence, got 2 confidences and 1 labels. Pair"):
         BetaMixture(0.9).fit([0.5, 0.6], [True])

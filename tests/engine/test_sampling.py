@@ -111,7 +111,7 @@ def test_forbidden_tokens_stay_forbidden():
 )
 def test_values_out_of_range_are_refused(values):
     (name, value), *_ = values.items()
-    with pytest.raises(ValueError, match=f"{name}={value}.*allowed"):
+    with pytest.raises(ValueError, match=f"temperature 0 or at least .*, got .*{name}={value}"):
         Sampling(**values)
 
 

@@ -72,7 +72,7 @@ def test_steps_and_times(target):
 
 @pytest.mark.parametrize(
     ("sampling", "options", "said"),
-    [(Sampling(), {"num_beams": 0}, "num_beams=0"), (Sampling(0.7), {}, "temperature=0.7")],
+    [(Sampling(), {"num_beams": 0}, "num_beams must be at least 1, got 0"), (Sampling(0.7), {}, "temperature=0.7")],
 )
 def test_what_is_no_beam_search_is_refused(target, sampling, options, said):
     with pytest.raises(ValueError, match=said):
@@ -81,5 +81,5 @@ def test_what_is_no_beam_search_is_refused(target, sampling, options, said):
 
 @pytest.mark.parametrize("peer", [HFGenerate, HFPromptLookup])
 def test_peers_of_causal_models_point_here(target, peer):
-    with pytest.raises(ValueError, match=r"encoder-decoder.*causal ones.*method=hf_beam"):
+    with pytest.raises(ValueError, match=r"needs a causal model, got an encoder-decoder.*method=hf_beam"):
         peer(target, Sampling())

@@ -202,9 +202,9 @@ def test_a_part_decodes_as_it_was_trained(options: dict[str, Any], target: Seq2S
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="backward=1.0"):
+    with pytest.raises(ValueError, match="backward must be from 0 to below 1, got 1.0"):
         DepaStudent(Network.__new__(Network), backward=1.0)
-    with pytest.raises(ValueError, match="length_beam=0"):
+    with pytest.raises(ValueError, match="length_beam must be at least 1, got 0"):
         Depa(tiny_students.teacher(), Sampling(), length_beam=0)
 
 

@@ -305,11 +305,11 @@ def test_sampling_draws_from_the_processed_distribution() -> None:
     ("name", "options", "words"),
     [
         ("both_ways", {"tokens_per_step": 0}, "tokens_per_step=0"),
-        ("both_ways", {"threshold": 1.5}, "threshold=1.5"),
+        ("both_ways", {"threshold": 1.5}, "threshold must be between 0 and 1 .*got 1.5"),
         ("both_ways", {"confidence": "random"}, "confidence=random"),
         ("both_ways", {"cache": "exact"}, "looks both ways"),
         ("blocks", {"cache": "dual"}, "ends with the block"),
-        ("blocks", {"block_size": 8}, "blocks of 4"),
+        ("blocks", {"block_size": 8}, "block_size must be 4 .*got 8"),
     ],
 )
 def test_refusals(name: str, options: dict[str, Any], words: str) -> None:

@@ -153,11 +153,11 @@ def test_the_little_model_stops_at_the_end_of_a_text(pair: tuple[CausalLM, Causa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"draft_model": None}, "no little model.*method.draft_model="),
+        ({"draft_model": None}, "needs a little model .*got none.*method.draft_model="),
         ({"fallback": 1.5}, "0 <= fallback <= 1"),
         ({"rollback": -1.0}, "rollback >= 0"),
         ({"most": 0}, "most >= 1"),
-        ({"sampling": Sampling(1.0)}, "greedy decoding only"),
+        ({"sampling": Sampling(1.0)}, "bild must be greedy, got temperature=1.0"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:

@@ -652,13 +652,13 @@ def test_a_missing_part_names_the_command(target):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tree": "chain", "gamma": 0}, r"gamma=0; .* at least 1 node\. Set"),
-        ({"tree": "static", "shape": "oak"}, r"shape=oak; paper, small .* are allowed"),
-        ({"tree": "static", "shape": [[41]]}, r"41 children; 1 to 40.*\. Name"),
-        ({"tree": "dynamic", "depth": 0}, r"depth=0.* are allowed\. Correct"),
-        ({"tree": "dynamic", "top_k": 41}, r"top_k=41.* are allowed\. Correct"),
-        ({"tree": "dynamic", "depth": 6, "nodes": 5}, r"nodes=5.* are allowed\. Correct"),
-        ({"tree": "dynamic", "depth": 2, "top_k": 2, "nodes": 7}, r"nodes=7.* are allowed\. Correct"),
+        ({"tree": "chain", "gamma": 0}, r"gamma must be at least 1, got 0\. Set"),
+        ({"tree": "static", "shape": "oak"}, r"shape must be paper, small .*, got oak"),
+        ({"tree": "static", "shape": [[41]]}, r"1 to 40 children, .*got 41 .*\. Name"),
+        ({"tree": "dynamic", "depth": 0}, r"tree=dynamic needs .*got depth=0.*\. Correct"),
+        ({"tree": "dynamic", "top_k": 41}, r"tree=dynamic needs .*got .*top_k=41.*\. Correct"),
+        ({"tree": "dynamic", "depth": 6, "nodes": 5}, r"tree=dynamic needs .*got .*nodes=5.*\. Correct"),
+        ({"tree": "dynamic", "depth": 2, "top_k": 2, "nodes": 7}, r"tree=dynamic needs .*got .*nodes=7.*\. Correct"),
         ({"tree": "dynamic", "draw": True}, r"draw=True.* set method\.tree=static to draw"),
     ],
 )
@@ -669,7 +669,9 @@ def test_eagle_refuses(options, message, target, folder):
 
 def test_a_network_of_another_version_is_refused(target, folder):
     other = 1 if version_of(folder) == 3 else 3
-    with pytest.raises(ValueError, match=rf"version={other}, and .* must be the same\. Set method\.version="):
+    with pytest.raises(
+        ValueError, match=rf"version must be that of the trained network, .*got {other}\. Set method\.version="
+    ):
         Eagle(target, Sampling(), version=other, checkpoint=folder)
 
 
@@ -699,11 +701,11 @@ def without_config(folder):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (of_other_target, "is of a model with .* must be the same. Train"),
-        (without_weight, r"got .*fc\.weight missing; fc\.weight \(32, .* is needed\. Copy"),
-        (with_more, r"got .*fd\.weight \(3,\); fd\.weight none is needed\. Copy"),
-        (torn, "cannot be read as a part.* it must hold .* Name another folder"),
-        (without_config, "cannot be read as a part.* it must hold .* Name another folder"),
+        (of_other_target, "must be of a model like .*, got .*. Train"),
+        (without_weight, r"fc\.weight \(32, .*, got .*fc\.weight missing\. Copy"),
+        (with_more, r"fd\.weight none, got .*fd\.weight \(3,\)\. Copy"),
+        (torn, "must hold .* as the training of method=eagle writes them, got .* Name another folder"),
+        (without_config, "must hold .* as the training of method=eagle writes them, got .* Name another folder"),
     ],
 )
 @pytest.mark.parametrize("version", VERSIONS)
@@ -772,7 +774,7 @@ def test_heads_of_another_method_are_refused(deep, tmp_path):
         "0.1.weight": torch.zeros(vocab, hidden),
     }
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    with pytest.raises(ValueError, match=r"holds heads of Medusa; method=eagle reads .*\. Use"):
+    with pytest.raises(ValueError, match=r"must hold heads of EAGLE, got heads of Medusa\. Use"):
         Eagle(deep, Sampling(), checkpoint=tmp_path)
 
 
@@ -782,7 +784,7 @@ def test_unproven_rotary_positions_are_refused(deep, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"type dynamic; default, .* are proven\. Choose"):
+    with pytest.raises(ValueError, match=r"proven \(default, .*\), got type dynamic\. Choose"):
         Eagle(deep, Sampling(), 1, checkpoint=tmp_path)
 
 

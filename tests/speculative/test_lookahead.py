@@ -223,7 +223,7 @@ def test_a_round_reads_nothing_from_the_device(target):
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"ngram": 2}, {"guesses": 0}])
 def test_refuses(options, target):
-    with pytest.raises(ValueError, match="; window >= 1, ngram >= 3 and guesses >= 1"):
+    with pytest.raises(ValueError, match="needs window >= 1, ngram >= 3 and guesses >= 1, got "):
         Lookahead(target, Sampling(), **options)
 
 

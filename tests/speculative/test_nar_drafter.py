@@ -303,8 +303,8 @@ def test_part_is_that_of_the_method_that_drafts(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"drafter": "cmlm"}, "python -m bench.train method=cmlm model=MODEL"),
-        ({"drafter": "nat", "redraft": True}, "redraft=true with drafter=nat"),
-        ({"block": 0}, "block=0"),
+        ({"drafter": "nat", "redraft": True}, "redraft must be false with drafter=nat.* got true"),
+        ({"block": 0}, "block must be at least 1, got 0"),
     ],
 )
 def test_refusals(options: dict[str, Any], said: str) -> None:

@@ -169,13 +169,13 @@ def test_medusa_2_wants_the_model_it_was_trained_with(lay, target, tmp_path, mon
 
 def test_a_missing_shard_is_named(target, tmp_path):
     (in_shards(tmp_path / "tuned") / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match="model-00002-of-00002.safetensors is missing"):
+    with pytest.raises(ValueError, match="model-00002-of-00002.safetensors, .* is missing"):
         read(tmp_path / "tuned", target)
 
 
 def test_a_model_without_a_head_is_refused(target, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "a"}}))
-    with pytest.raises(ValueError, match="a language model without a draft head"):
+    with pytest.raises(ValueError, match="got a language model without a draft head"):
         read(tmp_path, target)
 
 
@@ -239,11 +239,11 @@ def test_hydra_without_a_bias_of_the_output(target, tmp_path):
         (
             hydra() | {"prefix_embeding_layer.layers.0.mlp.up_proj.weight": random(4, 4)},
             HYDRA,
-            "architecture prefix-mlp",
+            "architecture mlp .*got prefix-mlp",
         ),
-        (hydra(), HYDRA | {"hydra_head_arch": "eagle-attn"}, "architecture eagle-attn"),
+        (hydra(), HYDRA | {"hydra_head_arch": "eagle-attn"}, "architecture mlp .*got eagle-attn"),
         (hydra(), HYDRA | {"grounded_heads": False}, "grounded_heads=false"),
-        ({"hydra_other.weight": random(2)}, HYDRA, "calls itself heads of Hydra and holds hydra_other.weight"),
+        ({"hydra_other.weight": random(2)}, HYDRA, "Heads of Hydra must have .*, got hydra_other.weight"),
         (hydra(hidden=16), HYDRA, "for hidden size 16"),
         (hydra(vocab=62), HYDRA, "for a vocabulary of 62"),
         (without(hydra(), "hydra_mlp.1.1.res_connection.bias"), HYDRA, "missing: hydra_mlp.1.1.res_connection.bias"),
@@ -539,7 +539,7 @@ def test_a_target_too_small_for_the_default_taps(tmp_path):
 )
 def test_an_unknown_format_is_refused_with_what_was_recognised(tensors, target, tmp_path):
     write(tmp_path, "pytorch_model.bin", tensors)
-    with pytest.raises(ValueError, match=f"{len(tensors)} tensors of no known format.*speculators are read"):
+    with pytest.raises(ValueError, match=f"known format .*speculators.*got {len(tensors)} tensors"):
         read(tmp_path, target)
 
 
@@ -585,11 +585,11 @@ def test_torn_files(file, length, target, tmp_path):
 
 def test_a_pickle_of_something_else(target, tmp_path):
     torch.save([1, 2], tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(ValueError, match="holds list and not tensors by name"):
+    with pytest.raises(ValueError, match="must hold tensors by name .*, got list"):
         read(tmp_path, target)
 
 
-@pytest.mark.parametrize("text, message", [("{", "must be JSON"), ("[1]", "a JSON object is needed")])
+@pytest.mark.parametrize("text, message", [("{", "must be JSON"), ("[1]", "must hold a JSON object, got list")])
 def test_a_configuration_that_is_none(text, message, target, tmp_path):
     write(tmp_path, "medusa_lm_head.pt", medusa())
     (tmp_path / "config.json").write_text(text)
@@ -598,10 +598,10 @@ def test_a_configuration_that_is_none(text, message, target, tmp_path):
 
 
 def test_empty_and_missing_places(target, tmp_path):
-    with pytest.raises(ValueError, match="holds no draft head; one of medusa_lm_head.safetensors"):
+    with pytest.raises(ValueError, match="must hold a draft head .one of medusa_lm_head.safetensors.* got none"):
         read(tmp_path, target)
     for name in ("./owner/name", "~nobody/name", "a/b/c", "name"):
-        with pytest.raises(ValueError, match="There is no file or folder"):
+        with pytest.raises(ValueError, match="must be a file, a folder or a hub id"):
             read(name, target)
 
 
@@ -676,7 +676,7 @@ def test_without_a_network(target, monkeypatch):
         raise ConnectionError("no route to the hub\nand more")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=refuse))
-    with pytest.raises(ValueError, match=r"the hub does not give it \(no route to the hub\)\..*name its folder\.$"):
+    with pytest.raises(ValueError, match=r"hub id that can be reached \(no route to the hub\)\..*name its folder\.$"):
         read("owner/heads", target)
 
 

@@ -84,7 +84,7 @@ def test_trailing_nodes_have_no_children():
 
 @pytest.mark.parametrize("counts", [[[1, 1]], [[2], [1, 1, 1]], [[2], [0, 0]], [[2], []], [[-1]], [[2], [2, -1]]])
 def test_impossible_trees_are_refused(counts):
-    with pytest.raises(ValueError, match="as numbers of children"):
+    with pytest.raises(ValueError, match="at most one number of children per node"):
         Shape.of_children(counts)
 
 
@@ -219,9 +219,9 @@ def test_a_round_of_recycling_reads_nothing_from_the_device():
     "options, message",
     [
         ({"tree": "large"}, "paper, small"),
-        ({"tree": []}, "gives a node 0 children"),
+        ({"tree": []}, "must have 1 to 61 children, .*got 0"),
         ({"tree": [[62]]}, "1 to 61"),
-        ({"tree": [[2], [1, 1, 1]]}, "numbers of children"),
+        ({"tree": [[2], [1, 1, 1]]}, "at most one number of children per node"),
     ],
 )
 def test_recycling_refuses(options, message, target):
@@ -336,7 +336,7 @@ def test_rows_have_automata_of_their_own():
     ],
 )
 def test_suffix_refuses(options, target):
-    with pytest.raises(ValueError, match="; "):
+    with pytest.raises(ValueError, match="(needs gamma >= 1|must be finite and at least 1).*, got "):
         SuffixDecoding(target, Sampling(), **options)
 
 

@@ -5,10 +5,10 @@
 
     log p(z) = log N(forward(z)) + log determinant;
 
-``inverse`` goes from noise to z. Determinants and statistics count real positions only, and what a padded position
-holds is zero everywhere. All of it wants 32 bit: errors of an inversion grow with depth.
+``inverse`` goes from noise to z. Determinants and statistics count real positions only; padded positions are zero
+everywhere. Everything needs 32 bit, since errors of an inversion grow with depth.
 
-The networks inside the couplings are not this file's affair: a ``Build`` makes them, and they read a ``Condition``.
+A ``Build`` makes the networks inside the couplings, which read a ``Condition``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _GENTLE = 2.0  # sigmoid(0 + 2): a coupling begins close to nothing
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a flow may look at beside its own state.
+    """Input of a flow besides its own state.
 
     Attributes:
         present: [B, T] where there is a position. Their number in a row is a multiple of ``unit`` of the flow.
-        source: handed on to the networks.
+        source: passed to the networks.
     """
 
     present: Bool[Tensor, "B T"]
@@ -49,7 +49,7 @@ class Condition:
         return replace(self, present=self.present[:, first::2])
 
     def hide(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Zero where there is no position."""
+        """Set padded positions to zero."""
         return hidden * self.present[:, :, None].to(hidden.dtype)
 
     def total(self, logs: Float[Tensor, "B T D"]) -> Float[Tensor, "B"]:
@@ -85,10 +85,10 @@ class ActNorm(nn.Module):
 
 
 class HeadwiseLinear(nn.Module):
-    """One matrix for all heads and positions; channels of a head stand together, or are interleaved.
+    """One matrix for all heads and positions; channels of a head are adjacent, or interleaved.
 
-    The inverse is computed where it is needed: one that is kept has to be refreshed after training, or samples are
-    silently wrong.
+    The inverse is computed where it is needed: a stored one must be refreshed after training, or samples are silently
+    wrong.
     """
 
     def __init__(self, channels: int, interleaved: bool) -> None:
@@ -170,7 +170,7 @@ def affine_inverse(network: nn.Module, given: Tensor, moved: Tensor, condition: 
 
 
 class Chain(nn.Module):
-    """One map after the other."""
+    """Maps in sequence."""
 
     def __init__(self, *maps: nn.Module) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def pair(channels: int, split: Split, build: Build, place: Place = "inner") -> l
 
 
 def step(channels: int, in_time: bool, build: Build) -> Chain:
-    """Twice norm, linear map and unit; the linear map over heads that stand together, then over interleaved ones.
+    """Twice norm, linear map and unit; the linear map over heads of adjacent channels, then of interleaved ones.
 
     Args:
         in_time: whether units couple positions too.
@@ -210,9 +210,10 @@ def step(channels: int, in_time: bool, build: Build) -> Chain:
 
 
 class Flow(nn.Module):
-    """A multi-scale flow: steps, then half of the channels is set aside and the rest goes on at half the length.
+    """A multi-scale flow: after the steps of a level half of the channels is set aside; the rest continues at half the
+    length.
 
-    The noise has the shape of z: what was set aside stands in the second half of the channels.
+    The noise has the shape of z; the second half of the channels is what was set aside.
 
     Args:
         channels: of z; even where there is a further level.
@@ -273,7 +274,7 @@ def unsqueeze(z: Float[Tensor, "B t D2"]) -> Float[Tensor, "B T D"]:
 
 @contextmanager
 def initialising(flow: nn.Module) -> Iterator[None]:
-    """Inside, every norm sets itself by what comes first."""
+    """A context in which every norm is initialised by its first input."""
     norms = [module for module in flow.modules() if isinstance(module, ActNorm)]
     for norm in norms:
         norm.initialising = True

@@ -1,4 +1,4 @@
-"""FlowSeq: a latent sequence decides between translations, a flow says which are likely (Ma et al. 2019, EMNLP, arXiv
+"""FlowSeq: a latent sequence decides between translations, and a flow gives its density (Ma et al. 2019, EMNLP, arXiv
 1909.02480).
 
 log p(y | x) >= E_q[log p(y | z, x)] - E_q[log q(z | y, x) - log p(z | x)] + log p(T | x), with a vector of z for every
@@ -20,8 +20,9 @@ and twice for iwd. ``stats`` and ``layers`` count them.
 Published: distilled, argmax, WMT14 en-de 23.72 and de-en 28.39 (large), listed at 1.1 times the speed of a beam.
 
 Differences: norms count real positions only; inverses are computed when needed; encoder and decoder start as the
-teacher's; losses are means per token; the length comes from the mean of the encoder's states; couplings end in plain
-linear maps; Adam without amsgrad. Latents and couplings may be narrower than the model. The flow computes in 32 bit.
+teacher's; losses are means per token; the length is predicted from the mean of the encoder's states; couplings end in
+plain linear maps; Adam without amsgrad. Latents and couplings may be narrower than the model. The flow computes in 32
+bit.
 
     python -m bench.train method=flowseq model=multi30k_4_4
     python -m bench method=flowseq model=multi30k_4_4 dataset=multi30k method.decoding=npd
@@ -55,10 +56,9 @@ Decoding = Literal["argmax", "npd", "iwd"]
 
 
 class FlowSeqStudent(Student):
-    """Encoder and decoder of the teacher's shape, and around a latent sequence posterior, prior and reader.
+    """Encoder and decoder of the teacher's shape, with posterior, prior and reader of a latent sequence.
 
     Args:
-        network: see ``Student``.
         latent: channels of z; None: as wide as the model.
         width: of the networks in the couplings; None: as wide as the model.
         inner: of their feed-forward layers; None: twice their width.
@@ -107,14 +107,14 @@ class FlowSeqStudent(Student):
         self.prior = Prior(shape, latent, width, inner or 2 * width, list(steps), dropout)
         if shape.positions % self.prior.unit:
             raise ValueError(
-                f"Got steps={list(steps)} for a model of {shape.positions} positions; with {len(steps)} levels, "
-                f"lengths are multiples of {self.prior.unit}, and so must these be. Set fewer levels in train.steps."
+                f"The {shape.positions} positions of the model must be a multiple of {self.prior.unit}, as lengths are "
+                f"with {len(steps)} levels, got steps={list(steps)}. Set fewer levels in train.steps."
             )
         self.reader = LatentReader(shape, latent)
         self.lengths = LengthHead(shape.width, shape.positions)
 
     def to(self, *args: Any, **kwargs: Any) -> FlowSeqStudent:
-        """As of any module, but the prior keeps its 32 bit: an inversion in 16 bit is none."""
+        """As of any module, but the prior stays in 32 bit, which its inversion needs."""
         exact = {name: value.clone() for name, value in self.prior.state_dict().items()}
         super().to(*args, **kwargs)
         if self.prior.source.weight.dtype.itemsize < torch.float32.itemsize:
@@ -124,7 +124,7 @@ class FlowSeqStudent(Student):
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def infer(self, tokens: Int[Tensor, "B T"], present: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Mean and log-variance of the posterior; in training some tokens are not seen."""
+        """Mean and log-variance of the posterior; in training some tokens are hidden."""
         inputs = self.network.dropout(self.network.embed(tokens))
         if self.training and self.word_dropout:
             seen = torch.rand(tokens.shape, device=tokens.device) >= self.word_dropout
@@ -145,7 +145,7 @@ class FlowSeqStudent(Student):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def objective(self, batch: Batch, progress: float, smoothing: float) -> Objective:
-        """See ``Student``: of the phase that ``progress`` is in."""
+        """See ``Student``: of the phase at ``progress``."""
         whole = filled_up(batch, self.prior.unit, self.network.shape.end)
         memory, present = self.read(whole), whole.present
         mean, log_variance = self.infer(whole.targets, present, memory)
@@ -180,7 +180,7 @@ class FlowSeqStudent(Student):
         return self._set
 
     def do_without(self, stored: Collection[str]) -> None:
-        """See ``Student``: the posterior, which ``iwd`` alone decodes with."""
+        """See ``Student``: drops the posterior, which only ``iwd`` needs."""
         if not any(name.startswith("posterior.") for name in stored):
             self.posterior = None
 
@@ -195,8 +195,8 @@ class FlowSeqStudent(Student):
         possible = self.lengths.reach // self.prior.unit
         if count > possible:
             raise ValueError(
-                f"Got lengths={count}; at least {possible} lengths are always possible, and more are not tried. Set a "
-                "smaller method.lengths."
+                f"lengths must be at most {possible}, which are always possible, got {count}. Set a smaller "
+                "method.lengths."
             )
 
     def best_lengths(self, memory: Memory, count: int) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K"]]:
@@ -217,7 +217,7 @@ class FlowSeqStudent(Student):
     def importance(
         self, tokens: Int[Tensor, "R T"], present: Tensor, memory: Memory, samples: int, rng: Generator
     ) -> Float[Tensor, "R"]:
-        """Estimate of log p(tokens | source, length) from so many samples of the posterior; all in one pass each."""
+        """Estimate of log p(tokens | source, length) from ``samples`` of the posterior, in one pass."""
         mean, log_variance = self.infer(tokens, present, memory)
         many, tokens, present = memory.repeat(samples), *(t.repeat_interleave(samples, 0) for t in (tokens, present))
         mean, log_variance = (t.repeat_interleave(samples, 0) for t in (mean, log_variance))
@@ -230,7 +230,7 @@ class FlowSeqStudent(Student):
 
 
 def filled_up(batch: Batch, unit: int, end: int) -> Batch:
-    """Targets with ends up to the next multiple of ``unit``; ends are what padding holds too."""
+    """Targets padded with ends to the next multiple of ``unit``."""
     lengths = -(-batch.lengths // unit) * unit
     width = -(-batch.targets.shape[1] // unit) * unit
     targets = F.pad(batch.targets, (0, width - batch.targets.shape[1]), value=end)
@@ -240,14 +240,14 @@ def filled_up(batch: Batch, unit: int, end: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class FlowPass:
-    """Latents from noise, one pass of the decoder over each, and the scores that ``importance`` asks for.
+    """Latents from noise, one pass of the decoder over each, and the scores of ``importance``.
 
     Attributes:
         lengths: that are tried.
         samples: latents for each of them; the noise of the first is 0.
         temperature: of the others' noise.
-        importance: samples of the posterior after a candidate's score; 0: the score is the mean log-probability of
-            its tokens.
+        importance: samples of the posterior for a candidate's score; 0: the score is the mean log-probability of its
+            tokens.
     """
 
     lengths: int = 1
@@ -285,7 +285,7 @@ class FlowPass:
 def up_to_end(
     tokens: Int[Tensor, "R T"], lengths: Int[Tensor, "R"], end: int
 ) -> tuple[Int[Tensor, "R T"], Int[Tensor, "R"]]:
-    """Rows with nothing but ends from their first one on, and how many tokens stand before it."""
+    """Rows with ends only from their first one on, and how many tokens precede it."""
     ended = (tokens == end) | ~present_up_to(lengths, tokens.shape[1])
     over = ended.cumsum(1) > 0
     return tokens.masked_fill(over, end), (~over).sum(1)
@@ -295,12 +295,11 @@ class FlowSeq(NonAutoregressive):
     """One pass through flow and decoder, over one latent sequence or several.
 
     Args:
-        target, sampling: see ``NonAutoregressive``, as for ``collapse`` and ``checkpoint``.
         decoding: see above.
         lengths: with ``npd`` and ``iwd``, lengths that are tried.
         samples: with these, latent sequences for each length.
         temperature: of their noise.
-        importance: with ``iwd``, samples of the posterior after each score.
+        importance: with ``iwd``, samples of the posterior for each score.
 
     Raises:
         ValueError: a number below 1, too many lengths, or see ``NonAutoregressive``.
@@ -350,7 +349,7 @@ class FlowSeq(NonAutoregressive):
 
     @property
     def _layers(self) -> int:
-        """Of a pass from noise to tokens, or of one that rescores, posterior included, whichever is more."""
+        """Layers of a pass from noise to tokens, or of one that rescores, posterior included, whichever is more."""
         own = len(self.student.network.decoder) + self.student.prior.layers
         writer: Any = self.writer
         return own + (self.student.options["posterior_layers"] if writer.importance else 0)
@@ -368,12 +367,13 @@ def _check(
     shares = (word_dropout, autoencoding, annealing)
     if not steps or min(steps) < 0 or not all(0 <= share < 1 for share in shares) or autoencoding + annealing > 1:
         raise ValueError(
-            f"Got steps={list(steps)}, word_dropout={word_dropout}, autoencoding={autoencoding} and "
-            f"annealing={annealing}; at least one level with no negative number of steps and shares from 0 to below 1, "
-            "the last two together at most 1, are needed. Correct them in train."
+            "steps must have at least one level and no negative number, word_dropout, autoencoding and annealing must "
+            f"be from 0 to below 1, the last two together at most 1, got steps={list(steps)}, "
+            f"word_dropout={word_dropout}, autoencoding={autoencoding} and annealing={annealing}. Correct them in "
+            "train."
         )
     if latent < 2 or latent % 2 or width % (2 * heads):
         raise ValueError(
-            f"Got latent={latent} and width={width}; even channels of latents, and a multiple of {2 * heads} (twice "
-            "the model's heads) as width of the flow are needed. Correct train.latent and train.width."
+            f"latent must be even, and width a multiple of {2 * heads} (twice the model's heads), got latent={latent} "
+            f"and width={width}. Correct train.latent and train.width."
         )

@@ -1,4 +1,4 @@
-"""The networks of FlowSeq beside encoder and decoder: posterior, latent reader, prior and its couplings."""
+"""The networks of FlowSeq besides encoder and decoder: posterior, latent reader, prior and its couplings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALL = 0.05  # spread of the posterior's last layer at first
 
 @dataclass(frozen=True, slots=True)
 class Sighted:
-    """What the networks of a flow see of the source, and where they are.
+    """The source and the positions as the networks of a flow see them.
 
     Attributes:
         states: [B, S, W] of the source.
@@ -36,8 +36,8 @@ class Sighted:
 class CouplingNetwork(nn.Module):
     """One layer of a transformer's decoder between two linear maps; the last begins as zero.
 
-    The first unit of a level asks for the other part by position (attention whose queries are positions), the others
-    add positions to it.
+    The first unit of a level reads the other part by position (attention whose queries are positions), the others add
+    positions to it.
     """
 
     def __init__(self, shape: Shape, given: int, wanted: int, place: Place, dropout: float) -> None:
@@ -58,19 +58,17 @@ class CouplingNetwork(nn.Module):
 
 
 class Prior(nn.Module):
-    """p(z | x): a flow over latent sequences that sees the source.
-
-    It calculates in 32 bit at least, whatever is around it.
+    """p(z | x): a flow over latent sequences that sees the source, computed in at least 32 bit.
 
     Args:
-        shape: of the student's network; the flow's layers have heads as it has.
+        shape: of the student's network; the flow's layers have the same heads.
         latent: channels of z.
         width, inner: of the networks in the couplings.
         steps: of each level.
 
     Attributes:
         unit: lengths are multiples of it.
-        layers: of a decoder that a pass through the flow runs one after the other.
+        layers: decoder layers that a pass through the flow runs one after the other.
     """
 
     def __init__(self, shape: Shape, latent: int, width: int, inner: int, steps: list[int], dropout: float) -> None:
@@ -131,7 +129,7 @@ class Posterior(nn.Module):
 
 
 class LatentReader(nn.Module):
-    """Attention whose queries are positions, over the latents: what the decoder reads."""
+    """Attention over the latents whose queries are positions: the decoder's input."""
 
     def __init__(self, shape: Shape, latent: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A trained draft network of EAGLE as files: its sizes and its tensors, ours and published ones.
+"""The files of a trained draft network of EAGLE, ours and published ones: its sizes and its tensors.
 
-Tensors have the names that the authors' checkpoints use. A part of ours shares the target's embedding and, unless it
-was trained along, its output matrix: neither is in the file.
+Tensors have the names that the authors' checkpoints use. A checkpoint of ours shares the target's embedding and, unless
+it was trained along, its output matrix: neither is in the file.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Part:
     vocabulary: DraftVocabulary
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder, as ``load`` reads it; the weights in 16 bit."""
+        """Write both files; the weights in 16 bit."""
         ids = self.vocabulary.ids.cpu()
         offsets = ids - torch.arange(len(ids))
         write_part(folder, {**self.tensors, VOCABULARY: offsets}, asdict(self.spec))
@@ -169,8 +169,8 @@ class Part:
             given = ", ".join(f"{name} {found.get(name, 'missing')}" for name in differing)
             needed = ", ".join(f"{name} {wanted.get(name, 'none')}" for name in differing)
             raise ValueError(
-                f"The weights in {where} do not fit version {self.spec.version} of eagle: got {given}; {needed} "
-                f"is needed. Copy the files again, or train a draft network: {TRAIN}."
+                f"The weights in {where} must fit version {self.spec.version} of eagle: {needed}, got {given}. Copy "
+                f"the files again, or train a draft network: {TRAIN}."
             )
 
 
@@ -191,16 +191,14 @@ def of_published(found: object, where: str, target: CausalLM) -> Part:
 
     if not isinstance(found, EagleWeights):
         kind = type(found).__name__.removesuffix("Weights")
-        raise ValueError(
-            f"{where} holds heads of {kind}; method=eagle reads those of EAGLE. Use the method of that name."
-        )
+        raise ValueError(f"{where} must hold heads of EAGLE, got heads of {kind}. Use the method of that name.")
     known = {key: found.config[key] for key in _OF_LLAMA if found.config.get(key) is not None}
     config = LlamaConfig(**known)
     rope = dict(config.rope_parameters)  # type: ignore[arg-type]
     if rope.get("rope_type") not in PROVEN_ROPE:
         raise ValueError(
-            f"{where} has rotary positions of type {rope.get('rope_type')}; {', '.join(PROVEN_ROPE)} are proven. "
-            f"Choose another network, or train one: {TRAIN}."
+            f"{where} must have rotary positions that are proven ({', '.join(PROVEN_ROPE)}), got type "
+            f"{rope.get('rope_type')}. Choose another network, or train one: {TRAIN}."
         )
     tensors = {name: tensor for name, tensor in found.tensors.items() if tensor is not None}
     offsets = tensors.pop(VOCABULARY, None)

@@ -44,7 +44,7 @@ TreeKind = Literal["auto", "chain", "static", "dynamic"]
 
 
 class EagleDrafter:
-    """Reads what was committed with the target's features, then lets a tree grow after it."""
+    """Reads the committed tokens with the target's features, then lets a tree grow after them."""
 
     def __init__(self, network: Network, growth: Growth, last_layer: int) -> None:
         self.network, self.growth, self.nodes = network, growth, growth.nodes
@@ -65,7 +65,7 @@ class EagleDrafter:
     def _catch_up(self, context: Context) -> Float[Tensor, "B 1 D"]:
         """Read the pairs that the last pass completed; the feature after the one with the root.
 
-        A row at its limit has no new pair; what it reads is forgotten, and what it drafts is never looked at.
+        A row at its limit has no new pair; its reads are forgotten, and its draft is never used.
         """
         reader = self._reader
         assert reader is not None
@@ -145,7 +145,7 @@ def _growth(
 ) -> Growth:
     if kind == "chain":
         if gamma < 1:
-            raise ValueError(f"Got gamma={gamma}; a chain has at least 1 node. Set method.gamma=4 or so.")
+            raise ValueError(f"gamma must be at least 1, got {gamma}. Set method.gamma=4 or so.")
         return Chain(gamma, draw)
     if kind == "static":
         return Static(_shape(shape, vocabulary), draw, device)
@@ -153,21 +153,21 @@ def _growth(
     most = top_k + (depth - 1) * top_k**2
     if draw or depth < 1 or not 1 <= top_k <= vocabulary or not depth <= nodes <= most:
         raise ValueError(
-            f"Got tree=dynamic with depth={depth}, top_k={top_k}, nodes={nodes}, draw={draw}; depth >= 1, 1 <= top_k "
-            f"<= {vocabulary} (the draft vocabulary), depth <= nodes <= top_k + (depth - 1) top_k^2 and draw=false are "
-            "allowed. Correct method.depth, method.top_k and method.nodes, or set method.tree=static to draw."
+            f"tree=dynamic needs depth >= 1, 1 <= top_k <= {vocabulary} (the draft vocabulary), depth <= nodes <= "
+            f"top_k + (depth - 1) top_k^2 and draw=false, got depth={depth}, top_k={top_k}, nodes={nodes}, "
+            f"draw={draw}. Correct method.depth, method.top_k and method.nodes, or set method.tree=static to draw."
         )
     return Dynamic(nodes, depth, top_k, device)
 
 
 def _shape(given: str | list[list[int]], vocabulary: int) -> Shape:
     if isinstance(given, str) and given not in TREES:
-        raise ValueError(f"Got shape={given}; {', '.join(TREES)} or numbers of children are allowed, e.g. [[3],[2,1]].")
+        raise ValueError(f"shape must be {', '.join(TREES)} or numbers of children, e.g. [[3],[2,1]], got {given}.")
     shape = Shape.of_children(TREES[given] if isinstance(given, str) else given)
     if not 1 <= shape.width <= vocabulary:
         raise ValueError(
-            f"shape={given} gives a node {shape.width} children; 1 to {vocabulary}, the size of the draft vocabulary, "
-            "are allowed. Name a tree with nodes, or a narrower one."
+            f"Nodes must have 1 to {vocabulary} children, the size of the draft vocabulary, got {shape.width} with "
+            f"shape={given}. Name a tree with nodes, or a narrower one."
         )
     return shape
 
@@ -179,8 +179,8 @@ def _require_version(wanted: int, found: int) -> None:
     if (3 if wanted == 3 else 1) != found:
         theirs = "3" if found == 3 else "1 (which version 2 uses too)"
         raise ValueError(
-            f"Got version={wanted}, and the trained network is of version {theirs}; both must be the same. Set "
-            f"method.version={found}, or train the other: {TRAIN} train.version={wanted} force=true."
+            f"version must be that of the trained network, {theirs}, got {wanted}. Set method.version={found}, or "
+            f"train the other: {TRAIN} train.version={wanted} force=true."
         )
 
 

@@ -1,10 +1,10 @@
-"""The draft network of EAGLE at work: its pass for decoding, over a small cache of its own.
+"""The draft network of EAGLE in decoding: its pass, over a small cache of its own.
 
 One Llama layer predicts the target's next feature from the pair of the feature at a place and the embedding of the
 token after it, and the output matrix turns that feature into a token. Versions 1 and 2 (arXiv 2401.15077, sec. 3.1;
 arXiv 2406.16858) mix the pair in front of the layer, and the feature is the target's last hidden state after its final
 norm. Version 3 (arXiv 2503.01840, sec. 3) mixes the states after three layers of the target into the first feature,
-gives the layer both halves of the pair side by side, and no longer asks that its own feature resemble the target's.
+gives the layer both halves of the pair side by side, and does not require its own feature to resemble the target's.
 
 ``eagle_training.py`` holds the same network as a module; a test proves the two equal.
 """
@@ -79,7 +79,7 @@ class Network:
         return linear, linear.nbytes
 
     def feature(self, hidden: Float[Tensor, "B M D"], taps: Sequence[Float[Tensor, "B M D"]]) -> Float[Tensor, "B M D"]:
-        """What the target knows at some places: its last state, or what version 3 makes of three."""
+        """The target's feature at some places: its last state, or version 3's mixture of three."""
         if self.spec.version != 3:
             return hidden
         if self._state_norms:
@@ -92,7 +92,7 @@ class Network:
     def enter(
         self, feature: Float[Tensor, "B M D"], tokens: Int[Tensor, "B M"]
     ) -> tuple[Float[Tensor, "B M D"], Float[Tensor, "B M h d"]]:
-        """Pairs at the layer's door: the residual, and the heads of query, key and value side by side."""
+        """Input of the layer for pairs: the residual, and the heads of query, key and value side by side."""
         embedding = self._embed(tokens)
         if self.spec.version == 3:
             normed = self._feature_norm(feature)
@@ -104,7 +104,7 @@ class Network:
         return residual, self._qkv(read).view(*tokens.shape, -1, self.spec.head_dim)
 
     def leave(self, residual: Float[Tensor, "B M D"], mixed: Float[Tensor, "R H"]) -> Float[Tensor, "B M D"]:
-        """The next features, from the residual and what the heads gathered."""
+        """The next features, from the residual and the output of the heads."""
         hidden = residual + self._out(mixed).view(residual.shape)
         gate, up = self._gate_up(self._mlp_norm(hidden).flatten(0, 1)).chunk(2, dim=-1)
         return hidden + self._down(F.silu(gate) * up).view(hidden.shape)
@@ -121,11 +121,11 @@ class Network:
 
 
 class Reader:
-    """The draft network at work: pairs of committed tokens in a cache of its own, and a tree of guesses after them.
+    """The draft network over a cache of its own: pairs of committed tokens, and a tree of guesses after them.
 
-    A pair is the feature at a place and the token after it; it counts from 0 as the place does. Committed pairs have
-    the target's features and stand at each row's own slots; guesses of all rows begin at the same slot, after the
-    longest, so that a level of the tree is written and masked alike in every row.
+    A pair is the feature at a place and the token after it, with the place's number, from 0. Committed pairs have the
+    target's features and are at each row's own slots; guesses of all rows begin at the same slot, after the longest, so
+    that a level of the tree is written and masked alike in every row.
     """
 
     def __init__(self, network: Network, batch: int, capacity: int) -> None:
@@ -147,7 +147,7 @@ class Reader:
     ) -> Float[Tensor, "B 1 D"]:
         """Commit the first ``counts[b]`` pairs of each row and forget all guesses; the feature after the last pair.
 
-        Of the earlier ones only keys and values are wanted.
+        Of the earlier ones only keys and values are computed.
         """
         cache, spec = self._cache, self.network.spec
         width, start = tokens.shape[1], cache.lengths[0]

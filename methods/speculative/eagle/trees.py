@@ -1,8 +1,8 @@
 """The drafts of EAGLE: a chain, a tree of fixed shape, a tree shaped by the network's confidence.
 
 All grow level by level: the logits after the nodes of a level name their children, and one pass of the draft network
-over those of them that shall have children themselves yields the features after them. Sizes are fixed, so nothing has
-to be read from the device.
+over those children that have children themselves yields the features after them. Sizes are fixed, so nothing is read
+from the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Growth(Protocol):
 
     Attributes:
         nodes: of the tree.
-        guesses: pairs that it asks the network about.
+        guesses: pairs that the network reads for it.
         levels: of the tree.
     """
 
@@ -212,12 +212,12 @@ class Dynamic:
 
 
 def _below(scores: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """The next smaller numbers: what a sure child (log q = 0) may reach at most, so that its parent stays ahead."""
+    """The next smaller numbers: the highest score of a sure child (log q = 0), so that its parent stays ahead."""
     return scores.nextafter(torch.full_like(scores, -torch.inf))
 
 
 def _chances(logits: Float[Tensor, "B m v"], sampling: Sampling) -> Float[Tensor, "B m v"]:
-    """What is drawn from: the processed distribution, and a little of every token, lest siblings run out."""
+    """The distribution to draw from: the processed one, and a little of every token, lest siblings run out."""
     probs = sampling.probs(logits) + _FLOOR
     return probs / probs.sum(-1, keepdim=True)
 

@@ -1,4 +1,4 @@
-"""What decoders with trained heads know of themselves beside their text."""
+"""Common to decoders with trained heads: memory, and the warning for published ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from methods.speculative.published.formats import check_plausible
 
 @runtime_checkable
 class HeadsDrafter(Drafter, Protocol):
-    """A drafter that knows what its matrices take, by name."""
+    """A drafter that reports the memory of its matrices."""
 
     @property
     def nbytes(self) -> dict[str, int]: ...
@@ -24,8 +24,7 @@ class HeadsDecoder(SpeculativeDecoder):
     """A decoder whose drafter was trained.
 
     Args:
-        target, sampling, drafter, rule: see ``SpeculativeDecoder``.
-        published: where its heads come from, if others trained them.
+        published: the origin of its heads, if they are published ones.
     """
 
     trainable = True

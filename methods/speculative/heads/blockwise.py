@@ -100,7 +100,7 @@ class Heads:
     vocabulary: DraftVocabulary
 
     def save(self, folder: Path) -> None:
-        """Write them into a folder, as ``load`` reads it; the weights in 16 bit."""
+        """Write both files; the weights in 16 bit."""
         tensors = dict(zip(_KEYS, (*self.first, *self.second, self.vocabulary.ids.to(torch.int32)), strict=True))
         write_part(folder, tensors, asdict(self.shape))
 
@@ -209,7 +209,7 @@ class Blockwise(HeadsDecoder):
         return self._reference
 
     def memory(self) -> dict[str, int | None]:
-        """See ``HeadsDecoder``; and the weights that were trained along, where the part has some."""
+        """See ``HeadsDecoder``; and the weights of a fine-tuned model, where the checkpoint has one."""
         return super().memory() | ({} if self._trunk_bytes is None else {"trunk": self._trunk_bytes})
 
 
@@ -234,13 +234,13 @@ def _block(k: int | None, trained: int, minimum_block: int) -> int:
     wanted = trained if k is None else k
     if not 2 <= wanted <= trained:
         raise ValueError(
-            f"Got k={wanted}; there are {trained - 1} heads, so blocks of 2 to {trained} tokens are allowed. Set "
-            "method.k to one of these, or train more heads (train.k=K). k=1 is method=autoregressive."
+            f"k must be 2 to {trained} with {trained - 1} heads, got {wanted}. Set method.k to one of these, or train "
+            "more heads (train.k=K). k=1 is method=autoregressive."
         )
     if not 1 <= minimum_block <= wanted:
         raise ValueError(
-            f"Got minimum_block={minimum_block} with blocks of {wanted} tokens; 1 to {wanted} is allowed. "
-            "minimum_block=1 forces nothing."
+            f"minimum_block must be 1 to {wanted}, the tokens of a block, got {minimum_block}. minimum_block=1 forces "
+            "nothing."
         )
     return wanted
 
@@ -260,12 +260,12 @@ _TRUNK = "trunk"
 
 
 def save_trunk(network: Any, folder: Path) -> None:
-    """Write an encoder-decoder of transformers beside the heads, in 16 bit."""
+    """Write an encoder-decoder of transformers besides the heads, in 16 bit."""
     network.half().save_pretrained(folder / _TRUNK)
 
 
 def load_trunk(folder: Path, target: CausalLM) -> tuple[CausalLM, int] | None:
-    """Read it onto the target's device and in its type, with its bytes; None where the part has no weights of its own.
+    """Read it onto the target's device and in its type, with its bytes; None where the checkpoint has no such model.
 
     Raises:
         ValueError: files are missing or damaged.

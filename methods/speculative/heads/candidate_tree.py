@@ -1,14 +1,14 @@
 """The static tree of heads that each propose a list: which candidate of which head is worth a node.
 
 Cai et al. 2024 (Medusa), arXiv 2401.10774, sec. 2.3.3: measure on held-out text how often a head's candidate of each
-rank is right, and add node after node, always the one most likely to be kept. The paper takes a node's value for the
+rank is right, and add node after node, always the one most likely to be kept. The paper's value of a node is the
 product of the accuracies along its path, as if heads were right independently of each other. They are not: where text
-is easy, all of them are right. So what is kept here is the rank of the right token for every head at every held-out
+is easy, all of them are right. So the rank of the right token is recorded here for every head at every held-out
 position, and a node's value is the share of positions at which its whole path was right. That is the number of tokens
 the node adds to a step of the measured text, and where heads are independent it is the paper's product.
 
-Paths are written as Medusa writes them: ``(0, 2)`` is the third candidate of the second head below the first candidate
-of the first.
+Paths are written as in Medusa: ``(0, 2)`` is the third candidate of the second head below the first candidate of the
+first.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tree:
 
     Attributes:
         paths: of the nodes.
-        values: how often each node is kept, per step; None where that was never measured.
+        values: how often each node is kept, per step; None where not measured.
     """
 
     paths: tuple[Path, ...]
@@ -94,8 +94,8 @@ class Tree:
 def search(ranks: Int[Tensor, "n P"], most: int = 256) -> Tree:
     """The greedy search: add the node that is kept most often, until there are ``most`` or none was ever right.
 
-    No node is kept more often than its parent, so the order of adding them is their order by value. Among equals the
-    shorter path goes first, then the smaller ranks. A head that was never right still proposes its first candidate.
+    No node is kept more often than its parent, so the order of adding them is their order by value. Ties go to the
+    shorter path, then the smaller ranks. A head that was never right still proposes its first candidate.
 
     Args:
         ranks: for every position, the rank of the right token among each head's candidates; ``RANKS``: none of them.
@@ -111,14 +111,14 @@ def search(ranks: Int[Tensor, "n P"], most: int = 256) -> Tree:
 
 
 def accuracies(ranks: Int[Tensor, "n P"], judged: Bool[Tensor, "n P"]) -> list[list[float]]:
-    """Medusa's table: how often each head's candidate of each rank is right, whatever the other heads said."""
+    """Medusa's table: how often each head's candidate of each rank is right, independent of the other heads."""
     hits = (ranks[:, :, None] == torch.arange(RANKS, device=ranks.device)) & judged[:, :, None]
     shares = hits.sum(0) / judged.sum(0).clamp(min=1)[:, None]
     return [[round(float(share), 4) for share in head] for head in shares]
 
 
 def named(paths: Iterable[Sequence[int]]) -> Tree:
-    """A tree that somebody wrote down.
+    """A tree given by its paths.
 
     Raises:
         ValueError: no paths, a rank below 0, or a node whose parent is missing.
@@ -131,8 +131,9 @@ def named(paths: Iterable[Sequence[int]]) -> Tree:
     ]
     if wrong or not given:
         raise ValueError(
-            f"Got tree={[list(path) for path in given]}; different paths of ranks from 0 on, each after its parent, "
-            f"are allowed ({[list(path) for path in wrong]} are not). An example: tree=[[0],[1],[0,0]]."
+            "tree must be different paths of ranks from 0 on, each after its parent, got "
+            f"{[list(path) for path in given]} (wrong: {[list(path) for path in wrong]}). An example: "
+            "tree=[[0],[1],[0,0]]."
         )
     return Tree(tuple(given))
 
@@ -171,6 +172,6 @@ def _check_costs(costs: Costs) -> None:
     pairs = all(len(pair) == 2 and min(pair) > 0 for pair in costs)
     if len(costs) < 2 or not pairs or any(low[0] >= high[0] for low, high in zip(costs, costs[1:], strict=False)):
         raise ValueError(
-            f"Got costs={[list(pair) for pair in costs]}; two or more pairs (nodes, cost) above 0, nodes ascending, "
-            "are allowed. An example: costs=[[1,1.0],[16,1.4],[64,3.0]]."
+            "costs must be two or more pairs (nodes, cost) above 0, nodes ascending, got "
+            f"{[list(pair) for pair in costs]}. An example: costs=[[1,1.0],[16,1.4],[64,3.0]]."
         )

@@ -79,7 +79,7 @@ class Heads:
         blocks: the layers of every head; the first one reads (i + 2) D numbers.
         vocabulary: what they propose from.
         outputs: [n, D] and bias of every head; None: the target's own rows for the vocabulary.
-        ranks: [positions, P] measured on held-out text, see ``candidate_tree.search``; None: nobody did.
+        ranks: [positions, P] measured on held-out text, see ``candidate_tree.search``; None: not measured.
     """
 
     blocks: list[list[Block]]
@@ -88,7 +88,7 @@ class Heads:
     ranks: Int[Tensor, "N P"] | None = None
 
     def save(self, folder: Path, target: CausalLM, facts: dict[str, Any]) -> None:
-        """Write heads that use the target's output matrix into a folder, as ``load`` reads it."""
+        """Write heads that use the target's output matrix."""
         assert self.outputs is None and self.ranks is not None
         tensors: dict[str, Tensor] = {}
         for key, (head, block, name) in _keys(len(self.blocks), len(self.blocks[0])).items():
@@ -123,8 +123,8 @@ class Heads:
         found = read(checkpoint, target)
         if not isinstance(found, HydraWeights):
             raise ValueError(
-                f"{checkpoint} holds {type(found).__name__}; method=hydra_heads takes heads of Hydra. Use the method "
-                "that they were made for."
+                f"{checkpoint} must hold heads of Hydra for method=hydra_heads, got {type(found).__name__}. Use the "
+                "method that they were made for."
             )
 
         def here(tensor: Tensor | None) -> Tensor | None:

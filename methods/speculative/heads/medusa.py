@@ -69,7 +69,7 @@ class Heads:
         blocks: weight and bias of every layer of every head.
         vocabulary: what they propose from.
         outputs: [n, D] of every head; None: the target's own rows for the vocabulary.
-        ranks: [positions, P] measured on held-out text, see ``candidate_tree.search``; None: nobody did.
+        ranks: [positions, P] measured on held-out text, see ``candidate_tree.search``; None: not measured.
     """
 
     blocks: list[list[Layer]]
@@ -78,7 +78,7 @@ class Heads:
     ranks: Int[Tensor, "N P"] | None = None
 
     def save(self, folder: Path, target: CausalLM, facts: dict[str, Any]) -> None:
-        """Write heads that use the target's output matrix into a folder, as ``load`` reads it."""
+        """Write heads that use the target's output matrix."""
         assert self.outputs is None and self.ranks is not None
         tensors = {
             "blocks.weight": torch.stack([torch.stack([weight for weight, _ in head]) for head in self.blocks]),
@@ -112,8 +112,8 @@ class Heads:
         found = read(checkpoint, target)
         if not isinstance(found, MedusaWeights):
             raise ValueError(
-                f"{checkpoint} holds {type(found).__name__}; method=medusa takes heads of Medusa. Use the method that "
-                "they were made for."
+                f"{checkpoint} must hold heads of Medusa for method=medusa, got {type(found).__name__}. Use the method "
+                "that they were made for."
             )
 
         def here(tensor: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Heads:
 
 
 class MedusaModel:
-    """Heads ready for decoding: matrices packed, and what all heads multiply joined into one product.
+    """Heads ready for decoding: matrices packed, with one product for the common input of all heads.
 
     Attributes:
         nbytes: of its matrices, by name.
@@ -175,7 +175,7 @@ class MedusaDrafter(StatelessDrafter):
 
 
 class Layout:
-    """The shape of every draft, and what the loop and the rules want to know of it."""
+    """The shape of every draft, in the form that the loop and the rules need."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self._parents = torch.tensor([shape.parents], device=device)
@@ -195,10 +195,9 @@ class Medusa(HeadsDecoder):
     """Medusa with a static tree.
 
     Args:
-        target: model that verifies, and whose states the heads read.
-        tree: ``measured``, by the heads' own candidates on held-out text (of published heads, which nobody measured,
-            the paper's tree); a name in ``candidate_tree.TREES``; or paths of ranks, each after its parent, e.g.
-            ``[[0],[1],[0,0]]``.
+        tree: ``measured``, by the heads' own candidates on held-out text (for published heads, which have no
+            measurement, the paper's tree); a name in ``candidate_tree.TREES``; or paths of ranks, each after its
+            parent, e.g. ``[[0],[1],[0,0]]``.
         nodes: most of its nodes that are drafted, the best ones; ``auto``: as many as pay best by ``costs``, all of a
             tree whose nodes were not measured.
         costs: pairs (nodes of a pass, root included; its time over that of a pass over one). The default was measured
@@ -244,7 +243,7 @@ def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: f
         ValueError: an unknown one, or constants out of range.
     """
     if acceptance not in ("exact", "typical"):
-        raise ValueError(f"Got acceptance={acceptance}; exact and typical are allowed. Set method.acceptance.")
+        raise ValueError(f"acceptance must be exact or typical, got {acceptance}. Set method.acceptance.")
     typical = Typical(epsilon, delta)
     return typical if acceptance == "typical" else default_rule(sampling, "tree", drawn=False)
 
@@ -270,7 +269,7 @@ def choose_tree(
         ValueError: an unknown or impossible tree, one the heads cannot fill, or a number of nodes below 1.
     """
     if not (nodes == "auto" or (isinstance(nodes, int) and nodes >= 1)):
-        raise ValueError(f"Got nodes={nodes}; at least 1, or auto, is allowed. For no draft use method=autoregressive.")
+        raise ValueError(f"nodes must be auto or at least 1, got {nodes}. For no draft use method=autoregressive.")
     if wanted == MEASURED and ranks is not None:
         tree = candidate_tree.search(ranks)
         best = candidate_tree.best_size(tree, costs, draft_cost, level_cost)
@@ -278,8 +277,8 @@ def choose_tree(
     tree = _written(wanted, limits[0])
     if tree.levels > limits[0] or tree.width > limits[1]:
         raise ValueError(
-            f"tree={wanted} needs {tree.levels} heads and {tree.width} candidates of each; there are {limits[0]} heads "
-            f"that propose from {limits[1]} tokens. Name a smaller tree."
+            f"tree must need at most {limits[0]} heads and {limits[1]} candidates of each, got {wanted}, which needs "
+            f"{tree.levels} heads and {tree.width} candidates. Name a smaller tree."
         )
     return tree if nodes == "auto" else tree.first(nodes)
 
@@ -290,8 +289,8 @@ def _written(wanted: str | Sequence[Sequence[int]], heads: int) -> Tree:
     name = next(iter(TREES)) if wanted == MEASURED else wanted
     if name not in TREES:
         raise ValueError(
-            f"Got tree={wanted}; {MEASURED}, {', '.join(TREES)} or paths of ranks are allowed, e.g. [[0],[1],[0,0]]. "
-            "Set method.tree."
+            f"tree must be {MEASURED}, {', '.join(TREES)} or paths of ranks, e.g. [[0],[1],[0,0]], got {wanted}. Set "
+            "method.tree."
         )
     return Tree(TREES[name]).within(heads)
 
@@ -328,7 +327,7 @@ def save_heads(
     ranks: Int[Tensor, "N P"],
     facts: dict[str, Any],
 ) -> None:
-    """Write trained heads: weights in 16 bit, the draft vocabulary, the measured ranks, and what they were made for."""
+    """Write trained heads: weights in 16 bit, the draft vocabulary, the measured ranks, and the sizes of the target."""
     whole = {"vocabulary": vocabulary.ids.to(torch.int32), "ranks": ranks.to(torch.uint8)}
     write_part(folder, tensors | whole, facts | target_sizes(target))
 

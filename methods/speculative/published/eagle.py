@@ -163,7 +163,7 @@ def _plain_taps(report: Report, config: Mapping[str, Any]) -> tuple[int, ...]:
     if not ids:
         if "eagle_aux_hidden_state_layer_ids" in config:
             report.add(
-                "eagle_aux_hidden_state_layer_ids stands outside eagle_config and there is no speculators_config, so "
+                "eagle_aux_hidden_state_layer_ids is outside eagle_config and there is no speculators_config, so "
                 "whether it counts outputs or inputs of layers is not known"
             )
         return _require_taps(report, _default_taps(layers), "the authors' default: 1, L // 2 - 1, L - 4")

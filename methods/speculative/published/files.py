@@ -1,7 +1,7 @@
-"""Where a published head lies and what its files hold: a folder, a file or a hub id; safetensors or pickles.
+"""The location of a published head and its files: a folder, a file or a hub id; safetensors or pickles.
 
-Nothing is executed: pickles are read with ``weights_only``, mapped into memory where their format allows it. Of the hub
-only the few files that can hold a head are fetched.
+Nothing is executed: pickles are read with ``weights_only``, mapped into memory where their format allows it. From the
+hub only the few files that can hold a head are fetched.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Checkpoint:
 
     Attributes:
         name: as the user gave it.
-        config: what config.json holds; empty where there is none.
+        config: content of config.json; empty where there is none.
         tensors: those of the head by the names in the file.
         whole_model: the weights of a language model belong to the head.
-        notes: what a user should know of the head, also given as warnings.
+        notes: facts for the user, also given as warnings.
     """
 
     name: str
@@ -67,7 +67,8 @@ def read_checkpoint(where: str | Path) -> Checkpoint:
         return _of_folder(str(where), path)
     if not _HUB_ID.fullmatch(str(where)) or str(where).startswith((".", "~")):
         raise ValueError(
-            f"There is no file or folder {where}; a checkpoint is one of the two or a hub id (OWNER/NAME). Correct it."
+            f"A checkpoint must be a file, a folder or a hub id (OWNER/NAME), got {where}, where there is nothing. "
+            "Correct it."
         )
     folder = _download(str(where))
     found = _of_folder(str(where), folder)
@@ -89,7 +90,7 @@ def _of_folder(name: str, folder: Path) -> Checkpoint:
             inside = {key: tensor for key, tensor in tensors.items() if key.startswith(WITHIN)}
             return Checkpoint(name, config, inside or tensors, whole_model=bool(inside))
     raise ValueError(
-        f"{name} holds no draft head; one of {', '.join((*HEADS, *MODELS))} is looked for. Name another folder, or the "
+        f"{name} must hold a draft head (one of {', '.join((*HEADS, *MODELS))}), got none. Name another folder, or the "
         "file itself."
     )
 
@@ -99,7 +100,7 @@ def _of_shards(folder: Path) -> dict[str, Tensor]:
     for file in sorted(_shards(folder)):
         if not (folder / file).is_file():
             raise ValueError(
-                f"{folder / file} is missing, which the index of the weights names; all files are needed. Copy it."
+                f"{folder / file}, which the index of the weights names, is missing; all files are needed. Copy it."
             )
         found.update({k: tensor for k, tensor in tensors_of(folder / file).items() if k.startswith(WITHIN)})
     return found
@@ -112,8 +113,8 @@ def _shards(folder: Path) -> set[str]:
     if not inside:
         keys = ", ".join(sorted(places)[:_SHOWN])
         raise ValueError(
-            f"{folder} holds a language model without a draft head ({keys}, ..); {', '.join(HEADS)} or weights named "
-            f"{WITHIN}* are looked for. Name the folder of the head."
+            f"{folder} must hold {', '.join(HEADS)} or weights named {WITHIN}*, got a language model without a draft "
+            f"head ({keys}, ..). Name the folder of the head."
         )
     return inside
 
@@ -131,9 +132,9 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); it must be JSON. Copy it again.") from error
+        raise ValueError(f"{file} must be JSON and cannot be read ({error}). Copy it again.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds {type(found).__name__}; a JSON object is needed. Copy it again.")
+        raise ValueError(f"{file} must hold a JSON object, got {type(found).__name__}. Copy it again.")
     return found
 
 
@@ -160,7 +161,7 @@ def _unpickled(file: Path) -> Any:
 def _require_tensors(file: Path, found: Any) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(
-            f"{file} holds {type(found).__name__} and not tensors by name, which a state dict is. Name another file."
+            f"{file} must hold tensors by name (a state dict), got {type(found).__name__}. Name another file."
         )
     return dict(found)
 
@@ -206,6 +207,6 @@ def _snapshot(name: str, files: Sequence[str]) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # the hub's client raises dozens of kinds, those of its HTTP library among them
         raise ValueError(
-            f"{name} is no folder here, and the hub does not give it ({_first_line(error)}). A folder, a file or a hub "
-            "id that can be reached is needed. Fetch it where there is a network, and name its folder."
+            f"{name} must be a folder here or a hub id that can be reached ({_first_line(error)}). Fetch it where "
+            "there is a network, and name its folder."
         ) from error

@@ -97,8 +97,8 @@ def read(where: str | Path, target: CausalLM) -> MedusaWeights | HydraWeights | 
         return read_eagle1(found, target)
     keys = ", ".join(sorted(found.tensors)[:6])
     raise ValueError(
-        f"{found.name} holds {len(found.tensors)} tensors of no known format ({keys}, ..); {_KNOWN} are read. Name a "
-        "head of one of these, or one that was trained here."
+        f"{found.name} must be of a known format ({_KNOWN}), got {len(found.tensors)} tensors of another one ({keys}, "
+        "..). Name a head of one of these, or one that was trained here."
     )
 
 
@@ -188,19 +188,18 @@ def _require_mlp(found: Checkpoint) -> None:
     if arch != "mlp" or not found.config.get("grounded_heads", True):
         kind = arch if arch != "mlp" else "mlp with grounded_heads=false"
         raise ValueError(
-            f"{found.name} holds heads of Hydra of the architecture {kind}; mlp with grounded heads is read. Choose "
+            f"Heads of Hydra must be of the architecture mlp with grounded heads, got {kind} in {found.name}. Choose "
             "such heads, or train some: python -m bench.train method=hydra_heads model=MODEL."
         )
     if not any(map(_HYDRA_BLOCK.fullmatch, found.tensors)):
         keys = ", ".join(sorted(found.tensors)[:6])
         raise ValueError(
-            f"{found.name} calls itself heads of Hydra and holds {keys}, ..; hydra_mlp.0.*.linear.weight is needed. "
-            "Fetch it again."
+            f"Heads of Hydra must have hydra_mlp.0.*.linear.weight, got {keys}, .. in {found.name}. Fetch it again."
         )
 
 
 def _hydra_places(tensors: Mapping[str, Tensor], head: int) -> list[int]:
-    """Where the blocks of a head stand in its sequence: a dropout before each of them takes a place of its own."""
+    """Places of the blocks of a head in its sequence: a dropout before each of them takes a place of its own."""
     found = (match for match in map(_HYDRA_BLOCK.fullmatch, tensors) if match)
     return sorted(int(match[2]) for match in found if int(match[1]) == head)
 

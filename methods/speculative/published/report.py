@@ -1,4 +1,4 @@
-"""What is wrong with a published head, all of it in one message."""
+"""All problems of a published head in one message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report:
     Args:
         found: the head's files.
         target: the model that is to verify.
-        kind: what the head is taken for.
+        kind: the format of the head, for the message.
     """
 
     def __init__(self, found: Checkpoint, target: CausalLM, kind: str) -> None:
@@ -30,11 +30,11 @@ class Report:
         self.problems: list[str] = []
 
     def add(self, problem: str) -> None:
-        """One more."""
+        """Add a problem."""
         self.problems.append(problem)
 
     def require_target(self, hidden: int, vocab: int) -> None:
-        """Sizes that the head was made for; 0 where it does not tell."""
+        """Check sizes that the head was made for; 0 where unknown."""
         if hidden not in (0, self.target.hidden_size):
             self.add(f"it is for hidden size {hidden}, the target has {self.target.hidden_size}")
         if vocab not in (0, self.target.vocab_size):

@@ -66,7 +66,7 @@ class SkipSet:
 
     @property
     def common(self) -> int:
-        """Layers before the first one with a skipped sub-layer: draft and verification share their work."""
+        """Layers before the first one with a skipped sub-layer, whose work draft and verification share."""
         return min((*self.attention, *self.mlp), default=self.layers)
 
     @property
@@ -75,7 +75,7 @@ class SkipSet:
         return len(self.attention) + len(self.mlp)
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder, as ``load`` reads it."""
+        """Write ``skip_set.json`` into a folder."""
         (folder / SKIP_SET).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
@@ -168,7 +168,7 @@ class Threshold:
 
     Attributes:
         start: the threshold of the first round.
-        goal: acceptance rate aimed at; None keeps the threshold where it is, and so does a start at 0.
+        goal: acceptance rate aimed at. With None, or a start at 0, the threshold does not change.
     """
 
     start: float
@@ -205,11 +205,11 @@ class Threshold:
 class SharedTarget(CausalLM):
     """A view of the target that verifies what a thinner view of it drafted in the same cache.
 
-    The drafter leaves in ``known`` what came out of the first ``common`` layers for the root and for every drafted
-    token but the last, which no draft step has read. ``forward`` runs those layers for the last token alone and the
-    others for all: the same sums as in a whole pass, and the same logits up to rounding.
+    The drafter leaves in ``known`` the output of the first ``common`` layers for the root and for every drafted token
+    but the last, which no draft step has read. ``forward`` runs those layers for the last token alone and the others
+    for all: the same sums as in a whole pass, and the same logits up to rounding.
 
-    It is of the target's own kind too: of an encoder-decoder it shares the decoder.
+    It also has the target's own kind: of an encoder-decoder it shares the decoder.
 
     Attributes:
         cache: the one of the current decode.
@@ -242,7 +242,7 @@ class SharedTarget(CausalLM):
         levels: int | None = None,
         hidden_layers: Collection[int] = (),
     ) -> Output:
-        """As the target's, after the layers whose output is known."""
+        """As the target's, from the layers after the known output."""
         if not self.known:
             return super().forward(tokens, parents, cache, levels=levels, hidden_layers=hidden_layers)
         assert parents is None and not hidden_layers, "the draft is a chain and reads nothing of the target"
@@ -255,7 +255,7 @@ class SharedTarget(CausalLM):
         return Output(self.head(hidden), hidden)
 
     def _through_common(self, tokens: Int[Tensor, "B n"], cache: Cache) -> Float[Tensor, "B n D"]:
-        """The common layers over tokens that stand after the known ones."""
+        """The common layers over tokens after the known ones."""
         lengths = cache.lengths
         cache.advance([len(self.known)] * len(lengths))
         state = self.begin(tokens, None, cache)
@@ -274,7 +274,7 @@ class SelfDrafter(DraftModel):
         self._drafted = 0
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """The cache is the target's: there is nothing to make room for."""
+        """Does nothing: the cache is the target's."""
         self.threshold.reset()
         self.target.known.clear()
         self._lengths = []
@@ -289,7 +289,7 @@ class SelfDrafter(DraftModel):
         return draft
 
     def _learn(self, lengths: list[int]) -> None:
-        """Adapt the threshold to what became of the last draft; rows at their limit do not count."""
+        """Adapt the threshold to the acceptance of the last draft; rows at their limit do not count."""
         grown = [now - before for now, before in zip(lengths, self._lengths, strict=False) if now > before]
         self.threshold.update(sum(grown) - len(grown), self._drafted * len(grown), self._drafted == self.nodes)
         self.confidence, self._lengths = self.threshold.value, lengths
@@ -315,15 +315,14 @@ class SelfDrafter(DraftModel):
 class SelfSpeculative(SpeculativeDecoder):
     """Self-speculative decoding with a chain of up to ``gamma`` tokens.
 
-    What is left out comes from one of ``skip_attention`` with ``skip_mlp``, ``preset``, ``layer_exit`` and
-    ``checkpoint``; without any of them from the part prepared for this model.
+    The skipped sub-layers are given by one of ``skip_attention`` with ``skip_mlp``, ``preset``, ``layer_exit`` and
+    ``checkpoint``; without any of them by the checkpoint prepared for this model.
 
     Args:
-        target: model that verifies, and drafts.
         gamma: most tokens drafted per round; None: as the skip set recommends, else 12.
         confidence: threshold on the drafter's most likely token at the start of a text, 0 never stops; None: as the
             skip set recommends, else 0.6.
-        acceptance: acceptance rate that the threshold is adapted to; None keeps the threshold where it starts.
+        acceptance: acceptance rate that the threshold is adapted to; None: a constant threshold.
         skip_attention, skip_mlp: 0-based layers whose sub-layer the draft leaves out.
         preset: a set published with the paper.
         layer_exit: number of layers the draft runs, from the first on.
@@ -395,15 +394,15 @@ def _layers(given: Iterable[int] | None) -> tuple[int, ...]:
 
 def _preset(name: str) -> SkipSet:
     if name not in PRESETS:
-        raise ValueError(f"Got preset={name}; {', '.join(PRESETS)} are known. Choose one, or name the layers.")
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name}. Choose one, or name the layers.")
     return PRESETS[name]
 
 
 def _exit(target: CausalLM, kept: int) -> SkipSet:
     if not 1 <= kept < target.n_layers:
         raise ValueError(
-            f"Got layer_exit={kept}; {target.name} has {target.n_layers} layers, so 1 to {target.n_layers - 1} can be "
-            "run by a draft. Set method.layer_exit to one of these."
+            f"layer_exit must be from 1 to {target.n_layers - 1}, as {target.name} has {target.n_layers} layers, got "
+            f"{kept}. Set method.layer_exit to one of these."
         )
     return exit_set(target.n_layers, kept)
 
@@ -411,14 +410,14 @@ def _exit(target: CausalLM, kept: int) -> SkipSet:
 def _one_of(named: dict[str, SkipSet]) -> SkipSet:
     if len(named) > 1:
         raise ValueError(
-            f"Got {' and '.join(f'method.{name}' for name in named)} together; one source of skipped sub-layers is "
-            "allowed. Leave the others null."
+            f"There must be one source of skipped sub-layers, got {' and '.join(f'method.{name}' for name in named)} "
+            "together. Leave the others null."
         )
     if named:
         return next(iter(named.values()))
     raise MissingPart(
-        "self_speculative has no skip set for this model; it needs one to draft with. Search for one: "
-        "python -m bench.train method=self_speculative model=MODEL; or name one: method.skip_attention=[..] "
+        "self_speculative needs a skip set, and there is none for this model. Search for one with python -m "
+        "bench.train method=self_speculative model=MODEL, or name one: method.skip_attention=[..] "
         "method.skip_mlp=[..], method.preset=NAME, method.layer_exit=E or method.checkpoint=FOLDER."
     )
 
@@ -426,13 +425,13 @@ def _one_of(named: dict[str, SkipSet]) -> SkipSet:
 def _require_fit(skips: SkipSet, target: CausalLM) -> SkipSet:
     if skips.layers != target.n_layers:
         raise ValueError(
-            f"The skip set is of a model with {skips.layers} layers, {target.name} has {target.n_layers}; both must be "
-            "the same. Search for one: python -m bench.train method=self_speculative model=MODEL."
+            f"The skip set must be of a model with {target.n_layers} layers, as {target.name}, got one of "
+            f"{skips.layers} layers. Search for one: python -m bench.train method=self_speculative model=MODEL."
         )
     if not skips.size:
         raise ValueError(
-            "The skip set is empty, so a draft would cost as much as the target; at least one sub-layer is needed. "
-            "Name some (method.skip_attention=[..] method.skip_mlp=[..]), or use method=autoregressive."
+            "The skip set must have at least one sub-layer, got none; a draft would cost as much as the target. Name "
+            "some (method.skip_attention=[..] method.skip_mlp=[..]), or use method=autoregressive."
         )
     return skips
 
@@ -444,6 +443,7 @@ def _first(*values: Any) -> Any:
 def _check_options(gamma: int, confidence: float, acceptance: float | None) -> None:
     if gamma < 1 or not 0.0 <= confidence < 1.0 or not (acceptance is None or 0.0 < acceptance <= 1.0):
         raise ValueError(
-            f"Got gamma={gamma}, confidence={confidence}, acceptance={acceptance}; gamma >= 1, 0 <= confidence < 1 "
-            "and 0 < acceptance <= 1 (or null) are allowed. For no draft at all use method=autoregressive."
+            "self_speculative needs gamma >= 1, 0 <= confidence < 1 and 0 < acceptance <= 1 (or null), got "
+            f"gamma={gamma}, confidence={confidence}, acceptance={acceptance}. For no draft at all use "
+            "method=autoregressive."
         )

@@ -1,13 +1,13 @@
-"""What a skip set is worth: measured costs, replayed acceptance, and the speed-up that follows from them.
+"""The value of a skip set: measured costs, replayed acceptance, and the speed-up that follows from them.
 
-The objective of ``skip_search.py``. How acceptance is found: the target continues every prompt greedily, the
-continuation is cut into blocks of K tokens, and one pass of the thinner view goes over all blocks at once. In it a
-token sees the target's own keys and values before its block and the view's inside it, which is what a draft that
-began at the block sees. So each block says which of its K drafts would have been right, and how sure the drafter was,
-for any draft length up to K and any threshold. Two approximations: real rounds begin where the last one ended, more
-often after a token that is hard to predict, and blocks begin everywhere; and how far a draft goes on after its first
-wrong token is judged as if that token had been right. For greedy decoding of one row (Leviathan et al. 2023, arXiv
-2211.17192, theorem 3.8, with counted acceptance in place of its geometric law):
+The objective of ``skip_search.py``. Acceptance: the target continues every prompt greedily, the continuation is cut
+into blocks of K tokens, and one pass of the thinner view goes over all blocks at once. In it a token sees the target's
+own keys and values before its block and the view's inside it, as a draft would that began at the block. So each block
+gives which of its K drafts would have been right, and how sure the drafter was, for any draft length up to K and any
+threshold. Two approximations: real rounds begin where the last one ended, more often after a token that is hard to
+predict, and blocks begin everywhere; and the length of a draft after its first wrong token is judged as if that token
+had been right. For greedy decoding of one row (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8, with counted
+acceptance in place of its geometric law):
 
     speed-up = (1 + mean(accepted)) * T(1) / mean(drafted * t_draft + T(drafted + 1))
 
@@ -54,7 +54,7 @@ class RandomDrafter:
         self.nodes, self._vocab_size = nodes, vocab_size
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """Nothing to forget."""
+        """Does nothing."""
 
     def propose(self, context: Context) -> Draft:
         """A chain of ``nodes`` tokens."""
@@ -108,7 +108,7 @@ class Costs:
     def measure(cls, target: CausalLM, prompt: Int[Tensor, "_"], gamma: int) -> Costs:
         """Time rounds and draft steps after a prompt, all kinds in turn, and take lower quartiles.
 
-        What else runs on a machine can only add to a time, so the lower quartile is nearer to the method's own.
+        Other load on a machine can only add to a time, so the lower quartile is nearer to the method's own.
         """
         every = range(target.n_layers)
         nodes = (*(n for n in (1, 2, 3, 5, 9, 17, 33) if n <= gamma), gamma + 1)
@@ -124,7 +124,7 @@ class Costs:
 
     @classmethod
     def load(cls, file: Path) -> Costs | None:
-        """What ``save`` wrote, if it did."""
+        """Read what ``save`` wrote; None if there is no file."""
         if not file.is_file():
             return None
         stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ class Costs:
         return cls(tables["nodes"], tables["full"], tables["bare"], **stored)
 
     def save(self, file: Path) -> None:
-        """Keep them: a search that goes on must go on with the same costs."""
+        """Write them: a resumed search must use the same costs."""
         file.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
@@ -243,8 +243,8 @@ class Calibration:
         whole = inside.cumprod(1).view(len(prompts), blocks, gamma).all(2)
         if not bool(whole.any()):
             raise ValueError(
-                f"The target ends every calibration answer within {gamma} tokens; a longer answer is needed. Use "
-                "another corpus, or a smaller train.gamma."
+                f"Calibration answers must be longer than {gamma} tokens, got none that is. Use another corpus with "
+                "longer answers, or a smaller train.gamma."
             )
         slots = torch.arange(own, own + width, device=target.device).expand_as(inputs)
         mask = _block_mask(torch.tensor(lengths, device=target.device), own, width, gamma)
@@ -254,7 +254,7 @@ class Calibration:
 
     @torch.inference_mode()
     def replay(self, view: CausalLM) -> Rounds:
-        """What this view of the target would have drafted at every block, by one pass."""
+        """The drafts of this view of the target at every block, by one pass."""
         self.cache.set_lengths(self.lengths)
         state = view.begin(self.inputs, None, self.cache)  # positions are right; what it may see is laid out above
         state.slots, state.mask, state.end = self.slots, self.mask, self.cache.capacity
@@ -318,7 +318,7 @@ class Trial:
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What it leaves out."""
+        """The skipped sub-layers."""
         return self.skips.attention, self.skips.mlp
 
 

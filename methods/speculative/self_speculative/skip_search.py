@@ -156,7 +156,7 @@ class SkipSearch(Trainable):
         return {**self._facts(trials, best, costs), "pays": held_out["speedup_measured"] > 1.0, "held_out": held_out}
 
     def _draw(self, context: TrainingContext) -> list[Int[Tensor, "_"]]:
-        """Three groups of prompts of at most ``context`` tokens, in an order that the seed decides."""
+        """Three groups of prompts of at most ``context`` tokens, in an order given by the seed."""
         order = list(range(len(context.examples)))
         random.Random(context.seed).shuffle(order)
         found: list[Example] = []
@@ -167,8 +167,8 @@ class SkipSearch(Trainable):
             if len(found) == 3 * self.prompts:
                 return [torch.tensor(example.prompt, device=context.target.device) for example in found]
         raise ValueError(
-            f"The corpus has {len(found)} prompts of at most {self.context} tokens; {3 * self.prompts} are needed, "
-            "three groups of train.prompts. Name a larger corpus, or set train.prompts or train.context."
+            f"The corpus must have {3 * self.prompts} prompts of at most {self.context} tokens, three groups of "
+            f"train.prompts, got {len(found)}. Name a larger corpus, or set train.prompts or train.context."
         )
 
     def _search(self, context: TrainingContext, calibration: Calibration, costs: Costs) -> list[Trial]:
@@ -200,10 +200,9 @@ class SkipSearch(Trainable):
         return replace(trial, speedup=measured_speedup(target, trial.best_set, prompts, _MEASURED_TOKENS))
 
     def _suggest(self, trials: Sequence[Trial], layers: int, seed: str) -> SkipSet:
-        """A set that no trial had, by a Gaussian process over all of them.
+        """A set that was not tried, by a Gaussian process over all trials.
 
-        Sampler and study are made anew from history and seed, so that an interrupted search goes on as if it had not
-        been.
+        Sampler and study are rebuilt from history and seed, so that an interrupted search resumes without a difference.
         """
         optuna = _optuna()
         rng = random.Random(seed)
@@ -283,7 +282,7 @@ def _again(target: CausalLM, trial: Trial, calibration: Calibration, costs: Cost
 
 
 class History:
-    """The trials of a search, kept in a file that a killed process leaves readable."""
+    """The trials of a search, in a file that stays readable when the process is killed."""
 
     def __init__(self, file: Path, layers: int) -> None:
         self._file, self._layers = file, layers
@@ -340,7 +339,7 @@ def _names(skips: SkipSet) -> set[str]:
 def _new_set(
     chosen: set[str], names: Sequence[str], tried: Collection[object], layers: int, rng: random.Random
 ) -> SkipSet:
-    """The chosen set; where it was tried before, or is empty, variables are turned over until it is new."""
+    """The chosen set; if it was tried before or is empty, variables are flipped until it is new."""
     while True:
         skips = SkipSet(
             layers,

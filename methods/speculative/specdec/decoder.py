@@ -67,7 +67,9 @@ class SpecDrafter:
         return replace(drafts, passes=1)
 
     def _up_to_end(self, row: list[int]) -> list[int]:
-        """Reading the block costs a wait, and saves the target the places after the end of most sentences."""
+        """Draft tokens up to the end: reading the block costs a wait, and saves the target the places after most
+        sentences.
+        """
         return row[: next((place for place, token in enumerate(row, 1) if token in self._ends), len(row))]
 
 
@@ -107,7 +109,7 @@ class SpecDec(HeadsDecoder):
 
 
 def translates(target: CausalLM) -> Seq2SeqLM:
-    """The target as what it must be.
+    """The target as an encoder-decoder.
 
     Raises:
         ValueError: it is a causal model.
@@ -115,8 +117,8 @@ def translates(target: CausalLM) -> Seq2SeqLM:
     if isinstance(target, Seq2SeqLM):
         return target
     raise ValueError(
-        f"Got specdec with {target.name}, a causal model; its drafter reads what an encoder makes of a source, so an "
-        "encoder-decoder is needed. Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+        f"specdec needs an encoder-decoder, whose encoder output its drafter reads, got {target.name}, a causal model. "
+        "Set model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
     )
 
 
@@ -129,7 +131,7 @@ def _block(block: int | None, trained: int) -> int:
     wanted = trained if block is None else block
     if not 1 <= wanted <= trained:
         raise ValueError(
-            f"Got block={wanted}; the drafter has places for 1 to {trained} tokens. Set method.block to one of these, "
-            "or train a drafter with more (train.block=N)."
+            f"block must be from 1 to {trained}, the places of the drafter, got {wanted}. Set method.block to one of "
+            "these, or train a drafter with more (train.block=N)."
         )
     return wanted

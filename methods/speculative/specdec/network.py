@@ -1,11 +1,11 @@
 """The draft network of method=specdec: a shallow decoder that fills a whole block of places in one pass.
 
-Its encoder is the target's own (``Output.memory``), its embedding and output matrix are the target's too; what is
-trained and stored is the decoder. A pass reads nodes side by side: tokens that were committed since the last pass, each
-of which sees what stands before it, and after them the block, whose places see all committed tokens and one another.
-So the keys and values of committed tokens never change and are cached; those of the block are forgotten.
+Its encoder, embedding and output matrix are the target's (``Output.memory``); only the decoder is trained and stored. A
+pass reads nodes side by side: tokens that were committed since the last pass, each of which sees what is before it, and
+after them the block, whose places see all committed tokens and one another. So the keys and values of committed tokens
+never change and are cached; those of the block are forgotten.
 
-A place of the block enters as a mixture of the source's embeddings, which it chooses by its position (soft copy), and a
+The input of a place of the block is a mixture of the source's embeddings, chosen by its position (soft copy), and a
 vector of its own. ``specdec_training.py`` trains the same module that ``DraftPass`` packs for decoding.
 """
 
@@ -61,9 +61,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the nodes of a pass stand and what they see.
+    """Positions of the nodes of a pass and what they see.
 
-    A row is its new tokens, then the block, then nothing up to the width of the longest row.
+    A row is its new tokens, then the block, then padding up to the width of the longest row.
 
     Attributes:
         positions: [B, M] in the text, the decoder's start token at 0.
@@ -79,7 +79,7 @@ class Layout:
 
     @classmethod
     def of(cls, before: Int[Tensor, "B"], new: Int[Tensor, "B"], block: int, nodes: int, slots: int) -> Layout:
-        """Of rows with ``before`` cached tokens and ``new`` ones; ``slots``: as many of each row are looked at."""
+        """Rows with ``before`` cached tokens and ``new`` ones; ``slots``: how many of each row are visible."""
         column = torch.arange(nodes, device=before.device)
         positions, places = before[:, None] + column, column - new[:, None]
         end = torch.where(places < 0, positions + 1, (before + new + block)[:, None])
@@ -87,20 +87,20 @@ class Layout:
         return cls(positions, places, visible[:, None], new)
 
     def block(self, values: Float[Tensor, "B M D"], size: int) -> Float[Tensor, "B k D"]:
-        """What stands in the block."""
+        """The values in the block."""
         column = self.first[:, None] + torch.arange(size, device=values.device)
         return values.gather(1, column[:, :, None].expand(-1, -1, values.shape[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What the network reads of a batch of sources, made once for all passes over them.
+    """The network's view of a batch of sources, made once for all passes over them.
 
     Attributes:
         embeddings: [B, S, D] of the source's tokens.
         placed: [B, S, D] the same with their positions, as the soft copy compares them.
-        keys_values: what cross-attention reads, for every layer.
-        present: [B, 1, S] where a token stands; None: everywhere.
+        keys_values: for cross-attention, of every layer.
+        present: [B, 1, S] where there is a token; None: everywhere.
     """
 
     embeddings: Float[Tensor, "B S D"]
@@ -181,7 +181,7 @@ class BlockDecoder(nn.Module):
 
         Args:
             embeddings: of their tokens, by the target's matrix.
-            memory: what the target's encoder made of them.
+            memory: output of the target's encoder.
             lengths: tokens of each.
             layers: packed ones; None: its own.
         """
@@ -222,7 +222,7 @@ class BlockDecoder(nn.Module):
 
 
 def own_keys(keys: Float[Tensor, "B H M d"], values: Float[Tensor, "B H M d"]) -> KeysValues:
-    """Without a cache the nodes of a pass are all there is to see."""
+    """Without a cache the nodes see only one another."""
     return keys, values
 
 
@@ -235,7 +235,7 @@ def through(
     source: KeysValues,
     present: Bool[Tensor, "B 1 T"] | None,
 ) -> Float[Tensor, "B M D"]:
-    """One layer over the nodes of a pass; ``remember`` turns their keys and values into all that they may see."""
+    """One layer over the nodes of a pass; ``remember`` turns their keys and values into all visible ones."""
     query, keys, values = split_heads(apply(layer.qkv, layer.own_norm(hidden)), heads, 3)
     hidden = hidden + layer.drop(_attend(layer.out, query, remember(keys, values), visible))
     (query,) = split_heads(apply(layer.query, layer.cross_norm(hidden)), heads, 1)
@@ -255,7 +255,7 @@ def apply(product: Product, states: Float[Tensor, "B M I"]) -> Float[Tensor, "B 
 
 
 def split_heads(states: Float[Tensor, "B M D"], heads: int, parts: int) -> tuple[Float[Tensor, "B H M d"], ...]:
-    """Queries, keys or values that stand side by side, the heads of each."""
+    """Queries, keys or values side by side, cut into heads."""
     return states.unflatten(2, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -263,7 +263,7 @@ def split_heads(states: Float[Tensor, "B M D"], heads: int, parts: int) -> tuple
 
 
 class DraftPass:
-    """The network at work: its products packed, committed tokens cached.
+    """The network in decoding: its products packed, committed tokens cached.
 
     Args:
         target: whose encoder, embedding and output matrix are used.
@@ -303,12 +303,12 @@ class DraftPass:
         return self._cache.lengths
 
     def fill(self, new: Sequence[Sequence[int]], block: int) -> Int[Tensor, "B k"]:
-        """The most likely token at each of ``block`` places after the texts, which ``new`` tokens go on with."""
+        """The most likely token at each of ``block`` places after the texts, which ``new`` tokens continue."""
         best = argmax(self._output(self.states(new, block).flatten(0, 1))).view(len(new), block)
         return self.vocabulary.tokens(best)
 
     def states(self, new: Sequence[Sequence[int]], block: int) -> Float[Tensor, "B k D"]:
-        """What the output matrix multiplies at those places; afterwards ``new`` is part of the texts."""
+        """Inputs of the output matrix at those places; afterwards ``new`` is part of the texts."""
         cache, sources, device = self._cache, self._sources, self.target.device
         assert cache is not None and sources is not None, "room is made and sources are read first"
         widths = [len(row) for row in new]

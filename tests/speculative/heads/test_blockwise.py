@@ -355,11 +355,11 @@ def test_missing_heads_name_the_command(target):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"k": 5}, "2 to 4 tokens"),
+        ({"k": 5}, "k must be 2 to 4 with 3 heads, got"),
         ({"k": 1}, "method=autoregressive"),
-        ({"minimum_block": 5}, "1 to 4 is allowed"),
-        ({"k": 2, "minimum_block": 3}, "1 to 2 is allowed"),
-        ({"minimum_block": 0}, "1 to 4 is allowed"),
+        ({"minimum_block": 5}, "minimum_block must be 1 to 4, .*got 5"),
+        ({"k": 2, "minimum_block": 3}, "minimum_block must be 1 to 2, .*got 3"),
+        ({"minimum_block": 0}, "minimum_block must be 1 to 4, .*got 0"),
         ({"criterion": "top_k", "top": 0}, "at least 1"),
         ({"criterion": "distance", "epsilon": -1}, "at least 0"),
     ],
@@ -372,7 +372,7 @@ def test_blockwise_refuses(options, message, target, folder):
 @pytest.mark.parametrize("change", [{"vocab_size": 62}, {"layers": 3}])
 def test_heads_of_another_model_are_refused(change, folder):
     other = checks.tiny_target(**{"vocab_size": 61, "layers": 4} | change)
-    with pytest.raises(ValueError, match="all must be the same"):
+    with pytest.raises(ValueError, match="must be of a model like .*, got "):
         Blockwise(other, Sampling(), checkpoint=folder)
 
 
@@ -400,12 +400,18 @@ def vocabulary_beyond(folder):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda folder: (folder / CONFIG).unlink(), "cannot be read as a part"),
-        (lambda folder: (folder / CONFIG).write_text("[1]"), "cannot be read as a part"),
-        (torn, "cannot be read as a part"),
+        (
+            lambda folder: (folder / CONFIG).unlink(),
+            "must hold .* as the training of method=blockwise writes them, got ",
+        ),
+        (
+            lambda folder: (folder / CONFIG).write_text("[1]"),
+            "must hold .* as the training of method=blockwise writes them, got ",
+        ),
+        (torn, "must hold .* as the training of method=blockwise writes them, got "),
         (without_bias, "what is announced beside them is"),
         (other_k, "what is announced beside them is"),
-        (vocabulary_beyond, "draft ids"),
+        (vocabulary_beyond, "Draft ids must be different, ascending"),
     ],
 )
 def test_damaged_heads_are_refused(damage, message, target, folder):

@@ -157,13 +157,13 @@ def test_best_size_weighs_tokens_against_costs():
 
 @pytest.mark.parametrize("costs", [[], [[1, 1.0]], [[1, 1.0], [1, 2.0]], [[2, 1.0], [1, 2.0]], [[1, 0.0], [2, 1.0]]])
 def test_impossible_costs_are_refused(costs):
-    with pytest.raises(ValueError, match="; two or more pairs"):
+    with pytest.raises(ValueError, match="must be two or more pairs .*, got "):
         best_size(Tree(((0,),), (0.5,)), costs)
 
 
 @pytest.mark.parametrize("paths", [[], [[]], [[-1]], [[0, 0]], [[0], [0]], [[0, 0], [0]]])
 def test_impossible_trees_are_refused(paths):
-    with pytest.raises(ValueError, match="; different paths of ranks"):
+    with pytest.raises(ValueError, match="must be different paths of ranks .*, got "):
         candidate_tree.named(paths)
 
 
@@ -523,7 +523,7 @@ def test_without_heads_the_training_is_named(name, target):
 def test_heads_of_another_model_are_refused(name, target, texts, tmp_path):
     stored(name, target, texts, tmp_path)
     other = checks.tiny_target(layers=2)
-    with pytest.raises(ValueError, match=r"is of a model with .*'layers': 4.*'layers': 2.*must be the same\. Train"):
+    with pytest.raises(ValueError, match=r"must be of a model like .*'layers': 2.*, got .*'layers': 4.*\. Train"):
         DECODERS[name](other, Sampling(), checkpoint=tmp_path)
 
 
@@ -537,7 +537,7 @@ def test_damaged_files_are_refused(name, target, texts, tmp_path):
         with pytest.raises(ValueError, match=rf"{next(iter(changed))}.* announced .*Copy both files again"):
             DECODERS[name](target, Sampling(), checkpoint=tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="cannot be read as a part .* must hold config.json .*Name another folder"):
+    with pytest.raises(ValueError, match="must hold config.json .* as the training of .*, got .*Name another folder"):
         DECODERS[name](target, Sampling(), checkpoint=str(tmp_path))
 
 
@@ -552,11 +552,11 @@ def test_heads_of_the_other_method_are_refused(target, texts, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"nodes": 0}, "nodes=0; at least 1, or auto"),
+        ({"nodes": 0}, "nodes must be auto or at least 1, got 0"),
         ({"nodes": "many"}, "nodes=many"),
-        ({"tree": "oak"}, "tree=oak; measured, mc_sim_7b_63 or paths"),
-        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "needs 4 heads .* there are 3 heads"),
-        ({"tree": [[61]]}, "and 62 candidates of each; .*61 tokens"),
+        ({"tree": "oak"}, "tree must be measured, mc_sim_7b_63 or paths .*got oak"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "at most 3 heads .*needs 4 heads"),
+        ({"tree": [[61]]}, "61 candidates of each, .* 62 candidates"),
         ({"tree": [[0, 0]]}, "each after its parent"),
         ({"acceptance": "typical", "epsilon": 2.0}, "epsilon=2.0"),
         ({"costs": [[1, 1.0]]}, "two or more pairs"),
@@ -595,7 +595,7 @@ def test_published_heads_of_medusa(counter, tmp_path):
         "drafts implausibly badly" in decoder.acceptance_warning([[0.05, 0.0]] * 3)
         and decoder.acceptance_warning([[0.6, 0.3]] * 3) is None
     )
-    with pytest.raises(ValueError, match="holds MedusaWeights; method=hydra_heads takes heads of Hydra. Use"):
+    with pytest.raises(ValueError, match="must hold heads of Hydra for method=hydra_heads, got MedusaWeights. Use"):
         HydraHeads(counter, Sampling(), checkpoint=checkpoint)
 
 
@@ -612,7 +612,7 @@ def test_published_heads_of_hydra(counter, tmp_path):
     decoder = HydraHeads(counter, Sampling(), checkpoint=checkpoint, tree=[[0], [1], [0, 0], [0, 0, 0]])
     assert len(decode(decoder, [torch.tensor([5, 6])], 13)) == 4
     assert "drafts implausibly badly" in decoder.acceptance_warning([[0.05]] * 3)
-    with pytest.raises(ValueError, match="holds HydraWeights; method=medusa takes heads of Medusa. Use"):
+    with pytest.raises(ValueError, match="must hold heads of Medusa for method=medusa, got HydraWeights. Use"):
         Medusa(counter, Sampling(), checkpoint=checkpoint)
 
 
