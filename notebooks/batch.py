@@ -48,7 +48,7 @@ sys.path.insert(0, str(checkout()))
 from bench.report import collect, leaderboard, plots, terminal  # noqa: E402
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 10, "axes.labelsize": 10})
+plt.rcParams.update({"figure.dpi": 64, "axes.titlesize": 10, "axes.labelsize": 10})
 RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
 SIZES = (1, 2, 4, 8, 16, 32)  # of the sweep
 

@@ -53,7 +53,7 @@ from bench.report import collect, frontier  # noqa: E402
 from methods.early_exit.risk_control import calibrate, fewest_prompts, naive_threshold, p_values, prompts_needed, redraw
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-plt.rcParams.update({"figure.dpi": 90, "axes.titlesize": 12, "axes.labelsize": 11})
+plt.rcParams.update({"figure.dpi": 64, "axes.titlesize": 12, "axes.labelsize": 11})
 COLOURS = dict(zip(("calm", "free", "static_depth", "hash_ee"), sns.color_palette("colorblind"), strict=False))
 MARKS = {"calm": "o", "free": "s", "static_depth": "^", "hash_ee": "D"}
 RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")

@@ -46,7 +46,7 @@ sys.path.insert(0, str(checkout()))
 from bench.report import collect, leaderboard, plots  # noqa: E402
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 10, "axes.labelsize": 10})
+plt.rcParams.update({"figure.dpi": 64, "axes.titlesize": 10, "axes.labelsize": 10})
 RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
 MOST = 6  # tables that have pictures; the others are in RESULTS.md and in the report
 

@@ -39,7 +39,7 @@ import seaborn as sns
 from IPython.display import Markdown, display
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-plt.rcParams.update({"figure.dpi": 90, "axes.titlesize": 12, "axes.labelsize": 11, "hatch.linewidth": 0.6})
+plt.rcParams.update({"figure.dpi": 64, "axes.titlesize": 12, "axes.labelsize": 11, "hatch.linewidth": 0.6})
 TARGET, DRAFT, RESIDUAL, REJECTED, EMPIRICAL = (sns.color_palette("colorblind")[i] for i in (0, 1, 2, 3, 4))
 
 

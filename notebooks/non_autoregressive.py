@@ -52,7 +52,7 @@ sys.path.insert(0, str(checkout()))
 from bench.report import collect, leaderboard, plots  # noqa: E402
 
 sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-plt.rcParams.update({"figure.dpi": 80, "axes.titlesize": 11, "axes.labelsize": 10})
+plt.rcParams.update({"figure.dpi": 64, "axes.titlesize": 11, "axes.labelsize": 10})
 RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
 FAMILY, DATA = "non-autoregressive", "multi30k"
 
