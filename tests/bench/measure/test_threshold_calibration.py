@@ -273,7 +273,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize(
     ("settings", "sampling", "message"),
     [
-        ({"tolerance": 1.5}, GREEDY, r"method\.calibration: tolerance=1\.5"),
+        ({"tolerance": 1.5}, GREEDY, r"method\.calibration: expected above 0 and below 1, got tolerance=1\.5"),
         ({"tolerance": 0.1, "error_rate": 0.0}, GREEDY, "error_rate=0"),
         ({"tolerance": 0.1, "thresholds": [0.5, 0.9]}, GREEDY, "a falling sequence"),
         ({"tolerance": 0.1, "thresholds": [1.0, 0.9]}, GREEDY, "starts below 1"),
