@@ -354,7 +354,8 @@ def test_resume_after_a_first_turn_quotes_the_recorded_answer(tmp_path: Path) ->
 _CHILD = """
     import sys, time
     from pathlib import Path
-    from tests import fakes, test_runner
+    from tests.bench.measure import test_interleave as test_runner
+    from tests.helpers import fakes
     runner = test_runner.make_runner(Path(sys.argv[1]), 24, turns=2, batch_size=3, repeats=2, warmup=1)
     decode = runner.method.decode
     def slow(*arguments):
