@@ -30,7 +30,7 @@ class CostCurve:
     def seconds(self, nodes: int | float, batch: int, context: int | float) -> float:
         """Time of a round: piecewise linear in nodes and context.
 
-        Beyond the measured nodes the last slope goes on, beyond the measured contexts the value stays. A smaller
+        Beyond the measured nodes the last slope continues, beyond the measured contexts the value stays. A smaller
         last batch of a data set is priced like a full one: ``batch`` must not exceed the one measured.
 
         Raises:

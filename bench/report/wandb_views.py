@@ -123,9 +123,7 @@ def push(groups: Sequence[ComparisonGroup], entity: str | None, project: str) ->
         UserError: no login, or the service refuses.
     """
     if not _has_login():
-        raise UserError(
-            "Saving views needs a login at Weights & Biases. Run `wandb login`, or set out=FILE.json."
-        )
+        raise UserError("Saving views needs a login at Weights & Biases. Run `wandb login`, or set out=FILE.json.")
     import wandb
 
     try:
