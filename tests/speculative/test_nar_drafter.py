@@ -296,7 +296,7 @@ def test_part_is_that_of_the_method_that_drafts(tmp_path: Path) -> None:
     assert artifacts.find(dict(compose.compose(words).method), "own", None, paths) is None
     made: Any = instantiate.build_decoder(group, lm, SamplingConfig(), checkpoint=found.folder)
     assert made.stats()["data"] == "distilled" and set(made.memory()) == {"student"}
-    assert isinstance(load_student(CmlmStudent, lm, None, folder)[0], CmlmStudent)
+    assert isinstance(load_student(CmlmStudent, lm, folder)[0], CmlmStudent)
 
 
 @pytest.mark.parametrize(
