@@ -98,27 +98,31 @@ DECODERS = {
     "draft_model_confident": Row(lambda t, s: other_model(t, s, gamma=5, confidence=0.6)),
     "draft_model_one": Row(lambda t, s: other_model(t, s, gamma=1)),
     "lookahead": Row(lambda t, s: Lookahead(t, s, window=4, ngram=4, guesses=3)),
-    "lookahead_prompt": Row(lambda t, s: Lookahead(t, s, window=3, ngram=3, guesses=5, pool_from_prompt=True)),
+    "lookahead_prompt": Row(
+        lambda t, s: Lookahead(t, s, window=3, ngram=3, guesses=5, pool_from_prompt=True), samples=False
+    ),
     "lookahead_one": Row(lambda t, s: Lookahead(t, s, window=1, ngram=3, guesses=1)),
     "token_recycling": Row(lambda t, s: TokenRecycling(t, s, tree="small")),
     "token_recycling_paper": Row(TokenRecycling, samples=False),
     "token_recycling_chain": Row(lambda t, s: TokenRecycling(t, s, tree=[[1], [1]])),
     "suffix": Row(SuffixDecoding),
-    "suffix_long": Row(lambda t, s: SuffixDecoding(t, s, gamma=6, factor=8.0, min_prob=0.0)),
+    "suffix_long": Row(lambda t, s: SuffixDecoding(t, s, gamma=6, factor=8.0, min_prob=0.0), samples=False),
     "suffix_one": Row(lambda t, s: SuffixDecoding(t, s, gamma=1, min_match=2)),
     "rest": Row(lambda t, s: rest(t, s, nodes=8, occurrences=64)),
     "rest_defaults": Row(rest, samples=False),
-    "rest_wide": Row(lambda t, s: rest(t, s, nodes=12, max_ngram=2, min_ngram=1, continuation=3, occurrences=5)),
+    "rest_wide": Row(
+        lambda t, s: rest(t, s, nodes=12, max_ngram=2, min_ngram=1, continuation=3, occurrences=5), samples=False
+    ),
     "rest_one": Row(lambda t, s: rest(t, s, nodes=1, max_ngram=3, min_ngram=3, continuation=1)),
     "blockwise": Row(blockwise),
     "blockwise_two": Row(lambda t, s: blockwise(t, s, k=2)),
     "blockwise_reduced": Row(lambda t, s: blockwise(t, s, vocabulary=t.vocab_size // 2)),
     "medusa": Row(lambda t, s: medusa(t, s, texts_of(t))),
-    "medusa_wide": Row(lambda t, s: medusa(t, s, texts_of(t), nodes=20)),
+    "medusa_wide": Row(lambda t, s: medusa(t, s, texts_of(t), nodes=20), samples=False),
     "medusa_chain": Row(lambda t, s: medusa(t, s, texts_of(t), tree=[[0], [0, 0]])),
     "medusa_published_tree": Row(lambda t, s: medusa(t, s, tree="mc_sim_7b_63"), samples=False),
     "hydra_heads": Row(lambda t, s: hydra(t, s, texts_of(t))),
-    "hydra_heads_wide": Row(lambda t, s: hydra(t, s, texts_of(t), nodes=20)),
+    "hydra_heads_wide": Row(lambda t, s: hydra(t, s, texts_of(t), nodes=20), samples=False),
     "hydra_heads_chain": Row(lambda t, s: hydra(t, s, texts_of(t), tree=[[0], [0, 0]])),
     "hydra_heads_published_tree": Row(lambda t, s: hydra(t, s, tree="mc_sim_7b_63"), samples=False),
     "eagle": Row(lambda t, s: eagle(t, s, 3, texts_of(t), depth=3, top_k=3, nodes=8)),
@@ -145,7 +149,7 @@ DECODERS = {
     **({"flashspec": Row(FlashSpec, batch=False, samples=False)} if find_spec("flashspec") else {}),
     "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),
 }
-SAMPLINGS = [Sampling(1.0), Sampling(0.7, top_k=5), Sampling(1.3, top_p=0.8)]
+SAMPLINGS = [Sampling(1.0), Sampling(0.7, top_k=5, top_p=0.8)]  # order and kinds of filters: test_sampling.py
 
 every_decoder = pytest.mark.parametrize("row", DECODERS.values(), ids=DECODERS.keys())
 
