@@ -275,7 +275,7 @@ def test_prompts_that_cannot_be_decoded_are_named(example: FakeExample, words: s
 def test_an_empty_data_set_and_a_repeated_id_are_refused() -> None:
     with pytest.raises(UserError, match="holds no example"):
         check([])
-    with pytest.raises(UserError, match="The id a stands twice"):
+    with pytest.raises(UserError, match="The id a is used twice"):
         check([FakeExample("a", ["1"]), FakeExample("a", ["2"])])
 
 

@@ -252,7 +252,7 @@ def test_prompts_that_the_exits_learnt_from_are_left_out(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("method.calibration.prompts=5", r"\d+ or more are needed.*Set method\.calibration\.prompts=\d+ or more"),
+        ("method.calibration.prompts=5", r"must be at least \d+ for .*got 5.*Set method\.calibration\.prompts=\d+"),
         ("method.calibration.prompts=200", "must have at least 200 prompts .*, got 39"),
         ("method.calibration.p_value=wald", "hoeffding_bentkus"),
         ("method.threshold=1.5", "0 <= threshold <= 1"),

@@ -5,6 +5,7 @@ DECODEBENCH_KILLS=20 has 20 moments of each sweep instead of a few.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from filelock import BaseFileLock
 
 from bench import cli
 from bench.records import run_folder
@@ -104,11 +106,13 @@ def killed(act: Callable[[], None], at: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         for name in real:
             patch.setattr(os, name, mortal(name))
+        patch.setattr(BaseFileLock, "__del__", lambda _: None)  # a killed process collects nothing
         try:
             act()
         except Killed:
             return True
         finally:
+            gc.collect()
             for handle in handles:  # as the system does, which also lets go of the lock
                 real["close"](handle)
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -86,7 +87,7 @@ def test_without_a_word_jobs_run_in_this_process() -> None:
         (["cluster=process", "cluster.jobs=0"], "cluster.jobs must be at least 1, got 0. Set cluster.jobs=1."),
         (["cluster=slurm", "cluster.timeout_min=x"], "cluster.timeout_min must be a whole number, got 'x' (text)"),
         (["cluster=ray", "cluster.gpus=-1"], "cluster.gpus must be at least 0, got -1."),
-        (["hydra/launcher=basic"], "started with cluster=NAME"),
+        (["hydra/launcher=basic"], "use resume, shuffle_seed and cluster=NAME"),
     ],
     ids=str,
 )

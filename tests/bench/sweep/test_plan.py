@@ -277,10 +277,16 @@ def test_what_runs_has_no_obstacle() -> None:
     assert not obstacle("sampling=sample", "model=random", "dataset=mtbench")
 
 
-@pytest.mark.parametrize("layers", ["4_4", "6_1", "6_1_distilled", "12_1", "4_4_distilled_calm"])
+@pytest.mark.parametrize("layers", ["4_4", "6_1_distilled", "4_4_distilled_calm"])
 def test_the_translation_models_of_the_project_are_found(layers: str, tmp_path: Path) -> None:
     words = ["method=calm", "method.head=lens", "method.exits=[1]"] if layers.endswith("calm") else []
     assert not obstacle(f"model=multi30k_{layers}", "dataset=multi30k", f"paths.cache={tmp_path}", *words)
+
+
+@pytest.mark.parametrize("layers", ["6_1", "12_1"])
+def test_a_translation_model_that_is_not_shipped_names_its_command(layers: str, tmp_path: Path) -> None:
+    found = obstacle(f"model=multi30k_{layers}", "dataset=multi30k", f"paths.cache={tmp_path}")
+    assert found and "bench.train method=teacher" in found
 
 
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
