@@ -23,7 +23,7 @@ from bench.config.identity import strip
 from bench.config.schema import PathsConfig, RunConfig
 from bench.contract import checks
 from bench.cost import what_if
-from bench.cost.settings import Question
+from bench.cost.settings import WhatIfQuery
 from bench.errors import UserError
 from bench.measure.instruments import Instruments
 from bench.measure.interleave import Runner
@@ -329,8 +329,8 @@ def test_a_run_with_refilled_rows(cfg: RunConfig) -> None:
     assert texts[0] == texts[1]
     with pytest.raises(UserError, match="refill"):
         terminal.leaderboard([outcome.summary, lockstep.summary])
-    with pytest.raises(UserError, match="measured with refilled rows"):
-        what_if.answer(Question(outcome.path))
+    with pytest.raises(UserError, match="was measured with continuous batching"):
+        what_if.answer(WhatIfQuery(outcome.path))
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_the_named_sweep_leaves_out_what_cannot_and_says_why(tmp_path: Path) -> 
 
 
 def test_queues_without_refilling_are_refused() -> None:
-    with pytest.raises(UserError, match="without measure.refill=true"):
+    with pytest.raises(UserError, match="needs measure.refill=true, got 8 without it"):
         compose.compose(["measure.refill_queue=8"])
 
 

@@ -541,7 +541,7 @@ def test_what_cannot_be_checked_is_said(registered: None) -> None:
         (("crashes", "method.gama=1"), r"Unknown setting 'method.gama'\. Did you mean 'gamma'"),
         (("crashes", "method.gamma=x"), "must be a whole number"),
         (("crashes", "method.gamma=0"), r"cannot be built on the target of the check.*This one is greedy\."),
-        (("medusa",), r"cannot be built.*random model of 4 layers and 61 ids: medusa needs a heads for this model"),
+        (("medusa",), r"cannot be built.*random model of 4 layers and 61 ids: medusa has no heads for this model"),
     ]:
         with pytest.raises(UserError, match=message):
             check_method.check_method(words[0], words[1:])
