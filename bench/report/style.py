@@ -1,4 +1,4 @@
-"""Colour, mark and line of a method, the same in every figure."""
+"""Colour of a family, mark and line of a method, the same in every figure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import zlib
 from dataclasses import dataclass
 from functools import cache
 
-from bench.config import compose
+import yaml
 
-# seaborn's "colorblind", written out: a report needs no plotting library
-COLOURS = (
-    "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9",
-)  # fmt: skip
-_MARKS, _LINES = "osD^vP", ("-", "--", "-.", ":")
+from bench.config import compose
+from bench.report import leaderboard
+
+COLOURS = {  # of seaborn's "colorblind", readable on white and on black
+    "baseline": "#7f7f7f",
+    "speculative": "#0173b2",
+    "early exit": "#de8f05",
+    "non-autoregressive": "#029e73",
+    "peer": "#cc78bc",
+    "other": "#d55e00",
+}
+_MARKS, _LINES = "os^vDPX*ph<>d8H", ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)
@@ -25,9 +32,26 @@ class Style:
 
 
 @cache
-def style_of(method: str) -> Style:
-    """By its place in the list of methods; for a third-party method by its name."""
-    known = compose.groups().get("method", [])
-    place = known.index(method) if method in known else zlib.crc32(method.encode())
-    turn, colour = divmod(place, len(COLOURS))
-    return Style(COLOURS[colour], _MARKS[turn % len(_MARKS)], _LINES[turn % len(_LINES)])
+def style_of(method: str, family: str | None = None) -> Style:
+    """The colour of the family; mark and line by the method's place in its family, or by the name of a third party's.
+
+    A variant has the style of its method, ``bild_6_1`` that of ``bild``.
+
+    Args:
+        method: its name.
+        family: of ``bench.report.leaderboard``; None for that of the method's configuration.
+    """
+    families = _families()
+    named = max((name for name in families if method == name or method.startswith(f"{name}_")), key=len, default=method)
+    known = families.get(named, "other")
+    alike = [name for name, each in families.items() if each == known]
+    place = alike.index(named) if named in families else zlib.crc32(method.encode())
+    return Style(COLOURS[family or known], _MARKS[place % len(_MARKS)], _LINES[place % len(_LINES)])
+
+
+@cache
+def _families() -> dict[str, str]:
+    """By method of the configuration."""
+    names = compose.groups().get("method", [])
+    texts = {name: compose.config_file("method", name).read_text(encoding="utf-8") for name in names}
+    return {name: leaderboard.family({"method": yaml.safe_load(text)}) for name, text in texts.items()}
