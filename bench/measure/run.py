@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,11 +26,14 @@ from bench.measure.interleave import Runner, Seconds
 from bench.measure.manifest import Parts
 from bench.measure.threshold_calibration import Choice, Writer
 from bench.models import artifacts, loading
+from bench.models.artifacts import Prepared
+from bench.models.source import Loaded
 from bench.records import lookup, run_folder
 from bench.records.run_folder import RunFolder, Sample
-from bench.report import terminal
-from bench.tasks import prompts
+from bench.report import terminal, tracked_run
+from bench.tasks import Task, prompts
 from bench.utils import files, machine, redact
+from methods.decoder import Decoder
 
 CALIBRATION = "calibration.json"  # beside the manifest: the losses that a threshold was chosen by
 _BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
@@ -51,7 +55,26 @@ class RunResult:
     verdict: AuditResult
 
 
-def run(cfg: RunConfig, *, fresh: bool | datetime = False) -> RunResult:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a Python program has made already; the rest is made from the configuration.
+
+    Attributes:
+        loaded: the target.
+        task: the prompts.
+        drafts: draft models by the name that the configuration has for them.
+        model_bytes: memory of these models, which counts as the run's.
+    """
+
+    loaded: Loaded | None = None
+    task: Task | None = None
+    drafts: Mapping[str, Loaded] = field(default_factory=dict)
+    model_bytes: int = 0
+
+
+def run(
+    cfg: RunConfig, *, fresh: bool | datetime = False, given: Given | None = None, quiet: bool = False
+) -> RunResult:
     """Measure a method, or report what was measured before.
 
     An interrupted run is resumed; a finished one is summed up from its records again.
@@ -60,20 +83,22 @@ def run(cfg: RunConfig, *, fresh: bool | datetime = False) -> RunResult:
         cfg: the run.
         fresh: forget earlier records of this run; a time: those of a run that started before it, so that a job that a
             cluster restarts resumes its own.
+        given: parts of the run that exist already.
+        quiet: do not print the table.
 
     Raises:
         UserError: the run is refused.
         RunFailed: it failed on its way; what was measured is kept.
     """
-    parts = prepare(cfg)
+    parts = prepare(cfg, given)
     decided, results = manifest.resolved(parts), Path(cfg.paths.results)
     path = lookup.find(results, cfg, decided) or results / run_id(cfg, decided)
     if isinstance(fresh, datetime):
         fresh = _started_before(fresh, path)
     if not fresh and _finished(path):
-        print("Already measured. Use --fresh to repeat.", file=sys.stderr)
+        print("Already measured. Use --fresh to repeat, in Python fresh=True.", file=sys.stderr)
         with run_folder.claimed(path):
-            return report(cfg, path)
+            return report(cfg, path, quiet=quiet, keep=True)
     choice = _calibrate(cfg, parts)
     facts = manifest.manifest(cfg, parts, choice)
     with RunFolder.create(path.parent, path.name, facts, manifest.config_yaml(cfg), fresh=fresh) as folder:
@@ -81,35 +106,51 @@ def run(cfg: RunConfig, *, fresh: bool | datetime = False) -> RunResult:
             if choice:
                 files.write_json(path / CALIBRATION, choice.to_json())
             _measure(cfg, parts, folder)
-        return report(cfg, path)
+        return report(cfg, path, quiet=quiet)
 
 
-def prepare(cfg: RunConfig) -> Parts:
+def prepare(cfg: RunConfig, given: Given | None = None) -> Parts:
     """Build everything, and refuse what cannot be run before anything is measured."""
+    given = given or Given()
     preconditions.require(preconditions.check(cfg))
-    task = instantiate.build_task(cfg.dataset, cfg.paths)
+    task = given.task or instantiate.build_task(cfg.dataset, cfg.paths)
     examples = list(task.load())
     preconditions.require(preconditions.check_prompts(cfg, len(examples)))
     machine.set_threads(cfg.hardware.threads)
     loading.import_libraries()
     floor_bytes = instruments.settled_bytes()
     gpu_busy = machine.gpu_utilisation(loading.resolve_hardware(asdict(cfg.hardware))[0])
-    loaded = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=instantiate.needs_hf(cfg.method))
+    if floor_bytes is not None:
+        floor_bytes -= given.model_bytes
+    loaded = given.loaded or loading.load(
+        cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=instantiate.needs_hf(cfg.method)
+    )
     preconditions.require(preconditions.check_loaded(cfg, task, loaded))
     loading.require_languages(loaded, f"dataset={cfg.dataset['name']}", getattr(task, "languages", None))
     settings = manifest.settings(cfg, loaded)
     lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context, apart=settings.apart)
     baseline = instantiate.build_decoder(_MASK_BY_MASK if loaded.denoises else _BASELINE, loaded.lm, cfg.sampling)
-    part = artifacts.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
-    if part and part.warning:
-        print(f"warning: {part.warning}", file=sys.stderr)
-    load_model = loading.draft_loader(cfg, loaded.tokenizer)
-    method = instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, part.folder if part else None)
+    method, part = build_method(cfg, loaded, given.drafts)
     if settings.warmup:
         settings = replace(settings, warmup=max(settings.warmup, method.min_warmup))
     drawn = threshold_calibration.draw(cfg, method, loaded, examples, part, settings.context)
     named = lookup.local_files(cfg.method)
     return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy, part, drawn, named)
+
+
+def build_method(cfg: RunConfig, loaded: Loaded, drafts: Mapping[str, Loaded]) -> tuple[Decoder, Prepared | None]:
+    """The decoder under test, and the checkpoint that it uses.
+
+    Args:
+        loaded: the target.
+        drafts: see ``Given``.
+    """
+    part = artifacts.find(cfg.method, loaded.name, loaded.revision, cfg.paths)
+    if part and part.warning:
+        print(f"warning: {part.warning}", file=sys.stderr)
+    load_model = loading.draft_loader(cfg, loaded.tokenizer, drafts)
+    folder = part.folder if part else None
+    return instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, folder), part
 
 
 def _calibrate(cfg: RunConfig, parts: Parts) -> Choice | None:
@@ -122,12 +163,18 @@ def _calibrate(cfg: RunConfig, parts: Parts) -> Choice | None:
         return threshold_calibration.choose(parts.calibration, cfg, parts.baseline, parts.method, writer, part)
 
 
-def report(cfg: RunConfig, path: Path) -> RunResult:
-    """Write the summary, print it, and send it to the tracker; from the records alone."""
+def report(cfg: RunConfig, path: Path, *, quiet: bool = False, keep: bool = False) -> RunResult:
+    """Write the summary, print it unless ``quiet``, and send the run to the tracker; from the records alone.
+
+    Args:
+        keep: leave a summary that is there as it is.
+    """
     found = summarise(path)
-    run_folder.write_summary(path, found.content)
-    print(terminal.render(found.content, path))
-    instantiate.build_tracker(cfg.tracker).log(found.content, found.manifest, path)
+    if not (keep and (path / run_folder.SUMMARY).is_file()):
+        run_folder.write_summary(path, found.content)
+    if not quiet:
+        print(terminal.render(found.content, path))
+    instantiate.build_tracker(cfg.tracker).log(partial(tracked_run.finished_run, path, cfg.paths))
     return RunResult(path, found.content, found.verdict)
 
 

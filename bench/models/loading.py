@@ -18,7 +18,7 @@ from bench.models.source import Loaded, Source
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from methods.engine.causal_lm import CausalLM
     from methods.engine.compiled_layers import Compiled
@@ -62,6 +62,27 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
         raise UserError(str(error)) from error
     name = str(model["name"])
     return Loaded(_graphed(lm, hardware), read.tokenizer, name, read.revision, read.sha256, read.languages, compiled)
+
+
+def load_module(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, hardware: Mapping[str, Any]) -> Loaded:
+    """A model that is in memory already, where it is and in its type; it is put into evaluation mode and stays usable.
+
+    Args:
+        hardware: the ``hardware`` group, of which device and type are those of the model.
+
+    Raises:
+        UserError: no language model of a family that is proven, or one with changed layers.
+    """
+    from bench.models import in_memory
+
+    in_memory.require(module, tokenizer)
+    try:
+        lm = _engine(module.config).from_hf(module, linear=hardware.get("linear", "auto"), keep_hf=True)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    in_memory.require_equal(lm, module)
+    sha256 = in_memory.digest(module, tokenizer)
+    return Loaded(_graphed(lm, hardware), tokenizer, in_memory.NAME, sha256[:12], sha256)
 
 
 def _graphed(lm: CausalLM, hardware: Mapping[str, Any]) -> CausalLM:
@@ -151,15 +172,21 @@ def load_draft(
     return loaded
 
 
-def draft_loader(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> instantiate.ModelLoader:
+def draft_loader(
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, drafts: Mapping[str, Loaded] | None = None
+) -> instantiate.ModelLoader:
     """A function from a hub id, a path or a model group to a draft model on the hardware of the target.
 
     Args:
         tokenizer: the target's; a model that reads other tokens cannot draft for it.
+        drafts: models that are loaded already, by name.
     """
 
     def load(model: str | Mapping[str, Any]) -> CausalLM:
         target, keep_hf = (str(cfg.model["name"]), tokenizer), instantiate.needs_hf(cfg.method)
+        if isinstance(model, str) and drafts and (loaded := drafts.get(model)):
+            require_same_tokens((model, loaded.tokenizer), target)
+            return loaded.lm
         return load_draft(model, target, asdict(cfg.hardware), cfg.paths, keep_hf=keep_hf).lm
 
     return load
