@@ -74,7 +74,7 @@ gpu: $(VENV)/.installed-dev
 
 # Regenerate the tables of README.md and docs/, and RESULTS.md, from the committed records.
 readme: $(VENV)/.installed-dev
-	$(BIN)/python -m bench.readme
+	$(BIN)/python -m bench.readme --write
 
 notebooks: $(VENV)/.installed-dev
 	$(BIN)/python notebooks/execute.py

@@ -5,9 +5,11 @@ A test compares the files with the output of this module, so no figure in them c
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from bench.config import compose, instantiate
 from bench.config.schema import checkout
 from bench.report import collect, leaderboard, markdown, tables, terminal
 
+_FOLDER = Path("results", "reference")  # in a checkout: the committed records
 BLOCK = re.compile(
     r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless|methods|packages: \w+) -->\n.*?<!-- end -->", re.DOTALL
 )
@@ -64,9 +67,7 @@ def _leaderboard(results: Path, words: str) -> list[str]:
 def _short(results: Path, prefix: str) -> list[str]:
     """The main lines of one run's table."""
     (folder,) = (file.parent for file in results.glob(f"{prefix}*/summary.json"))
-    lines = terminal.render(
-        json.loads((folder / "summary.json").read_text()), Path("results") / folder.name
-    ).splitlines()
+    lines = terminal.render(json.loads((folder / "summary.json").read_text()), _FOLDER / folder.name).splitlines()
     return [lines[0], *(line for line in lines[1:] if line.strip().startswith(_SHORT))]
 
 
@@ -118,14 +119,14 @@ def _lossless(results: Path, _: str) -> list[str]:
 def results_page(results: Path) -> str:
     """RESULTS.md: every run of the committed records, by what may stand in one table, and the laboratory's."""
     found = collect.read(results)
-    body = markdown.to_markdown(leaderboard.groups(found), markdown.unfinished(found), results.name)
+    body = markdown.to_markdown(leaderboard.groups(found), markdown.unfinished(found), _FOLDER.as_posix())
     title, _, tables = body.partition("\n\n")
     return f"{title}\n\n{_PREFACE}\n\n{tables}{_laboratory(results)}"
 
 
 _PREFACE = """\
-Made by `make readme` from the records in [results/](results/); do not edit. `python -m bench validate
-results` checks the records, `python -m bench report` makes a page of them to sort, filter and open, and
+Made by `make readme` from the records in [results/reference/](results/reference/); do not edit. `python -m bench
+validate results` checks the records, `python -m bench report` makes a page of them to sort, filter and open, and
 [notebooks/leaderboard.ipynb](notebooks/leaderboard.ipynb) draws them.
 
 Each table holds runs that share model, data, machine, number type, sampling, batch size and limit; nothing is ranked
@@ -140,7 +141,7 @@ def _laboratory(results: Path) -> str:
     for file in sorted((results / "lossless").glob("*/result.json")):
         manifest = json.loads((file.parent / "manifest.json").read_text(encoding="utf-8"))
         passed = json.loads(file.read_text(encoding="utf-8"))["passed"]
-        name = f"[{file.parent.name}]({results.name}/lossless/{file.parent.name}/)"
+        name = f"[{file.parent.name}]({_FOLDER}/lossless/{file.parent.name}/)"
         facts = [
             manifest["experiment"],
             manifest["config"]["method"]["name"],
@@ -159,15 +160,23 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
-def main() -> None:
-    """Rewrite the blocks of README.md and docs/ in place, and RESULTS.md."""
+def main(words: list[str] | None = None) -> int:
+    """Name the pages that are out of date; with ``--write``, rewrite their blocks and RESULTS.md."""
+    parser = argparse.ArgumentParser("python -m bench.readme", description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help="write README.md, RESULTS.md and docs/ instead")
+    write = parser.parse_args(words).write
     root = checkout()
     if root is None:
         raise SystemExit("README.md and RESULTS.md belong to a checkout of the repository. Run this inside one.")
-    for page in pages(root):
-        page.write_text(written(page.read_text(encoding="utf-8"), root / "results"), encoding="utf-8")
-    (root / "RESULTS.md").write_text(results_page(root / "results"), encoding="utf-8")
+    made = {page: written(page.read_text(encoding="utf-8"), root / _FOLDER) for page in pages(root)}
+    made[root / "RESULTS.md"] = results_page(root / _FOLDER)
+    stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
+    for page in stale:
+        print(f"{page.relative_to(root)}: {'written' if write else 'out of date'}")
+        if write:
+            page.write_text(made[page], encoding="utf-8")
+    return int(bool(stale) and not write)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ from bench.records import run_folder
 from bench.utils.files import read_json
 
 RUN, LOSSLESS, COSTS = "run", "lossless record", "cost curve"
-_RESULT, _LOSSLESS, _COSTS = "result.json", "lossless", "costs"
+_RESULT, _LOSSLESS, _COSTS, _REFERENCE = "result.json", "lossless", "costs", "reference"
 _EXPERIMENTS = ("greedy", "sampling", "joint")
 
 
@@ -55,7 +55,8 @@ def check(results: Path) -> Iterator[FolderCheck]:
     """
     if not results.is_dir():
         raise UserError(f"{results} must be a folder with runs. Name another (python -m bench validate --help).")
-    for pattern in ("*", f"{_LOSSLESS}/*", f"{_COSTS}/*"):
+    kinds = ("*", f"{_LOSSLESS}/*", f"{_COSTS}/*")
+    for pattern in (*kinds, *(f"{_REFERENCE}/{kind}" for kind in kinds)):
         for folder in sorted(results.glob(pattern)):
             if not folder.name.startswith(".") and _holds_records(folder):
                 yield check_one(folder)

@@ -37,14 +37,15 @@ COMMANDS = [command for command in dict.fromkeys(commands()) if not any(word in 
 
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory):
-    """The records that git tracks; a user's own runs may be in the same folder."""
-    listed = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True)
+    """The records that git tracks; others may be in the same folder."""
+    reference = Path("results", "reference")
+    listed = subprocess.run(["git", "ls-files", reference], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode or not listed.stdout:
-        return ROOT / "results"
-    folder = tmp_path_factory.mktemp("committed") / "results"
-    folder.mkdir()
-    for name in {Path(file).parts[1] for file in listed.stdout.splitlines()}:
-        (folder / name).symlink_to(ROOT / "results" / name)
+        return ROOT / reference
+    folder = tmp_path_factory.mktemp("committed") / reference
+    folder.mkdir(parents=True)
+    for name in {Path(file).parts[2] for file in listed.stdout.splitlines()}:
+        (folder / name).symlink_to(ROOT / reference / name)
     return folder
 
 

@@ -93,15 +93,17 @@ class HardwareConfig:
 
 @dataclass(frozen=True, slots=True)
 class PathsConfig:
-    """Where things lie; none of it changes what is measured.
+    """Folders; none of them changes what is measured.
 
     Attributes:
-        results: one folder per run below it.
+        results: the user's runs, one folder each.
+        reference: records of the project, which are only read; None for none.
         data: folder with data sets, or None.
         cache: converted models and fetched data.
     """
 
     results: str = "results"
+    reference: str | None = None
     data: str | None = None
     cache: str = "data/cache"
 

@@ -50,10 +50,10 @@ def find(results: Path, cfg: RunConfig, decided: Mapping[str, Any]) -> Path | No
 
 def entries(results: Path) -> Iterator[Entry]:
     """The recorded runs of a folder; those that cannot be read are left out."""
-    for file in sorted(results.glob(f"*/{run_folder.MANIFEST}")):
-        config = _config(file.parent)
+    for folder in run_folder.folders(results):
+        config = _config(folder)
         if config is not None:
-            yield Entry(file.parent, run_folder.read_manifest(file.parent) or {}, config)
+            yield Entry(folder, run_folder.read_manifest(folder) or {}, config)
 
 
 def resolved(manifest: Mapping[str, Any]) -> dict[str, Any]:

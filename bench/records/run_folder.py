@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 MANIFEST, CONFIG, SAMPLES, SUMMARY = "manifest.json", "config.yaml", "samples.jsonl", "summary.json"
 PACKED = f"{SAMPLES}.gz"
 PAIRS = "pairs.json.gz"  # what ``bench.analysis.pairs.condense`` keeps of the samples
+REPEATED, REPLACED = ".new", ".old"  # endings of folders: a repetition until it is complete, and what it replaces
 _LOCK = ".lock"
 
 
@@ -112,7 +114,14 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, root: Path, run_id: str, manifest: Mapping[str, Any], config_yaml: str, *, fresh: bool = False
+        cls,
+        root: Path,
+        run_id: str,
+        manifest: Mapping[str, Any],
+        config_yaml: str,
+        *,
+        fresh: bool = False,
+        beside: bool = False,
     ) -> RunFolder:
         """Claim the folder of a run and write its manifest with status "running".
 
@@ -125,12 +134,13 @@ class RunFolder:
             manifest: facts of this run; they replace those of an earlier attempt, other keys stay.
             config_yaml: the composed configuration.
             fresh: forget what an earlier attempt recorded.
+            beside: write beside the finished record of this run; ``put_in_place`` replaces it afterwards.
 
         Raises:
             UserError: another process writes this folder, or a record in its middle cannot be read.
             RunFailed: the folder cannot be written.
         """
-        path = root / run_id
+        path = root / (run_id + REPEATED if beside else run_id)
         with machine_failures(), ExitStack() as lock:
             path.mkdir(parents=True, exist_ok=True)
             lock.enter_context(claimed(path))
@@ -189,6 +199,23 @@ class RunFolder:
         self.close()
 
 
+def put_in_place(path: Path) -> None:
+    """Let the complete repetition of a run replace its record, if there is one."""
+    new, old = path.with_name(path.name + REPEATED), path.with_name(path.name + REPLACED)
+    if new.is_dir() and (read_manifest(new) or {}).get("status") == "finished":
+        with machine_failures(), claimed(path):
+            os.replace(path, old)
+            os.replace(new, path)
+        shutil.rmtree(old)
+
+
+def restore(path: Path) -> None:
+    """Undo ``put_in_place`` where it was killed between its two steps."""
+    old = path.with_name(path.name + REPLACED)
+    if old.is_dir() and not path.is_dir():
+        os.replace(old, path)
+
+
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Replace the summary of a run folder, which need not be the run being written."""
     _replace(path / SUMMARY, _json(summary))
@@ -210,6 +237,12 @@ def machine_failures(where: str = "", kept: int | None = None) -> Iterator[None]
 
 
 # ------------------------------------------------------------------------------------------------------- reading
+
+
+def folders(results: Path) -> list[Path]:
+    """The run folders of a results folder, by name, without repetitions that are not complete."""
+    found = sorted(file.parent for file in results.glob(f"*/{MANIFEST}"))
+    return [folder for folder in found if folder.suffix not in (REPEATED, REPLACED)]
 
 
 def samples_file(folder: Path) -> Path:

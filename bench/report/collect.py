@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
@@ -29,6 +29,7 @@ SHOWN = (
 )  # fmt: skip
 _MANY = frozenset({"dataset_revision", "speedup.by_category", "verdict"})  # kept as one cell of JSON, not as columns
 FlatRow = dict[str, Any]
+Source = Literal["own", "reference"]  # measured by the user, or shipped with the project
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,23 @@ class Record:
     path: Path
     manifest: dict[str, Any]
     summary: dict[str, Any] | None
+    source: Source = "own"
 
     @property
     def finished(self) -> bool:
         return self.manifest.get("status") == "finished"
 
 
-def read(results: Path) -> list[Record]:
+def read_all(results: Path, reference: Path | None) -> list[Record]:
+    """The user's runs, then the reference records; of one folder that is both, reference records."""
+    known = reference is not None and reference.is_dir()
+    shipped = read(reference, "reference") if reference and known else []
+    if known and (not results.is_dir() or results.samefile(str(reference))):
+        return shipped
+    return [*read(results), *shipped]
+
+
+def read(results: Path, source: Source = "own") -> list[Record]:
     """Every run below a results folder, by name. Only manifests and summaries are opened.
 
     Raises:
@@ -52,8 +63,10 @@ def read(results: Path) -> list[Record]:
     """
     if not results.is_dir():
         raise UserError(f"paths.results must be the folder of the runs, got {results}, which is not a folder.")
-    folders = sorted(file.parent for file in results.glob(f"*/{run_folder.MANIFEST}"))
-    return [Record(folder, run_folder.read_manifest(folder) or {}, read_summary(folder)) for folder in folders]
+    return [
+        Record(folder, run_folder.read_manifest(folder) or {}, read_summary(folder), source)
+        for folder in run_folder.folders(results)
+    ]
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -68,6 +81,7 @@ def row(record: Record) -> FlatRow:
     named = {key: (manifest.get(key) or {}).get("name") for key in ("method", "dataset", "model")}
     facts = {
         "run_id": record.path.name,
+        "source": record.source,
         "status": manifest.get("status"),
         **named,
         "valid": None if summary is None else is_valid(summary),

@@ -112,21 +112,19 @@ def compare(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP) -> str:
     )
 
 
-def find(name: str, results: Path) -> Path:
-    """The folder of a run: a path, an id below ``results``, or a beginning that only one id has.
+def find(name: str, *folders: Path) -> Path:
+    """The folder of a run: a path, an id in one of ``folders``, or a beginning that only one id has.
 
     Raises:
         UserError: none, or several.
     """
     if Path(name).is_dir():
         return Path(name)
-    found = sorted(
-        file.parent for file in results.glob(f"*/{run_folder.MANIFEST}") if file.parent.name.startswith(name)
-    )
+    found = [path for folder in folders for path in run_folder.folders(folder) if path.name.startswith(name)]
     if len(found) == 1 or (found and found[0].name == name):
         return found[0]
     what = f"{len(found)} runs begin so: {', '.join(f.name for f in found[:4])}" if found else "there is none"
-    raise UserError(f"'{name}' must name one run, but {what}. See {results}, or python -m bench collect.")
+    raise UserError(f"'{name}' must name one run, but {what}. See {folders[0]}, or python -m bench collect.")
 
 
 # ------------------------------------------------------------------------------------------------ may they be compared

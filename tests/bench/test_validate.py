@@ -12,7 +12,7 @@ import pytest
 
 from bench import cli, validate
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "results" / "reference"
 RUN = next(RESULTS.glob("prompt_lookup-mtbench-*"))
 
 

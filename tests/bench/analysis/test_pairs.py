@@ -15,7 +15,7 @@ from bench.errors import UserError
 from bench.records import run_folder
 from bench.report import compare, frontier
 
-RESULTS = Path(__file__).parents[3] / "results"
+RESULTS = Path(__file__).parents[3] / "results" / "reference"
 
 
 @pytest.fixture

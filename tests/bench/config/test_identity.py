@@ -24,7 +24,7 @@ from bench.utils.text import flatten
 
 ROOT = checkout()
 assert ROOT is not None
-RECORDS = list(lookup.entries(ROOT / "results"))
+RECORDS = list(lookup.entries(ROOT / "results" / "reference"))
 CARDS = sorted((ROOT / "data" / "checkpoints").glob("*/card.json"))
 GROUPS = ("method", "model", "dataset", "sampling", "measure", "hardware", "paths")
 

@@ -221,7 +221,7 @@ def test_compare_wants_two_finished_runs(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_committed_records_can_be_compared() -> None:
     names = ("prompt_lookup-spec_bench", "suffix-spec_bench")
-    runs = [compare.Run.read(compare.find(name, ROOT / "results")) for name in names]
+    runs = [compare.Run.read(compare.find(name, ROOT / "results" / "reference")) for name in names]
     assert re.search(r"^RESULT: (B is faster|A is faster|no difference|none)", compare.compare(*runs), re.MULTILINE)
 
 

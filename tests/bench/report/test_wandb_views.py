@@ -17,7 +17,7 @@ from bench.report import collect, leaderboard, terminal, wandb_views
 internal = pytest.importorskip("wandb_workspaces.workspaces.internal")
 from wandb_workspaces import workspaces as ws  # noqa: E402
 
-RESULTS = Path(__file__).parents[3] / "results"
+RESULTS = Path(__file__).parents[3] / "results" / "reference"
 
 
 @pytest.fixture
