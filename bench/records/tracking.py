@@ -1,47 +1,32 @@
 """Report finished runs to Weights & Biases, or to nothing.
 
-Runs are logged after they finish, so logging cannot affect timing; training is logged while it runs. A killed job is
-logged again under the same id. A tracker never fails a run: errors are printed as warnings.
+Runs are sent after they finish, so nothing here affects timing; training is logged while it runs. A run that is sent
+again replaces what was sent before, under the same id. A tracker never fails a run: errors are printed as warnings.
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from bench.records import run_folder
-from bench.records.run_folder import Sample
 from bench.utils.files import sha256
 
-MOST_GENERATIONS = 200
 SWEEP = "DECODEBENCH_SWEEP"  # group of the runs of the sweep under way, in the environment of its jobs
+PROMPT = "prompt"  # number of a prompt, the step of a run's curves; the curves are named prompt/...
+STEP = "step"  # of a training
 _HISTOGRAM_BINS = 64
-_COLUMNS = ("prompt_id", "category", "text", "n_prompt_tokens", "n_output_tokens", "finish", "seconds", "quality")
-_NAMES = ("method", "model", "dataset", "hardware", "dtype")
-_IDENTITY = (
-    "method",
-    "guarantee",
-    "model",
-    "dataset",
-    "dtype",
-    "sampling",
-    "measure",
-    "seed",
-    "max_new_tokens",
-    "batch_size",
-    "hardware",
-    "versions",
-    "git",
-)
-_BESIDE = (run_folder.MANIFEST, run_folder.CONFIG, run_folder.SUMMARY)
+_LONGEST_TAG = 64  # longer ones are refused
 # Words that say how a sweep is run, not what it is.
 _HOW = ("resume=", "shuffle_seed=", "dry_run=", "cluster", "tracker", "paths.", "hydra")
 _Method = TypeVar("_Method", bound=Callable[..., None])
+JobType = Literal["benchmark", "train"]
 
 
 @contextmanager
@@ -59,23 +44,57 @@ def grouped(words: Sequence[str]) -> Iterator[None]:
             os.environ[SWEEP] = before
 
 
+@dataclass(frozen=True)
+class Table:
+    """Named columns, and rows of as many cells."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What is sent of a finished run; see ``bench.report.tracked_run``.
+
+    Attributes:
+        group: what it belongs to, unless it is part of a sweep.
+        config: what defines it.
+        summary: its numbers and texts, nested as in summary.json.
+        prompts: numbers of each prompt, in the order they were measured.
+        step_s: seconds of the method's steps after the prefill.
+        images: PNG files by name.
+        files: the record, attached as an artifact.
+        status: ``finished``, or anything else for a failure.
+    """
+
+    run_id: str
+    group: str
+    config: Mapping[str, Any]
+    tags: Sequence[str]
+    summary: Mapping[str, Any]
+    prompts: Sequence[Mapping[str, float]] = ()
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    step_s: Sequence[float] = ()
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    files: Sequence[Path] = ()
+    status: str = "finished"
+
+
 class Tracker:
-    """Receives a run in this order; none of the calls raises. This one ignores everything."""
+    """Receives a finished run with ``log``, a training with the other calls. None of them raises; this one ignores
+    everything.
+    """
 
-    def log(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) -> None:
-        """A whole run: its summary.json, its manifest.json and its folder."""
+    broken = False  # whether a call failed
 
-    def start(self, run_id: str, identity: Mapping[str, Any], tags: Sequence[str]) -> None:
-        """A run begins, or is resumed under the same id."""
+    def log(self, make: Callable[[], FinishedRun]) -> None:
+        """A whole run, which is made only if somebody wants it."""
+
+    def start(self, run_id: str, group: str, config: Mapping[str, Any], tags: Sequence[str], job: JobType) -> None:
+        """A run begins. An earlier one of the same id is replaced."""
 
     def log_point(self, point: Mapping[str, int | float]) -> None:
         """One point of the curves of a training that is under way."""
-
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """The numbers, as in summary.json."""
-
-    def log_samples(self, samples: Sequence[Sample], file: Path | None = None) -> None:
-        """At most 200 of the texts, and the file with all; files of the run beside it are included."""
 
     def finish(self, status: str) -> None:
         """It ended: ``"finished"``, or anything else for a failure."""
@@ -108,13 +127,14 @@ def _harmless(method: _Method) -> _Method:
 class WandbTracker(Tracker):
     """Weights & Biases: one run there per run here, under the same id; offline it needs no account.
 
-    Nothing about the machine is sent but what the manifest holds: no host metrics, no code, no command line.
+    Nothing about the machine is sent but what the manifest holds: no host name, no host metrics, no list of packages,
+    no code, no command line.
 
     Args:
         project: project there.
         entity: user or team; None is the default one.
         mode: offline writes below ``dir`` (send it later with ``wandb sync``), online needs ``wandb login``.
-        group: what belongs together; None: the runs of a sweep.
+        group: what belongs together; None: the runs of a sweep, else those of one model and data set.
         dir: folder of the local files; ``wandb/`` is made below it.
     """
 
@@ -127,21 +147,19 @@ class WandbTracker(Tracker):
         dir: str = ".",
     ) -> None:
         self.project, self.entity, self.mode, self.group, self.dir = project, entity, mode, group, dir
-        self.broken = False
         self._run: Any = None
 
-    def log(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) -> None:
-        """See ``Tracker``."""
-        identity = {key: manifest[key] for key in _IDENTITY if key in manifest}
-        tags = [str(summary[key]) for key in _NAMES if summary.get(key)]
-        self.start(str(summary["run_id"]), identity, tags)
-        self.log_summary(summary)
-        self.log_samples(run_folder.read_samples(path), run_folder.samples_file(path))
-        self.finish(str(manifest.get("status", "finished")))
+    @_harmless
+    def log(self, make: Callable[[], FinishedRun]) -> None:
+        """See ``Tracker``: a step for each prompt, and with the last one the tables and images."""
+        run = make()
+        self.start(run.run_id, run.group, run.config, run.tags, "benchmark")
+        self._send(run)
+        self.finish(run.status)
 
     @_harmless
-    def start(self, run_id: str, identity: Mapping[str, Any], tags: Sequence[str]) -> None:
-        """See ``Tracker``; a repeated run continues the one of the same id."""
+    def start(self, run_id: str, group: str, config: Mapping[str, Any], tags: Sequence[str], job: JobType) -> None:
+        """See ``Tracker``."""
         import wandb
 
         Path(self.dir).mkdir(parents=True, exist_ok=True)
@@ -150,53 +168,54 @@ class WandbTracker(Tracker):
             entity=self.entity,
             mode=self.mode,
             dir=self.dir,
-            group=self.group or os.environ.get(SWEEP),
+            group=self.group or os.environ.get(SWEEP) or group,
             id=run_id,
             name=run_id,
-            resume="allow",
             reinit="create_new",
-            job_type="benchmark",
-            tags=[tag[:64] for tag in tags],  # longer ones are refused
-            config=dict(identity),
+            job_type=job,
+            tags=[tag[:_LONGEST_TAG] for tag in tags],
+            config=dict(config),
             settings=wandb.Settings(
                 silent=True,
                 console="off",
+                host="",
                 disable_git=True,
                 disable_code=True,
                 disable_job_creation=True,
                 x_disable_meta=True,
                 x_disable_stats=True,
+                x_save_requirements=False,
             ),
         )
+        step, curves = (PROMPT, f"{PROMPT}/*") if job == "benchmark" else (STEP, "*")
+        self._run.define_metric(step)
+        self._run.define_metric(curves, step_metric=step)
 
     @_harmless
     def log_point(self, point: Mapping[str, int | float]) -> None:
-        """See ``Tracker``; points of one curve share a name."""
-        self._run.log(dict(point))
+        """See ``Tracker``; points of one curve share a name, and those of one training step are one row."""
+        step = point.get(STEP)
+        ahead = isinstance(step, int) and step >= self._run.step  # another stage may count from 0 again
+        self._run.log(dict(point), step=step if ahead else None)
 
     @_harmless
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Every number once, under its path in summary.json (``speedup/total/value``)."""
-        self._run.summary.update(dict(scalars(summary)))
-
-    @_harmless
-    def log_samples(self, samples: Sequence[Sample], file: Path | None = None) -> None:
-        """A table of the method's texts, a histogram of its step times, and the records as an artifact."""
+    def _send(self, run: FinishedRun) -> None:
         import numpy as np
         import wandb
+        from PIL import Image
 
-        rows = [sample for sample in samples if sample.arm == "method" and sample.phase == "measure"]
-        steps_s = [ns / 1e9 for sample in rows for ns in sample.step_ns[1:]]
-        logged: dict[str, Any] = {"generations": wandb.Table(columns=list(_COLUMNS), data=[*generations(rows)])}
-        if steps_s:
-            logged["step_s"] = wandb.Histogram(np_histogram=np.histogram(steps_s, bins=_HISTOGRAM_BINS))
-        self._run.log(logged)
-        if file is not None:
-            artifact = wandb.Artifact(f"samples-{self._run.id}", type="samples")
-            for each in (file, *(file.with_name(name) for name in _BESIDE)):
-                if each.is_file():
-                    artifact.add_file(str(each), name=each.name)
-            self._run.log_artifact(artifact)
+        last: dict[str, Any] = {name: wandb.Table(list(t.columns), [*t.rows]) for name, t in run.tables.items()}
+        last |= {name: wandb.Image(Image.open(io.BytesIO(png))) for name, png in run.images.items()}
+        if run.step_s:
+            last["step_s"] = wandb.Histogram(np_histogram=np.histogram(run.step_s, bins=_HISTOGRAM_BINS))
+        for number, curves in enumerate(run.prompts, start=1):
+            self._run.log({PROMPT: number} | {f"{PROMPT}/{key}": value for key, value in curves.items()}, step=number)
+        self._run.log(last, step=len(run.prompts))
+        self._run.summary.update(dict(scalars(run.summary)))
+        artifact = wandb.Artifact(f"record-{run.run_id}", type="record")
+        for file in run.files:
+            artifact.add_file(str(file), name=file.name)
+        self._run.log_artifact(artifact)
 
     @_harmless
     def finish(self, status: str) -> None:
@@ -206,30 +225,16 @@ class WandbTracker(Tracker):
 
 
 def scalars(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | str]]:
-    """Every number, boolean and text of nested mappings by its path; None is left out."""
+    """Every number, boolean and text of nested mappings by its path (``speedup/total/value``); None is left out.
+
+    Numbers of a list are numbered from 0, texts of a list are lines of one text.
+    """
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{path}{key}/")
         elif isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
             yield from ((f"{path}{key}/{position}", item) for position, item in enumerate(value))
+        elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            yield f"{path}{key}", "\n".join(value)
         elif isinstance(value, (int, float, str)):
             yield f"{path}{key}", value
-
-
-def generations(rows: Sequence[Sample]) -> list[list[Any]]:
-    """At most 200 rows of the table, spread evenly over the run: the first repeat, in order."""
-    first = [row for row in rows if row.repeat == 0]
-    every = -(-len(first) // MOST_GENERATIONS) or 1
-    return [
-        [
-            row.prompt_id,
-            row.category,
-            row.text,
-            row.n_prompt_tokens,
-            row.n_output_tokens,
-            row.finish,
-            sum(row.step_ns) / 1e9,
-            " ".join(f"{name}={value:.4g}" for name, value in row.quality.items()),
-        ]
-        for row in first[::every]
-    ]

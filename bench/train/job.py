@@ -25,7 +25,7 @@ from bench.measure import preconditions
 from bench.models import artifacts, loading
 from bench.models.artifacts import CARD, CURVES, LOCK, LOG, PLAN
 from bench.models.source import Loaded
-from bench.records.tracking import Tracker
+from bench.records.tracking import STEP, Tracker
 from bench.tasks import corpus
 from bench.tasks.corpus import Corpus, Texts
 from bench.tasks.sources import Sources
@@ -271,7 +271,8 @@ class TrainingJob:
     @contextmanager
     def _tracked(self, tracker: Tracker) -> Iterator[None]:
         name = f"{self.places['trained'].name}-{self.definition_sha256[:12]}"
-        tracker.start(name, redact.tree(self.definition), ["train", self.settings.method, self.subject])
+        group = "-".join([self.subject, *self.texts.names])
+        tracker.start(name, group, redact.tree(self.definition), [self.settings.method, self.subject], "train")
         status = "failed"
         try:
             yield
@@ -411,15 +412,39 @@ class StageProgress:
 
 
 class CurveLog:
-    """Training curves: one line per point in a file, and a tracker. A resumed training may log a step twice; the last
-    entry is valid.
+    """Training curves: one line per point in a file, and a tracker.
+
+    A resumed training repeats the steps after its last checkpoint; a point that is in the file is not logged again.
+    The tracker, whose run begins anew, first gets the points of the file.
     """
 
     def __init__(self, file: Path, tracker: Tracker) -> None:
         self.file, self.tracker = file, tracker
+        earlier = _read_points(file)
+        self._logged = {_point_key(point) for point in earlier if STEP in point}
+        for point in earlier:
+            tracker.log_point(point)
 
     def __call__(self, point: Mapping[str, int | float]) -> None:
         """Append one point."""
+        if STEP in point:
+            if (key := _point_key(point)) in self._logged:
+                return
+            self._logged.add(key)
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(dict(point), default=float) + "\n")
         self.tracker.log_point(point)
+
+
+def _point_key(point: Mapping[str, int | float]) -> tuple[Any, ...]:
+    """Two points with an equal one are of the same step of the same curves."""
+    return point[STEP], *sorted(point)
+
+
+def _read_points(file: Path) -> list[dict[str, Any]]:
+    """The points of curves; an incomplete last line, of a killed training, is removed from the file."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        files.atomic_write(file, whole)
+    return [json.loads(line) for line in whole.splitlines()]
