@@ -10,8 +10,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from bench.config.schema import RunConfig, conf_dir, set_path_defaults
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
@@ -159,37 +157,6 @@ def _with(tree: dict[str, Any] | None, words: Sequence[str]) -> dict[str, Any] |
             return None
         place[last] = value
     return tree
-
-
-def tree(overrides: Sequence[str]) -> dict[str, Any]:
-    """The composed configuration as plain data, unchecked: ``???`` for what has no value, interpolations kept."""
-    from omegaconf import OmegaConf
-
-    with _hydra():
-        found: Any = OmegaConf.to_container(_compose(overrides), resolve=False)
-        return dict(found)
-
-
-def every_choice(names: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By group and choice the settings of that choice, composed together, which is fast.
-
-    Args:
-        names: groups whose files set nothing outside of them.
-    """
-    known = groups()
-    numbered = {f"{group}_.{i}": (group, choice) for group in names for i, choice in enumerate(known[group])}
-    composed = tree([f"+{group}@{place}={choice}" for place, (group, choice) in numbered.items()])
-    made: dict[str, dict[str, dict[str, Any]]] = {group: {} for group in names}
-    for place, (group, choice) in numbered.items():
-        where, number = place.split(".")
-        made[group][choice] = composed[where][number]
-    return made
-
-
-def default_choices() -> dict[str, str]:
-    """By group the choice that conf/config.yaml makes."""
-    entries = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 
 def _resolve(cfg: DictConfig) -> dict[str, Any]:
