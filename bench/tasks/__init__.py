@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.tasks.base import Example, Task
-from bench.tasks.chat import Demo, Jsonl, MTBench, SpecBench
+from bench.tasks.chat import Demo, HubPrompts, Jsonl, MTBench, SpecBench
 from bench.tasks.exercises import Gsm8k, HumanEval
 from bench.tasks.seq2seq import (
     WMT16,
@@ -24,6 +24,7 @@ __all__ = [
     "Example",
     "Gsm8k",
     "HubPairs",
+    "HubPrompts",
     "HumanEval",
     "Iwslt17",
     "Jsonl",

@@ -32,6 +32,7 @@ class Example:
         turns: what the user says, in order.
         reference: one entry per turn for the task's scorer, or None.
         meta: what else is known, e.g. a finer category.
+        system: instruction that comes before the first turn; empty for none.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Example:
     turns: tuple[str, ...]
     reference: Sequence[Any] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    system: str = ""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,7 +125,7 @@ class Task(ABC):
             history: the answers to the turns before.
         """
         assert len(history) == turn, f"turn {turn} needs {turn} answers before it, not {len(history)}"
-        said: list[Message] = []
+        said: list[Message] = [{"role": "system", "content": example.system}] if example.system else []
         for asked, answered in zip(example.turns, history, strict=False):
             said += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         return [*said, {"role": "user", "content": example.turns[turn]}]
@@ -213,7 +215,7 @@ def _spare(wanted: Sequence[Example], chosen: Sequence[Example]) -> list[Example
 
 def digest(examples: Sequence[Example]) -> str:
     """Identifies what is asked and what is right, wherever it came from."""
-    content = [[e.id, e.category, e.turns, e.reference] for e in examples]
+    content = [[e.id, e.category, e.turns, e.reference, *([e.system] if e.system else [])] for e in examples]
     return sha256(json.dumps(content, ensure_ascii=False))
 
 

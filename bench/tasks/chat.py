@@ -1,17 +1,19 @@
-"""Requests as people make them: our own demo, MT-bench, Spec-Bench, and the user's own file."""
+"""Requests as people make them: our own demo, MT-bench, Spec-Bench, and the user's own, from a file or the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from bench.errors import UserError
 from bench.scoring import SCORERS, Gsm8kScorer, NQScorer, RougeScorer, Scorer, TranslationScorer
+from bench.tasks import conversations
 from bench.tasks.base import ANY, Example, Task
-from bench.tasks.jsonl_format import read_lines
-from bench.tasks.sources import Origin, Revision, Sources, numbered_rows, project_data, read_bytes, sha256
+from bench.tasks.conversations import Conversation
+from bench.tasks.sources import Hub, Revision, Row, Sources, hub_file, project_data, read_folder
 
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 
@@ -22,7 +24,8 @@ class Demo(Task):
     name = "demo"
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        return _read_file(project_data() / "demo.jsonl", "bundled")
+        found, revision = conversations.read_file(project_data() / "demo.jsonl")
+        return conversations.examples(found), [replace(revision, origin="bundled")]
 
 
 class MTBench(Task):
@@ -36,7 +39,7 @@ class MTBench(Task):
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
         table = sources.get("mtbench")
-        return read_lines(enumerate(table.rows, start=1), table.revision.file), [table.revision]
+        return _examples(table.rows, table.revision.file), [table.revision]
 
 
 class SpecBench(Task):
@@ -60,36 +63,82 @@ class SpecBench(Task):
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
         table = sources.get("spec_bench")
-        found = read_lines(enumerate(table.rows, start=1), table.revision.file)
+        found = _examples(table.rows, table.revision.file)
         return [_coarse(example) for example in found], [table.revision]
 
 
 @dataclass(eq=False)
-class Jsonl(Task):
-    """The user's own prompts, in the line format of Spec-Bench.
+class OwnPrompts(Task):
+    """The user's own prompts.
 
     Attributes:
-        path: the file, plain or gzipped.
         scorer: how answers are compared with the references, for all categories; None: they are not.
     """
 
-    name = "jsonl"
     kind = "any"
 
-    path: str
-    scorer: Literal["gsm8k", "nq", "rouge", "translation"] | None = None
+    scorer: Literal["gsm8k", "nq", "rouge", "translation"] | None = field(default=None, kw_only=True)
 
     @cached_property
     def judges(self) -> Mapping[str, Scorer]:
         return {ANY: SCORERS[self.scorer]()} if self.scorer else {}
 
+    def _checked(self, found: list[Conversation]) -> list[Example]:
+        """As examples; only ``nq`` compares with several accepted answers."""
+        for each in found if self.scorer not in (None, "nq") else ():
+            if any(isinstance(answer, list) for answer in each.answers or ()):
+                raise UserError(
+                    f"{each.where}: a reference must be one text with dataset.scorer={self.scorer}, got a list of "
+                    "accepted ones. Use dataset.scorer=nq, or keep one of them."
+                )
+        return conversations.examples(found)
+
+
+@dataclass(eq=False)
+class Jsonl(OwnPrompts):
+    """The prompts of a file, in the formats of ``bench.tasks.conversations``.
+
+    Attributes:
+        path: one prompt per line (.txt), or JSON lines; plain or gzipped.
+    """
+
+    name = "jsonl"
+
+    path: str
+
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        return _read_file(Path(self.path).expanduser())
+        found, revision = conversations.read_file(Path(self.path).expanduser())
+        return self._checked(found), [revision]
 
 
-def _read_file(path: Path, origin: Origin = "local") -> tuple[list[Example], list[Revision]]:
-    raw = read_bytes(path)
-    return read_lines(numbered_rows(raw, path.name), path.name), [Revision(path.name, sha256(raw), origin)]
+@dataclass(eq=False)
+class HubPrompts(OwnPrompts):
+    """The prompts of a data set on the Hugging Face hub, or of a folder of its layout (Parquet, JSON, CSV, text).
+
+    Attributes:
+        name: hub id, or path of the folder.
+        column: of the prompts: texts, lists of texts (turns) or lists of messages; None: the rows have the keys of a
+            line of ``dataset=jsonl``.
+        reference: column of the reference answers.
+        config: which of its configurations.
+    """
+
+    name: str  # type: ignore[misc]  # the label of other data sets is one for all runs
+    column: str | None = None
+    reference: str | None = None
+    split: str = "train"
+    config: str | None = None
+
+    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
+        folder = Path(self.name).expanduser()
+        hub = Hub(str(folder) if folder.is_dir() else self.name, self.split, self.config)
+        table = read_folder(hub) if folder.is_dir() else sources.read(str(hub), hub_file(hub))
+        rows = conversations.rows_of(table.rows, self.column, self.reference)
+        return self._checked(conversations.read_rows(rows, str(hub))), [table.revision]
+
+
+def _examples(rows: Sequence[Row], where: str) -> list[Example]:
+    return conversations.examples(conversations.read_rows(enumerate(rows, start=1), where))
 
 
 def _coarse(example: Example) -> Example:

@@ -1,11 +1,8 @@
 """Training data: dialogues of public train splits, or of the user's own files, as ids of the target.
 
-A line of the user's file is one of these; a conversation of several turns becomes one example per answer.
-
-    {"prompt": "What is asked", "answer": "What is right"}
-    {"turns": ["first request", "second request"], "reference": ["first answer", "second answer"]}
-
-Sentence pairs are dialogues too, of a source and its translation; so are lines of plain text, with an empty request.
+The user's file has a format of ``bench.tasks.conversations``, with an answer to every request; a conversation of
+several turns becomes one example per answer. Sentence pairs are dialogues too, of a source and its translation; so are
+lines of plain text, with an empty request.
 No test row may be used here: data/README.md says what the test sets share.
 """
 
@@ -22,35 +19,34 @@ from typing import Any, Literal, overload
 
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
-from bench.tasks import prompts
+from bench.tasks import conversations, prompts
 from bench.tasks.base import Message
+from bench.tasks.conversations import Conversation
 from bench.tasks.exercises import solved
 from bench.tasks.seq2seq import read_multi30k
-from bench.tasks.sources import Revision, Row, Sources, numbered_rows, read_bytes, sha256
+from bench.tasks.sources import Revision, Row, Sources
 from methods.training.interface import Example
-
-_FORMATS = (
-    'each line must be like {"prompt": "What is asked", "answer": "What is right"} or {"turns": ["What is asked"], '
-    '"reference": ["What is right"]}'
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What was said, the user first and last, and the answer to it."""
+    """What was said, the user first and last, the answer to it, and the instruction before it all, if any."""
 
     said: tuple[str, ...]
     answer: str
+    system: str = ""
 
     @property
     def messages(self) -> list[Message]:
         roles = ("user", "assistant")
-        return [{"role": roles[place % 2], "content": text} for place, text in enumerate(self.said)]
+        said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(self.said)]
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *said]
 
     @property
     def digest(self) -> bytes:
         """Identifies the text, wherever it came from."""
-        return hashlib.sha256(json.dumps([self.said, self.answer], ensure_ascii=False).encode()).digest()
+        content = [self.said, self.answer, *([self.system] if self.system else [])]
+        return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -247,14 +243,8 @@ def _own(name: str) -> tuple[list[Dialogue], list[Revision]]:
             f"Unknown corpus '{name}'.{did_you_mean(name, NAMES)} Known: {', '.join(NAMES)}; or "
             "name a file of JSON lines, or of text (.txt), plain or gzipped."
         )
-    raw = read_bytes(path)
-    if path.name.removesuffix(".gz").endswith(".txt"):
-        return _lines(raw.decode(errors="replace").splitlines()), [Revision(path.name, sha256(raw), "local")]
-    lines = numbered_rows(raw, path.name)
-    found = [dialogue for number, row in lines for dialogue in _dialogues(row, f"{path.name}, line {number}")]
-    if not found:
-        raise UserError(f"{path.name} is empty; {_FORMATS}. Write at least one.")
-    return found, [Revision(path.name, sha256(raw), "local")]
+    found, revision = conversations.read_file(path)
+    return [dialogue for each in found for dialogue in _dialogues(each)], [revision]
 
 
 def _lines(lines: Iterable[str]) -> list[Dialogue]:
@@ -262,20 +252,19 @@ def _lines(lines: Iterable[str]) -> list[Dialogue]:
     return [Dialogue(("",), line.strip()) for line in lines if line.strip()]
 
 
-def _dialogues(row: Row, where: str) -> Iterator[Dialogue]:
+def _dialogues(found: Conversation) -> Iterator[Dialogue]:
     """One per answer; earlier answers are part of what was said."""
-    several = "turns" in row
-    asked: Any = row["turns"] if several else [row.get("prompt")]
-    answers: Any = row.get("reference" if several else "answer")
-    answers = [answers] if isinstance(answers, str) else answers
-    if not _texts(asked) or not _texts(answers) or len(asked) != len(answers):
-        raise UserError(f"{where} has no answer to every request; {_FORMATS}. Correct or remove the line.")
+    if found.plain and found.answers is None:
+        yield from _lines(found.turns)
+        return
+    answers = found.answers or ()
+    if len(answers) < len(found.turns) or not all(isinstance(text, str) and text.strip() for text in answers):
+        raise UserError(
+            f"{found.where}: a conversation to learn from must have one text as the answer to each request, got "
+            f"{json.dumps(answers, ensure_ascii=False)[:60]}. {conversations.ALLOWED}. Correct or remove the line."
+        )
     said: list[str] = []
-    for request, answer in zip(asked, answers, strict=True):
+    for request, answer in zip(found.turns, answers, strict=True):
         said.append(request)
-        yield Dialogue(tuple(said), answer.strip())
+        yield Dialogue(tuple(said), answer.strip(), found.system)
         said.append(answer)
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text.strip() for text in value)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from bench.errors import UserError
 from bench.scoring import RougeScorer, Scorer, SegmentScorer
 from bench.tasks.base import ANY, Example, Task
-from bench.tasks.sources import DataSet, Hub, Revision, Row, Sources
+from bench.tasks.sources import Hub, Revision, Row, Sources, hub_file
 
 
 @dataclass(eq=False)
@@ -101,8 +101,6 @@ def read_multi30k(
 class HubPairs(Pairs):
     """Any parallel text of the hub whose rows are ``{"translation": {"en": ..., "de": ...}}`` or ``{"en": ...}``.
 
-    In a data folder it is REPO/CONFIG/SPLIT.jsonl, with ``--`` for the slash within REPO.
-
     Attributes:
         repo: hub id.
         config: which of its configurations, usually the pair of languages.
@@ -120,8 +118,7 @@ class HubPairs(Pairs):
         return Hub(self.repo, self.split, self.config)
 
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        folder = f"{self.hub.repo.replace('/', '--')}/{self.hub.config or 'default'}"
-        table = sources.read(str(self.hub), DataSet(f"{folder}/{self.hub.split}.jsonl", hub=self.hub))
+        table = sources.read(str(self.hub), hub_file(self.hub))
         pairs = [self._pair(row) for row in table.rows]
         return self._examples(f"{self.name}-{self.hub.split}", pairs), [table.revision]
 

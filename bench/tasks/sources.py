@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -33,6 +34,7 @@ Row = dict[str, Any]
 _HUB_PATIENCE_S = 10.0  # the hub is asked once before its own client, which tries for half a minute, takes over
 _WEB_PATIENCE_S = 30.0
 _TEXT = (".en", ".de", ".txt")  # files of plain lines, such as one half of a parallel text
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is half a character
 _GZIP = b"\x1f\x8b"  # how such a file begins, whatever it is called
 _NO_SCRIPT = "refs/convert/parquet"  # the hub's own conversion of sets whose main branch still is a loading script
 
@@ -249,10 +251,12 @@ class Sources:
     Args:
         data: folder with data sets; None: the environment variable DECODEBENCH_DATA, if it is set.
         cache: folder for what is fetched; None: DECODEBENCH_CACHE, else data/cache of the checkout.
+        fetch: whether to ask the hub and others for what is in neither.
     """
 
-    def __init__(self, data: str | Path | None = None, cache: str | Path | None = None) -> None:
+    def __init__(self, data: str | Path | None = None, cache: str | Path | None = None, *, fetch: bool = True) -> None:
         set_path_defaults()
+        self.fetch = fetch
         data = data or os.environ.get("DECODEBENCH_DATA")
         self.data = Path(data) if data else None
         self.cache = Path(cache or os.environ["DECODEBENCH_CACHE"]) / "datasets"
@@ -286,7 +290,7 @@ class Sources:
         ]
         refusals = []
         for place, fetch in origins:
-            if place is None:
+            if place is None or not self.fetch:
                 continue
             print(f"{name}: asking {place}", file=sys.stderr)
             try:
@@ -335,21 +339,46 @@ def parse_rows(raw: bytes, where: str) -> list[Row]:
 
 
 def numbered_rows(raw: bytes, where: str) -> Iterator[tuple[int, Row]]:
-    """Line number (from 1) and content of every line of ``raw``.
+    """Line number (from 1) and content of every line of ``raw`` that is not blank.
 
     Raises:
         UserError: see ``parse_rows``.
     """
-    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(raw, where):
         try:
-            row = json.loads(line.decode())
-        except ValueError as error:  # covers UnicodeDecodeError
+            row = json.loads(line)
+            if _SURROGATE.search(line):
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+            raise bad_line(where, number, f"has half a character ({half})") from error
+        except ValueError as error:
             raise bad_line(where, number, f"is no JSON ({error})") from error
+        except RecursionError as error:
+            raise bad_line(where, number, "is nested too deeply") from error
         if not isinstance(row, dict):
             raise bad_line(where, number, f"holds a {type(row).__name__}")
         yield number, row
+
+
+def numbered_lines(raw: bytes, where: str) -> Iterator[tuple[int, str]]:
+    """Line number (from 1) and text of every line that is not blank, without byte order mark and carriage return.
+
+    Raises:
+        UserError: bytes that are no UTF-8 text.
+    """
+    if b"\0" in raw:
+        raise UserError(f"{where} must be text in UTF-8, got bytes of another kind. Name another file, or convert it.")
+    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            text = line.decode().removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where}, line {number} must be text in UTF-8, got the byte 0x{line[error.start]:02x} "
+                f"({error.reason}). Name another file, or convert it."
+            ) from error
+        if text.strip():
+            yield number, text
 
 
 def _listed(raw: bytes, where: str) -> list[Row]:
@@ -362,9 +391,9 @@ def _listed(raw: bytes, where: str) -> list[Row]:
     return rows
 
 
-def bad_line(where: str, number: int, came: str) -> UserError:
+def bad_line(where: str, number: int, found: str) -> UserError:
     """The message for a line that cannot be used."""
-    return UserError(f"{where}, line {number} {came}; every line must be one JSON object. Correct or remove the line.")
+    return UserError(f"{where}, line {number} {found}; every line must be one JSON object. Correct or remove the line.")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -378,7 +407,7 @@ def read_bytes(path: Path) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"{path} cannot be read ({reason}); JSON lines, plain or as .gz, are. Name another file."
+            f"{path} cannot be read ({reason}); JSON lines and text, plain or as .gz, are. Name another file."
         ) from error
 
 
@@ -431,7 +460,7 @@ def _from_hub(known: DataSet) -> tuple[bytes, Revision]:
     assert known.hub is not None
     rows, commit = _hub_rows(known.hub)
     column = known.hub.column
-    lines = (json.dumps(row, ensure_ascii=False) if column is None else str(row[column]) for row in rows)
+    lines = (json.dumps(row, ensure_ascii=False, default=str) if column is None else str(row[column]) for row in rows)
     raw = "".join(line + "\n" for line in lines).encode()
     return raw, _revision(known, raw, "hub", f"{known.hub} at {commit}")
 
@@ -458,6 +487,27 @@ def stream(repo: str, config: str | None, split: str, commit: str | None = None)
     from datasets import load_dataset
 
     return list(load_dataset(repo, config, split=split, revision=commit, streaming=True))
+
+
+def hub_file(hub: Hub) -> DataSet:
+    """Any data set of the hub; in a data folder it is REPO/CONFIG/SPLIT.jsonl, with ``--`` for the slash in REPO."""
+    return DataSet(f"{hub.repo.replace('/', '--')}/{hub.config or 'default'}/{hub.split}.jsonl", hub=hub)
+
+
+def read_folder(hub: Hub) -> Table:
+    """A data set of the hub's layout (Parquet, JSON, CSV, text) in a folder, whose path is ``hub.repo``.
+
+    Raises:
+        UserError: it cannot be read, or has no such split.
+    """
+    try:
+        rows = [dict(row) for row in stream(hub.repo, hub.config, hub.split)]
+    except Exception as error:  # whatever the reader of a format raises
+        raise UserError(
+            f"{hub} cannot be read ({_brief(error)}). Correct dataset.name, dataset.config or dataset.split."
+        ) from error
+    content = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    return Table(rows, Revision(Path(hub.repo).name, sha256(content), "local"))
 
 
 def _from_wheel(known: DataSet) -> tuple[bytes, Revision]:

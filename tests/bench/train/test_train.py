@@ -503,31 +503,6 @@ def test_a_limit_draws_by_the_seed_and_grows(tmp_path: Path) -> None:
     assert said(corpus.read(file, 200)) == said(corpus.read(file, 999)) == every
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "What?"},
-        {"prompt": "What?", "answer": " "},
-        {"prompt": 3, "answer": "x"},
-        {"answer": "x"},
-        {"turns": ["a", "b"], "reference": ["c"]},
-        {"turns": ["a"], "reference": [["c"]]},
-        {"turns": ["a"]},
-        {"turns": "a", "reference": "b"},
-    ],
-    ids=json.dumps,
-)
-def test_a_line_without_an_answer_is_named(row: dict[str, Any], tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "own.jsonl", [ROWS[0], row])
-    with pytest.raises(UserError, match=r"own\.jsonl, line 2 has no answer to every request; each line must be like"):
-        corpus.read(str(file))
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"own\.jsonl is empty"):
-        corpus.read(str(write_rows(tmp_path / "own.jsonl", [])))
-
-
 class Counting:
     """A tokenizer that counts what it is asked for."""
 
