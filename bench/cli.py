@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from bench import __version__
 from bench.config import compose, options
@@ -343,6 +343,23 @@ class DashboardOptions(ResultsOptions):
     project: str | None = None
 
 
+@dataclass(frozen=True)
+class TrackOptions(ResultsOptions):
+    """Options of ``track``.
+
+    Attributes:
+        project: at Weights & Biases
+        entity: account or team there
+        mode: online, or offline for files that wandb sync sends later
+        group: name for these runs; unless given, model and data set
+    """
+
+    project: str | None = None
+    entity: str | None = None
+    mode: Literal["offline", "online"] | None = None
+    group: str | None = None
+
+
 def _compare(arguments: list[str]) -> int:
     settings, names = options.parse(ResultsOptions, arguments)
     if len(names) != 2:
@@ -388,17 +405,27 @@ def _report(arguments: list[str]) -> int:
 
 
 def _dashboard(arguments: list[str]) -> int:
-    settings, filters = options.parse(DashboardOptions, arguments)
-    from bench.report import leaderboard, wandb_views
+    settings, words = options.parse(DashboardOptions, arguments)
+    options.refuse(words, "dashboard", options.keys(DashboardOptions))
+    from bench.report import wandb_views
 
-    groups = leaderboard.groups(_selected(settings.folder, filters))
-    if not groups:
-        raise UserError("No finished run to show; a dashboard needs at least one. Run: python -m bench")
     project = settings.project or wandb_views.PROJECT
-    if settings.out:
-        wandb_views.write(wandb_views.views(groups, settings.entity or "", project), settings.out)
-        return _print(f"{len(groups)} views: {settings.out}")
-    return _print("\n".join(wandb_views.push(groups, settings.entity, project)))
+    if not settings.out:
+        return _print(wandb_views.push(settings.entity, project))
+    reference = compose.compose([]).paths.reference
+    runs = wandb_views.sent(settings.folder, Path(reference) if reference else None)
+    wandb_views.write(wandb_views.workspace(runs, settings.entity or "", project), settings.out)
+    return _print(f"Dashboard of {len(runs)} runs: {settings.out}")
+
+
+def _track(arguments: list[str]) -> int:
+    settings, names = options.parse(TrackOptions, arguments)
+    if not names:
+        raise UserError("track needs runs, by folder or id, as in: python -m bench track results/RUN_ID")
+    options.refuse([name for name in names if "=" in name], "track", options.keys(TrackOptions))
+    from bench.report import tracked_run
+
+    return tracked_run.track(names, settings.results, settings.project, settings.entity, settings.mode, settings.group)
 
 
 def _frontier(arguments: list[str]) -> int:
@@ -462,10 +489,17 @@ _COMMANDS: dict[str, Command] = {
         "frontier dataset=multi30k quality=bleu",
         FrontierOptions,
     ),
+    "track": Command(
+        _track,
+        "track RUN ... [project=P] [mode=online]",
+        "send finished runs to Weights & Biases",
+        "track results/RUN_ID project=decodebench mode=online",
+        TrackOptions,
+    ),
     "dashboard": Command(
         _dashboard,
-        "dashboard [column=value ...]",
-        "a view at Weights & Biases for each table",
+        "dashboard [project=P] [out=F]",
+        "a dashboard at Weights & Biases of the runs that were sent there",
         "dashboard entity=me project=decodebench",
         DashboardOptions,
     ),

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 MOST_TEXTS = 200
 TEXTS, SPEED_UP = "texts", "speed_up"  # tables
+SPEED_UP_BY_CATEGORY, ROOFLINE = "speed_up_by_category", "roofline"  # images
 TEXT_COLUMNS = (
     "prompt_id", "category", "prompt", "method text", "baseline text", "identical", "speed-up", "tokens per step",
     "acceptance", "tokens", "finish", "quality",
 )  # fmt: skip
-SPEED_UP_COLUMNS = ("run", "method", "model", "dataset", "batch size", "speed-up", "low", "high")
+SPEED_UP_COLUMNS = ("run", "method", "series", "batch size", "speed-up", "low", "high")
 _CONFIG = (
     "method", "guarantee", "model", "dataset", "dtype", "sampling", "measure", "seed", "max_new_tokens", "batch_size",
     "hardware", "versions", "git",
@@ -152,8 +153,8 @@ def _speed_up(summary: Mapping[str, Any]) -> list[Any]:
     """The row of SPEED_UP_COLUMNS; without an interval both of its ends are the value."""
     total = summary["speedup"]["total"]
     ends = [total["value"] if total[end] is None else total[end] for end in ("low", "high")]
-    named = [summary.get(key) for key in ("run_id", "method", "model", "dataset", "batch_size")]
-    return [*named, total["value"], *ends]
+    series = ", ".join(str(summary[key]) for key in ("method", "model", "dataset"))
+    return [summary["run_id"], summary["method"], series, summary["batch_size"], total["value"], *ends]
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
@@ -173,7 +174,7 @@ def per_prompt(samples: Sequence[Sample]) -> pd.DataFrame:
     weighted = (done["batch_ns"] / _NS * done["weight"]).groupby([done["batch"], done["arm"]]).sum()
     seconds = weighted.unstack("arm").sort_index()
     method = rows[rows["arm"] == "method"]
-    steps = metrics.rounds(method).assign(prompt=np.repeat(method["prompt_id"], method["step_ns"].map(len)).to_numpy())
+    steps = metrics.rounds(method).assign(prompt=np.repeat(method["prompt_id"].to_numpy(), method["step_ns"].map(len)))
     decode, drafts = steps[steps["step"] > 0], steps[steps["depth"] > 0]
     first = rows[rows["repeat"] == rows["repeat"].min()]
     written = first.assign(ids=first["output_ids"].map(tuple)).pivot(index="prompt_id", columns="arm", values="ids")
@@ -251,7 +252,7 @@ def _prompt_texts(folder: Path, manifest: Mapping[str, Any], paths: PathsConfig)
 
 def _images(manifest: Mapping[str, Any], summary: Mapping[str, Any], paths: PathsConfig) -> dict[str, bytes]:
     roofline = _roofline(manifest, paths)
-    return {"speed_up_by_category": forest_plot(summary)} | ({"roofline": roofline} if roofline else {})
+    return {SPEED_UP_BY_CATEGORY: forest_plot(summary)} | ({ROOFLINE: roofline} if roofline else {})
 
 
 def forest_plot(summary: Mapping[str, Any]) -> bytes:
