@@ -39,7 +39,7 @@ def words(config: Mapping[str, Any], method: str | None = None) -> list[str]:
     base, usual = _composed(tuple(chosen.values())), _usual()
     kept = {key: value for key, value in config.items() if not (method and key == "method")}
     changed = [
-        f"{key}={_written(value)}"
+        f"{key}={written(value)}"
         for key, value in flatten(kept)
         if key in base and not key.endswith("._target_") and not _equal(value, base[key]) and not _moved(key, value)
     ]
@@ -92,16 +92,16 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(json.dumps(a, default=list) == json.dumps(b, default=list) or a == b)
 
 
-def _written(value: Any) -> str:
-    """As Hydra reads it."""
+def written(value: Any) -> str:
+    """A value as Hydra reads it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(written, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{written(each)}" for key, each in value.items()) + "}"
     text = str(value)
     quoted = text.replace("\\", "\\\\").replace("'", "\\'")
     return text if not isinstance(value, str) or _PLAIN.fullmatch(text) else f"'{quoted}'"
