@@ -21,6 +21,7 @@ from methods.engine import causal_layers, token_tree
 from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, UnsupportedModel
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear, LinearForm, PackedLinear, make_linear
+from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
@@ -193,18 +194,13 @@ class CausalLM:
     # -- a pass in three acts: begin, run (any layers, in any portions), head ---------------------------------------
 
     def begin(
-        self,
-        tokens: Int[Tensor, "B M"],
-        parents: Int[Tensor, "B N"] | None,
-        cache: Cache,
-        levels: int | None = None,
-        end: int | None = None,
+        self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None = None, end: int | None = None
     ) -> Pass:
         """Embed the nodes of a pass and lay out positions and mask.
 
         Args:
             tokens: node 0 is the root.
-            parents: draft columns; None: a chain.
+            parents: of the other nodes.
             cache: where rows end, and keys and values go.
             levels: of the tree, if known.
             end: slots that attention reads, for a pass whose shapes do not depend on the rows' lengths; their
@@ -303,8 +299,8 @@ class CausalLM:
     @torch.inference_mode()
     def forward(
         self,
-        tokens: Int[Tensor, "B M"],
-        parents: Int[Tensor, "B N"] | None,
+        tokens: Nodes,
+        parents: Parents,
         cache: Cache,
         *,
         levels: int | None = None,
@@ -314,7 +310,7 @@ class CausalLM:
 
         Args:
             tokens: [B, M] ids; node 0 is the root.
-            parents: [B, M - 1] draft columns of the parents, or None for a chain.
+            parents: [B, M - 1] of the other nodes.
             levels: depth of the tree, if known; a smaller bound is cheaper.
             hidden_layers: layers whose outputs are wanted.
         """
@@ -323,12 +319,7 @@ class CausalLM:
         return Output(self.head(hidden), hidden, seen)
 
     def forward_layers(
-        self,
-        tokens: Int[Tensor, "B M"],
-        parents: Int[Tensor, "B N"] | None,
-        cache: Cache,
-        levels: int | None,
-        hidden_layers: Collection[int],
+        self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None, hidden_layers: Collection[int]
     ) -> States:
         """Hidden states after all layers, before the final norm, and those after ``hidden_layers``; see ``forward``."""
         state = self.begin(tokens, parents, cache, levels)
@@ -349,10 +340,7 @@ class CausalLM:
         Rows shorter than the longest write after their end, which is never read.
         """
         cache.reset()
-        lengths = [len(prompt) for prompt in prompts]
-        tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=self.device)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
+        lengths, tokens = [len(prompt) for prompt in prompts], padded_rows(prompts, self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         final = torch.empty(len(prompts), 1, self.hidden_size, dtype=self.dtype, device=self.device)
         states: list[tuple[Tensor, dict[int, Tensor]]] = []
@@ -510,6 +498,14 @@ def rotate_(heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> None:
     turned = heads if width == heads.shape[-1] else heads[..., :width]
     swapped = turned.roll(width // 2, -1).mul_(sin)
     turned.mul_(cos).add_(swapped)
+
+
+def padded_rows(rows: Sequence[Int[Tensor, "_"]], device: torch.device) -> Int[Tensor, "B T"]:
+    """Ragged rows of ids in one tensor, 0 after the end of each."""
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens
 
 
 def causal_mask(nodes: int, start: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:

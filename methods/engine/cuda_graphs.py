@@ -25,7 +25,7 @@ from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM, States
 from methods.engine.kv_cache import Cache
-from methods.engine.token_tree import closure_steps
+from methods.engine.token_tree import Nodes, Parents, closure_steps
 
 _LEAST_BUCKET = 128
 _MOST_GRAPHS = 256  # of one pooled cache
@@ -53,7 +53,7 @@ class Replay(NamedTuple):
     """A captured pass: input buffers, the replay, the results, and the other tensors it reads."""
 
     tokens: Int[Tensor, "B M"]
-    parents: Int[Tensor, "B N"] | None
+    parents: Parents
     run: Callable[[], None]
     states: States
     tables: tuple[Tensor, Tensor]  # a longer table takes the place of the model's, not of these
@@ -114,12 +114,7 @@ class Graphs:
         return self._pooled[-1].hand_out()
 
     def states(
-        self,
-        tokens: Int[Tensor, "B M"],
-        parents: Int[Tensor, "B N"] | None,
-        cache: Cache,
-        levels: int | None,
-        hidden_layers: Collection[int],
+        self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None, hidden_layers: Collection[int]
     ) -> States | None:
         """Hidden states after all layers and after ``hidden_layers``; None where this pass has no fixed form (yet)."""
         pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
@@ -139,9 +134,7 @@ class Graphs:
         hidden, seen = replay.states
         return hidden.clone(), {tap: state.clone() for tap, state in seen.items()}
 
-    def _made(
-        self, pooled: Pooled, form: Form, tokens: Int[Tensor, "B M"], parents: Int[Tensor, "B N"] | None
-    ) -> Replay | None:
+    def _made(self, pooled: Pooled, form: Form, tokens: Nodes, parents: Parents) -> Replay | None:
         pooled.seen[form] = pooled.seen.get(form, 0) + 1
         if pooled.seen[form] < _COMES_AGAIN or len(pooled.replays) >= _MOST_GRAPHS:
             return None
@@ -204,12 +197,7 @@ class GraphedLM(CausalLM):
         return self.graphs.new_cache(batch, capacity, self._make_cache)
 
     def forward_layers(
-        self,
-        tokens: Int[Tensor, "B M"],
-        parents: Int[Tensor, "B N"] | None,
-        cache: Cache,
-        levels: int | None,
-        hidden_layers: Collection[int],
+        self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None, hidden_layers: Collection[int]
     ) -> States:
         """See ``CausalLM.forward_layers``; a graph is replayed where this pass has one."""
         found = self.graphs.states(tokens, parents, cache, levels, hidden_layers)

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import LinearForm
+from methods.engine.token_tree import Nodes, Parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,7 @@ class MaskedLM(CausalLM):
         self.denoising = Denoising(**config.denoising)
 
     def begin(
-        self,
-        tokens: Int[Tensor, "B M"],
-        parents: Int[Tensor, "B N"] | None,
-        cache: Cache,
-        levels: int | None = None,
-        end: int | None = None,
+        self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None = None, end: int | None = None
     ) -> Pass:
         """A pass whose nodes see the whole cache and one another."""
         assert parents is None and end is None, "a diffusion model scores no trees, and has no passes of fixed shape"

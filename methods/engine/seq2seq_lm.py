@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from methods.engine import causal_layers, seq2seq_layers, token_tree
 from methods.engine.causal_layers import UnsupportedModel
-from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, ragged_mask
+from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import LinearForm, make_linear
 from methods.engine.seq2seq_layers import CrossAttention, FeedForward, SelfAttention, Stack
+from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["Seq2SeqLM", "Source", "SourceCache", "UnsupportedModel"]
 
@@ -249,10 +250,7 @@ class Seq2SeqLM(CausalLM):
         """
         lengths = [len(source) for source in sources]
         self._check_lengths(lengths)
-        width, stack = max(lengths), self._encoder
-        tokens = torch.zeros(len(sources), width, dtype=torch.long, device=self.device)
-        for row, source in enumerate(sources):
-            tokens[row, : len(source)] = source
+        width, stack, tokens = max(lengths), self._encoder, padded_rows(sources, self.device)
         positions = torch.arange(width, device=self.device)[None]
         mask = _padding_mask(lengths, width, self.dtype, self.device)
         scores = mask
@@ -287,9 +285,9 @@ class Seq2SeqLM(CausalLM):
     # -- a pass in three acts -----------------------------------------------------------------------------------------
 
     def begin(  # type: ignore[override]
-        self, tokens: Int[Tensor, "B M"], parents: Int[Tensor, "B N"] | None, cache: Cache, levels: int | None = None
+        self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None = None
     ) -> DecoderPass:
-        """Embed the nodes of a pass and lay out positions and mask. ``parents`` None: a chain."""
+        """Embed the nodes of a pass and lay out positions and mask."""
         assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
         nodes, written = tokens.shape[1], cache.written
         end = max(written) + nodes

@@ -13,6 +13,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+Nodes = Int[Tensor, "B M"]  # ids of a pass, the root in front
+Parents = Int[Tensor, "B N"] | None  # draft columns of the parents, -1 for the root; None: a chain
+
 
 def with_root(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B M"]:
     """Parents as nodes of the pass; the root is its own parent."""

@@ -28,7 +28,7 @@ from methods.engine.generation import plainly, search_settings
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.engine.stopwatch import synchronize
-from methods.external.transformers_generate import HFGenerate, StepRecorder, left_pad
+from methods.external.transformers_generate import HFGenerate, StepRecorder, padded
 
 
 class HFBeam(HFGenerate):
@@ -71,8 +71,8 @@ class HFBeam(HFGenerate):
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; ends by itself, as transformers does."""
-        pad = left_pad if self._start is None else _right_pad  # an encoder counts positions from the left
-        ids, attention = pad(prompts, self.target.device)
+        left = self._start is None  # an encoder counts positions from the left
+        ids, attention = padded(prompts, self.target.device, left)
         recorder, start = StepRecorder(), ids.shape[1] if self._start is None else self._start
         options = self._options(limit)
         with torch.inference_mode(), plainly(self.model, options):
@@ -103,13 +103,3 @@ class HFBeam(HFGenerate):
                 target_passes=1 if place < count - 1 else max(1, len(recorder.times) - place),
                 at_ns=at_ns,
             )
-
-
-def _right_pad(prompts: list[Int[Tensor, "_"]], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-    attention = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = prompt
-        attention[row, : len(prompt)] = 1
-    return ids, attention

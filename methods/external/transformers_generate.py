@@ -70,7 +70,7 @@ class HFGenerate(Decoder):
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         """See ``methods.decoder.Decoder.decode``; stops at end-of-sequence by itself, as transformers does."""
-        ids, attention = left_pad(prompts, self.target.device)
+        ids, attention = padded(prompts, self.target.device)
         recorder, drafted = StepRecorder(), [0]
         torch.manual_seed(rng.initial_seed())
         options = self._options(limit)
@@ -268,11 +268,11 @@ def _renumber(layer: Any, place: int) -> torch.nn.Module:
     return moved
 
 
-def left_pad(prompts: list[Int[Tensor, "_"]], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+def padded(prompts: list[Int[Tensor, "_"]], device: torch.device, left: bool = True) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, filled up on one side."""
+    ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long, device=device)
     attention = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        attention[row, width - len(prompt) :] = 1
+        place = slice(-len(prompt), None) if left else slice(len(prompt))
+        ids[row, place], attention[row, place] = prompt, 1
     return ids, attention

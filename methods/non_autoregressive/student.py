@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, padded_rows
 from methods.engine.checkpoint_files import (
     MissingPart,
     read_part,
@@ -305,7 +305,4 @@ def pad_sources(
             f"Sources must have 1 to {longest:,} tokens, got {min(lengths):,} to {max(lengths):,}. Drop empty ones, "
             "and shorten the others."
         )
-    rows = torch.zeros(len(sources), max(lengths), dtype=torch.long, device=device)
-    for row, source in enumerate(sources):
-        rows[row, : len(source)] = source
-    return rows, torch.tensor(lengths, device=device), min(lengths) == max(lengths)
+    return padded_rows(sources, device), torch.tensor(lengths, device=device), min(lengths) == max(lengths)

@@ -39,6 +39,7 @@ from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.checkpoint_files import MissingPart
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
+from methods.engine.token_tree import Nodes, Parents
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.speculative_sampling import DraftModel
 from methods.speculative.verification import default_rule
@@ -235,8 +236,8 @@ class SharedTarget(CausalLM):
     @torch.inference_mode()
     def forward(
         self,
-        tokens: Int[Tensor, "B M"],
-        parents: Int[Tensor, "B N"] | None,
+        tokens: Nodes,
+        parents: Parents,
         cache: Cache,
         *,
         levels: int | None = None,
