@@ -210,11 +210,12 @@ def _winners(group: ComparisonGroup) -> Iterator[dict[str, Any]]:
         }
 
 
-def categories(group: ComparisonGroup, *, shown: bool = False) -> pd.DataFrame:
+def categories(group: ComparisonGroup, *, shown: bool = False, least: int = 1) -> pd.DataFrame:
     """Speed-up of each valid run (rows) by category of prompts (columns).
 
     Args:
         shown: text with interval and number of conversations instead of the values.
+        least: categories of fewer conversations are left out.
     """
     import pandas as pd
 
@@ -225,10 +226,24 @@ def categories(group: ComparisonGroup, *, shown: bool = False) -> pd.DataFrame:
         return f"{terminal.times(found['value'])}{bounds} n={found['n']}"
 
     rows = {
-        row.label: {name: cell(found) for name, found in row.summary["speedup"].get("by_category", {}).items()}
+        row.label: {
+            name: cell(found)
+            for name, found in row.summary["speedup"].get("by_category", {}).items()
+            if found["n"] >= least
+        }
         for row in group.valid
     }
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def fastest(group: ComparisonGroup) -> ComparisonGroup:
+    """Of each method and guarantee only the fastest valid run."""
+    kept: dict[tuple[str, str], Row] = {}
+    for row in group.valid:
+        known = kept.setdefault((row.method, row.guarantee), row)
+        if (row.speed or 0.0) > (known.speed or 0.0):
+            kept[row.method, row.guarantee] = row
+    return ComparisonGroup(group.heading, list(kept.values()))
 
 
 # ---------------------------------------------------------------------------------------------- across several groups

@@ -1,11 +1,15 @@
-"""Figures of the leaderboard: each function draws one onto the axes it is given, from ``bench.report.leaderboard``.
+"""Figures of recorded runs: each function draws one onto the axes it is given, from ``bench.report.leaderboard``.
 
-Full marks are EXACT, hollow ones are not; colours as in ``bench.report.style``.
+Full marks are EXACT, hollow ones are not; colours and marks as in ``bench.report.style``. Runs are named directly, so
+the only legend is the one of families, outside the axes (``legend``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,41 +17,93 @@ import numpy as np
 from bench.analysis import pairs
 from bench.errors import UserError
 from bench.report import leaderboard
-from bench.report.leaderboard import ComparisonGroup, QualitySpeedPlot, Row
-from bench.report.style import style_of
+from bench.report.leaderboard import ComparisonGroup, QualitySpeedPlot, QualitySpeedPoint, Row
+from bench.report.style import COLOURS, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_GREY = "0.35"
-_RATIOS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16)
+_GREY, _LIGHT = "#737373", "0.75"
+_SVG_GREY = "#767b85"  # text that is readable on a white page and on a black one
+_SMALL = 8  # points
+_AROUND = np.array([(1, 0), (-1, 0), (1, 0.8), (-1, 0.8), (1, -0.8), (-1, -0.8), (0, 1), (0, -1)])  # a dot
+_TICKS = (
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 25, 40, 60, 100, 160, 250, 400,
+    600, 1000, 1600, 2500, 4000, 6000, 10_000, 25_000, 100_000,
+)  # fmt: skip
 
 
-def _mark(row: Row) -> dict[str, Any]:
-    shown = style_of(row.method)
-    full = row.guarantee == leaderboard.GUARANTEES[0]
-    return {"marker": shown.mark, "color": shown.colour, "markerfacecolor": shown.colour if full else "white"}
+def theme() -> None:
+    """The look of all notebooks."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
+    sizes = {"axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9}
+    look: dict[Any, Any] = {"figure.dpi": 110, "axes.titlelocation": "left", "legend.fontsize": 9, **sizes}
+    plt.rcParams.update(look)
 
 
-def _ratio_axis(axis: Any, low: float, high: float) -> None:
-    """A logarithmic axis with plain numbers on it."""
-    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+def label(row: Row) -> str:
+    """A short name: the method and the values of its settings, without their keys, switches or None."""
+    values = [word.partition("=")[2] for word in row.setting.split() if "=" in word]
+    shown = [value for value in values if value not in ("True", "False", "None")]
+    return " ".join([row.method, *shown, *(["(yours)"] if row.record.source == "own" else [])])
+
+
+def title(heading: str, rows: Iterable[Row], width: int = 70) -> str:
+    """The heading of a figure in lines of at most ``width`` characters, with whose records these are."""
+    sources = {row.record.source for row in rows}
+    own, reference = "your runs" if "own" in sources else "", "reference records" if "reference" in sources else ""
+    whose = " and ".join(filter(None, (reference, own)))
+    return textwrap.fill(f"{heading}; {whose}", width)
+
+
+def legend(figure: Figure, rows: Iterable[Row]) -> None:
+    """Below the axes: a colour for each family, and what hollow marks are."""
+    from matplotlib.lines import Line2D
+
+    drawn = list(rows)
+    families = [name for name in COLOURS if name in {row.family for row in drawn}]
+    dots = [Line2D([], [], linestyle="", marker="o", color=COLOURS[name], label=name) for name in families]
+    if not all(map(_exact, drawn)):
+        hollow: dict[str, Any] = {"marker": "o", "color": _GREY, "markerfacecolor": "none"}
+        dots.append(Line2D([], [], linestyle="", label="hollow: may change the text", **hollow))
+    figure.legend(handles=dots, loc="outside lower center", ncols=len(dots), frameon=False)
+
+
+def _exact(row: Row) -> bool:
+    return row.guarantee == leaderboard.GUARANTEES[0]
+
+
+def _mark(row: Row, hollow: str = "white") -> dict[str, Any]:
+    shown = style_of(row.method, row.family)
+    return {"marker": shown.mark, "color": shown.colour, "markerfacecolor": shown.colour if _exact(row) else hollow}
+
+
+def plain_log_axis(axis: Any, low: float, high: float) -> None:
+    """A logarithmic axis from ``low`` to ``high`` with few plain numbers on it."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
-    ticks = [value for value in _RATIOS if low <= value <= high]
-    apart = [tick for place, tick in enumerate(ticks) if len(ticks) <= 8 or tick == 1 or place % 2 == 0]
-    axis.set_major_locator(FixedLocator(apart))
+    ticks = [value for value in _TICKS if low <= value <= high]
+    every = -(-len(ticks) // 8)
+    start = ticks.index(1) % every if 1 in ticks else 0
+    kept = ticks[start::every]
+    axis.set_major_locator(FixedLocator(kept))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in kept]))
+
+
+def _one(ax: Axes, *, vertical: bool) -> None:
+    """The line of plain decoding."""
+    (ax.axvline if vertical else ax.axhline)(1, color=_GREY, linewidth=1, linestyle="--", zorder=0)
 
 
 def _speed(row: Row) -> float:
     assert row.speed is not None, "only ranked runs are drawn"
     return row.speed
-
-
-def _note(size: int, right: int, up: int) -> dict[str, Any]:
-    return {"fontsize": size, "color": _GREY, "xytext": (right, up), "textcoords": "offset points"}
 
 
 def _ends(row: Row) -> tuple[float, float]:
@@ -56,19 +112,34 @@ def _ends(row: Row) -> tuple[float, float]:
     return (total["value"], total["value"]) if total["low"] is None else (total["low"], total["high"])
 
 
-def intervals(ax: Axes, group: ComparisonGroup) -> None:
-    """Ranking: speed-up with its 95 % interval, the guarantees apart, each with its fastest above."""
-    for place, row in enumerate(group.valid):
+# ---- one row for each run
+
+
+def intervals(ax: Axes, group: ComparisonGroup, hollow: str = "white") -> None:
+    """Speed-up with its 95 % interval, a row for each valid run, the fastest above; numbers on the right.
+
+    Args:
+        hollow: the colour inside the marks of runs that are not EXACT.
+    """
+    rows = sorted(group.valid, key=_speed, reverse=True)
+    for place, row in enumerate(rows):
         low, high = _ends(row)
-        ax.plot([low, high], [place, place], color=style_of(row.method).colour, linewidth=2)
-        ax.plot(_speed(row), place, linestyle="", markersize=7, **_mark(row))
-    ax.axvline(1, color=_GREY, linewidth=1, linestyle="--")
-    ends = [end for row in group.valid for end in _ends(row)] or [1.0]
-    _ratio_axis(ax.xaxis, min(0.8, *ends) * 0.95, max(1.25, *ends) * 1.05)
-    names = [f"{row.label}  ({row.guarantee.replace('_MODEL', '')})"[:60] for row in group.valid]
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.5, -0.5)
-    ax.set(xlabel="speed-up, 95 % interval", title=group.heading)
+        ax.plot([low, high], [place, place], color=style_of(row.method, row.family).colour, linewidth=2)
+        ax.plot(_speed(row), place, linestyle="", markersize=7, **_mark(row, hollow))
+        known = row.summary["speedup"]["total"]["low"] is not None
+        text = f"{_speed(row):.2f}×" + (f" ({low:.2f}–{high:.2f})" if known else "")
+        ax.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=_SMALL)
+    _one(ax, vertical=True)
+    ends = [end for row in rows for end in _ends(row)] or [1.0]
+    plain_log_axis(ax.xaxis, min(0.8, *ends) * 0.95, max(1.25, *ends) * 1.05)
+    _names(ax, rows)
+    ax.set_xlabel("speed-up over plain decoding, 95 % interval")
+
+
+def _names(ax: Axes, rows: Sequence[Row]) -> None:
+    ax.set_yticks(range(len(rows)), list(map(label, rows)))
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
 
 
 def prompt_speedups(row: Row) -> Any:
@@ -80,99 +151,156 @@ def prompt_speedups(row: Row) -> Any:
     return np.sort((units["baseline_s"] / units["method_s"]).to_numpy(float))
 
 
-def ecdf(ax: Axes, group: ComparisonGroup, most: int = 10) -> None:
-    """Share of conversations with at most a speed-up, a line per run of the ``most`` fastest ones."""
-    fastest = sorted(group.valid, key=lambda row: -(row.speed or 0.0))[:most]
-    found = {row.name: prompt_speedups(row) for row in fastest}
-    for row in fastest:
-        if len(ratios := found[row.name]):
-            shown = style_of(row.method)
-            ax.ecdf(ratios, color=shown.colour, linestyle=shown.line, linewidth=1.8, label=row.label[:40])
-    ax.axvline(1, color=_GREY, linewidth=1, linestyle="--")
-    ends = np.concatenate([np.ones(1), *found.values()])
-    _ratio_axis(ax.xaxis, float(ends.min()) * 0.95, float(ends.max()) * 1.05)
-    ax.set(xlabel="speed-up of a conversation", ylabel="share of conversations", title=group.heading)
-    ax.legend(fontsize=8, loc="lower right")
+def conversations(ax: Axes, group: ComparisonGroup) -> None:
+    """How the speed-up of single conversations spreads, a row for each run whose samples exist.
+
+    The box has the middle half, the whiskers nine tenths; on the right the share of conversations that became slower.
+    """
+    known = {row.name: ratios for row in group.valid if len(ratios := prompt_speedups(row))}
+    rows = sorted((row for row in group.valid if row.name in known), key=lambda row: -float(np.median(known[row.name])))
+    for place, row in enumerate(rows):
+        ratios, colour = known[row.name], style_of(row.method, row.family).colour
+        far_low, low, middle, high, far_high = np.quantile(ratios, (0.05, 0.25, 0.5, 0.75, 0.95))
+        ax.plot([far_low, far_high], [place, place], color=colour, linewidth=1)
+        ax.plot([low, high], [place, place], color=colour, linewidth=6, alpha=0.5, solid_capstyle="butt")
+        ax.plot(middle, place, linestyle="", markersize=7, **_mark(row))
+        text = f"{np.mean(ratios < 1):.0%} of {len(ratios)} slower"
+        ax.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=_SMALL)
+    _one(ax, vertical=True)
+    ends = np.concatenate([np.ones(1), *(np.quantile(known[row.name], (0.05, 0.95)) for row in rows)])
+    plain_log_axis(ax.xaxis, float(ends.min()) * 0.95, float(ends.max()) * 1.05)
+    _names(ax, rows)
+    ax.set_xlabel("speed-up of a conversation")
 
 
-def steps_and_speed(ax: Axes, group: ComparisonGroup) -> None:
-    """Tokens per step against speed-up: measured (mark), predicted (dash), and lines of free drafts."""
-    drawn = [row for row in group.valid if row.summary.get("tokens_per_step")]
-    steps = [float(row.summary["tokens_per_step"]) for row in drawn] or [1.0]
-    right = max(steps) * 1.15
-    for row, step in zip(drawn, steps, strict=True):
-        ax.plot(step, _speed(row), linestyle="", markersize=8, label=row.label[:40], **_mark(row))
-        if (predicted := row.summary.get("predicted_speedup")) is not None:
-            colour = style_of(row.method).colour
-            ax.plot([step, step], [_speed(row), predicted], color=colour, linewidth=1)
-            ax.plot(step, predicted, marker="_", markersize=11, color=colour)
-    ax.axhline(1, color=_GREY, linewidth=1, linestyle="--")
-    ends = [value for row in drawn for value in (row.speed, row.summary.get("predicted_speedup")) if value]
-    top = 1.15 * max([1.0, *ends])
-    for width, slope in leaderboard.slopes(group).items():
-        end = min(right, top / slope)
-        ax.plot([1, end], [slope, slope * end], color="0.75", linewidth=1, zorder=0)
-        ax.annotate(f"M = {width}", (end, slope * end), **_note(7, 2, 2))
-    ax.set_ylim(0, top)
-    ax.set(xlim=(0.95, right * 1.05), xlabel="tokens per step", ylabel="speed-up", title=group.heading)
-    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))
-
-
-def heat_map(ax: Axes, group: ComparisonGroup) -> None:
-    """Speed-up of each valid run by category; the colour is its logarithm, white at 1."""
+def heat_map(ax: Axes, group: ComparisonGroup, least: int = 1) -> None:
+    """Speed-up of each valid run by category of at least so many conversations; the colour is its logarithm."""
     import seaborn as sns
 
-    values = leaderboard.categories(group)
-    reach = float(np.nanmax(np.abs(np.log(values.to_numpy(float)))))
-    sns.heatmap(
-        np.log(values.astype(float)),
-        annot=values.astype(float),
-        fmt=".2f",
-        cmap="vlag_r",
-        vmin=-reach,
-        vmax=reach,
-        cbar=False,
-        ax=ax,
-    )
-    ax.set_title(group.heading)
+    values = leaderboard.categories(group, least=least).astype(float)
+    values = values.rename(index={row.label: label(row) for row in group.valid})
+    reach = float(np.nanmax(np.abs(np.log(values.to_numpy()))))
+    look = {"cmap": "vlag_r", "vmin": -reach, "vmax": reach, "cbar": False, "linewidths": 1}
+    sns.heatmap(np.log(values), annot=values, fmt=".2f", annot_kws={"fontsize": _SMALL}, ax=ax, **look)
     ax.tick_params(axis="x", rotation=30)
     ax.tick_params(axis="y", rotation=0)
 
 
+# ---- named dots on a plane
+
+
+def drafts(row: Row) -> bool:
+    """Whether a step of the run gives more than its own token."""
+    return (row.summary.get("tokens_per_step") or 1.0) > 1.02
+
+
+def steps_and_speed(ax: Axes, group: ComparisonGroup) -> None:
+    """Tokens per step against speed-up: measured (mark), predicted (dash), and lines of free drafts."""
+    rows = [row for row in group.valid if drafts(row) or row.family == leaderboard.BASELINE]
+    steps = [float(row.summary["tokens_per_step"]) for row in rows]
+    right = max([1.0, *steps]) * 1.1
+    for row, step in zip(rows, steps, strict=True):
+        ax.plot(step, _speed(row), linestyle="", markersize=8, **_mark(row))
+        if (predicted := row.summary.get("predicted_speedup")) is not None:
+            colour = style_of(row.method, row.family).colour
+            ax.plot([step, step], [_speed(row), predicted], color=colour, linewidth=1)
+            ax.plot(step, predicted, marker="_", markersize=11, color=colour)
+    _one(ax, vertical=False)
+    ends = [value for row in rows for value in (row.speed, row.summary.get("predicted_speedup")) if value]
+    top = 1.2 * max([1.0, *ends])
+    ax.set(xlim=(0.95, right), ylim=(0, top), xlabel="tokens per step", ylabel="speed-up")
+    lines = [
+        _free_drafts(ax, width, slope, right, top) for width, slope in leaderboard.slopes(group, (1, 8, 32)).items()
+    ]
+    name_dots(ax, [(step, _speed(row), label(row)) for row, step in zip(rows, steps, strict=True)], lines)
+
+
+def _free_drafts(ax: Axes, width: int, slope: float, right: float, top: float) -> Any:
+    """The line for passes over ``width`` tokens, from one token per step on, with its name on it."""
+    end = min(right, top / slope)
+    ax.plot([0.95, end], [0.95 * slope, slope * end], color=_LIGHT, linewidth=1, zorder=0)
+    at = 0.95 + 0.93 * (end - 0.95)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    return ax.text(at, slope * at, f"M = {width}", fontsize=_SMALL, color=_GREY, ha="center", va="center", bbox=box)
+
+
 def pareto(ax: Axes, plot: QualitySpeedPlot) -> None:
-    """Quality against prompts per second: runs by method and guarantee, their baselines, and the front."""
-    drawn: set[str] = set()
-    models = {str(point.row.summary["model"]) for point in plot.points}
-    for before in {point.before for point in plot.points if point.before}:
-        ax.plot(*before, marker="x", color="0.6", markersize=5, linestyle="", zorder=0)
-    for point in plot.points:
-        row = point.row
-        if row.rank is None:
-            continue
-        label = f"{row.method} ({row.family})"
-        known = None if label in drawn else label
-        ax.plot(point.rate, point.quality, linestyle="", markersize=8, label=known, **_mark(row))
-        drawn.add(label)
-        note = " ".join(filter(None, [str(row.summary["model"]) if len(models) > 1 else "", row.setting]))
-        if note and row.name in plot.front:
-            ax.annotate(note[:30], (point.rate, point.quality), **_note(7, 5, 4))
-    front = sorted((point.rate, point.quality) for point in plot.points if point.row.name in plot.front)
-    if front:
-        ax.step(*zip(*front, strict=True), where="pre", color=_GREY, linewidth=1, zorder=0)
-    ax.set(xscale="log", xlabel="prompts per second, all rows together", ylabel=plot.metric)
-    ax.set_title(plot.heading, fontsize=9)
-    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))
+    """Quality against prompts per second: valid runs, the baselines of their models (crosses), and the front.
+
+    Thin lines join the settings of one method; the fastest one and those on the front are named.
+    """
+    points = [point for point in plot.points if point.row.rank is not None]
+    names = []
+    for same in _by_method(points):
+        front = {point.row.name for point in same} & plot.front
+        first, colour = same[0].row, style_of(same[0].row.method, same[0].row.family).colour
+        ax.plot([p.rate for p in same], [p.quality for p in same], color=colour, linewidth=0.8, alpha=0.5, zorder=1)
+        for point in same:
+            ax.plot(point.rate, point.quality, linestyle="", markersize=8, **_mark(point.row))
+        if first.family != leaderboard.BASELINE:
+            names += [(p.rate, p.quality, label(p.row)) for p in same if p is same[-1] or p.row.name in front]
+    baselines = {str(p.row.summary["model"]): p.before for p in points if p.before}
+    baselines |= {
+        str(p.row.summary["model"]): (p.rate, p.quality) for p in points if p.row.family == leaderboard.BASELINE
+    }
+    shared = len(os.path.commonprefix(list(baselines))) if len(baselines) > 1 else 0
+    for model, (rate, quality) in baselines.items():
+        ax.plot(rate, quality, marker="x", color=_GREY, markersize=7, linestyle="", zorder=0)
+        names.append((rate, quality, f"autoregressive {model[shared:]}"))
+    on_front = sorted((point.rate, point.quality) for point in points if point.row.name in plot.front)
+    if on_front:
+        ax.step(*zip(*on_front, strict=True), where="pre", color=_LIGHT, linewidth=1, zorder=0)
+    rates = [rate for rate, _, _ in names] or [1.0]
+    plain_log_axis(ax.xaxis, min(rates) * 0.7, max(rates) * 1.4)
+    ax.set(xlabel="prompts per second, all rows together", ylabel=plot.metric)
+    ax.margins(y=0.08)
+    name_dots(ax, names)
 
 
-def batch_curves(axes: Sequence[Axes], heading: str, lines: Mapping[str, Sequence[Row]]) -> None:
-    """Speed-up (left) and throughput (right) against the batch size, a line per method; dotted is the baseline."""
-    speed, rate = axes
-    over_batches(speed, lines, _speed)
-    over_batches(rate, lines, lambda row: row.summary["tokens_per_s"], lambda row: row.summary["baseline_tokens_per_s"])
-    speed.axhline(1, color=_GREY, linewidth=1, linestyle="--")
-    speed.set(ylabel="speed-up", title=heading)
-    speed.legend(fontsize=8)
-    rate.set(ylabel="tokens per second, all rows", ylim=(0, None))
+def _by_method(points: Sequence[QualitySpeedPoint]) -> list[list[QualitySpeedPoint]]:
+    """The runs of each method with each model, the slowest first."""
+    found: dict[tuple[str, Any], list[QualitySpeedPoint]] = {}
+    for point in sorted(points, key=lambda point: point.rate):
+        found.setdefault((point.row.method, point.row.summary["model"]), []).append(point)
+    return list(found.values())
+
+
+def name_dots(ax: Axes, dots: Sequence[tuple[float, float, str]], taken: Sequence[Any] = ()) -> None:
+    """Write each name as near to its dot as possible, over no mark, no other name and none of the ``taken`` artists."""
+    figure = ax.get_figure()
+    assert figure is not None
+    figure.canvas.draw()
+    point = figure.dpi / 72
+    marks = [line.get_xydata() for line in ax.lines if line.get_marker() not in ("None", "_", "")]
+    centres = ax.transData.transform(np.concatenate([np.empty((0, 2)), *marks]))
+    boxes = [*np.hstack([centres - 5 * point, centres + 5 * point])]
+    boxes += [artist.get_window_extent().extents for artist in taken]
+    inside = ax.get_window_extent().extents
+    for x, y, name in sorted(dots):
+        text = ax.annotate(name, (x, y), fontsize=_SMALL, ha="center", va="center")
+        half = np.array([text.get_window_extent().width, text.get_window_extent().height]) / 2
+        at = ax.transData.transform((x, y))
+        offsets = [_AROUND * (half + away * point) for away in range(7, 90, 4)]
+        found = at + np.concatenate(offsets)
+        places = np.hstack([found - half, found + half])
+        overlap = np.array([_overlap(place, np.array(boxes)) for place in places])
+        outside = (places[:, :2] < inside[:2]).any(axis=1) | (places[:, 2:] > inside[2:]).any(axis=1)
+        best = int(np.lexsort((np.arange(len(places)), overlap, outside))[0])
+        boxes.append(places[best])
+        shift = (found[best] - at) / point
+        text.remove()
+        line = {"arrowstyle": "-", "color": _LIGHT, "linewidth": 0.8} if best >= len(_AROUND) else None
+        look: dict[str, Any] = {"fontsize": _SMALL, "ha": "center", "va": "center", "arrowprops": line}
+        ax.annotate(name, (x, y), shift, textcoords="offset points", **look)
+
+
+def _overlap(box: Any, boxes: Any) -> float:
+    """The area that a box shares with others; boxes are left, bottom, right, top."""
+    sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
+    return float(sides.clip(min=0).prod(axis=1).sum())
+
+
+# ---- lines over batch sizes
 
 
 def over_batches(
@@ -181,18 +309,91 @@ def over_batches(
     of: Callable[[Row], float | None],
     before: Callable[[Row], float | None] | None = None,
 ) -> None:
-    """A quantity against the batch size, a line per method; dotted that of its own baseline."""
-    for label, rows in lines.items():
-        sizes = [row.summary["batch_size"] for row in rows]
-        shown, marks = style_of(rows[0].method), _mark(rows[0])
-        ax.plot(sizes, [_or_gap(of(row)) for row in rows], linestyle=shown.line, label=label[:40], **marks)
+    """A quantity against the batch size, a line per run, named at its right end; dotted that of its own baseline."""
+    ends = []
+    for rows in lines.values():
+        sizes, values = [row.summary["batch_size"] for row in rows], [_or_gap(of(row)) for row in rows]
+        shown = style_of(rows[0].method, rows[0].family)
+        ax.plot(sizes, values, linestyle=shown.line, markersize=6, linewidth=1.4, **_mark(rows[0]))
         if before is not None:
-            ax.plot(sizes, [_or_gap(before(e)) for e in rows], color="0.6", linewidth=1, linestyle=":", zorder=0)
+            ax.plot(sizes, [_or_gap(before(row)) for row in rows], color=_LIGHT, linewidth=1, linestyle=":", zorder=0)
+        if np.isfinite(values[-1]):
+            ends.append((float(sizes[-1]), values[-1], label(rows[0]), shown.colour))
     every = sorted({row.summary["batch_size"] for rows in lines.values() for row in rows})
     ax.set_xscale("log", base=2)
     ax.set_xticks(every, [str(size) for size in every])
     ax.set_xlabel("batch size")
+    drawn = [value for line in ax.lines for value in np.asarray(line.get_ydata(), float) if np.isfinite(value)]
+    plain_log_axis(ax.yaxis, min(drawn, default=1) / 1.2, max(drawn, default=1) * 1.2)
+    _name_ends(ax, ends)
+
+
+def _name_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:
+    """Names right of the axes: as near to the heights of their lines' last points as a gap between them allows."""
+    from scipy.optimize import isotonic_regression
+
+    if not ends:
+        return
+    ordered = sorted(ends, key=lambda end: end[1])
+    in_axes = ax.transData + ax.transAxes.inverted()
+    wanted = in_axes.transform([(x, y) for x, y, _, _ in ordered])[:, 1]
+    steps = gap * np.arange(len(ordered))
+    heights = isotonic_regression(wanted - steps).x + steps
+    for (x, y, name, colour), height in zip(ordered, heights, strict=True):
+        line = {"arrowstyle": "-", "color": _LIGHT, "linewidth": 0.7, "shrinkA": 0}
+        look: dict[str, Any] = {"fontsize": _SMALL, "color": colour, "va": "center", "annotation_clip": False}
+        ax.annotate(name, (x, y), (1.04, height), "data", "axes fraction", line, **look)
 
 
 def _or_gap(value: float | None) -> float:
-    return float("nan") if value is None else value
+    return float("nan") if value is None else float(value)
+
+
+# ---- a picture of its own
+
+
+def speedup_svg(group: ComparisonGroup) -> str:
+    """``intervals`` as an SVG with a transparent background, the same text for the same records.
+
+    Text stays text and margins are fixed, so no font of this machine has an influence.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    grey = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": "decodebench", "font.family": "sans-serif", "font.size": 10}
+    look: dict[Any, Any] = {**dict.fromkeys(grey, _SVG_GREY), **fixed}
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(look)
+        inches = 0.26 * len(group.valid) + 1.3
+        figure = Figure((8, inches))
+        ax = figure.add_axes((0.22, 0.95 / inches, 0.6, 1 - 1.3 / inches))
+        intervals(ax, group, hollow="none")
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_title(f"{group.first['model']} on {group.first['dataset']}", fontsize=10)
+        legend(figure, group.valid)
+        stream = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
+
+
+def categories(ax: Axes, summary: Mapping[str, Any]) -> None:
+    """Speed-up of one run with its 95 % interval: of each category of prompts, and below them of all prompts."""
+    speedup, shown = summary["speedup"], style_of(summary["method"])
+    found = {name: ratio for name, ratio in speedup["by_category"].items() if ratio["value"] is not None}
+    ratios = {f"{name}  (n = {ratio['n']})": ratio for name, ratio in found.items()} | {"all": speedup["total"]}
+    ends = [1.0]
+    for place, ratio in enumerate(ratios.values()):
+        interval = [ratio["value"] if ratio[end] is None else ratio[end] for end in ("low", "high")]
+        colour = _GREY if ratio is speedup["total"] else shown.colour
+        ax.plot(interval, [place, place], color=colour, linewidth=2)
+        ax.plot(ratio["value"], place, linestyle="", marker=shown.mark, markersize=7, color=colour)
+        ends += interval
+    _one(ax, vertical=True)
+    plain_log_axis(ax.xaxis, min(0.8, *ends) * 0.95, max(1.25, *ends) * 1.05)
+    ax.set_yticks(range(len(ratios)), list(ratios))
+    ax.set_ylim(len(ratios) - 0.5, -0.5)
+    ax.set_xlabel("speed-up, 95 % interval")
+    ax.set_title(f"{summary['method']}, {summary['model']}, {summary['dataset']}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.helpers.sample_rows import both
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from matplotlib.text import Text
 
 PAIRS = [
     sample
@@ -215,22 +217,40 @@ def ax() -> Iterator[Any]:
 
 def test_looks_are_fixed_and_tell_methods_apart() -> None:
     names = compose.groups()["method"]
-    assert len({style_of(name) for name in names}) == len(names) and style_of("of_a_stranger") == style_of(
-        "of_a_stranger"
-    )
+    assert len({(style_of(name).colour, style_of(name).mark) for name in names}) == len(names)
+    assert style_of("of_a_stranger") == style_of("of_a_stranger")
+    assert style_of("of_a_stranger", "peer").colour == style_of("hf_generate").colour
+    assert style_of("eagle").colour == style_of("medusa").colour != style_of("calm").colour
+    assert style_of("bild_6_1") == style_of("bild"), "a variant looks as its method"
 
 
 def test_intervals_draw_value_and_ends(ax: Any) -> None:
     (group,) = leaderboard.groups([run("suffix", 2.0), run("calm", 1.5), run("nat", 7.0, valid=False)])
     plots.intervals(ax, group)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["suffix  (EXACT)", "calm  (RELAXED)"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["suffix (yours)", "calm (yours)"]
     bars = [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 2][:2]
     assert np.allclose(bars, [[1.9, 2.1], [1.4, 1.6]]) and ax.get_xscale() == "log"
     marks = [line for line in ax.lines if line.get_marker() not in ("None", None)]
     assert [mark.get_markerfacecolor() == "white" for mark in marks] == [False, True], "hollow may change the text"
+    assert [text.get_text() for text in ax.texts] == ["2.00× (1.90–2.10)", "1.50× (1.40–1.60)"]
 
 
-def test_the_ecdf_is_of_the_conversations(ax: Any, tmp_path: Path) -> None:
+def test_a_label_has_the_values_of_settings_and_whose_run_it_is() -> None:
+    record = replace(run("nat", settings={"length_beam": 5, "rescore": True}), source="reference")
+    other = run("nat", settings={"length_beam": 1, "rescore": False})
+    (group,) = leaderboard.groups([record, other])
+    assert sorted(map(plots.label, group.rows)) == ["nat 1 (yours)", "nat 5"]
+    assert plots.title("T", group.rows) == "T; reference records and your runs"
+    assert plots.title("T", [row for row in group.rows if row.name == record.path.name]) == "T; reference records"
+
+
+def test_the_fastest_of_each_method() -> None:
+    rows = [run("nat", 2.0, settings={"a": 1}), run("nat", 3.0, settings={"a": 2}), run("calm", 1.2)]
+    (group,) = leaderboard.groups(rows)
+    assert sorted(row.speed for row in leaderboard.fastest(group).rows) == [1.2, 3.0]
+
+
+def test_the_spread_is_of_the_conversations(ax: Any, tmp_path: Path) -> None:
     record = run("suffix")
     folder = tmp_path / record.path.name
     folder.mkdir()
@@ -241,8 +261,9 @@ def test_the_ecdf_is_of_the_conversations(ax: Any, tmp_path: Path) -> None:
     # baseline 90 ms; method 10 + 4 x 5i ms
     assert plots.prompt_speedups(group.rows[0]) == pytest.approx(sorted(90 / (10 + 20 * i) for i in range(1, 5)))
     assert len(plots.prompt_speedups(group.rows[1])) == 0, "its samples are gone"
-    plots.ecdf(ax, group)
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["suffix"]
+    plots.conversations(ax, group)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["suffix (yours)"]
+    assert [text.get_text() for text in ax.texts] == ["0% of 4 slower"]
 
 
 @pytest.mark.parametrize("draw", [plots.steps_and_speed, plots.heat_map, plots.intervals])
@@ -276,14 +297,48 @@ def test_figures_across_boards(ax: Any) -> None:
     found = leaderboard.groups(rows)
     (plot, *_) = leaderboard.quality_speed_plots(found, "bleu", "multi30k")
     plots.pareto(ax, plot)
-    assert sorted(text.get_text() for text in ax.get_legend().get_texts()) == [
-        "nat (non-autoregressive)", "suffix (speculative)",
-    ]  # fmt: skip
-    figure, axes = plt.subplots(1, 2)
-    for heading, lines in leaderboard.batch_series(found):
-        plots.batch_curves(axes, heading, lines)
+    names = {"suffix (yours)", "nat (yours)", "autoregressive m", "autoregressive o"}
+    assert {text.get_text() for text in ax.texts} == names
+    (heading, lines) = leaderboard.batch_series(found)[0]
+    figure, axes = plt.subplots()
+    plots.over_batches(axes, lines, lambda row: row.speed)
+    assert heading and [text.get_text() for text in axes.texts] == ["suffix (yours)"]
     figure.canvas.draw()
     plt.close(figure)
+
+
+def overlapping(texts: list[Any]) -> list[tuple[str, str]]:
+    boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts]  # without lines to the dots
+    return [(a, b) for i, (a, first) in enumerate(boxes) for b, second in boxes[i + 1 :] if first.overlaps(second)]
+
+
+def test_names_of_near_dots_do_not_overlap(ax: Any) -> None:
+    dots = [(1.0 + 0.01 * i, 1.0 + 0.01 * (i % 3), f"method {i}") for i in range(8)]
+    ax.plot([x for x, _, _ in dots], [y for _, y, _ in dots], "o")
+    ax.set(xlim=(0, 2), ylim=(0, 2))
+    plots.name_dots(ax, dots)
+    ax.figure.canvas.draw()
+    assert len(ax.texts) == len(dots) and not overlapping(ax.texts)
+    marks = [ax.transData.transform((x, y)) for x, y, _ in dots]
+    assert not [text.get_text() for text in ax.texts for mark in marks if Text.get_window_extent(text).contains(*mark)]
+
+
+def test_names_of_lines_that_end_together_do_not_overlap(ax: Any) -> None:
+    rows = [
+        run(method, 1.0 + i / 1000 + size / 10, batch_size=size) for i, method in enumerate(TARGETS) for size in (1, 8)
+    ]
+    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
+    plots.over_batches(ax, lines, lambda row: row.speed)
+    ax.figure.canvas.draw()
+    assert len(ax.texts) == len(TARGETS) and not overlapping(ax.texts)
+
+
+def test_a_picture_has_its_numbers_as_text_and_is_the_same_again() -> None:
+    (group,) = leaderboard.groups([run("suffix", 2.0), run("calm", 1.5), run("nat", 7.0, valid=False)])
+    picture = plots.speedup_svg(group)
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    assert {"suffix (yours)", "2.00× (1.90–2.10)", "1.50× (1.40–1.60)"} <= set(texts) and "nat (yours)" not in texts
+    assert picture == plots.speedup_svg(group) and "<dc:date>" not in picture
 
 
 def test_the_notebook_says_what_is_missing(tmp_path: Path) -> None:
