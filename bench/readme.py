@@ -17,12 +17,14 @@ import yaml
 
 from bench.config import compose, instantiate
 from bench.config.schema import checkout
-from bench.report import collect, leaderboard, markdown, tables, terminal
+from bench.report import collect, leaderboard, markdown, plots, tables, terminal
 
 _FOLDER = Path("results", "reference")  # in a checkout: the committed records
 BLOCK = re.compile(
     r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless|methods|packages: \w+) -->\n.*?<!-- end -->", re.DOTALL
 )
+FIGURE = Path("docs/figures/speedup_mtbench.svg")
+_WORDS = re.compile(r"<text[^>]*>([^<]*)</text>")
 _SHORT = ("speed-up", "tokens/step", "tokens/s", "memory", "agreement", "RESULT")
 _FAMILIES = (
     "baseline",
@@ -160,17 +162,30 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
+def figure(results: Path) -> str:
+    """README's picture: the fastest run of each method in the largest table of smollm2 on MT-bench."""
+    found = leaderboard.groups(collect.read(results, "reference"))
+    chat = [group for group in found if (group.first["model"], group.first["dataset"]) == ("smollm2", "mtbench")]
+    return plots.speedup_svg(leaderboard.fastest(max(chat, key=lambda group: len(group.valid))))
+
+
+def facts(file: Path, text: str) -> str | list[str]:
+    """What must not be out of date: the text; of a picture its words, as versions of the library draw differently."""
+    return _WORDS.findall(text) if file.suffix == ".svg" else text
+
+
 def main(words: list[str] | None = None) -> int:
     """Name the pages that are out of date; with ``--write``, rewrite their blocks and RESULTS.md."""
     parser = argparse.ArgumentParser("python -m bench.readme", description=main.__doc__)
-    parser.add_argument("--write", action="store_true", help="write README.md, RESULTS.md and docs/ instead")
+    parser.add_argument("--write", action="store_true", help="write README.md and its figure, RESULTS.md and docs/")
     write = parser.parse_args(words).write
     root = checkout()
     if root is None:
         raise SystemExit("README.md and RESULTS.md belong to a checkout of the repository. Run this inside one.")
     made = {page: written(page.read_text(encoding="utf-8"), root / _FOLDER) for page in pages(root)}
     made[root / "RESULTS.md"] = results_page(root / _FOLDER)
-    stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
+    made[root / FIGURE] = figure(root / _FOLDER)
+    stale = [page for page, text in made.items() if facts(page, page.read_text(encoding="utf-8")) != facts(page, text)]
     for page in stale:
         print(f"{page.relative_to(root)}: {'written' if write else 'out of date'}")
         if write:

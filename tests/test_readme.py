@@ -75,6 +75,15 @@ def test_results_come_from_the_records(committed):
     assert anchors >= set(re.findall(r"\]\(#([^)]+)\)", text))
 
 
+def test_the_figure_shows_the_records():
+    text = (ROOT / readme.FIGURE).read_text(encoding="utf-8")
+    words = readme.facts(readme.FIGURE, text)
+    assert words == readme.facts(readme.FIGURE, readme.figure(ROOT / "results" / "reference")), "run: make readme"
+    speed, low, high = re.search(r"speed-up +([\d.]+)x +95 % ([\d.]+)-([\d.]+)", README).groups()
+    assert f"{speed}× ({low}–{high})" in words, "of the run in the quick start"
+    assert f"]({readme.FIGURE})" in README and len(text) < 60_000
+
+
 def test_all_commands_are_of_one_program():
     assert {tuple(command.split()[:3]) for command in COMMANDS if command.startswith("python")} == {
         ("python", "-m", "bench")

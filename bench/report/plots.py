@@ -371,7 +371,7 @@ def speedup_svg(group: ComparisonGroup) -> str:
         ax = figure.add_axes((0.22, 0.95 / inches, 0.6, 1 - 1.3 / inches))
         intervals(ax, group, hollow="none")
         ax.spines[["top", "right"]].set_visible(False)
-        ax.set_title(f"{group.first['model']} on {group.first['dataset']}", fontsize=10)
+        figure.text(0.03, 1 - 0.2 / inches, group.heading)
         legend(figure, group.valid)
         stream = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
