@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import abc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -66,6 +66,12 @@ class Step:
     draft_ns: int | None = None
     at_ns: int | None = None
     admitted: frozenset[int] = frozenset()
+
+    @classmethod
+    def undrafted(cls, tokens: list[list[int]], layers: float = 1.0, **counters: Any) -> Step:
+        """A step that judged no draft; every row ran the same share of the layers."""
+        none = [0] * len(tokens)
+        return cls(tokens, drafted=none, accepted=none, layers=[layers] * len(tokens), depth=none, **counters)
 
 
 Prompts = Mapping[int, Tensor]  # ids by row
@@ -133,6 +139,11 @@ class Decoder(ABC):
         """Whether a ``method`` group that names no checkpoint requires one."""
         return cls.trainable and all(settings.get(key) is None for key in ("checkpoint", *cls.instead_of_checkpoint))
 
+    @classmethod
+    def needs_draft_model(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether a ``method`` group that names no draft model requires one."""
+        return cls.needs == "a draft model" and settings.get("draft_model") is None
+
     def memory(self) -> dict[str, int | None]:
         """Bytes that the method holds besides the target, by name; read after the measurement."""
         return {}
@@ -160,19 +171,24 @@ def generate(
     limit: int,
     eos_ids: Collection[int] = (),
     rng: Generator | None = None,
+    watch: Callable[[Step, Collection[int]], None] = lambda step, rows: None,
 ) -> list[list[int]]:
-    """Run a decoder to the end of every text, without timing.
+    """Run a decoder to the end of every text.
 
     Args:
-        rng: None: seeded with 0. The other arguments are those of ``Decoder.decode``.
+        decoder, prompts, limit: see ``Decoder.decode``.
+        eos_ids: a text ends with the first of these.
+        rng: None: seeded with 0.
+        watch: called after every step with the rows whose texts had not ended before it.
 
     Returns:
-        Per prompt, the ids up to the limit or the first id of ``eos_ids``, which is included.
+        Per prompt, the ids up to the limit or the end, which is included.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(texts)))
     rng = Generator(prompts[0].device).manual_seed(0) if rng is None else rng
     for step in decoder.decode(list(prompts), limit, rng):
+        watch(step, open_rows)
         for row in tuple(open_rows):
             new = step.tokens[row][: limit - len(texts[row])]
             end = next((place + 1 for place, token in enumerate(new) if token in eos_ids), None)

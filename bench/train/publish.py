@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from bench.tasks import corpus, prompts
 from bench.tasks.corpus import Dialogue, Texts
 from bench.tasks.sources import Sources
 from bench.utils import files
-from methods.decoder import Decoder
+from methods.decoder import Step, generate
 from methods.engine.checkpoint_files import pack_file
 
 FORMS: dict[str, tuple[int, int | None]] = {  # bits of a weight, weights that share a scale (None: a row)
@@ -91,12 +91,15 @@ def _measure(
     decoder = instantiate.build_decoder(group, loaded.lm, SamplingConfig(), checkpoint=folder)
     asked = [torch.tensor(_ids(dialogue, loaded), device=loaded.lm.device) for dialogue in dialogues]
     texts: list[list[int]] = []
-    steps, layers = 0, 0.0
+    layers: list[float] = []
+
+    def note(step: Step, rows: Collection[int]) -> None:
+        layers.extend(step.layers[row] for row in rows)
+
     for start in range(0, len(asked), _ROWS):
-        written, each = _decode(decoder, asked[start : start + _ROWS], set(loaded.lm.eos_ids))
-        texts += written
-        steps, layers = steps + len(each), layers + sum(each)
-    found = {"tokens_per_step": round(sum(map(len, texts)) / steps, 3), "layers": round(layers / steps, 3)}
+        texts += generate(decoder, asked[start : start + _ROWS], _TOKENS, loaded.lm.eos_ids, watch=note)
+    steps = len(layers)
+    found = {"tokens_per_step": round(sum(map(len, texts)) / steps, 3), "layers": round(sum(layers) / steps, 3)}
     if loaded.kind == "seq2seq":
         lines = loaded.tokenizer.batch_decode(texts, skip_special_tokens=True)
         pairs = [(dialogue.answer, line) for dialogue, line in zip(dialogues, lines, strict=True)]
@@ -109,21 +112,3 @@ def _ids(dialogue: Dialogue, loaded: Loaded) -> list[int]:
     if dialogue.said[0]:
         return prompts.encode(loaded.tokenizer, dialogue.messages)[-loaded.lm.max_positions // 2 :]
     return list(loaded.tokenizer(dialogue.answer)["input_ids"][:_TOKENS])
-
-
-@torch.inference_mode()
-def _decode(decoder: Decoder, rows: list[torch.Tensor], ends: set[int]) -> tuple[list[list[int]], list[float]]:
-    """Texts up to their ends, and of every step of a row that was open the share of the layers that ran."""
-    texts: list[list[int]] = [[] for _ in rows]
-    layers: list[float] = []
-    for step in decoder.decode(rows, _TOKENS, torch.Generator(rows[0].device).manual_seed(0)):
-        open_rows = [row for row, text in enumerate(texts) if len(text) < _TOKENS and not ends & set(text)]
-        if not open_rows:
-            break
-        for row in open_rows:
-            texts[row] += step.tokens[row]
-            layers.append(step.layers[row])
-    for text in texts:
-        end = next((place for place, token in enumerate(text, 1) if token in ends), _TOKENS)
-        del text[min(end, _TOKENS) :]
-    return texts, layers

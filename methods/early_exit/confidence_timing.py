@@ -9,22 +9,19 @@ confidence would save.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
+from methods.decoder import Step, generate
 from methods.early_exit.exits import Reader
-from methods.early_exit.free_loop import ShallowDeepDecoder
-from methods.early_exit.loop import DecodeStats, EarlyExitDecoder
+from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.engine.causal_lm import CausalLM
 from methods.engine.stopwatch import Stopwatch, synchronize
 
 _ON_THE_WAY = ("begin", "run", "fill")  # of a target, between two decisions
-
-
-ExitDecoder = EarlyExitDecoder | ShallowDeepDecoder
 
 
 class _Watch:
@@ -72,19 +69,20 @@ def confidence_share(
     """
     twin, watch = copy.copy(decoder), _Watch(decoder.reader, decoder.target)
     twin.target, twin.reader, twin.counters = watch.target, watch, DecodeStats()
-    whole, ends, steps = Stopwatch(decoder.target.device), decoder.target.eos_ids, 0
-    open_rows = set(range(len(prompts)))
-    for steps, step in enumerate(twin.decode(prompts, limit, rng)):
+    whole, steps = Stopwatch(decoder.target.device), -1  # the first one reads the prompts
+
+    def count(step: Step, rows: Collection[int]) -> None:
+        nonlocal steps
         watch.close()
+        steps += 1
         if not steps:
             whole.start()
-        open_rows -= {row for row in open_rows if any(token in ends for token in step.tokens[row])}
-        if not open_rows:
-            break
+
+    generate(twin, prompts, limit, decoder.target.eos_ids, rng, count)
     whole.stop()
     synchronize(decoder.target.device)
     spent = whole.ns()
-    if not steps or not spent:
+    if steps < 1 or not spent:
         return {}
     deciding = sum(span.ns() for span in watch.spans)
     return {"confidence_share": deciding / spent, "looks_per_step": len(watch.spans) / steps}

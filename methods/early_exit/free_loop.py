@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator as Steps
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -31,11 +31,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Decoder, Guarantee, Step
+from methods.decoder import Guarantee, Step
 from methods.drafting import ABSENT, AcceptanceRule, Draft, Verification
 from methods.early_exit.confidence import Softmax, Vocabulary
 from methods.early_exit.exits import Reader
-from methods.early_exit.loop import DecodeStats
+from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.early_exit.threshold import FULL_MODEL
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
@@ -133,18 +133,12 @@ class Options:
     remember: bool = False
 
 
-class ShallowDeepDecoder(Decoder):
+class ShallowDeepDecoder(ExitDecoder):
     """A target with one shallow exit.
 
     Attributes:
         guarantee: EXACT where every token is judged by an exact rule, or none exits.
-        counters: cost of the steps so far.
     """
-
-    guarantee = Guarantee.RELAXED
-    family = "early_exit"
-    trainable = True
-    needs = "training"
 
     def __init__(
         self, target: CausalLM, sampling: Sampling, reader: Reader, options: Options, drawn: bool = True
@@ -152,11 +146,6 @@ class ShallowDeepDecoder(Decoder):
         self.target, self.sampling, self.reader = target, sampling, reader
         self._draws = drawn and not sampling.greedy
         self.restart(options)
-
-    @classmethod
-    def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
-        """``head=lens`` reads none."""
-        return super().needs_checkpoint(settings) and settings.get("head") != "lens"
 
     def restart(self, options: Options) -> None:
         """Decode by these options from now on, and reset the counters."""
@@ -170,7 +159,7 @@ class ShallowDeepDecoder(Decoder):
 
     def stats(self) -> dict[str, Any]:
         """Cost of the steps so far, and from which exits tokens came."""
-        found = self.counters.stats(self.target)
+        found = super().stats()
         if self.options.accept != "all":
             found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
         return found
@@ -185,7 +174,7 @@ class ShallowDeepDecoder(Decoder):
         cache = self.target.new_cache(len(prompts), longest + limit + self.options.max_pending + 1)
         rows = [prompt.to(self.target.device) for prompt in prompts]
         root = self.sampling.pick(self.target.prefill(rows, cache).logits[:, 0], rng)
-        yield _step([[token] for token in root.tolist()], [True] * len(rows))
+        yield Step.undrafted([[token] for token in root.tolist()])
         text = _Text(limit, [1] * len(rows), self._thresholds(len(rows)), Stopwatch(self.target.device))
         while text.unfinished:
             root = yield from self._round(root, text, cache, rng)
@@ -253,7 +242,7 @@ class ShallowDeepDecoder(Decoder):
         text.commit(tokens)
         self.counters.steps += 1
         self.counters.exits[self.options.depth] += sum(rows)
-        return _step(tokens, rows, layers=self.options.depth / self.target.n_layers)
+        return Step.undrafted(tokens, self.options.depth / self.target.n_layers)
 
     def _deep(
         self, passes: list[Shallow], sure: list[bool], text: _Text, cache: Cache, rng: Generator
@@ -275,8 +264,17 @@ class ShallowDeepDecoder(Decoder):
         text.commit(kept)
         self._count(kept, accepted, sure, judged)
         drafted = len(passes) - 1 if judged else 0
-        timed = text.watch.ns() if drafted else 0
-        step = _step(kept, rows, accepted, drafted, nodes=len(passes), draft_ns=timed if judged else None)
+        nodes = [drafted * is_open for is_open in rows]
+        step = Step(
+            kept,
+            drafted=nodes,
+            accepted=accepted,
+            layers=[1.0] * len(rows),
+            depth=nodes,
+            nodes=len(passes),
+            draft_passes=drafted,
+            draft_ns=(text.watch.ns() if drafted else 0) if judged else None,
+        )
         return step, verification.bonus
 
     def _judge(
@@ -377,25 +375,3 @@ def _read(passes: list[Shallow], verification: Verification, rows: list[bool]) -
     report = torch.stack([verification.accepted, verification.bonus, *waiting], dim=1).tolist()
     kept = [[*row[2 : 2 + row[0]], row[1]] if is_open else [] for row, is_open in zip(report, rows, strict=True)]
     return kept, [row[0] * is_open for row, is_open in zip(report, rows, strict=True)]
-
-
-def _step(
-    tokens: list[list[int]],
-    rows: list[bool],
-    accepted: list[int] | None = None,
-    drafted: int = 0,
-    layers: float = 1.0,
-    nodes: int = 1,
-    draft_ns: int | None = None,
-) -> Step:
-    judged = [drafted * is_open for is_open in rows]
-    return Step(
-        tokens,
-        drafted=judged,
-        accepted=accepted or [0] * len(rows),
-        layers=[layers] * len(rows),
-        depth=judged,
-        nodes=nodes,
-        draft_passes=drafted,
-        draft_ns=draft_ns,
-    )

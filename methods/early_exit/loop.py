@@ -146,11 +146,11 @@ def exact_if(whole: bool) -> Guarantee:
     return Guarantee.EXACT if whole else Guarantee.RELAXED
 
 
-class EarlyExitDecoder(Decoder):
-    """A target with an exit policy and a reader of its exits.
+class ExitDecoder(Decoder):
+    """A target that tokens may leave early.
 
     Attributes:
-        guarantee: what the policy promises.
+        reader: of its exits.
         counters: cost of the steps so far.
     """
 
@@ -159,22 +159,34 @@ class EarlyExitDecoder(Decoder):
     trainable = True
     needs = "training"
 
-    def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
-        self.target, self.sampling, self.reader = target, sampling, reader
-        self.restart(policy)
+    target: CausalLM
+    reader: Reader
+    counters: DecodeStats
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
         """``head=lens`` reads none."""
         return super().needs_checkpoint(settings) and settings.get("head") != "lens"
 
-    def restart(self, policy: Policy) -> None:
-        """Decode by this policy from now on, and reset the counters."""
-        self.policy, self.guarantee, self.counters = policy, policy.guarantee, DecodeStats()
-
     def stats(self) -> dict[str, Any]:
         """Cost of the steps so far, and where tokens exited."""
         return self.counters.stats(self.target)
+
+
+class EarlyExitDecoder(ExitDecoder):
+    """A target with an exit policy.
+
+    Attributes:
+        guarantee: what the policy promises.
+    """
+
+    def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
+        self.target, self.sampling, self.reader = target, sampling, reader
+        self.restart(policy)
+
+    def restart(self, policy: Policy) -> None:
+        """Decode by this policy from now on, and reset the counters."""
+        self.policy, self.guarantee, self.counters = policy, policy.guarantee, DecodeStats()
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's."""
@@ -186,7 +198,7 @@ class EarlyExitDecoder(Decoder):
         self.policy.reset(limit)
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
         roots = root.tolist()
-        yield _step([[token] for token in roots], self._share(self.prompt_depth))
+        yield Step.undrafted([[token] for token in roots], self._share(self.prompt_depth))
         done = [1] * len(prompts)
         while min(done) < limit:
             rows = [count < limit for count in done]
@@ -196,7 +208,8 @@ class EarlyExitDecoder(Decoder):
             roots = root.tolist()
             cache.advance([int(is_open) for is_open in rows])
             done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
-            yield _step([[t] if is_open else [] for t, is_open in zip(roots, rows, strict=True)], self._share(depth))
+            new_tokens = [[token] if is_open else [] for token, is_open in zip(roots, rows, strict=True)]
+            yield Step.undrafted(new_tokens, self._share(depth))
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
         """Logits after the prompts; afterwards the cache holds them."""
@@ -317,8 +330,3 @@ def map_share(target: CausalLM) -> float:
 def _layer_bytes(target: CausalLM) -> float:
     """What a token reads in one layer; of an encoder-decoder, in one of the decoder."""
     return float(target.weight_bytes - target.skip([0], [0]).weight_bytes)
-
-
-def _step(tokens: list[list[int]], layers: float) -> Step:
-    none = [0] * len(tokens)
-    return Step(tokens, drafted=none, accepted=none, layers=[layers] * len(tokens), depth=none)

@@ -90,15 +90,11 @@ class HFBeam(HFGenerate):
         return search_settings(self.target, limit, num_beams=self.num_beams, **(beams if self.num_beams > 1 else {}))
 
     def _rounds(self, rows: list[list[int]], recorder: StepRecorder, end_ns: int) -> Iterator[Step]:
-        count, batch = len(rows[0]), len(rows)
+        count = len(rows[0])
         times: list[Any] = [*recorder.times[: count - 1], end_ns]
         for place, at_ns in enumerate(times):
-            yield Step(
+            yield Step.undrafted(
                 [[row[place]] for row in rows],
-                drafted=[0] * batch,
-                accepted=[0] * batch,
-                layers=[1.0] * batch,
-                depth=[0] * batch,
                 nodes=self.num_beams,
                 target_passes=1 if place < count - 1 else max(1, len(recorder.times) - place),
                 at_ns=at_ns,

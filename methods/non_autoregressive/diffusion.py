@@ -122,7 +122,7 @@ class Diffusion(Decoder):
             self._passes += passes
             tokens = canvas.take()
             self._filled += sum(map(len, tokens))
-            yield _step(tokens, passes, -(-scored // passes))
+            yield Step.undrafted(tokens, nodes=-(-scored // passes), target_passes=passes)
 
     def _pass(self, canvas: Canvas, cache: Cache, rng: Generator, *, fresh: bool) -> int:
         """One pass; returns how many positions per row it scored."""
@@ -176,11 +176,6 @@ def confidences(
         first, second = probs.topk(2, dim=-1).values.unbind(-1)
         return first - second
     return torch.special.xlogy(probs, probs).sum(-1)
-
-
-def _step(tokens: list[list[int]], passes: int, nodes: int) -> Step:
-    none = [0] * len(tokens)
-    return Step(tokens, none, none, [1.0] * len(tokens), none, nodes=nodes, target_passes=passes)
 
 
 def _check(

@@ -192,14 +192,10 @@ class NonAutoregressive(Decoder):
         """See ``methods.decoder.Decoder.decode``; one step, after which every text has ended."""
         written = write(self.student, self.writer, prompts, rng, self.target if self.rescore else None, self.collapse)
         self.counters.add(written)
-        none = [0] * len(prompts)
         end = self.student.network.shape.end
-        yield Step(
+        yield Step.undrafted(
             [[*text, end] for text in written.texts],
-            drafted=none,
-            accepted=none,
-            layers=[len(self.student.network.decoder) / self.target.n_layers] * len(prompts),
-            depth=none,
+            len(self.student.network.decoder) / self.target.n_layers,
             nodes=written.positions,
             target_passes=written.rescorings,
             draft_passes=written.passes,

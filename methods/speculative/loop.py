@@ -14,7 +14,6 @@ any prefill. Other rows wait meanwhile: prompts are not read in pieces together 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -63,7 +62,7 @@ class SpeculativeDecoder(Decoder, Refillable):
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
-        waiting = yield _first_step(first)
+        waiting = yield Step.undrafted(first)
         while waiting:
             waiting = yield self._admit(waiting, limit, ends, context, cache)
 
@@ -101,7 +100,7 @@ class SpeculativeDecoder(Decoder, Refillable):
             ends[row] = len(texts[row]) + limit
         _stand_at_root(context, rows, root, output)
         self.drafter.reset_rows(texts)
-        return replace(_first_step(tokens), admitted=frozenset(rows))
+        return Step.undrafted(tokens, admitted=frozenset(rows))
 
 
 def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
@@ -160,11 +159,6 @@ def _next_root(root: Int[Tensor, "B"], bonus: Int[Tensor, "B"], open_rows: list[
 def _extend(committed: list[list[int]], tokens: list[list[int]]) -> None:
     for row, new in zip(committed, tokens, strict=True):
         row.extend(new)
-
-
-def _first_step(first: list[list[int]]) -> Step:
-    none = [0] * len(first)
-    return Step(first, drafted=none, accepted=none, layers=[1.0] * len(first), depth=none)
 
 
 def _step(

@@ -14,7 +14,7 @@ Command: ``python -m bench method=speculative_sampling method.draft_model=NAME``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +149,12 @@ class SpeculativeSampling(SpeculativeDecoder):
         rule = default_rule(sampling, "chain", drawn=True)
         super().__init__(target, sampling, DraftModel(draft, target.vocab_size, gamma, confidence), rule)
         self._own = weights_of(draft_model)
+
+    @classmethod
+    def needs_draft_model(cls, settings: Mapping[str, Any]) -> bool:
+        """Not where layers of the target are named that the draft leaves out."""
+        skipped = settings.get("skip_attention") or settings.get("skip_mlp")
+        return not skipped and super().needs_draft_model(settings)
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's: the weights of the draft model."""

@@ -16,7 +16,7 @@ Command: ``python -m bench train method=blockwise_translation model=multi30k_4_4
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
+from methods.decoder import Step, generate
 from methods.engine import seq2seq_layers
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.generation import answer
@@ -232,13 +233,20 @@ class Judge(BleuJudge):
         lm = Seq2SeqLM.from_hf(learner.trunk, linear="plain", keep_hf=True)
         rule = default_rule(Sampling(), "chain", drawn=False)
         drafter = BlockwiseDrafter(lm, learner.heads(), learner.n_heads)
-        decoder, count = SpeculativeDecoder(lm, Sampling(), drafter, rule), [0, 0]
+        decoder, tokens, passes = SpeculativeDecoder(lm, Sampling(), drafter, rule), 0, 0
+
+        def count(step: Step, rows: Collection[int]) -> None:
+            nonlocal passes
+            passes += len(rows)
 
         def write(sources: list[Int[Tensor, "_"]], limit: int) -> list[list[int]]:
-            return _in_blocks(decoder, sources, limit, lm.eos_ids, count)
+            nonlocal tokens, passes
+            texts = generate(decoder, sources, limit, lm.eos_ids, watch=count)
+            tokens, passes = tokens + sum(len(text) - 1 for text in texts), passes - len(texts)
+            return texts
 
         bleu = self.score(write, lm.max_positions, lm.device)
-        return {"bleu": round(bleu, 3), "tokens_per_step": round(count[0] / max(1, count[1]), 4)}
+        return {"bleu": round(bleu, 3), "tokens_per_step": round(tokens / max(1, passes), 4)}
 
     def bleu_of(self, target: Seq2SeqLM) -> float:
         """Of plain greedy translations."""
@@ -247,23 +255,3 @@ class Judge(BleuJudge):
             return answer(target, sources, limit, Sampling(), Generator(target.device))
 
         return self.score(write, target.max_positions, target.device)
-
-
-def _in_blocks(
-    decoder: SpeculativeDecoder, sources: list[Int[Tensor, "_"]], limit: int, ends: Sequence[int], count: list[int]
-) -> list[list[int]]:
-    """Each text up to its end or the limit; tokens and passes after the first one are added to ``count``."""
-    texts: list[list[int]] = [[] for _ in sources]
-    unfinished = set(range(len(sources)))
-    for number, step in enumerate(decoder.decode(sources, limit, Generator(decoder.target.device))):
-        for row in sorted(unfinished):
-            new = step.tokens[row][: limit - len(texts[row])]
-            new = new[: next((place + 1 for place, token in enumerate(new) if token in ends), len(new))]
-            texts[row] += new
-            if number:
-                count[0], count[1] = count[0] + len(new), count[1] + 1
-            if new[-1] in ends or len(texts[row]) == limit:
-                unfinished.remove(row)
-        if not unfinished:
-            break
-    return texts
