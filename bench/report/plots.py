@@ -34,17 +34,6 @@ _TICKS = (
 )  # fmt: skip
 
 
-def theme() -> None:
-    """The look of all notebooks."""
-    import matplotlib.pyplot as plt
-    import seaborn as sns
-
-    sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-    sizes = {"axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9}
-    look: dict[Any, Any] = {"figure.dpi": 110, "axes.titlelocation": "left", "legend.fontsize": 9, **sizes}
-    plt.rcParams.update(look)
-
-
 def label(row: Row) -> str:
     """A short name: the method and the values of its settings, without their keys, switches or None."""
     values = [word.partition("=")[2] for word in row.setting.split() if "=" in word]
