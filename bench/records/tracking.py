@@ -194,9 +194,9 @@ class WandbTracker(Tracker):
     @_harmless
     def log_point(self, point: Mapping[str, int | float]) -> None:
         """See ``Tracker``; points of one curve share a name, and those of one training step are one row."""
-        step = point.get(STEP)
-        ahead = isinstance(step, int) and step >= self._run.step  # another stage may count from 0 again
-        self._run.log(dict(point), step=step if ahead else None)
+        step, reached = point.get(STEP), self._run.step
+        ahead = isinstance(step, int) and step >= reached  # another stage may count from 0 again
+        self._run.log(dict(point), step=step if ahead else reached + 1)
 
     @_harmless
     def _send(self, run: FinishedRun) -> None:

@@ -67,7 +67,8 @@ def track(
     """
     overrides = [f"paths.results={results}"] if results else []
     cfg = compose.compose(["tracker=wandb", *overrides])
-    folders = [_find(name, cfg.paths) for name in names]
+    places = [Path(place) for place in (cfg.paths.results, cfg.paths.reference) if place]
+    folders = [compare.find(name, *places) for name in names]
     for folder in folders:
         _read(folder)
     given = {"project": project, "entity": entity, "mode": mode, "group": group}
@@ -81,14 +82,6 @@ def track(
     if settings["mode"] == "offline":
         print(f"To upload: wandb sync {settings['dir']}/wandb/offline-run-*")
     return OK
-
-
-def _find(name: str, paths: PathsConfig) -> Path:
-    """Of the user's runs, else of the reference records."""
-    reference = Path(paths.reference) if paths.reference else None
-    if reference and not Path(name).is_dir() and not any(Path(paths.results).glob(f"{name}*/{run_folder.MANIFEST}")):
-        return compare.find(name, reference)
-    return compare.find(name, Path(paths.results))
 
 
 def finished_run(folder: Path, paths: PathsConfig) -> FinishedRun:

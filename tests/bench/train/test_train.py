@@ -39,6 +39,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.training.interface import Example, Trainable, TrainingContext
+from tests.helpers.offline_runs import read_back, without_account
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests.bench.train.test_train"
@@ -287,15 +288,11 @@ def test_points_of_curves_are_written_and_followed(
     told: list[Any] = []
 
     class Recorder(Tracker):
-        def start(self, run_id: str, identity: Any, tags: Any) -> None:
-            told.append((run_id.rsplit("-", 1)[0], identity["seed"], list(tags)))
+        def start(self, run_id: str, group: str, config: Any, tags: Any, job: str) -> None:
+            told.append((run_id.rsplit("-", 1)[0], group, config["seed"], list(tags), job))
 
         def log_point(self, point: Any) -> None:
             told.append(dict(point))
-
-        def log_summary(self, summary: Any) -> None: ...
-
-        def log_samples(self, samples: Any, file: Any = None) -> None: ...
 
         def finish(self, status: str) -> None:
             told.append(status)
@@ -306,24 +303,46 @@ def test_points_of_curves_are_written_and_followed(
     assert train.main(words) == 0
     points = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
     assert [point["step"] for point in points] == [0, 1, 2]
-    begun = ("counter-random", 0, ["train", "counter", "random"])
-    assert told == [begun, points[0], "failed", begun, *points[1:], "finished"]
+    begun = ("counter-random", "random-own.jsonl", 0, ["counter", "random"], "train")
+    assert told == [begun, points[0], "failed", begun, *points, "finished"], "the second run has the points of both"
+
+
+def test_a_resumed_training_logs_no_step_twice(tmp_path: Path) -> None:
+    class Recorder(Tracker):
+        def __init__(self) -> None:
+            self.points: list[Any] = []
+
+        def log_point(self, point: Any) -> None:
+            self.points.append(point)
+
+    file, first, second = tmp_path / "curves.jsonl", Recorder(), Recorder()
+    before = [{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0}, {"step": 20, "bleu": 9.0}]
+    log = job.CurveLog(file, first)
+    for point in before:
+        log(point)
+    with file.open("a") as stream:
+        stream.write('{"step": 30, "lo')  # killed while it wrote
+    log = job.CurveLog(file, second)
+    for point in [*before[1:], {"step": 30, "loss": 1.0}, {"note": 1}, {"note": 1}]:
+        log(point)
+    everything = [*before, {"step": 30, "loss": 1.0}, {"note": 1}, {"note": 1}]
+    assert first.points == before and second.points == everything
+    assert [json.loads(line) for line in file.read_text().splitlines()] == everything
 
 
 def test_weights_and_biases_gets_the_curves(
     words: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
-    from tests.bench.records.test_tracking import read_back
-
-    for name in ("CACHE", "DATA", "CONFIG"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    without_account(monkeypatch, tmp_path)
     assert train.main([*words, "tracker=wandb", f"paths.results={tmp_path}"]) == 0
     points = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
     found = read_back(tmp_path)
     assert [record["item"]["tokens"] for record in found["history"]] == [point["tokens"] for point in points]
-    assert found["run"][0]["config"]["update"]["method"] == "counter"
+    assert [record["item"]["_step"] for record in found["history"]] == [point["step"] for point in points]
+    (run,) = found["run"]
+    assert run["config"]["update"]["method"] == "counter" and run["job_type"] == "train"
+    assert str(tmp_path) not in json.dumps(found)
 
 
 @pytest.mark.parametrize(
