@@ -1,4 +1,4 @@
-"""Imports go one way: bench knows the interface, a method knows the engine, the engine knows no method."""
+"""Imports go one way: decodebench knows all, bench the interface, a method the engine, the engine no method."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted([*ROOT.glob("methods/**/*.py"), *ROOT.glob("bench/**/*.py")])
+API = sorted(ROOT.glob("decodebench/**/*.py"))
 HEAVY = {
     "torch",
     "transformers",
@@ -90,6 +91,7 @@ def test_imports_go_one_way(file: Path) -> None:
     package, part = name.split("/")[0], name.split("/")[1].removesuffix(".py")
     for module in imports(ast.parse(file.read_text()).body, inside=True):
         top, imported = (*module.split("."), "")[:2]
+        assert top != "decodebench", f"{name} may not import the Python API: {module}"
         if top == "bench":
             assert package == "bench", f"{name} is a method and imports the benchmark: {module}"
         if top == "methods" and imported:
@@ -97,6 +99,12 @@ def test_imports_go_one_way(file: Path) -> None:
             tested = name.startswith("bench/lossless/") and module.startswith(tuple(RULES))
             tested = tested or module.startswith(EXPERIMENTS.get(name, "-"))
             assert imported in allowed or tested, f"{name} may not import {module}"
+
+
+@pytest.mark.parametrize("file", API, ids=lambda file: file.name)
+def test_the_python_api_knows_no_single_method(file: Path) -> None:
+    for module in imports(ast.parse(file.read_text()).body, inside=True):
+        assert not module.startswith("methods.") or module.split(".")[1] in SHARED, f"{file.name} may not import {module}"
 
 
 def test_every_package_is_in_a_layer() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "LOG.md", *sorted(ROOT.glob("docs/*.md"))]
-MODULES = sorted([*ROOT.glob("bench/**/*.py"), *ROOT.glob("methods/**/*.py")])
+MODULES = sorted(file for top in ("bench", "methods", "decodebench") for file in ROOT.glob(f"{top}/**/*.py"))
 INSTEAD = {
     r"came as|\bcame\b(?=[;:])": "got",
     r"\btold\b": "passed, reported, given",

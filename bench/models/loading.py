@@ -18,7 +18,7 @@ from bench.models.source import Loaded, Source
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from methods.engine.causal_lm import CausalLM
     from methods.engine.compiled_layers import Compiled
@@ -64,10 +64,12 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     return Loaded(_graphed(lm, hardware), read.tokenizer, name, read.revision, read.sha256, read.languages, compiled)
 
 
-def load_module(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, hardware: Mapping[str, Any]) -> Loaded:
+def load_module(module: Any, tokenizer: Any, hardware: Mapping[str, Any]) -> Loaded:
     """A model that is in memory already, where it is and in its type; it is put into evaluation mode and stays usable.
 
     Args:
+        module: a language model of transformers.
+        tokenizer: its tokenizer.
         hardware: the ``hardware`` group, of which device and type are those of the model.
 
     Raises:

@@ -1,0 +1,88 @@
+"""Measurements as HTML for notebooks: no script, no colour of its own for text, everything from outside escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import pandas as pd
+
+from bench.report import terminal
+
+MOST_ROWS, MOST_LETTERS = 10, 160
+_CELL = "text-align:left;vertical-align:top;padding:.2em .8em .2em 0;border-top:1px solid rgba(128,128,128,.4)"
+_FACTS = ("tokens/step", "tokens/s", "memory", "agreement")
+
+
+def measurement(summary: Mapping[str, Any], table: pd.DataFrame) -> str:
+    """The speed-up, what else was measured, and the first prompts with both texts."""
+    total = summary["speedup"]["total"]
+    facts = [f"{terminal.COLUMNS[name](summary)} {name}" for name in _FACTS]
+    if summary["acceptance_rate"] is not None:
+        facts.insert(1, f"{terminal.number(summary['acceptance_rate'])} acceptance")
+    shown = table.head(MOST_ROWS)
+    rows = [
+        [
+            row["prompt"],
+            row["text"],
+            "same" if row["identical"] else row["baseline text"],
+            terminal.times(row["speed-up"]),
+        ]
+        for _, row in shown.iterrows()
+    ]
+    more = len(table) - len(shown)
+    return _block(
+        f"<b>{escape(str(summary['method']))}: {terminal.times(total['value'])}</b>, 95 % {terminal.interval(total)} "
+        f"{_verdict(summary)}",
+        _lines([*_place(summary), *facts]),
+        *_reasons(summary),
+        _table(["prompt", "text", "baseline's text", "speed-up"], rows),
+        f"<small>and {terminal.plural(more, 'prompt')} more: to_dataframe()</small>" if more else "",
+    )
+
+
+def leaderboard(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """One row per method, in this order."""
+    rows = [[column(summary) for column in terminal.COLUMNS.values()] for summary in summaries]
+    return _block(_lines(_place(summaries[0])), _table(list(terminal.COLUMNS), rows))
+
+
+def _place(summary: Mapping[str, Any]) -> list[str]:
+    prompts = terminal.plural(summary["n_prompts"], "prompt")
+    return [terminal.place(summary), f"{summary['dataset']}: {prompts}", terminal.how(summary)]
+
+
+def _verdict(summary: Mapping[str, Any]) -> str:
+    """Framed, in words: colours differ between themes."""
+    valid = summary["verdict"]["valid"]
+    frame = "solid #2e9e5b" if valid else "dashed #d9534f"
+    return f'<span style="border:2px {frame};padding:0 .4em">{"VALID" if valid else "INVALID"}</span>'
+
+
+def _reasons(summary: Mapping[str, Any]) -> Iterable[str]:
+    found = summary["verdict"]["reasons"]
+    return [f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in found)}</ul>"] if found else []
+
+
+def _lines(facts: Iterable[Any]) -> str:
+    return f"<small>{' &middot; '.join(escape(str(fact)) for fact in facts)}</small>"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    body = "".join(_row("td", row) for row in rows)
+    return f'<table style="border-collapse:collapse"><thead>{_row("th", header)}</thead><tbody>{body}</tbody></table>'
+
+
+def _row(tag: str, cells: Iterable[Any]) -> str:
+    shown = (f'<{tag} style="{_CELL}">{escape(_short(cell))}</{tag}>' for cell in cells)
+    return f"<tr>{''.join(shown)}</tr>"
+
+
+def _short(cell: Any) -> str:
+    text = "" if cell is None or cell != cell else str(cell)
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+
+
+def _block(*parts: str) -> str:
+    return f'<div style="max-width:80em">{"".join(f"<div>{part}</div>" for part in parts if part)}</div>'
