@@ -14,7 +14,8 @@ Command: ``python -m bench method=speculative_sampling method.draft_model=NAME``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
