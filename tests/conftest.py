@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -13,12 +14,21 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import type_checks
+
 ROOT = Path(__file__).resolve().parents[1]
 SIBLING_DATA = ROOT.parent / "shared" / "data"
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)
+for _heavy in ("hydra", "pandas", "scipy.stats", "transformers.generation", "transformers.models.llama.modeling_llama"):
+    importlib.import_module(_heavy)  # within a module that jaxtyping loads, Python would compile them from source
+type_checks.check_few_calls()
+
+
+def pytest_runtest_setup() -> None:
+    type_checks.next_test()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
