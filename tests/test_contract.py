@@ -149,6 +149,7 @@ DECODERS = {
     **({"flashspec": Row(FlashSpec, batch=False, samples=False)} if find_spec("flashspec") else {}),
     "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),
 }
+DRAWS = 2048  # against a temperature of 1.15 instead of 1.0 (total variation 0.09) the power of the test is 0.996
 SAMPLINGS = [Sampling(1.0), Sampling(0.7, top_k=5, top_p=0.8)]  # order and kinds of filters: test_sampling.py
 
 every_decoder = pytest.mark.parametrize("row", DECODERS.values(), ids=DECODERS.keys())
@@ -195,13 +196,13 @@ def test_counters_add_up(row, target):
 )
 def test_sampling_keeps_the_joint_distribution(row, sampling, small_vocab):
     assert row.make(small_vocab, sampling).guarantee is Guarantee.EXACT
-    checks.check_sampling(row.make, small_vocab, sampling)
+    checks.check_sampling(row.make, small_vocab, sampling, rows=DRAWS)
 
 
 def test_the_sampling_check_can_fail(small_vocab):
     """Decoding at another temperature must be noticed at this sample size."""
     with pytest.raises(AssertionError, match="joint distribution differs"):
-        checks.check_sampling(lambda t, s: Autoregressive(t, Sampling(1.15)), small_vocab, Sampling(1.0))
+        checks.check_sampling(lambda t, s: Autoregressive(t, Sampling(1.15)), small_vocab, Sampling(1.0), rows=DRAWS)
 
 
 def test_the_greedy_check_can_fail(target):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -62,12 +63,17 @@ def outputs(decoder: Decoder, batch: list[Tensor], limit: int, seed: int = 0) ->
 
 def greedy_reference(target: CausalLM, prompt: Tensor, limit: int) -> list[int]:
     """Greedy decoding without cache, engine or loop, with the original model."""
+    return list(_greedy(target, tuple(prompt.tolist()), limit))
+
+
+@lru_cache(maxsize=64)
+def _greedy(target: CausalLM, prompt: tuple[int, ...], limit: int) -> tuple[int, ...]:
     assert target.hf is not None
-    ids = prompt.tolist()
+    ids = list(prompt)
     for _ in range(limit):
         with torch.no_grad():
             ids.append(int(target.hf(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+    return tuple(ids[len(prompt) :])
 
 
 def check_greedy_identity(
