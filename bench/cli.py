@@ -225,9 +225,22 @@ def _list(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     if not arguments or arguments[0].count("/") != 1:
         raise UserError("show needs GROUP/CHOICE, as in: python -m bench show method/prompt_lookup")
-    text = compose.merged(*arguments[0].split("/"))
+    group, choice = arguments[0].split("/")
+    if group == "schema":
+        return _print(_schema(choice))
+    text = compose.merged(group, choice)
     documentation = _documentation(text)
     return _print(text + (f"\n\n{documentation}" if documentation else ""))
+
+
+def _schema(name: str) -> str:
+    """What the keys of a file of records mean."""
+    from bench.records import schemas
+
+    known = {str(kind): kind for kind in schemas.KINDS}
+    if name not in known:
+        raise UserError(f"schema/ must be followed by one of {', '.join(known)}, got '{name}'.")
+    return schemas.text(known[name])
 
 
 def _validate(arguments: list[str]) -> int:
@@ -371,10 +384,14 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _selected(results: Path, filters: Sequence[str]) -> list[Any]:
-    """The records that pass the filters."""
+    """The records that pass the filters; those that cannot be read are named on stderr."""
     from bench.report import collect
 
-    rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
+    found = collect.read(results)
+    for record in found:
+        if record.problem:
+            print(record.problem, file=sys.stderr)
+    rows = [collect.row(record) | {"record": record} for record in found]
     return [row["record"] for row in collect.select(rows, filters)]
 
 
@@ -382,7 +399,7 @@ def _collect(arguments: list[str]) -> int:
     settings, filters = options.parse(CollectOptions, arguments)
     from bench.report import collect
 
-    rows = collect.select([collect.row(record) for record in collect.read(settings.folder)], filters)
+    rows = [collect.row(record) for record in _selected(settings.folder, filters)]
     if settings.out:
         collect.write(rows, settings.out)
         return _print(f"{len(rows)} runs: {settings.out}")
@@ -458,7 +475,12 @@ def _check_method(arguments: list[str]) -> int:
 _FILTERS = "[column=value ...] [out=F]"
 _COMMANDS: dict[str, Command] = {
     "list": Command(_list, "list [methods|models|datasets|...]", "what there is to choose from", "list methods"),
-    "show": Command(_show, "show GROUP/CHOICE", "its settings and what they mean", "show method/eagle"),
+    "show": Command(
+        _show,
+        "show GROUP/CHOICE",
+        "its settings and what they mean; schema/summary: keys of records",
+        "show method/eagle",
+    ),
     "train": Command(_train, "train method=NAME ...", "train or build what a method needs"),
     "cost": Command(_cost, "cost model=NAME ... | what-if RUN", "the cost of a forward pass, and predictions from it"),
     "lossless": Command(_lossless, "lossless experiment=NAME ...", "test whether sampling keeps the distribution"),

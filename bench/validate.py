@@ -12,7 +12,7 @@ from typing import Any
 from bench.analysis import pairs
 from bench.cost import records as cost_records
 from bench.errors import UserError
-from bench.records import run_folder
+from bench.records import run_folder, schemas
 from bench.utils.files import read_json
 
 RUN, LOSSLESS, COSTS = "run", "lossless record", "cost curve"
@@ -81,8 +81,15 @@ def _run_problems(folder: Path) -> list[str]:
     """The problems that ``run_folder.validate`` finds, and a speed-up that does not follow from the samples."""
     if problems := run_folder.validate(folder):
         return problems
-    total = ((read_json(folder / run_folder.SUMMARY) or {}).get("speedup") or {}).get("total") or {}
-    units = pairs.read(folder).units
+    summary = read_json(folder / run_folder.SUMMARY)
+    if wrong := schemas.problem("summary", summary):
+        return [f"{run_folder.SUMMARY} is damaged: {wrong}; derive it again with report rebuild=true"]
+    assert summary is not None, "that is a problem of the schema"
+    total = summary["speedup"]["total"]
+    try:
+        units = pairs.read(folder).units
+    except UserError as error:
+        return [str(error)]
     value = None if units.empty else float(units["baseline_s"].sum() / units["method_s"].sum())
     stored = total.get("value")
     if stored == value or (stored and value and math.isclose(stored, value, rel_tol=1e-6)):
@@ -104,7 +111,7 @@ def _lossless_problems(folder: Path) -> Iterator[str]:
         return
     try:
         passed = _passed(experiment, result)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         yield f"{_RESULT} cannot be read: {type(error).__name__}: {error}"
         return
     if passed is not result.get("passed"):
@@ -126,6 +133,6 @@ def _passed(experiment: str, result: dict[str, Any]) -> bool:
 def _costs_problems(folder: Path) -> list[str]:
     try:
         summary = cost_records.read_summary(folder)
-    except (UserError, KeyError, TypeError) as error:
+    except (UserError, KeyError, TypeError, AttributeError) as error:
         return [str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"]
     return [] if summary["curves"] else ["no curve can be made of its points"]

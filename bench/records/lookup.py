@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from bench.config import identity
 from bench.config.schema import RunConfig
+from bench.errors import UserError
 from bench.records import run_folder
 from bench.utils import files, redact
 
@@ -52,8 +54,19 @@ def entries(results: Path) -> Iterator[Entry]:
     """The recorded runs of a folder; those that cannot be read are left out."""
     for folder in run_folder.folders(results):
         config = _config(folder)
-        if config is not None:
-            yield Entry(folder, run_folder.read_manifest(folder) or {}, config)
+        try:
+            manifest = run_folder.read_manifest(folder) or {}
+        except UserError as error:
+            _warn(f"left out: {error}")
+        else:
+            if config is not None:
+                yield Entry(folder, manifest, config)
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once for each message, as every job of a sweep looks at all records."""
+    print(message, file=sys.stderr)
 
 
 def resolved(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.errors import UserError, explain
+from bench.records import schemas
 from bench.utils import files
 
 SCHEMA_VERSION = 1
@@ -294,10 +295,12 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is no JSON ({error}). Restore it, or delete the folder and run again.") from error
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no JSON object. Restore it, or delete the folder and run again.")
+    if wrong := schemas.problem("manifest", found):
+        raise UserError(f"{file} is damaged: {wrong}. Restore it, or delete the folder and run again.")
     return found
 
 
@@ -310,7 +313,7 @@ def _parse(file: Path) -> list[Sample]:
         try:
             samples.append(_sample(line))
         except (ValueError, TypeError) as error:
-            if number == len(lines) and not isinstance(error, _OtherVersion):
+            if number == len(lines) and not isinstance(error, _NotOurs):
                 break  # torn: the process was killed, or the machine lost power, while it was written
             raise UserError(
                 f"{file}, line {number} cannot be read: {error}. Every line must be a sample of schema version "
@@ -319,8 +322,8 @@ def _parse(file: Path) -> list[Sample]:
     return samples
 
 
-class _OtherVersion(ValueError):
-    pass
+class _NotOurs(ValueError):
+    """A whole line that is no sample, unlike one that a crash tore."""
 
 
 def _sample(line: bytes) -> Sample:
@@ -328,7 +331,9 @@ def _sample(line: bytes) -> Sample:
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if row.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
-        raise _OtherVersion(f"it has schema version {row['schema_version']}")
+        raise _NotOurs(f"it has schema version {row['schema_version']}")
+    if wrong := schemas.problem("sample", row):
+        raise _NotOurs(wrong)
     return Sample(**row)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
-from bench.records import run_folder
+from bench.records import run_folder, schemas
 from bench.report import tables, terminal
 from bench.utils.files import read_json
 from bench.utils.text import flatten
@@ -34,12 +34,18 @@ Source = Literal["own", "reference"]  # measured by the user, or shipped with th
 
 @dataclass(frozen=True)
 class Record:
-    """A run folder; ``summary`` is None if the run is not finished."""
+    """A run folder.
+
+    Attributes:
+        summary: None if the run is not finished, or its summary is missing or damaged.
+        problem: what cannot be read of it; empty if all can.
+    """
 
     path: Path
     manifest: dict[str, Any]
     summary: dict[str, Any] | None
     source: Source = "own"
+    problem: str = ""
 
     @property
     def finished(self) -> bool:
@@ -59,20 +65,32 @@ def read(results: Path, source: Source = "own") -> list[Record]:
     """Every run below a results folder, by name. Only manifests and summaries are opened.
 
     Raises:
-        UserError: no such folder, or a manifest that cannot be read.
+        UserError: no such folder.
     """
     if not results.is_dir():
         raise UserError(f"paths.results must be the folder of the runs, got {results}, which is not a folder.")
-    return [
-        Record(folder, run_folder.read_manifest(folder) or {}, read_summary(folder), source)
-        for folder in run_folder.folders(results)
-    ]
+    return [_record(folder, source) for folder in run_folder.folders(results)]
+
+
+def _record(folder: Path, source: Source) -> Record:
+    """A run as far as it can be read; a damaged manifest counts as a run that is not finished."""
+    try:
+        manifest = run_folder.read_manifest(folder) or {}
+    except UserError as error:
+        return Record(folder, {"status": "damaged", "error": str(error)}, None, source, str(error))
+    summary, file = read_summary(folder), folder / run_folder.SUMMARY
+    if summary is not None or not file.is_file():
+        return Record(folder, manifest, summary, source)
+    wrong = schemas.problem("summary", read_json(file))
+    return Record(
+        folder, manifest, None, source, f"{file} is damaged: {wrong}. Derive it again: python -m bench report"
+    )
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run; None if it is missing or unreadable, as it can be rebuilt."""
+    """summary.json of a run; None if it is missing or damaged, as it can be rebuilt."""
     found = read_json(folder / run_folder.SUMMARY)
-    return found if found and "speedup" in found else None
+    return None if schemas.problem("summary", found) else found
 
 
 def row(record: Record) -> FlatRow:
@@ -85,7 +103,7 @@ def row(record: Record) -> FlatRow:
         "status": manifest.get("status"),
         **named,
         "valid": None if summary is None else is_valid(summary),
-        "reasons": "; ".join((summary or {}).get("verdict", {}).get("reasons", [])),
+        "reasons": record.problem or "; ".join((summary or {}).get("verdict", {}).get("reasons", [])),
         "started_at": manifest.get("started_at"),
         "seed": manifest.get("seed"),
         "measure": (manifest.get("measure") or {}).get("name"),

@@ -24,7 +24,7 @@ def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[
     """Rebuild missing summaries, or ``everything``, from manifest and samples.
 
     Returns:
-        The records with their summaries, and a message for each finished run that could not be summed up.
+        The records with their summaries, and a message for each run that could not be read or summed up.
     """
     made, problems = [], []
     for record in found:
@@ -33,9 +33,11 @@ def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[
             try:
                 summary = summarise(record.path).content
                 run_folder.write_summary(record.path, summary)
-                record = replace(record, summary=summary)
+                record = replace(record, summary=summary, problem="")
             except (UserError, KeyError, TypeError, ValueError, OSError) as error:
                 problems.append(f"{record.path.name} cannot be summed up: {type(error).__name__}: {error}")
+        elif record.problem:
+            problems.append(record.problem)
         made.append(record)
     return made, problems
 
@@ -45,7 +47,7 @@ def unfinished(found: Sequence[Record]) -> list[str]:
     return [
         f"{record.path.name}: {record.manifest.get('status')}{_why(record.manifest.get('error'))}"
         for record in found
-        if not record.finished
+        if not record.finished and not record.problem
     ]
 
 

@@ -47,7 +47,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """A JSON object; None where the file has none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
