@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Int
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from methods.engine.causal_lm import CausalLM
@@ -26,7 +27,29 @@ _JUDGED = 128  # held-out dialogues of an evaluation
 
 
 class Learner(nn.Module):
-    """A draft head in training. Its parameters that require a gradient are trained."""
+    """A draft head in training. Its parameters that require a gradient are trained.
+
+    Args:
+        target: the model it is trained for.
+        vocabulary: what it proposes from, on the target's device.
+
+    Attributes:
+        output, output_bias: the target's output matrix for this vocabulary, in 32 bit and frozen.
+    """
+
+    output: Float[Tensor, "v D"]
+    output_bias: Float[Tensor, "v"] | None
+
+    def __init__(self, target: CausalLM, vocabulary: DraftVocabulary) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        weight, bias = target.output_rows(vocabulary.ids)
+        self.register_buffer("output", weight.float(), persistent=False)
+        self.register_buffer("output_bias", None if bias is None else bias.float(), persistent=False)
+
+    def logits(self, states: Float[Tensor, "R D"]) -> Float[Tensor, "R v"]:
+        """Over the draft vocabulary."""
+        return F.linear(states, self.output, self.output_bias)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         """What is minimised over a batch, and numbers for the curves."""

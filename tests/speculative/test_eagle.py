@@ -77,7 +77,7 @@ def learner_of(target, version, unroll=3, output="shared", vocabulary=None, rand
             for parameter in learner.parameters():
                 parameter.normal_(0.0, 0.4)
     learner = learner.double()
-    learner.taught_weight = target.output_rows(chosen.ids)[0]  # unrounded
+    learner.output = target.output_rows(chosen.ids)[0]  # unrounded
     learner._rotary = learner.spec.rotary(target.device, torch.float64)
     return learner
 
@@ -193,7 +193,7 @@ def test_hits_follow_chains(version, target):
             for place in range(prompt - 1, length - 2):
                 for step in range(min(5, length - 2 - place)):
                     feature = slow_features(learner, batch, row, place, step + 1)[-1]
-                    logits = learner.network.scored(feature) @ learner.taught_weight.T
+                    logits = learner.network.scored(feature) @ learner.output.T
                     rank = int((logits > logits[batch.tokens[row, place + 2 + step]]).sum())
                     count[step] += 1
                     if rank < 10:

@@ -220,7 +220,7 @@ class NextToken(Learner):
     """Predicts the token behind next from the state: learnable, since the target's greedy text is a function of it."""
 
     def __init__(self, target: CausalLM) -> None:
-        super().__init__()
+        super().__init__(target, DraftVocabulary.all(target.vocab_size))
         self.layer = nn.Linear(target.hidden_size, target.vocab_size)
         self.fixed = nn.Parameter(torch.ones(1), requires_grad=False)
 

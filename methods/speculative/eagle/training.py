@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from methods.engine.causal_layers import Rows
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.sampling import in_float
 from methods.speculative.eagle.checkpoint import Part, Spec
 from methods.training.features import Batch, Features
 from methods.training.head_trainer import HeadTraining, Learner
@@ -158,9 +159,8 @@ class EagleLearner(Learner):
     """The draft network over a frozen target.
 
     Args:
-        target: the model it is trained for.
+        target, vocabulary: see ``Learner``.
         spec: sizes; see ``spec_of``.
-        vocabulary: what it proposes from, on the target's device.
         unroll: steps, of which the first one is over the target's features and later ones over its own.
         output: whether the rows of the target's output matrix are frozen or trained.
         noise: version 1: width of the uniform noise on true features, over 512 places; as the authors add it.
@@ -177,20 +177,14 @@ class EagleLearner(Learner):
         noise: float = 0.2,
         classification: float = 0.1,
     ) -> None:
-        super().__init__()
-        self.spec, self.vocabulary, self.unroll = spec, vocabulary, unroll
+        super().__init__(target, vocabulary)
+        self.spec, self.unroll = spec, unroll
         self.noise, self.classification = noise, classification
         self._target = (target,)  # in a tuple: its parameters are not the learner's
         self.network = DraftModule(spec).to(target.device)
         begin(self.network, target)
         self._rotary = spec.rotary(target.device, torch.float32)
-        weight, bias = target.output_rows(vocabulary.ids)
-        self.register_buffer("taught_weight", weight.float(), persistent=False)
-        self.register_buffer("taught_bias", None if bias is None else bias.float(), persistent=False)
-        self.lm_head = nn.Parameter(weight.float().clone()) if output == "own" else None
-
-    taught_weight: Float[Tensor, "v D"]
-    taught_bias: Float[Tensor, "v"] | None
+        self.lm_head = nn.Parameter(self.output.clone()) if output == "own" else None
 
     def part(self) -> Part:
         """The current checkpoint."""
@@ -218,7 +212,7 @@ class EagleLearner(Learner):
             curves[f"cross_entropy_{step + 1}"] = loss.detach()
             if self.spec.version != 3:
                 wanted = batch.hidden[places.row, ahead]
-                distance = F.smooth_l1_loss(_wide(feature[valid]), _wide(wanted[valid]), reduction="sum")
+                distance = F.smooth_l1_loss(in_float(feature[valid]), in_float(wanted[valid]), reduction="sum")
                 distance = distance / (valid.sum() * wanted.shape[-1]).clamp(min=1)
                 curves[f"smooth_l1_{step + 1}"] = distance.detach()
                 loss = distance + self.classification * loss
@@ -265,15 +259,15 @@ class EagleLearner(Learner):
 
     @property
     def _output(self) -> tuple[Tensor, Tensor | None]:
-        return (self.taught_weight, self.taught_bias) if self.lm_head is None else (self.lm_head, None)
+        return (self.output, self.output_bias) if self.lm_head is None else (self.lm_head, None)
 
     def _taught(self, batch: Batch) -> tuple[Float[Tensor, "A v"], Int[Tensor, "B T"]]:
         """The target's distribution wherever an answer token follows, packed, and each place's index in it."""
         written = batch.shifted(1)[1]
         index = (written.flatten().cumsum(0) - 1).clamp(min=0).view(written.shape)
         with torch.no_grad():
-            logits = F.linear(batch.hidden[written], self.taught_weight, self.taught_bias)
-            return torch.cat([_wide(part).softmax(-1).to(logits.dtype) for part in logits.split(_CHUNK)]), index
+            logits = self.logits(batch.hidden[written])
+            return torch.cat([in_float(part).softmax(-1).to(logits.dtype) for part in logits.split(_CHUNK)]), index
 
     def _labels(self, batch: Batch, places: Places, step: int) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R"]]:
         """What a step should propose, as an index into the vocabulary (-1: not in it), and whether there is a token."""
@@ -291,7 +285,7 @@ class EagleLearner(Learner):
         return true + (torch.rand_like(true) - 0.5) * self.noise * 512 / wide
 
     def _embed(self, tokens: Int[Tensor, "*b"]) -> Float[Tensor, "*b D"]:
-        return self._target[0].embed(tokens).to(self.taught_weight.dtype)
+        return self._target[0].embed(tokens).to(self.output.dtype)
 
     def _heads(self, projected: Float[Tensor, "*b H"]) -> Float[Tensor, "*b h d"]:
         return projected.unflatten(-1, (-1, self.spec.head_dim))
@@ -320,13 +314,13 @@ def attend(
     wide = places.spread(query, batch).unflatten(2, (kv_heads, -1))  # B W K G d
     groups = wide.shape[3]
     folded = wide.permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
-    scores = _wide(folded @ keys.permute(0, 2, 3, 1)).unflatten(2, (-1, groups))  # B K W G T
+    scores = in_float(folded @ keys.permute(0, 2, 3, 1)).unflatten(2, (-1, groups))  # B K W G T
     first = places.place.new_zeros(batch, places.width)
     first[places.row, places.column] = places.place
     hidden = torch.arange(length, device=keys.device) > first[:, :, None]
     scores = scores.masked_fill(hidden[:, None, :, None], -torch.inf)
     spread = [(places.spread(k, batch), places.spread(v, batch)) for k, v in later]
-    own = [_wide(torch.einsum("bwkgd,bwkd->bkwg", wide, k))[..., None] for k, _ in spread]
+    own = [in_float(torch.einsum("bwkgd,bwkd->bkwg", wide, k))[..., None] for k, _ in spread]
     shares = (torch.cat([scores, *own], dim=-1) * dim**-0.5).softmax(-1).to(values.dtype)
     mixed = shares[..., :length].flatten(2, 3) @ values.transpose(1, 2)
     mixed = mixed.unflatten(2, (-1, groups)).transpose(1, 2)  # B W K G d
@@ -383,11 +377,6 @@ class _SoftCrossEntropy(torch.autograd.Function):
         of_states, of_weight = ctx.saved_tensors
         scaled = None if of_weight is None else of_weight * slope.to(of_weight.dtype)
         return of_states * slope.to(of_states.dtype), scaled, None, None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    """At least 32 bit."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _behind(tokens: Int[Tensor, "B T"], count: int) -> Int[Tensor, "B T"]:

@@ -35,29 +35,22 @@ class BlockwiseLearner(Learner):
     They start as head 1: the second layer is zero, so every head's state is the target's own.
 
     Args:
-        target: the model they are trained for; the rows of its output matrix for the vocabulary are kept.
-        vocabulary: what the heads propose from, on the target's device.
+        target, vocabulary: see ``Learner``.
         k: tokens of a block.
         hidden: units of the layer that the heads share.
         per_step: train all heads with each batch, or one drawn at random.
     """
 
-    output: Float[Tensor, "v D"]
-    output_bias: Float[Tensor, "v"] | None
-
     def __init__(
         self, target: CausalLM, vocabulary: DraftVocabulary, k: int, hidden: int, per_step: HeadsPerStep
     ) -> None:
-        super().__init__()
+        super().__init__(target, vocabulary)
         self.shape = Shape(k, hidden, target.hidden_size, target.n_layers, target.vocab_size)
-        self.vocabulary, self.per_step = vocabulary, per_step
+        self.per_step = per_step
         self.first = nn.Linear(target.hidden_size, hidden, device=target.device)
         self.second = nn.Linear(hidden, self.n_heads * target.hidden_size, device=target.device)
         nn.init.zeros_(self.second.weight)
         nn.init.zeros_(self.second.bias)
-        weight, bias = target.output_rows(vocabulary.ids)
-        self.register_buffer("output", weight.float(), persistent=False)
-        self.register_buffer("output_bias", None if bias is None else bias.float(), persistent=False)
 
     @property
     def n_heads(self) -> int:
@@ -97,10 +90,6 @@ class BlockwiseLearner(Learner):
             alive = alive & (best == labels[:, head])
             right.append(alive.sum())
         return torch.stack(right)[:, None], torch.stack(count)
-
-    def logits(self, rows: Float[Tensor, "R D"]) -> Float[Tensor, "R v"]:
-        """Over what the heads propose from."""
-        return F.linear(rows, self.output, self.output_bias)
 
     def _places(self, batch: Batch) -> tuple[Float[Tensor, "R D"], Int[Tensor, "R n"], Bool[Tensor, "R n"]]:
         """States to propose from, what each head should propose there, and whether the answer is that long.

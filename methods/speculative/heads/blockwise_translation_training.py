@@ -100,9 +100,9 @@ class TranslationLearner(BlockwiseLearner):
         hidden = states if self._scale == 1.0 else states * self._scale
         return Batch(tokens, hidden, {}, [len(self.start)] * len(texts), [len(text) for text in texts])
 
-    def logits(self, rows: Float[Tensor, "R D"]) -> Float[Tensor, "R v"]:
-        """See ``BlockwiseLearner``; by the current output matrix."""
-        return self._output(rows, self.vocabulary.ids)
+    def logits(self, states: Float[Tensor, "R D"]) -> Float[Tensor, "R v"]:
+        """See ``Learner``; by the current output matrix."""
+        return self._output(states, self.vocabulary.ids)
 
     def _own_loss(self, batch: Batch) -> Tensor:
         tokens, written = batch.shifted(1)

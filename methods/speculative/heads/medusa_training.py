@@ -85,22 +85,15 @@ class HeadsLearner(Learner):
     A subclass says which state each head multiplies with that matrix.
 
     Args:
-        target: the model they are trained for; the rows of its output matrix for the vocabulary are kept.
-        vocabulary: what the heads propose from, on the target's device.
+        target, vocabulary: see ``Learner``.
         heads: P.
         labels: see the file's docstring.
         decay: weight of a head's loss over that of the head before.
     """
 
-    output: Float[Tensor, "v D"]
-    output_bias: Float[Tensor, "v"] | None
-
     def __init__(self, target: CausalLM, vocabulary: DraftVocabulary, heads: int, labels: Labels, decay: float) -> None:
-        super().__init__()
-        self.vocabulary, self.heads, self.labels, self.decay = vocabulary, heads, labels, decay
-        weight, bias = target.output_rows(vocabulary.ids)
-        self.register_buffer("output", weight.float(), persistent=False)
-        self.register_buffer("output_bias", None if bias is None else bias.float(), persistent=False)
+        super().__init__(target, vocabulary)
+        self.heads, self.labels, self.decay = heads, labels, decay
 
     def states(self, places: DraftStates) -> Iterator[Float[Tensor, "n D"]]:
         """Head by head, what is multiplied with the output matrix."""
@@ -144,10 +137,6 @@ class HeadsLearner(Learner):
             best = logits.topk(min(RANKS, logits.shape[1])).indices == labels[:, head, None]
             found.append(torch.where(best.any(1), best.int().argmax(1), RANKS))
         return torch.stack(found, 1), places.judged
-
-    def logits(self, state: Float[Tensor, "n D"]) -> Float[Tensor, "n v"]:
-        """Over the draft vocabulary."""
-        return F.linear(state, self.output, self.output_bias)
 
     @torch.no_grad()
     def _soft(self, state: Float[Tensor, "n D"]) -> Float[Tensor, "n v"]:
