@@ -14,9 +14,11 @@ import yaml
 from bench.config import compose
 from bench.config.identity import MOVED_NAMES
 from bench.config.schema import conf_dir
+from bench.errors import UserError
 from bench.utils.text import flatten
 
 _GROUPS = ("method", "model", "dataset", "sampling", "measure", "hardware")
+_IN_MEMORY = frozenset({"InMemoryModel", "GivenPrompts"})
 _PLAIN = re.compile(r"[\w./%-]+")  # values that Hydra reads as they are
 
 
@@ -28,11 +30,14 @@ def command(config: Mapping[str, Any], *options: str, method: str | None = None)
 def words(config: Mapping[str, Any], method: str | None = None) -> list[str]:
     """The shortest overrides that compose a run's configuration.
 
-    Settings that no longer exist are left out; ``paths`` and ``tracker`` are not part of it.
+    Settings that no longer exist are left out.
 
     Args:
         config: as ``RunConfig.to_dict`` has it today, or as an earlier run stored it.
         method: another value for ``method=``, such as ``glob(*)``; its settings are left out then.
+
+    Raises:
+        UserError: model or prompts were in the memory of a Python program.
     """
     choices = {group: _choice(group, config.get(group) or {}) for group in _GROUPS}
     chosen = {group: f"{group}={choice}" for group, choice in choices.items()}
@@ -55,6 +60,10 @@ def _choice(group: str, values: Mapping[str, Any]) -> str:
     if name in choices:
         return name
     flat, target = dict(flatten(values)), str(values.get("_target_")).rpartition(".")[2]
+    if target in _IN_MEMORY:
+        raise UserError(
+            f"{group}={name} was in the memory of a Python program. Repeat the run with decodebench.benchmark."
+        )
     same = [each for each in choices if target == str(_file(group, each).get("_target_")).rpartition(".")[2]]
     plain = [each for each in same or choices if _file(group, each).get("name") == "???"]
     return min(plain or same or choices, key=lambda each: _differences(flat, dict(flatten(_file(group, each)))))

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, MarianConfig, MarianMTModel
 
 import decodebench
-from bench.config import compose
+from bench.config import compose, overrides
 from bench.measure import run as program
 from bench.models.random_weights import byte_tokenizer
 from bench.records import lookup, run_folder
@@ -417,8 +417,11 @@ def test_drafts_must_share_the_vocabulary(target: decodebench.Target) -> None:
         decodebench.generate(target, "Hi", method="speculative_sampling", draft_model=stranger)
 
 
-def test_a_record_of_a_model_in_memory_says_how_to_repeat_it() -> None:
+def test_a_record_of_what_was_in_memory_says_how_to_repeat_it(measured: decodebench.Measurement) -> None:
     from bench.models import in_memory, loading
+
+    with pytest.raises(UserError, match="model=module was in the memory of a Python program"):
+        overrides.command(measured.config)
 
     with pytest.raises(UserError, match="save_pretrained"):
         loading.load(in_memory.GROUP, {"device": "cpu"}, compose.compose([]).paths)
