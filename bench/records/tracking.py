@@ -88,7 +88,7 @@ class Tracker:
     broken = False  # whether a call failed
 
     def log(self, make: Callable[[], FinishedRun]) -> None:
-        """A whole run, which is made only if somebody wants it."""
+        """A whole run; ``make`` is called only by trackers that use it."""
 
     def start(self, run_id: str, group: str, config: Mapping[str, Any], tags: Sequence[str], job: JobType) -> None:
         """A run begins. An earlier one of the same id is replaced."""
