@@ -45,7 +45,7 @@ MIXED = "mixed"  # category of a batch whose rows are of several
 FEWEST_FOR_P99 = 100
 ENERGY_BLOCK_S = 5.0
 _NS = 1e9
-_ONE_QUEUE = "one queue has no spread; set measure.refill_queue, the fewest prompts of a queue, to measure several"
+_MORE_QUEUES = "; set measure.refill_queue, the fewest prompts of a queue, to measure several"
 _FEWEST_ROUNDS, _FEWEST_BATCHES = 8, 4  # below, the spread of the baseline says nothing
 
 
@@ -243,8 +243,8 @@ def speedups(rows: pd.DataFrame, n_bootstrap: int, seed: int) -> dict[str, Any]:
     sums = table.drop(columns="category").sum()
     queues = bool(rows["queue"].notna().all())
     overall = total(table)
-    if queues and overall["n"] == 1:
-        overall["reason"] = _ONE_QUEUE
+    if queues and overall["reason"]:
+        overall["reason"] = stats.few_pairs(overall["n"], "queue") + _MORE_QUEUES
     return {
         "total": overall,
         "geometric": geometric.value,
@@ -262,22 +262,6 @@ def _conversations(rows: pd.DataFrame) -> pd.DataFrame:
     seconds = pd.Series([sum(steps) / _NS for steps in rows["step_ns"]], index=rows.index) * rows["weight"]
     example = rows["prompt_id"].map(lambda name: name.rpartition("/")[0])
     return seconds.groupby([example, rows["arm"]]).sum().unstack("arm").add_suffix("_s")
-
-
-def expected_speedup_leviathan(alpha: float, gamma: int, c: float) -> float:
-    """Expected speed-up of a chain draft (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8).
-
-    Args:
-        alpha: probability that a judged draft token is accepted, independent of its position.
-        gamma: draft length; a pass over gamma + 1 tokens is assumed to cost as much as one over a single token.
-        c: time of a draft pass over time of a target pass.
-
-    Raises:
-        ValueError: alpha outside [0, 1], or a negative gamma or c.
-    """
-    if not 0 <= alpha <= 1 or gamma < 0 or c < 0:
-        raise ValueError(f"Needs 0 <= alpha <= 1, gamma >= 0 and c >= 0; got {alpha}, {gamma} and {c}.")
-    return sum(alpha**i for i in range(gamma + 1)) / (gamma * c + 1)
 
 
 def predicted_speedup(

@@ -222,7 +222,8 @@ def categories(group: ComparisonGroup, *, shown: bool = False, least: int = 1) -
     def cell(found: Mapping[str, Any]) -> Any:
         if not shown:
             return found["value"]
-        bounds = "" if found["low"] is None else f" [{terminal.interval(found)}]"
+        interval = terminal.interval(found)
+        bounds = "" if interval == terminal.MISSING else f" [{interval}]"
         return f"{terminal.times(found['value'])}{bounds} n={found['n']}"
 
     rows = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.errors import UserError
 from bench.report import tables
+from bench.utils import stats
 
 WIDTH = 100
 MISSING = "not measured"
@@ -109,15 +110,15 @@ def _repeats(summary: Mapping[str, Any]) -> str:
 def _speed_up(summary: Mapping[str, Any]) -> list[str]:
     speedup, total = summary["speedup"], summary["speedup"]["total"]
     details = [
-        f"95 % {interval(total)}",
-        f"total time, {plural(total['n'] or 0, 'pair')}",
+        f"95 % {_interval(total)}",
+        "total time" if interval(total) == MISSING else f"total time, {plural(total['n'], 'pair')}",
         f"predicted {times(summary['predicted_speedup'])}",
     ]
     per_token = speedup.get("per_token")
     if per_token and total["value"] and abs(per_token / total["value"] - 1) > _LENGTHS_DIFFER:
         details.append(f"per token {times(per_token)}")
     if latency := speedup.get("latency"):
-        details.append(f"latency {times(latency['value'])}, 95 % {interval(latency)}")
+        details.append(f"latency {times(latency['value'])}, 95 % {_interval(latency)}")
     return _row("speed-up", times(total["value"]), details)
 
 
@@ -162,7 +163,8 @@ def _rate(summary: Mapping[str, Any]) -> list[str]:
 
 def _memory(summary: Mapping[str, Any]) -> list[str]:
     peak, before = summary["peak_memory_bytes"], summary["baseline"]["peak_memory_bytes"]
-    details = [] if peak is None or before is None else [f"{(peak - before) / 2**20:+.0f} MiB against the baseline"]
+    more = None if peak is None or before is None else round((peak - before) / 2**20)  # an integer has no -0
+    details = [] if more is None else [f"{more:+d} MiB against the baseline"]
     shared = {name: size for name, size in summary.get("memory", {}).items() if name in ("weights", "cache")}
     own = {name.replace("_", " "): size for name, size in summary.get("own_bytes", {}).items() if size is not None}
     details += [f"{name} {size / 2**20:.0f} MiB" for name, size in (shared | own).items()]
@@ -360,8 +362,16 @@ def points(found: Mapping[str, Any]) -> str:
 
 
 def interval(bounds: Mapping[str, Any]) -> str:
+    """``1.15-1.44``; older records have one of fewer than 5 pairs, too, which says nothing."""
     low, high = bounds["low"], bounds["high"]
-    return MISSING if low is None or high is None else f"{low:.2f}-{high:.2f}"
+    few = (bounds.get("n") or stats.FEWEST_PAIRS) < stats.FEWEST_PAIRS
+    return MISSING if low is None or high is None or few else f"{low:.2f}-{high:.2f}"
+
+
+def _interval(bounds: Mapping[str, Any]) -> str:
+    """As ``interval``; where there is none, with the number of pairs."""
+    shown = interval(bounds)
+    return f"{shown} ({plural(bounds['n'] or 0, 'pair')})" if shown == MISSING else shown
 
 
 def plural(count: int, noun: str) -> str:

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Values = Sequence[float] | Array
 
+FEWEST_PAIRS = 5  # below, an interval is too wide to say anything, and its form rests on an assumption
 FEWEST_FOR_BOOTSTRAP = 20
 CONFIDENCE = 0.95
 _SAME = 1e-9  # ratios that differ by less are one value: floating-point dust, no spread
 _BATCH = 500  # resamples held in memory at once
-_ONE_PAIR = "one pair has no spread; measure more prompts (dataset.limit)"
+_MORE_PROMPTS = "; measure more prompts (dataset.limit)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +61,14 @@ def ratio_of_totals(numerator: Values, denominator: Values, *, n_resamples: int,
     top, bottom = _checked(numerator, denominator)
     if not len(top):
         return Interval(None, reason="no pairs were measured")
-    if len(top) > 1 and _all_same(top / bottom):
+    if len(top) >= FEWEST_PAIRS and _all_same(top / bottom):
         value = float(top.sum() / bottom.sum())
         return Interval(value, value, value, len(top), "equal")
 
     def ratio(a: Array, b: Array, axis: int = -1) -> Any:
         return a.sum(axis) / b.sum(axis)
 
-    return _interval((top, bottom), ratio, n_resamples, seed, _ONE_PAIR)
+    return _interval((top, bottom), ratio, n_resamples, seed, few_pairs(len(top)) + _MORE_PROMPTS)
 
 
 def ratio_of_ratios(columns: Sequence[Values], *, n_resamples: int, seed: int) -> Interval:
@@ -79,11 +80,18 @@ def ratio_of_ratios(columns: Sequence[Values], *, n_resamples: int, seed: int) -
     def ratio(a: Array, b: Array, c: Array, d: Array, axis: int = -1) -> Any:
         return a.sum(axis) / b.sum(axis) / (c.sum(axis) / d.sum(axis))
 
-    return _interval(arrays, ratio, n_resamples, seed, "one conversation has no spread")
+    return _interval(arrays, ratio, n_resamples, seed, few_pairs(len(arrays[0]), "conversation"))
 
 
-def _interval(columns: tuple[Array, ...], ratio: Callable[..., Any], n_resamples: int, seed: int, one: str) -> Interval:
-    """A ratio of totals with its 95 % interval over paired rows.
+def few_pairs(n: int, noun: str = "pair") -> str:
+    """Why so few have no interval."""
+    if n == 1:
+        return f"one {noun} has no spread"
+    return f"{n} {noun}s are too few for an interval, {FEWEST_PAIRS} are needed"
+
+
+def _interval(columns: tuple[Array, ...], ratio: Callable[..., Any], n_resamples: int, seed: int, few: str) -> Interval:
+    """A ratio of totals with its 95 % interval over at least 5 paired rows.
 
     From 20 rows on the interval is a paired BCa bootstrap (Efron 1987). Below, BCa covers too seldom, and a t
     interval takes its place, on the log of the ratio of totals and with the jackknife's standard error: its centre is
@@ -93,11 +101,11 @@ def _interval(columns: tuple[Array, ...], ratio: Callable[..., Any], n_resamples
     Args:
         columns: one value per row each.
         ratio: of the columns' totals.
-        one: why a single row has no interval.
+        few: why fewer rows have no interval.
     """
     value, n = float(ratio(*columns)), len(columns[0])
-    if n == 1:
-        return Interval(value, n=1, reason=one)
+    if n < FEWEST_PAIRS:
+        return Interval(value, n=n, reason=few)
     if n >= FEWEST_FOR_BOOTSTRAP:
         low, high = _bca(columns, ratio, n_resamples, seed)
         if np.isfinite(low) and np.isfinite(high):
@@ -119,8 +127,8 @@ def geometric_mean(numerator: Values, denominator: Values) -> Interval:
         return Interval(None, reason="no pairs were measured")
     logs = np.log(top / bottom)
     value = float(np.exp(logs.mean()))
-    if len(logs) == 1:
-        return Interval(value, n=1, reason=_ONE_PAIR)
+    if len(logs) < FEWEST_PAIRS:
+        return Interval(value, n=len(logs), reason=few_pairs(len(logs)) + _MORE_PROMPTS)
     if _all_same(top / bottom):
         return Interval(value, value, value, len(logs), "equal")
     low, high = np.exp(_t_interval(logs))

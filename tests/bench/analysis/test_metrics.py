@@ -52,8 +52,8 @@ def test_speedups_by_hand() -> None:
         "code": (pytest.approx(1.6), 1),
         "qa": (pytest.approx(1.5), 1),
     }
-    assert found["total"]["n"] == 2 and found["total"]["kind"] == "t"
-    assert found["total"]["low"] < 200 / 130 < found["total"]["high"]
+    assert (found["total"]["n"], found["total"]["low"], found["geometric_interval"]) == (2, None, None)
+    assert "2 pairs are too few" in found["total"]["reason"]
 
 
 def test_shares_kept_of_one_answer() -> None:
@@ -257,20 +257,6 @@ def test_no_prediction_without_the_time_of_the_drafter() -> None:
     assert summary(samples, cost_curve=lambda nodes, batch, context: 0.01)["predicted_speedup"] is None
     assert summary(PLAIN)["predicted_speedup"] is None  # no curve
     assert summary(PLAIN)["draft_share"] is None
-
-
-def test_leviathan_by_hand() -> None:
-    # (1 - 0.5^4) / (0.5 * (3 * 0.1 + 1)) = 0.9375 / 0.65
-    assert metrics.expected_speedup_leviathan(0.5, 3, 0.1) == pytest.approx(0.9375 / 0.65)
-    # Table 1 of the paper, where c = 0
-    for alpha, gamma, speed in ((0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 10, 6.86)):
-        assert metrics.expected_speedup_leviathan(alpha, gamma, 0.0) == pytest.approx(speed, abs=0.005)
-    assert metrics.expected_speedup_leviathan(1.0, 4, 0.0) == 5.0
-    assert metrics.expected_speedup_leviathan(0.0, 4, 0.5) == pytest.approx(1 / 3)
-    assert metrics.expected_speedup_leviathan(0.9, 0, 0.5) == 1.0
-    for bad in ((-0.1, 1, 0.1), (1.1, 1, 0.1), (0.5, -1, 0.1), (0.5, 1, -0.1)):
-        with pytest.raises(ValueError, match="alpha"):
-            metrics.expected_speedup_leviathan(*bad)
 
 
 def test_alpha_of_a_simulated_drafter_is_recovered() -> None:

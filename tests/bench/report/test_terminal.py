@@ -42,9 +42,9 @@ def samples() -> list[Sample]:
     method = {"tokens": [1, 3, 2, 4], "depth": [0, 4, 4, 4], "accepted": [0, 2, 1, 3], "peak_bytes": 480 * 2**20}
     return [
         sample
-        for i in range(1, 5)
+        for number, i in enumerate((1, 2, 3, 4) * 2)
         for sample in both(
-            f"{i}/1",
+            f"{number}/1",
             {"ms": [210] + [24] * 9, "peak_bytes": 437 * 2**20},
             {"ms": [210] + [25 + i] * 3, "quality": {"em": i / 4}, "energy_j": 5.0} | method,
         )
@@ -71,14 +71,14 @@ def with_nulls(value: Any) -> Any:
 
 def test_the_table_of_a_run() -> None:
     # 210 + 9 x 24 = 426 ms against 210 + 3 x (26, 27, 28, 29) = 288 .. 297 ms: 4 x 426 / 1170 = 1.456
-    # method 292.5 +- 3.87 ms: t(0.975, 3) x 3.87 / 292.5 / sqrt 4 = 2.1 % around it
+    # method 292.5 +- 3.59 ms: t(0.975, 7) x 3.59 / 292.5 / sqrt 8 = 1.03 % around it
     # predicted 426 / (210 + 3 x 26) = 1.479; 9 tokens in 3 rounds; 6 of 12 accepted, by position 3, 2, 1, 0 of 3
     expected = """\
-smollm2 (Some(R) Processor(TM) 8481C CPU @ 2.70GHz, bfloat16, 2 threads)   mtbench: 4 prompts
+smollm2 (Some(R) Processor(TM) 8481C CPU @ 2.70GHz, bfloat16, 2 threads)   mtbench: 8 prompts
 greedy, batch 1
 eagle vs autoregressive, interleaved
 
-  speed-up        1.46x      95 % 1.43-1.49   total time, 4 pairs   predicted 1.48x
+  speed-up        1.46x      95 % 1.44-1.47   total time, 8 pairs   predicted 1.48x
   tokens/step     3.00       acceptance 0.50   by position 1.00 0.67 0.33 0.00
   tokens/s        34.2       was 23.5   TTFT 0.21 s  TPOT 9.17 ms  p90 step 29 ms
   memory          480 MiB    +43 MiB against the baseline
@@ -176,3 +176,13 @@ def test_runs_of_different_kinds_are_not_joined(key: str) -> None:
 def test_no_runs_make_no_leaderboard() -> None:
     with pytest.raises(UserError, match="at least one run, got none"):
         terminal.leaderboard([])
+
+
+def test_few_pairs_have_no_interval_and_no_change_of_memory_has_a_plus() -> None:
+    found = summary()
+    total = found["speedup"]["total"] | {"n": 2, "low": 0.03, "high": 89.75}  # as earlier versions recorded it
+    found |= {"speedup": found["speedup"] | {"total": total}, "peak_memory_bytes": 437 * 2**20 - 9}
+    text = terminal.render(found, PATH)
+    assert "95 % not measured (2 pairs)   total time   predicted" in text
+    assert "437 MiB    +0 MiB against the baseline" in text
+    assert terminal.COLUMNS["95 %"](found) == terminal.MISSING

@@ -21,21 +21,23 @@ def population(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray
 
 
 def test_t_interval_by_hand() -> None:
-    # With equal denominators L_(i) = log((sum - b_i) / 2): b = 1, 2, 3 has sum 6, so R = 2 and leaving one out gives
-    # 5/2, 4/2, 3/2. Pseudo-values 3 log 2 - 2 log(5/2, 2, 3/2) = 0.24686, 0.69315, 1.26851; their sd is 0.51218, the
-    # standard error 0.51218 / sqrt(3) = 0.29571, t(0.975, 2) = 4.30265, so the half width is 1.27233 around log 2.
-    found = ratio([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
-    assert (found.value, found.n, found.kind) == (2.0, 3, "t")
-    assert found.low == pytest.approx(2 * math.exp(-1.27233), rel=1e-4)
-    assert found.high == pytest.approx(2 * math.exp(1.27233), rel=1e-4)
+    # With equal denominators L_(i) = log((sum - b_i) / 4): b = 1, 2, 3, 4, 5 has sum 15, so R = 3 and leaving one out
+    # gives 14/4, 13/4, 12/4, 11/4, 10/4. Pseudo-values 5 log 3 - 4 log(those) = 0.48201, 0.77844, 1.09861, 1.44666,
+    # 1.82790; their sd is 0.53192, the standard error 0.53192 / sqrt(5) = 0.23788, t(0.975, 4) = 2.77645, so the half
+    # width is 0.66046 around log 3.
+    found = ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
+    assert (found.value, found.n, found.kind) == (3.0, 5, "t")
+    assert found.low == pytest.approx(3 * math.exp(-0.66046), rel=1e-4)
+    assert found.high == pytest.approx(3 * math.exp(0.66046), rel=1e-4)
 
 
 def test_geometric_mean_by_hand() -> None:
-    # log ratios log 1, log 4: mean log 2, sd log(4) / sqrt 2, standard error log 2; t(0.975, 1) = 12.7062
-    found = geometric_mean([1.0, 8.0], [1.0, 2.0])
-    assert found.value == pytest.approx(2.0)
-    assert found.high == pytest.approx(2 * 2**12.7062, rel=1e-4)
-    assert found.low == pytest.approx(2 / 2**12.7062, rel=1e-4)
+    # log ratios 0, 1, 2, 3, 4 times log 2: mean log 4, sd sqrt(2.5) log 2, standard error log 2 / sqrt 2; t(0.975, 4) is
+    # 2.77645, so the half width is 1.96325 log 2
+    found = geometric_mean([1.0, 2.0, 4.0, 8.0, 16.0], [1.0] * 5)
+    assert found.value == pytest.approx(4.0)
+    assert found.high == pytest.approx(4 * 2**1.96325, rel=1e-4)
+    assert found.low == pytest.approx(4 / 2**1.96325, rel=1e-4)
 
 
 def test_the_ratio_of_totals_is_not_a_mean_of_ratios() -> None:
@@ -64,7 +66,7 @@ def test_pairing_removes_what_both_arms_share() -> None:
     assert 1.98 < found.low < 2 < found.high < 2.02
 
 
-@pytest.mark.parametrize("n", [2, 19, 20, 50])
+@pytest.mark.parametrize("n", [5, 19, 20, 50])
 def test_equal_ratios_are_their_own_interval(n: int) -> None:
     times = np.linspace(0.1, 0.7, n)
     found = ratio_of_totals(3 * times, times, n_resamples=300, seed=0)
@@ -73,10 +75,13 @@ def test_equal_ratios_are_their_own_interval(n: int) -> None:
     assert geometric_mean(3 * times, times).kind == "equal"
 
 
-def test_one_or_no_pair_has_no_interval() -> None:
+def test_few_pairs_have_no_interval() -> None:
     for found in (ratio([3.0], [2.0]), geometric_mean([3.0], [2.0])):
         assert (found.value, found.low, found.high, found.n) == (pytest.approx(1.5), None, None, 1)
         assert found.reason and "one pair" in found.reason
+    for found in (ratio([3.0, 3.0, 4.0, 2.0], [2.0] * 4), geometric_mean([2.0] * 4, [2.0] * 4)):
+        assert (found.low, found.high, found.n, found.kind) == (None, None, 4, None)
+        assert found.reason and "4 pairs are too few for an interval, 5 are needed; measure more" in found.reason
     for found in (ratio([], []), geometric_mean([], [])):
         assert (found.value, found.low, found.n) == (None, None, 0) and found.reason
 
