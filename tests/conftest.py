@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -25,6 +26,20 @@ torch.set_num_threads(1)
 for _heavy in ("hydra", "pandas", "scipy.stats", "transformers.generation", "transformers.models.llama.modeling_llama"):
     importlib.import_module(_heavy)  # within a module that jaxtyping loads, Python would compile them from source
 type_checks.check_few_calls()
+_unfreeze = gc.unfreeze
+
+
+def pytest_collection_finish() -> None:
+    """A collection takes half a second with everything imported, and a run makes many: leave that to the runs' own
+    objects, as in a process that measures once."""
+    gc.unfreeze = _freeze_again  # a run ends with it
+    _freeze_again()
+
+
+def _freeze_again() -> None:
+    _unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
