@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 comma := ,
 
