@@ -13,59 +13,94 @@
 # %% [markdown]
 # # What is a method worth at larger batches?
 #
-# Verifying many tokens in one pass is nearly free as long as the machine waits for its memory. More rows fill the
-# same pass with other texts' tokens, so the speed-up of drafting falls with the batch size, and at some size it is a
-# loss. How fast it falls depends on the machine; here it is read from the records in `results/`, and no model is
-# loaded.
+# Verifying many tokens in one pass is nearly free as long as the machine waits for its memory. More rows fill the same pass
+# with tokens of other texts, so the speed-up of drafting falls with the batch size. How fast it falls depends on the machine.
 #
-# Rows go in lockstep: one that has ended waits for the longest of its batch, and what it would have cost is in
-# nobody's tokens. With `measure.refill=true` a prompt that waits takes its place at once. Both are measured, apart.
+# Rows of a batch run in lockstep: a row that has ended waits for the longest one. With `measure.refill=true` a waiting prompt
+# takes its place at once. The two are measured separately.
 #
 # ```
 # python -m bench sweep=batch                # every method at 1, 2, 4, 8, 16 and 32 rows
-# python -m bench sweep=batch_refilled       # those whose rows can be refilled, at 2 to 32 rows
+# python -m bench sweep=batch_refilled       # methods whose rows can be refilled, at 2 to 32 rows
 # ```
 
 # %%
-import os
-import sys
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import pandas as pd
-import seaborn as sns
 from IPython.display import Markdown, display
 
+from bench.report import leaderboard, notebook, plots, terminal
 
-def checkout() -> Path:
-    """The root of the checkout."""
-    here = Path.cwd()
-    return next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
-
-
-sys.path.insert(0, str(checkout()))
-
-from bench.report import collect, leaderboard, plots, terminal  # noqa: E402
-
-sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-plt.rcParams.update({"figure.dpi": 64, "axes.titlesize": 10, "axes.labelsize": 10})
-RESULTS = Path(os.environ.get("DECODEBENCH_RESULTS") or checkout() / "results")
+notebook.theme()
 SIZES = (1, 2, 4, 8, 16, 32)  # of the sweep
 
-GROUPS = leaderboard.groups(collect.read(RESULTS))
-SERIES = leaderboard.batch_series(GROUPS)
+GROUPS = leaderboard.groups(notebook.records())
 COVERAGE = leaderboard.batch_coverage(GROUPS, SIZES)
+SERIES = [  # a figure of one method alone shows no difference between methods
+    (heading, lines)
+    for heading, lines in leaderboard.batch_series(GROUPS)
+    if len({rows[0].method for rows in lines.values()}) > 1
+]
+
+
+def draw(of, before, ylabel: str) -> None:
+    """A quantity over the batch size, a figure for each series."""
+    for heading, lines in SERIES:
+        rows = [row for line in lines.values() for row in line]
+        figure, ax = plt.subplots(figsize=(10, 5.2), layout="constrained")
+        plots.legend(figure, rows)
+        ax.set(title=plots.title(heading, rows, 110), ylabel=ylabel)
+        plots.over_batches(ax, lines, of, before)
+        plt.show()
+
 
 # %% [markdown]
-# ## 1. What is recorded, and what is not
+# ## 1. Tokens per second
 #
-# Speed-up over the baseline of the same run at the same batch size. **-** is not recorded, **INVALID** was recorded
-# and is not to be believed; neither is in any figure.
+# All rows of a batch together; dotted lines are the baselines of the same runs. A line above its dotted line is a speed-up.
+# The speed-ups themselves are in `start_here.ipynb`.
+
+# %%
+draw(lambda row: row.summary["tokens_per_s"], lambda row: row.summary["baseline_tokens_per_s"], "tokens per second, all rows")
+if not SERIES:
+    print("No two methods have been recorded at two batch sizes: python -m bench sweep=batch")
+
+# %% [markdown]
+# ## 2. Latency
+#
+# Mean seconds from the prompt to the last token. Throughput matters to the operator of a server, latency to its users.
+
+# %%
+draw(
+    lambda row: row.summary["latency_s"]["mean"],
+    lambda row: row.summary["baseline"]["latency_s"]["mean"],
+    "seconds from prompt to last token, mean",
+)
+
+# %% [markdown]
+# ## 3. Memory
+#
+# Peak memory beyond the interpreter and its libraries. Weights are read once for all rows; the cache grows with the rows, as
+# do the masks and logits of a method.
+
+# %%
+draw(
+    lambda row: (row.summary["peak_memory_bytes"] or float("nan")) / 2**20,
+    lambda row: (row.summary["baseline"]["peak_memory_bytes"] or float("nan")) / 2**20,
+    "MiB at the peak",
+)
+
+# %% [markdown]
+# ## 4. What is recorded
+#
+# Speed-up over the baseline of the same run at the same batch size; **-** is not recorded. Neither that nor **INVALID** is in
+# any figure, and methods recorded at one batch size only are not either. The number of prompts may differ between batch
+# sizes, so a line is no paired comparison, but each of its points is.
 
 
 # %%
 def missing(cells: pd.DataFrame) -> str:
-    """The batch sizes at which nothing is recorded, and how many of the others have only some of the methods."""
+    """The batch sizes without a record, and how many of the others have only some of the methods."""
     count = {name.removeprefix("B = "): int((cells[name] != "-").sum()) for name in cells}
     none = [size for size, known in count.items() if not known]
     some = [f"{size} ({known} of {len(cells)} methods)" for size, known in count.items() if 0 < known < len(cells)]
@@ -80,77 +115,20 @@ if not COVERAGE:
     print("No finished run yet. Make some: python -m bench sweep=batch")
 
 # %% [markdown]
-# ## 2. Speed-up and throughput
-
-# %%
-for heading, lines in SERIES:
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    plots.batch_curves(axes, heading, lines)
-    plt.show()
-if not SERIES:
-    print("No method has been recorded at two batch sizes: python -m bench sweep=batch")
-
-# %% [markdown]
-# *Figure 1. Speed-up (left, above the dashed line is faster than plain decoding) and tokens per second of all rows
-# together (right); dotted are the baselines of the same runs. Only methods recorded at two batch sizes or more are
-# drawn. Full marks are EXACT, hollow ones are not. The number of prompts may differ between batch sizes, so a curve
-# is no paired comparison; each of its points is.*
+# ## 5. Refilled rows
 #
-# ## 3. Latency
-#
-# Throughput is what a server sells, latency what its users feel. In lockstep a prompt's time ends with its own last
-# token.
-
-# %%
-for heading, lines in SERIES:
-    figure, ax = plt.subplots(figsize=(6.5, 4), layout="constrained")
-    plots.over_batches(
-        ax,
-        lines,
-        lambda row: row.summary["latency_s"]["mean"],
-        lambda row: row.summary["baseline"]["latency_s"]["mean"],
-    )
-    ax.set(ylabel="seconds from prompt to last token, mean", title=heading, ylim=(0, None))
-    ax.legend(fontsize=8)
-    plt.show()
-
-# %% [markdown]
-# *Figure 2. Mean seconds per prompt; dotted are the baselines of the same runs.*
-#
-# ## 4. Memory
-#
-# Weights are read once for all rows; the cache grows with them, and so do a method's masks and logits.
-
-# %%
-for heading, lines in SERIES:
-    figure, ax = plt.subplots(figsize=(6.5, 4), layout="constrained")
-    plots.over_batches(
-        ax,
-        lines,
-        lambda row: (row.summary["peak_memory_bytes"] or float("nan")) / 2**20,
-        lambda row: (row.summary["baseline"]["peak_memory_bytes"] or float("nan")) / 2**20,
-    )
-    ax.set(ylabel="MiB at the peak", title=heading, ylim=(0, None))
-    ax.legend(fontsize=8)
-    plt.show()
-
-# %% [markdown]
-# *Figure 3. Peak memory beyond the interpreter and its libraries.*
-#
-# ## 5. Rows that are refilled
-#
-# Tokens per second of the same method at the same batch size, in lockstep and refilled, each with its own baseline.
-# The difference is what lockstep loses by rows that wait.
+# Tokens per second of the same method at the same batch size, in lockstep and refilled, each with its own baseline. The
+# difference is what lockstep loses by rows that wait.
 
 
 # %%
 def rates(refilled: bool) -> pd.DataFrame:
-    """Of valid runs, by what they share but for lockstep."""
+    """Of valid runs, by what they share apart from lockstep."""
     rows = [
         {
             "table": f"{row.summary['dataset']}, {terminal.place(row.summary)}",
             "B": row.summary["batch_size"],
-            "method": row.label,
+            "method": plots.label(row),
             "tokens/s": row.summary["tokens_per_s"],
             "baseline": row.summary["baseline_tokens_per_s"],
             "speed-up": row.speed,
@@ -171,11 +149,9 @@ else:
     print("No refilled run is recorded yet: python -m bench sweep=batch_refilled")
 
 # %% [markdown]
-# ## 6. What to keep in mind
+# ## 6. Limits
 #
-# * **Other batch sizes can be predicted**: `python -m bench.cost what-if results/RUN curve=results/costs/ID
+# * Other batch sizes can be predicted: `python -m bench cost what-if results/reference/RUN curve=results/reference/costs/ID
 #   batch=1,4,16` regroups the recorded rounds of a run at B = 1 and prices them on a measured cost curve.
-# * **A batch is as slow as its slowest row.** All rows of a round take as many verified tokens as the widest draft
-#   among them; methods that draft little when they have nothing to say gain less from that in company.
-# * **Prompts differ in length.** Lockstep batches hold consecutive prompts of the data set, not prompts sorted by
-#   length.
+# * A batch is as slow as its slowest row. All rows of a round verify as many tokens as the widest draft among them.
+# * Lockstep batches hold consecutive prompts of the data set, not prompts sorted by length.

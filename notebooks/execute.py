@@ -1,14 +1,16 @@
-"""Bring the notebooks up to date: every percent-format source beside this file is executed into its ``.ipynb``.
+"""Execute each percent-format source in this folder into its ``.ipynb``: ``python notebooks/execute.py [NAME ...]``.
 
-``python notebooks/execute.py``. The result depends on source and records only: cell ids and those of tables are
-numbers, times, versions and addresses in memory are left out. Pictures have few colours and at most 100 kB.
+The result depends on the source and the reference records only: cell ids and those of tables are numbers, times,
+versions and addresses in memory are left out. Pictures have few colours and at most 100 kB.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import os
 import re
+import sys
 from pathlib import Path
 
 import jupytext
@@ -18,11 +20,12 @@ from PIL import Image
 
 HERE = Path(__file__).parent
 COLOURS, MOST_BYTES = 32, 100_000  # of a picture
+RECORDS = HERE.parent / "results" / "reference"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def execute(source: Path) -> nbformat.NotebookNode:
-    """The notebook of a source, with the outputs of a fresh run beside it.
+    """The notebook of a source, with the outputs of a run that reads the reference records alone.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
@@ -32,7 +35,8 @@ def execute(source: Path) -> nbformat.NotebookNode:
         cell["id"], cell["metadata"] = f"cell-{number:02}", {}
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     resources = {"metadata": {"path": str(HERE)}}
-    NotebookClient(notebook, timeout=120, record_timing=False, coalesce_streams=True, resources=resources).execute()
+    client = NotebookClient(notebook, timeout=120, record_timing=False, coalesce_streams=True, resources=resources)
+    client.execute(env=os.environ | {"DECODEBENCH_RESULTS": str(RECORDS)})
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     for cell in notebook.cells:
         _settle(cell)
@@ -62,12 +66,12 @@ def smaller(png: bytes) -> bytes:
         picture = picture.resize((picture.width * 4 // 5, picture.height * 4 // 5), Image.Resampling.LANCZOS)
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     for source in sorted(HERE.glob("*.py")):
-        if source != Path(__file__):
+        if source != Path(__file__) and (not names or source.stem in names):
             nbformat.write(execute(source), source.with_suffix(".ipynb"))
             print(f"notebooks/{source.stem}.ipynb")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

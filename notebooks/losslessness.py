@@ -13,23 +13,20 @@
 # %% [markdown]
 # # Does speculative sampling cost accuracy?
 #
-# A small, cheap model (the **draft**) guesses the next tokens, and the large model (the **target**) checks them all in
-# one pass. It is tempting to think that the guesses must leave a trace in the text. They need not: with the right
-# acceptance rule the text is distributed *exactly* as if the target had written it alone. This notebook gives the
-# proof in words, formulas and pictures, then the measurement, then the same measurement on rules that are wrong on
-# purpose, so that you can see the experiment would have noticed.
+# A small, cheap model (the **draft**) guesses the next tokens, and the large model (the **target**) checks them all in one pass.
+# With the right acceptance rule the guesses leave no trace: the text is distributed *exactly* as if the target had generated it
+# alone. This notebook gives the proof in words, formulas and pictures, then the measurement, then the same measurement on
+# rules that are wrong on purpose, as a control that the experiment can detect an error.
 #
-# Everything measured below is read from the records in `results/lossless/`; no model is loaded. To repeat it on another
-# method or model:
+# Everything measured is read from the records in `results/reference/lossless/` and from yours in `results/lossless/`; no model
+# is loaded. To repeat it with another method or model:
 #
 # ```
-# python -m bench.lossless experiment=sampling method=speculative_sampling
+# python -m bench lossless experiment=sampling method=speculative_sampling
 # ```
 
 # %%
 import json
-import os
-from pathlib import Path
 from textwrap import shorten
 
 import matplotlib.pyplot as plt
@@ -38,26 +35,22 @@ import pandas as pd
 import seaborn as sns
 from IPython.display import Markdown, display
 
-sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
-plt.rcParams.update({"figure.dpi": 64, "axes.titlesize": 12, "axes.labelsize": 11, "hatch.linewidth": 0.6})
+from bench.report import notebook
+
+notebook.theme()
+plt.rcParams["hatch.linewidth"] = 0.6
 TARGET, DRAFT, RESIDUAL, REJECTED, EMPIRICAL = (sns.color_palette("colorblind")[i] for i in (0, 1, 2, 3, 4))
-
-
-def results_folder() -> Path:
-    """DECODEBENCH_RESULTS, or results/ of this checkout."""
-    if given := os.environ.get("DECODEBENCH_RESULTS"):
-        return Path(given)
-    here = Path.cwd()
-    root = next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
-    return root / "results"
 
 
 def read_records(experiment: str) -> list[dict]:
     """All finished records of one experiment, the most draws first, then the newest."""
+    own, reference = notebook.folders()
+    known = {path.parent: path for folder in (own, reference or own) for path in folder.glob(f"lossless/{experiment}-*/result.json")}
     found = []
-    for path in sorted((results_folder() / "lossless").glob(f"{experiment}-*/result.json")):
-        manifest = json.loads((path.parent / "manifest.json").read_text(encoding="utf-8"))
-        found.append({"name": path.parent.name, "manifest": manifest, **json.loads(path.read_text(encoding="utf-8"))})
+    for folder, path in sorted(known.items()):
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        yours = reference is None or reference not in folder.parents
+        found.append({"name": folder.name, "yours": yours, "manifest": manifest, **json.loads(path.read_text(encoding="utf-8"))})
     return sorted(found, key=lambda r: (r["manifest"]["lab"]["draws"], r["manifest"]["started_at"]), reverse=True)
 
 
@@ -67,8 +60,8 @@ SAMPLING, JOINT, GREEDY = (read_records(experiment) for experiment in ("sampling
 WITH_DRAFT = [r for r in SAMPLING if any(cell["rule"] == "chain" for cell in r["cells"])]
 if not WITH_DRAFT:
     raise SystemExit(
-        "No sampling record with a draft distribution was found in results/lossless/. Make one: "
-        "python -m bench.lossless experiment=sampling method=speculative_sampling"
+        "No sampling record with a draft distribution was found. Make one: "
+        "python -m bench lossless experiment=sampling method=speculative_sampling"
     )
 RECORD = WITH_DRAFT[0]
 CELLS = pd.DataFrame(RECORD["cells"])
@@ -76,7 +69,7 @@ LAB = RECORD["manifest"]["lab"]
 pd.DataFrame(
     [
         {
-            "record": r["name"],
+            "record": r["name"] + (" (yours)" if r["yours"] else ""),
             "method": r["manifest"]["config"]["method"]["name"],
             "model": r["manifest"]["model"]["name"],
             "type": r["manifest"]["dtype"],
@@ -91,7 +84,7 @@ pd.DataFrame(
 # %% [markdown]
 # ## 1. The proof
 #
-# Let $p$ be the target's distribution of the next token behind the text so far, and $q$ the draft's, both *after*
+# Let $p$ be the target's distribution of the next token after the text so far, and $q$ the draft's, both *after*
 # temperature, top-k and top-p. The rule (Leviathan et al. 2023, [arXiv 2211.17192](https://arxiv.org/abs/2211.17192);
 # Chen et al. 2023, [arXiv 2302.01318](https://arxiv.org/abs/2302.01318)):
 #
@@ -105,7 +98,7 @@ pd.DataFrame(
 # whole mass, the acceptance rate, is $\alpha = \sum_x \min(p(x), q(x))$.
 #
 # **How often the draft is rejected.** In all other cases: with probability $1 - \alpha$. That is the mass by which $q$
-# stands above $p$, $\sum_x \max(q(x) - p(x), 0)$.
+# exceeds $p$, $\sum_x \max(q(x) - p(x), 0)$.
 #
 # **Why the residual fits into the gap.** For every token $\max(p - q, 0) = p - \min(p, q)$. Sum over all tokens:
 #
@@ -115,7 +108,7 @@ pd.DataFrame(
 # probability $1 - \alpha$, hands out the normalised residual $\frac{\max(p - q, 0)}{1 - \alpha}$, and the two factors
 # cancel.
 #
-# **Together**, the token that is written is $x$ with probability
+# **Together**, the generated token is $x$ with probability
 #
 # $$\underbrace{\min(p(x), q(x))}_{\text{accepted}} + \underbrace{(1 - \alpha) \cdot
 # \frac{\max(p(x) - q(x), 0)}{1 - \alpha}}_{\text{rejected, then drawn from the residual}} = p(x) .$$
@@ -141,7 +134,7 @@ def draw_proof(tokens: list[str], p: np.ndarray, q: np.ndarray, title: str) -> N
     """Three panels: the two distributions, what happens to the draft's mass, and what the target's is made of."""
     both, missing, surplus = np.minimum(p, q), np.maximum(p - q, 0), np.maximum(q - p, 0)
     places, half = np.arange(len(tokens)), 0.4
-    figure, (ax, kept, made) = plt.subplots(1, 3, figsize=(15, 4.2), sharey=True, layout="constrained")
+    figure, (ax, kept, made) = plt.subplots(1, 3, figsize=(14, 4.4), sharey=True, layout="constrained")
     ax.bar(places - half / 2, p, half, color=TARGET, label="target p")
     ax.bar(places + half / 2, q, half, color=DRAFT, hatch="//", edgecolor="white", label="draft q")
     ax.set(title="The two distributions", ylabel="probability")
@@ -150,21 +143,22 @@ def draw_proof(tokens: list[str], p: np.ndarray, q: np.ndarray, title: str) -> N
         places, surplus, 2 * half, both, color=REJECTED, hatch="xx", edgecolor="white",
         label=f"rejected: q − min(p, q), mass {surplus.sum():.3f}",
     )
-    kept.set(title="What becomes of the draft's mass (bars end at q)")
+    kept.set(title="The draft's mass, accepted or rejected (bars end at q)")
     made.bar(places, both, 2 * half, color="0.6", label=f"accepted: min(p, q), mass {both.sum():.3f}")
     made.bar(
         places, missing, 2 * half, both, color=RESIDUAL, hatch="..", edgecolor="white",
         label=f"residual: max(p − q, 0), mass {missing.sum():.3f}",
     )
     made.plot(places, p, "_", color=TARGET, markersize=30, markeredgewidth=3, label="target p")
-    made.set(title="What is written (bars end at p)")
+    made.set(title="The generated text (bars end at p)")
     rotation = 0 if len(tokens) < 7 else 60
     for axes in (ax, kept, made):
         axes.set_xticks(places, [label(token) for token in tokens], rotation=rotation)
         axes.set_xlabel("next token")
         axes.grid(axis="x", visible=False)
-        axes.legend(frameon=True, fontsize=9)
-    figure.suptitle(title, fontsize=13)
+    named = {text: handle for axes in (ax, kept, made) for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(title, fontsize=12)
     plt.show()
     assert np.isclose(missing.sum(), surplus.sum()) and np.allclose(both + missing, p)
 
@@ -174,8 +168,8 @@ draw_proof(["llama", "knight", "rain", "neon", "."], TOY_P, TOY_Q, "A made-up pa
 
 # %% [markdown]
 # *Figure 1. Left: target and draft over five tokens. Middle: each draft bar is split into the part that is accepted
-# (grey) and the part that is rejected (hatched, 0.35 in all). Right: the same grey part with the residual on top
-# (dotted, again 0.35 in all) reaches exactly up to the target's marks.*
+# (grey) and the part that is rejected (hatched, 0.3 in all). Right: the same grey part with the residual on top
+# (dotted, again 0.3 in all) reaches exactly up to the target's marks.*
 #
 # The same on a real prompt. The record holds the tokens that the target or the draft finds most likely; all other tokens
 # of the vocabulary are one bar on the right, computed so that the masses of the whole vocabulary add up.
@@ -201,7 +195,7 @@ draw_proof(*whole_picture(shown), f"{RECORD['manifest']['model']['name']}, T = {
 # %%
 display(
     Markdown(
-        f"*Figure 2. The first token behind a real prompt, at temperature {shown['temperature']:g}. Draft and target overlap "
+        f"*Figure 2. The first token after a real prompt, at temperature {shown['temperature']:g}. Draft and target overlap "
         f"by {shown['overlap']:.3f}, which is the probability that the first drafted token is kept; the remaining "
         f"{1 - shown['overlap']:.3f} is rejected, and the residual gives back the same mass where the draft was too low. "
         "The two bars on the right stand for all other tokens: half of what they overlap is put into each, with the "
@@ -237,7 +231,7 @@ if GREEDY:
     )
     display(table.style.hide())
 else:
-    print("No greedy record here. Make one: python -m bench.lossless experiment=greedy method=speculative_sampling")
+    print("No greedy record here. Make one: python -m bench lossless experiment=greedy method=speculative_sampling")
 
 # %% [markdown]
 # ## 2. The measurement: three bars per token
@@ -251,7 +245,7 @@ else:
 def draw_bars(cells: pd.DataFrame, title: str) -> None:
     """Target softmax, draft softmax and empirical frequency of the top tokens, one panel per prompt."""
     prompts = len(cells)
-    figure, panels = plt.subplots((prompts + 1) // 2, 2, figsize=(15, 4.1 * ((prompts + 1) // 2)), layout="constrained")
+    figure, panels = plt.subplots((prompts + 1) // 2, 2, figsize=(13, 3.6 * ((prompts + 1) // 2)), layout="constrained")
     for axes, (_, cell) in zip(panels.flat, cells.iterrows(), strict=False):
         top = pd.DataFrame(cell["top"])
         places = np.arange(len(top))
@@ -261,10 +255,10 @@ def draw_bars(cells: pd.DataFrame, title: str) -> None:
         axes.set_xticks(places, [label(text) for text in top["text"]], rotation=60)
         axes.set(xlabel="first token", ylabel="probability / frequency", title=shorten(cell["prompt"], 70, placeholder=" …"))
         axes.grid(axis="x", visible=False)
-        axes.legend(fontsize=9)
     for axes in list(panels.flat)[prompts:]:
         axes.set_visible(False)
-    figure.suptitle(title, fontsize=13)
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(title, fontsize=12)
     plt.show()
 
 
@@ -276,7 +270,7 @@ draw_bars(
 
 # %% [markdown]
 # *Figure 3. One panel per prompt. Blue: the target's probability; orange, hatched: the draft's; the third, dotted bar:
-# how often speculative sampling wrote the token. The third bar is as high as the first throughout, also where the draft
+# how often speculative sampling generated the token. The third bar is as high as the first throughout, also where the draft
 # is far off.*
 #
 # ### Three numbers for "as high as"
@@ -285,9 +279,8 @@ draw_bars(
 #
 # * **Standard deviation** $\sqrt{\frac1V \sum_x (\hat p(x) - p(x))^2}$. It is never 0. Drawing from $p$ itself gives
 #   $\sqrt{\sum_x p(x)(1 - p(x)) / (nV)}$ on average (root mean square). The number means nothing without that second
-#   one: it shrinks with the sample and with the vocabulary. The article whose question is asked here reports 9.694e-5 for
-#   Llama-3-8B with its EAGLE head; that is another vocabulary (128,256 tokens) and another sample, so it is not a mark
-#   to beat or to miss, and the columns below are to be compared with each other only.
+#   one: it shrinks with the sample and with the vocabulary. Numbers from other vocabularies and samples do
+#   not compare; compare the columns below with each other only.
 # * **Total variation** $\frac12 \sum_x |\hat p(x) - p(x)|$: the largest error in the probability of any set of tokens.
 # * **Chi-square**: the one that decides. Its p-value is the chance that exact sampling strays at least so far. Tokens
 #   with fewer than 5 expected draws are joined into one.
@@ -320,7 +313,7 @@ exact.style.hide().format(formats)
 # %% [markdown]
 # ## 3. Would we have noticed? Rules that are wrong
 #
-# An experiment that cannot fail shows nothing. These rules look like the exact ones and have stood in published code:
+# An experiment that cannot fail shows nothing. These rules look like the exact ones and occur in published code:
 #
 # * **independent draw per path**: every branch of a tree is compared with a draw of its own, the first match is kept.
 #   With several chances a likely token is kept too often.
@@ -369,11 +362,12 @@ order = list(rules["rule"])
 look = {"hue": "kind", "style": "kind", "hue_order": ["exact rule", "wrong rule"], "style_order": ["exact rule", "wrong rule"]}
 shift = {rule: i for i, rule in enumerate(order)}
 cells["place"] = cells["rule"].map(shift) + (cells.groupby("rule").cumcount() / cells.groupby("rule")["rule"].transform("size") - 0.44) * 0.6
-figure, (left, right) = plt.subplots(1, 2, figsize=(15, 0.5 * len(order) + 1.8), sharey=True, layout="constrained")
+figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.5 * len(order) + 2.2), sharey=True, layout="constrained")
 for axes, column in ((left, "ratio"), (right, "surprise")):
     sns.scatterplot(cells, x=column, y="place", ax=axes, s=60, palette=[TARGET, REJECTED], markers=["o", "X"], **look)
     axes.set_yticks(range(len(order)), order)
-    axes.legend(title=None, loc="upper right")
+    axes.legend().remove()
+figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
 left.axvline(1.0, color="0.3", linestyle="--", linewidth=1)
 left.set(xscale="log", xlabel="standard deviation / what exact sampling gives", ylabel="rule", title="Deviation")
 right.axvline(-np.log10(RECORD["bound"]), color="0.3", linestyle="--", linewidth=1)
@@ -381,7 +375,7 @@ right.set(xscale="symlog", xlim=(-0.05, 500), xlabel="−log10 of the chi-square
 right.set(title="Evidence against the rule")
 right.set_xticks([0, 1, 3, 10, 30, 100, 300], ["0", "1", "3", "10", "30", "100", "300"])
 left.invert_yaxis()
-figure.suptitle("Exact rules stay at the dashed lines, wrong ones do not", fontsize=13)
+figure.suptitle("Exact rules stay at the dashed lines, wrong ones do not", fontsize=12)
 plt.show()
 
 # %% [markdown]
@@ -414,13 +408,14 @@ if JOINT:
     axes.plot(line, line, color="0.3", linestyle="--", linewidth=1, label="equal")
     axes.scatter(points["target"], points["empirical"].clip(lower=0.5 / draws), s=24, color=EMPIRICAL, label="one continuation")
     axes.set(xscale="log", yscale="log", xlabel="probability under the target", ylabel="frequency from the full decoder")
-    axes.set(title=f"Continuations of {JOINT[0]['manifest']['lab']['horizon']} tokens, {draws:,} draws per prompt and temperature")
-    axes.legend()
+    model, horizon = JOINT[0]["manifest"]["model"]["name"], JOINT[0]["manifest"]["lab"]["horizon"]
+    axes.set_title(f"{model}: continuations of {horizon} tokens, {draws:,} draws per prompt and temperature")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     plt.show()
     method, count = JOINT[0]["manifest"]["config"]["method"]["name"], len(points)
     display(Markdown(f"*Figure 5. The {count} likeliest continuations of all prompts, decoded by {method}: probability against frequency, both logarithmic. About one mark in twenty may leave the grey band by chance.*"))
 else:
-    print("No joint record here. Make one: python -m bench.lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64")
+    print("No joint record here. Make one: python -m bench lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64")
 
 # %% [markdown]
 # ## 5. What this does not prove

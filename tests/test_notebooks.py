@@ -74,13 +74,28 @@ def test_it_names_no_path_of_a_machine(committed: nbformat.NotebookNode) -> None
     assert str(FOLDER.parent) not in json.dumps(committed) and str(Path.home()) + "/" not in json.dumps(committed)
 
 
-def test_without_records_it_says_what_to_run(tmp_path: Path) -> None:
+MISSING = {  # notebook: what it prints, or how it ends, without any record
+    "start_here": [
+        "No finished run yet. Make some: python -m bench sweep=all_methods",
+        "No two translation runs are recorded: python -m bench sweep=translation",
+        "No two methods have been recorded at two batch sizes: python -m bench sweep=batch",
+    ],
+    "leaderboard": ["No finished run yet. Make some: python -m bench sweep=all_methods"],
+    "batch": ["No finished run yet. Make some: python -m bench sweep=batch"],
+    "non_autoregressive": ["Nothing is recorded yet", "python -m bench sweep=translation"],
+    "losslessness": ["python -m bench lossless experiment=sampling"],
+}
+
+
+@pytest.mark.parametrize("source", MISSING)
+def test_without_records_it_says_what_to_run(source: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "losslessness.py")],
+        [sys.executable, str(FOLDER / f"{source}.py")],
         env={"DECODEBENCH_RESULTS": str(tmp_path), "PATH": "", "MPLBACKEND": "agg", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1 and "python -m bench.lossless experiment=sampling" in done.stderr
+    assert done.returncode == (source == "losslessness"), done.stderr
+    assert all(words in done.stdout + done.stderr for words in MISSING[source])
     assert "Traceback" not in done.stderr
