@@ -116,7 +116,7 @@ def run_bench(words, folder, fixture):
         plan_only = [] if "dry_run=true" in words else ["dry_run=true"]
         assert cli.main([*words, *few, *place, *plan_only]) == 0
     elif "-m" in words or elsewhere(words):
-        assert compose.compose_sweep([word for word in words if word not in ("-m", "dry_run=true")])
+        assert compose.compose_jobs([word for word in words if word not in ("-m", "dry_run=true")])
     else:
         fixture("smollm2_dir")
         fixture("monkeypatch").setenv("DECODEBENCH_DATA", str(fixture("data_root")))
@@ -173,7 +173,7 @@ def test_make_has_the_target_and_its_commands_compose(command):
             run_train(others, None, None)
         elif "=" in first or first == "-m":
             _, rest = plan.read_words([word for word in shlex.split(words) if word != "-m"])
-            assert compose.compose_sweep(rest)
+            assert compose.compose_jobs(rest)
     for words in re.findall(r"^-?\S+/python -m bench\.train (.*)$", shown.stdout, re.MULTILINE):
         run_train(shlex.split(words), None, None)
 

@@ -85,11 +85,6 @@ def compose_cluster(overrides: Sequence[str]) -> dict[str, Any]:
         return group
 
 
-def compose_sweep(overrides: Sequence[str]) -> list[RunConfig]:
-    """The runs of a sweep, one for each combination of values."""
-    return [cfg for _, cfg in compose_jobs(overrides)]
-
-
 def compose_jobs(overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
     """The words and the run of every job of a sweep, so that a mistake in the last job shows before the first starts.
 

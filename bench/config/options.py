@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import textwrap
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar
 
 from bench.config.typecheck import check_arguments, did_you_mean, fits, hint_of
-from bench.errors import UserError
+from bench.errors import OK, UserError, guard
 
 T = TypeVar("T")
 _PLACEHOLDERS = {Path: "PATH", tuple: "N,N", int: "N", float: "N"}
@@ -98,6 +99,28 @@ def _built(value: Any, hint: Any) -> Any:
         numbers = any(float in typing.get_args(kind) for kind in kinds)
         return tuple(float(item) if numbers else item for item in value)
     return Path(value) if isinstance(value, str) and Path in kinds else value
+
+
+def command(
+    run: Callable[[list[str]], int], help_text: Callable[[], str], argv: Sequence[str] | None, *, measures: bool = True
+) -> int:
+    """Run a command, or print its help; returns the exit code.
+
+    Args:
+        run: takes the words of the command line.
+        help_text: for ``-h`` and ``--help``.
+        argv: the words; None: those of the process.
+        measures: see ``bench.errors.guard``.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def act() -> int:
+        if "-h" in words or "--help" in words:
+            print(help_text())
+            return OK
+        return run(words)
+
+    return guard(act, measures=measures)
 
 
 # -------------------------------------------------------------------------------------------------------------- help

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from bench.config import compose, options
 from bench.config.typecheck import did_you_mean
 from bench.cost.settings import Grid, WhatIfQuery
-from bench.errors import OK, UserError, guard
+from bench.errors import OK, UserError
 from bench.report import tables
 from bench.report.terminal import plural
 
@@ -49,14 +48,11 @@ def help_text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure or predict; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guard(lambda: _main(words), measures=False)
+    return options.command(_main, help_text, argv, measures=False)
 
 
 def _main(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        print(help_text())
-    elif words and words[0] == WHAT_IF:
+    if words and words[0] == WHAT_IF:
         from bench.cost.what_if import answer
 
         print(answer(query(words[1:])))

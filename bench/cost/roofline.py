@@ -43,10 +43,6 @@ class Work:
     def bytes(self) -> int:
         return self.weight_bytes + self.cache_bytes + self.other_bytes
 
-    @property
-    def intensity(self) -> float:  # FLOPs per byte
-        return self.flops / self.bytes
-
     def to_dict(self) -> dict[str, int]:
         return asdict(self) | {"bytes": self.bytes}
 
@@ -129,18 +125,13 @@ def probes(
 
 def time_probe(probe: Probe, device: torch.device, clock: Callable[[], int]) -> int:
     """Nanoseconds of one call, until the device is done."""
-    _synchronise(device)
+    from methods.engine.stopwatch import synchronize
+
+    synchronize(device)
     start = clock()
     probe.call()
-    _synchronise(device)
+    synchronize(device)
     return clock() - start
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 def peaks(timings: Mapping[str, Sequence[int]], amounts: Mapping[str, int]) -> dict[str, dict[str, float]]:

@@ -130,22 +130,20 @@ def _together(rows: Sequence[Sample], number: int, per_batch: bool) -> list[Samp
     """Rows of one batch, with the nodes, passes and drafting time of the batch in every round."""
     rounds = range(max(len(row.step_ns) for row in rows))
     open_rows = [[row for row in rows if step < len(row.step_ns)] for step in rounds]
-    nodes = [max(row.step_nodes[step] for row in some) for step, some in enumerate(open_rows)]
-    targets = [max(row.step_target_passes[step] for row in some) for step, some in enumerate(open_rows)]
-    passes = [max(row.step_draft_passes[step] for row in some) for step, some in enumerate(open_rows)]
-    layers = [max(row.step_layers[step] for row in some) for step, some in enumerate(open_rows)]
-    drafts = [_draft_of([row.step_draft_ns[step] for row in some], per_batch or bool(passes[step]))
-              for step, some in enumerate(open_rows)]  # fmt: skip
+    shared: dict[str, Any] = {
+        name: [max(getattr(row, name)[step] for row in some) for step, some in enumerate(open_rows)]
+        for name in ("step_nodes", "step_target_passes", "step_draft_passes", "step_layers")
+    }
+    shared["step_draft_ns"] = [
+        _draft_of([row.step_draft_ns[step] for row in some], per_batch or bool(shared["step_draft_passes"][step]))
+        for step, some in enumerate(open_rows)
+    ]
     return [
         replace(
             row,
             batch=number,
             batch_size=len(rows),
-            step_nodes=nodes[: len(row.step_ns)],
-            step_target_passes=targets[: len(row.step_ns)],
-            step_draft_passes=passes[: len(row.step_ns)],
-            step_layers=layers[: len(row.step_ns)],
-            step_draft_ns=drafts[: len(row.step_ns)],
+            **{name: values[: len(row.step_ns)] for name, values in shared.items()},
         )
         for row in rows
     ]

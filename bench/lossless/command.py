@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
@@ -11,7 +10,7 @@ from pathlib import Path
 from bench.config import compose, options
 from bench.config.schema import RunConfig
 from bench.config.typecheck import did_you_mean
-from bench.errors import INVALID, OK, UserError, guard
+from bench.errors import INVALID, OK, UserError
 from bench.lossless.settings import Choice, LosslessConfig
 
 _SUMMARY = """\
@@ -39,14 +38,10 @@ def help_text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one experiment; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guard(lambda: _main(words))
+    return options.command(_main, help_text, argv)
 
 
 def _main(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        print(help_text())
-        return OK
     experiment, config, overrides = split(words)
     return run(experiment, config, compose.compose(overrides))
 

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ def greedy_identity(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> d
         for text in texts:
             ids = _encode(loaded, text, cfg.max_new_tokens)
             found = greedy.compare_prompt(baseline, method, loaded.lm, text, ids, cfg.max_new_tokens, gap)
-            rows.append(found.to_dict())
+            rows.append(asdict(found))
             progress.advance()
     tokens = sum(row["tokens"] for row in rows)
     return {
@@ -243,7 +243,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         "rule": cell.arrangement.name,
         "exact": cell.arrangement.exact,
         "overlap": overlap,
-        **found.to_dict(),
+        **asdict(found),
         "cpu_s": round(seconds, 1),
         "top": top,
     }
@@ -314,7 +314,7 @@ def _joint_row(
         "temperature": sampling.temperature,
         "continuations": len(exact),
         "mass": sum(exact.values()),
-        **found.to_dict(),
+        **asdict(found),
         "top": top,
     }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -33,9 +32,6 @@ class Identity:
     near_tie: int
     violation: int
     max_gap: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare_prompt(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +37,6 @@ class Comparison:
     degrees: int
     p_value: float
     impossible: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(counts: Array, probs: Array) -> Comparison:

@@ -73,8 +73,3 @@ class Loaded:
         from methods.engine.masked_lm import MaskedLM
 
         return isinstance(self.lm, MaskedLM)
-
-    @property
-    def hf_kept(self) -> bool:
-        """Whether ``lm.hf`` still holds the Hugging Face model."""
-        return self.lm.hf is not None

@@ -6,7 +6,6 @@ before a job or the list of methods needs it.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from bench.config import compose, options
 from bench.config.schema import TrainConfig
 from bench.config.typecheck import did_you_mean
-from bench.errors import OK, UserError, guard
+from bench.errors import OK, UserError
 
 _SUMMARY = """\
 Trains or builds what a method needs: heads, exits, a datastore, a search; or a translation model.
@@ -32,14 +31,11 @@ _KNOWN = (*options.keys(TrainConfig), compose.TRAIN, *_OF_A_RUN)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train one method; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guard(lambda: _main(words), measures=False)
+    return options.command(_main, help_text, argv, measures=False)
 
 
 def _main(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        print(help_text())
-    elif words in ([], ["list"]):
+    if words in ([], ["list"]):
         print(listing())
     else:
         settings, overrides = split(words)

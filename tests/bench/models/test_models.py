@@ -248,7 +248,7 @@ def test_a_random_model_is_a_function_of_its_seed(tmp_path: Path) -> None:
     assert torch.equal(logits(first), logits(again))
     assert not torch.equal(logits(first), logits(other))
     assert (first.name, first.revision, first.sha256) == ("random", "seed 3", None)
-    assert not first.hf_kept and loading.load(RANDOM, FP32, paths, keep_hf=True).hf_kept
+    assert first.lm.hf is None and loading.load(RANDOM, FP32, paths, keep_hf=True).lm.hf is not None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -508,7 +508,7 @@ def test_vocabularies_that_differ_are_refused_with_the_first_difference() -> Non
 def test_a_draft_is_loaded_by_name_and_checked(folder: Path) -> None:
     target = loading.load(RANDOM, FP32, PathsConfig())
     draft = loading.load_draft(str(folder), (target.name, target.tokenizer), FP32, PathsConfig(), keep_hf=True)
-    assert draft.lm.n_layers == 2 and draft.hf_kept
+    assert draft.lm.n_layers == 2 and draft.lm.hf is not None
     assert loading.load_draft("random", ("random", target.tokenizer), FP32, PathsConfig()).lm.n_layers == 4
     with pytest.raises(UserError, match="read different tokens"):
         loading.load_draft(RANDOM, ("other", Words("a", "b")), FP32, PathsConfig())
