@@ -146,13 +146,13 @@ def configure(
     machine.set_threads(cfg.hardware.threads)
     drafts = {_draft_name(value): value for value in options.values() if isinstance(value, Target)}
     if instantiate.needs_hf(cfg.method):  # the others are loaded again, by their name
-        drafts = {name: draft for name, draft in drafts.items() if draft.loaded.hf_kept}
+        drafts = {name: draft for name, draft in drafts.items() if draft.model.hf is not None}
     return cfg, drafts
 
 
 def with_hf(target: Target, cfg: RunConfig) -> Loaded:
     """The model; loaded again where the method needs that of transformers beside it."""
-    if not instantiate.needs_hf(cfg.method) or target.loaded.hf_kept:
+    if not instantiate.needs_hf(cfg.method) or target.model.hf is not None:
         return target.loaded
     return loading.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=True)
 

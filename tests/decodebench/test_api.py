@@ -438,15 +438,18 @@ def test_methods_are_those_of_the_command_line() -> None:
 # ------------------------------------------------------------------------------------------------------ docs/python.md
 
 
-def test_the_blocks_of_the_page_run(cache_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the embedded model where it is, else on the random one, which has no trained draft network."""
-    from bench.models.embedded import SMOLLM2
-
+@pytest.mark.parametrize("model", ["random", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_the_blocks_of_the_page_run(
+    model: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they are on the embedded model; the random one has no trained draft network."""
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
-    if not (SMOLLM2.folder(cache_root) / "model.safetensors").is_file():
+    if model == "random":
         blocks = [block.replace('"smollm2"', '"random"').replace('"eagle"', '"suffix"') for block in blocks]
+    else:
+        request.getfixturevalue("smollm2_dir")
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
