@@ -108,9 +108,13 @@ def run_bench(words, folder, fixture):
     place = [f"paths.results={folder}"]
     if words[0] in ("list", "show", "doctor", "validate", "check-method", "--help"):
         assert cli.main(words) in (0, 1)
-    elif words[0] in ("compare", "collect", "report", "dashboard"):
-        out = {"report": "html", "dashboard": "json"}.get(words[0])
-        assert cli.main([*words, *([f"out={folder}/x.{out}"] if out else [])]) == 0
+    elif words[0] in ("compare", "collect", "report"):
+        assert cli.main([*words, *([f"out={folder}/x.html"] if words[0] == "report" else [])]) == 0
+    elif words[0] == "track":
+        assert cli.main([*words, "mode=offline", *place]) == 0
+    elif words[0] == "dashboard":
+        (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-dbdc0e374292").mkdir(parents=True)
+        assert cli.main([*words, f"out={folder}/x.json", *place]) == 0
     elif any(word.startswith("sweep=") for word in words):
         few = ["method=autoregressive"] if any(word.startswith("cluster=") for word in words) else []
         plan_only = [] if "dry_run=true" in words else ["dry_run=true"]
