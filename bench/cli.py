@@ -19,6 +19,7 @@ from bench.errors import BAD_INPUT, FAILED, INVALID, OK, TRACEBACK, UserError, g
 from bench.sweep import job
 
 if TYPE_CHECKING:
+    from bench.report.collect import Record
     from bench.sweep.executors import Answers
 
 
@@ -36,10 +37,11 @@ Sub-commands:
 
 Options:
   -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), one run for every combination; prints a plan first
-                   resume=auto|never|force|only_failed  shuffle_seed=0  dry_run=true
+  resume=auto|unfinished|never|force|only_failed  dry_run=true  shuffle_seed=0
+                   what to do with earlier records, only print the plan, random order; also for a single run
                    cluster=local|process|slurm|ray  where its jobs run (python -m bench show cluster/slurm)
   sweep=NAME       a sweep from conf/sweep (python -m bench list sweeps); more settings may follow
-  --fresh          measure again and discard earlier records of the same run
+  --fresh          measure again; the earlier record of the run is replaced when the new one is complete
   --config         print the composed configuration instead of running it
   --version, -h, --help
 
@@ -87,9 +89,9 @@ def _help() -> str:
 
 
 def _is_of_sweeps(word: str) -> bool:
-    """Whether a word names a sweep, or where to run it."""
+    """Whether a word names a sweep, or how or where to run its jobs; a single run is a plan of one then."""
     key = word.lstrip("+").partition("=")[0]
-    return key == compose.SWEEP or key.split(".")[0] == compose.CLUSTER
+    return key in (compose.SWEEP, "resume", "dry_run", "shuffle_seed") or key.split(".")[0] == compose.CLUSTER
 
 
 def _print_config(overrides: list[str]) -> int:
@@ -108,15 +110,19 @@ def _sweep(overrides: list[str], fresh: bool) -> int:
     cluster = instantiate.build_cluster(compose.compose_cluster(settings.cluster))
     plan = sweep.make(words, settings, cluster)
     print(plan.text(every=settings.dry_run), flush=True)
-    if settings.dry_run or not plan.to_run:
-        return BAD_INPUT if all(each.state == "incompatible" for each in plan.jobs) else OK
-    with tracking.grouped(overrides):
-        tasks = sweep.tasks(plan, fresh=settings.fresh)
-        return _close_sweep(tasks, cluster.run(tasks, sweep.folder(plan)))
+    codes = {BAD_INPUT} if all(each.state == "incompatible" for each in plan.jobs) else {OK}
+    if not settings.dry_run:
+        codes |= {INVALID for each in plan.jobs if each.state == "invalid" and each not in plan.to_run}
+        if plan.to_run:
+            with tracking.grouped(overrides):
+                tasks = sweep.tasks(plan, fresh=settings.fresh)
+                codes |= _close_sweep(tasks, cluster.run(tasks, sweep.folder(plan)))
+        print(sweep.leaderboards(plan), end="")
+    return next((code for code in (FAILED, BAD_INPUT, INVALID) if code in codes), OK)
 
 
-def _close_sweep(tasks: Sequence[job.Task], answers: Answers) -> int:
-    """Print the failures; returns the most serious exit code. Jobs that were left running count as fine."""
+def _close_sweep(tasks: Sequence[job.Task], answers: Answers) -> set[int]:
+    """Print the failures; returns the exit codes. Jobs that were left running count as fine."""
     results = dict(answers)
     failed = [
         f"  {' '.join(task.words)}: {results[place].message}"
@@ -125,8 +131,7 @@ def _close_sweep(tasks: Sequence[job.Task], answers: Answers) -> int:
     ]
     if failed:
         print("\n".join([f"\n{len(failed)} of {len(tasks)} runs failed:", *failed]), file=sys.stderr)
-    codes = {result.code for result in results.values()}
-    return next((code for code in (FAILED, BAD_INPUT, INVALID) if code in codes), OK)
+    return {result.code for result in results.values()}
 
 
 # -------------------------------------------------------------------------------------------------- sub-commands
@@ -291,15 +296,35 @@ class ResultsOptions:
     """Options of every command over recorded runs.
 
     Attributes:
-        results: folder with the runs
+        results: folder with the runs; unless given, your own runs and the project's records
     """
 
     results: Path | None = field(default=None, metadata={"key": "paths.results"})
 
     @property
-    def folder(self) -> Path:
-        """As given, else where runs are written."""
-        return self.results or Path(compose.compose([]).paths.results)
+    def folders(self) -> list[Path]:
+        """As given, else the user's and that of the reference records."""
+        paths = compose.compose([]).paths
+        return [self.results] if self.results else [Path(paths.results), Path(paths.reference or paths.results)]
+
+    def records(self) -> list[Record]:
+        """All runs; the user's own first."""
+        from bench.report import collect
+
+        reference = Path(compose.compose([]).paths.reference or "")
+        given = self.results is not None and self.results.resolve() != reference.resolve()
+        return collect.read_all(self.folders[0], None if given else reference)
+
+    def select(self, filters: Sequence[str]) -> list[Record]:
+        """The runs that the filters let through; those that cannot be read are named on stderr."""
+        from bench.report import collect
+
+        found = self.records()
+        for record in found:
+            if record.problem:
+                print(record.problem, file=sys.stderr)
+        rows = [collect.row(record) | {"record": record} for record in found]
+        return [row["record"] for row in collect.select(rows, filters)]
 
 
 @dataclass(frozen=True)
@@ -308,9 +333,13 @@ class CollectOptions(ResultsOptions):
 
     Attributes:
         out: file to write: .csv, .parquet, .json or .md
+        what: a row for each run, metric of a run (long), category of prompts, or prompt and arm (samples)
+        sort: column to sort by; -column for the largest first
     """
 
     out: Path | None = None
+    what: Literal["runs", "long", "categories", "samples"] = "runs"
+    sort: str | None = None
 
 
 @dataclass(frozen=True)
@@ -379,30 +408,23 @@ def _compare(arguments: list[str]) -> int:
         raise UserError("compare needs two runs, by folder or id, as in: python -m bench compare results/A results/B")
     from bench.report import compare
 
-    a, b = (compare.Run.read(compare.find(name, settings.folder)) for name in names)
+    a, b = (compare.Run.read(compare.find(name, *settings.folders)) for name in names)
     return _print(compare.compare(a, b))
-
-
-def _selected(results: Path, filters: Sequence[str]) -> list[Any]:
-    """The records that pass the filters; those that cannot be read are named on stderr."""
-    from bench.report import collect
-
-    found = collect.read(results)
-    for record in found:
-        if record.problem:
-            print(record.problem, file=sys.stderr)
-    rows = [collect.row(record) | {"record": record} for record in found]
-    return [row["record"] for row in collect.select(rows, filters)]
 
 
 def _collect(arguments: list[str]) -> int:
     settings, filters = options.parse(CollectOptions, arguments)
-    from bench.report import collect
+    from bench.report import collect, terminal, tidy
 
-    rows = [collect.row(record) for record in _selected(settings.folder, filters)]
+    own = [word for word in filters if word.partition("=")[0].removesuffix("!") in tidy.OWN[settings.what]]
+    found = settings.select([word for word in filters if word not in own])
+    rows = collect.select(tidy.table(settings.what, found), own)
+    rows = tidy.order(rows, settings.sort) if settings.sort else rows
+    if settings.what == "samples" and (gone := tidy.without_samples(found)):
+        print(f"{terminal.plural(gone, 'run')} left out, whose samples are not kept.", file=sys.stderr)
     if settings.out:
         collect.write(rows, settings.out)
-        return _print(f"{len(rows)} runs: {settings.out}")
+        return _print(f"{len(rows)} {'runs' if settings.what == 'runs' else 'rows'}: {settings.out}")
     return _print(collect.text(rows) if rows else "No run.")
 
 
@@ -410,11 +432,10 @@ def _report(arguments: list[str]) -> int:
     settings, filters = options.parse(ReportOptions, arguments)
     from bench.report import collect, leaderboard, markdown
 
-    results = settings.folder
-    found, problems = markdown.rebuild(collect.read(results), everything=settings.rebuild)
+    found, problems = markdown.rebuild(settings.records(), everything=settings.rebuild)
     rows = [collect.row(record) | {"record": record} for record in found]
     kept = [row["record"] for row in collect.select(rows, filters)]
-    groups, file = leaderboard.groups(kept), settings.out or results / "report.html"
+    groups, file = leaderboard.groups(kept), settings.out or settings.folders[0] / "report.html"
     markdown.write(groups, [*problems, *markdown.unfinished(kept)], file)
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -430,7 +451,7 @@ def _dashboard(arguments: list[str]) -> int:
     if not settings.out:
         return _print(wandb_views.push(settings.entity, project))
     reference = compose.compose([]).paths.reference
-    runs = wandb_views.sent(settings.folder, Path(reference) if reference else None)
+    runs = wandb_views.sent(settings.folders[0], Path(reference) if reference else None)
     wandb_views.write(wandb_views.workspace(runs, settings.entity or "", project), settings.out)
     return _print(f"Dashboard of {len(runs)} runs: {settings.out}")
 
@@ -447,16 +468,15 @@ def _track(arguments: list[str]) -> int:
 
 def _frontier(arguments: list[str]) -> int:
     settings, filters = options.parse(FrontierOptions, arguments)
-    from bench.records import run_folder
     from bench.report import frontier
+    from bench.utils import files
 
-    found = frontier.frontiers(_selected(settings.folder, filters), settings.original, settings.quality)
+    found = frontier.frontiers(settings.select(filters), settings.original, settings.quality)
     if not (out := settings.out):
         return _print(frontier.text(found))
     if out.suffix != ".md":
         raise UserError(f"out must end in .md, got {out}. Set out=FILE.md.")
-    with run_folder.machine_failures():
-        out.write_text(frontier.markdown(found), encoding="utf-8")
+    files.write_output(out, frontier.markdown(found))
     return _print(f"{sum(len(each.points) for each in found)} runs in {len(found)} tables: {out}")
 
 
@@ -500,8 +520,8 @@ _COMMANDS: dict[str, Command] = {
     "collect": Command(
         _collect,
         f"collect {_FILTERS}",
-        "one table over all runs, filtered",
-        "collect method=eagle,suffix dataset!=demo out=runs.csv",
+        "one table over all runs, metrics, categories or samples",
+        "collect method=eagle,suffix dataset!=demo sort=-speedup.total.value out=runs.csv",
         CollectOptions,
     ),
     "frontier": Command(

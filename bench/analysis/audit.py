@@ -21,11 +21,16 @@ _FULL_PRECISION = ("float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """Whether the numbers of a run can be trusted; if not, why, and what to do."""
+    """Whether the numbers of a run can be trusted; if not, why, and what to do.
+
+    Attributes:
+        noisy: INVALID, and nothing but an unsteady or busy machine is the reason: the same run may be VALID next time.
+    """
 
     valid: bool
     reasons: list[str]
     warnings: list[str]
+    noisy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +76,13 @@ def audit(
     rows = [sample if isinstance(sample, Sample) else Sample(**sample) for sample in samples]
     measured = [sample for sample in rows if sample.phase == "measure"]
     evidence = Evidence(measured, metrics.paired(metrics.frame(rows)), summary, manifest or {})
-    found = _Findings()
+    found, by_noise = _Findings(), 0
     for check in CHECKS:
+        before = len(found.reasons)
         check(evidence, found)
-    return AuditResult(not found.reasons, found.reasons, found.warnings)
+        by_noise += len(found.reasons) - before if check in NOISE else 0
+    noisy = 0 < len(found.reasons) == by_noise
+    return AuditResult(not found.reasons, found.reasons, found.warnings, noisy)
 
 
 def check_complete(evidence: Evidence, found: _Findings) -> None:
@@ -255,6 +263,7 @@ CHECKS: tuple[Callable[[Evidence, _Findings], None], ...] = (
     check_interval,
     check_harness,
 )
+NOISE = frozenset({check_repeats, check_steadiness, check_load})  # they judge the machine, not the method
 
 
 def _id_faults(sample: Sample, ends: frozenset[int]) -> Iterator[str]:

@@ -6,7 +6,8 @@ A decoder class says what it needs (``methods.decoder.Decoder``); data sets and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,16 @@ def _refill(cfg: RunConfig) -> str | None:
         return "measure.refill=true needs a batch_size of at least 2, got 1. Raise it, or set measure.refill=false."
     if _method(cfg).continuous_batching:
         return None
-    able = [name for name in compose.groups()["method"] if _can_refill(name)]
+    able = [name for name in compose.groups()["method"] if _can_refill(compose.config_file("method", name))]
     return (
         f"method={cfg.method['name']} does not support continuous batching. Choose one of {', '.join(able)}, or set "
         "measure.refill=false."
     )
 
 
-def _can_refill(method: str) -> bool:
-    group = yaml.safe_load(compose.config_file("method", method).read_text(encoding="utf-8"))
+@cache
+def _can_refill(method: Path) -> bool:
+    group = yaml.safe_load(method.read_text(encoding="utf-8"))
     return instantiate.method_class(group).continuous_batching
 
 
@@ -156,7 +158,7 @@ def _mismatches(cfg: RunConfig, data_kind: str, kind: str | None, text_kind: str
     return found
 
 
-def _kind_of_model(model: dict[str, Any]) -> str | None:
+def _kind_of_model(model: Mapping[str, Any]) -> str | None:
     """None where only the model's own files tell and they are not on this machine."""
     if str(model["_target_"]).startswith(_CAUSAL_SOURCES):
         return "causal"
@@ -174,10 +176,15 @@ def _kind_of_model(model: dict[str, Any]) -> str | None:
 
 
 def _models(cfg: RunConfig) -> str | None:
-    """A model of this project that is not trained yet, or one that would draft for itself."""
+    """A model of this project that is not trained yet, or a draft model that is missing or does not fit."""
     from bench.models.trained import TrainedModel
 
     draft = cfg.method.get("draft_model")
+    if _method(cfg).needs_draft_model(cfg.method):
+        return (
+            f"method={cfg.method['name']} needs a draft model with the vocabulary of {cfg.model['name']}, got none. "
+            "Set method.draft_model=HUB_ID_OR_FOLDER."
+        )
     if draft is not None and draft == cfg.model["name"]:
         return f"method.draft_model must differ from the target, got {draft} for both."
     for group in (cfg.model, loading.named(draft) if isinstance(draft, str) else {}):
@@ -186,6 +193,11 @@ def _models(cfg: RunConfig) -> str | None:
                 instantiate.build_model(group).find(Path(cfg.paths.cache))
             except UserError as error:
                 return str(error)
+    if not isinstance(draft, str):
+        return None
+    own, other = _kind_of_model(cfg.model), _kind_of_model(loading.named(draft))
+    if own and other and own != other:
+        return f"method.draft_model={draft} is {_KINDS[other]}, and {cfg.model['name']} is {_KINDS[own]}."
     return None
 
 
@@ -203,7 +215,7 @@ def _weights(cfg: RunConfig) -> str | None:
 def random_weights(like: str, reason: str) -> str:
     """Why a model with random weights is refused."""
     return (
-        f"model.like={like} has random weights, and {reason}. Use it with python -m bench.cost, or with "
+        f"model.like={like} has random weights, and {reason}. Use it with python -m bench cost, or with "
         "method=autoregressive or method=hf_generate on a data set without scores (dataset=demo, dataset=mtbench); "
         "otherwise choose a model with weights."
     )
@@ -228,7 +240,7 @@ def _checkpoint(cfg: RunConfig) -> str | None:
     shipped = artifacts.shipped(owner)
     hint = f" The project has one for model={', model='.join(shipped)}." if shipped else ""
     return (
-        f"method={name} has no checkpoint for model={model}. Make one: python -m bench.train method={owner} "
+        f"method={name} has no checkpoint for model={model}. Make one: python -m bench train method={owner} "
         f"model={model}; or set method.checkpoint=FOLDER.{hint}"
     )
 

@@ -77,12 +77,13 @@ def run(
 ) -> RunResult:
     """Measure a method, or report what was measured before.
 
-    An interrupted run is resumed; a finished one is summed up from its records again.
+    An interrupted run is resumed. A finished one is reported, unless it is INVALID because of noise: then it is
+    measured again. The record of a finished run is kept until its repetition is complete.
 
     Args:
         cfg: the run.
-        fresh: forget earlier records of this run; a time: those of a run that started before it, so that a job that a
-            cluster restarts resumes its own.
+        fresh: measure again whatever is recorded; a time: what started before it, so that a job that a cluster restarts
+            resumes its own.
         given: parts of the run that exist already.
         quiet: do not print the table.
 
@@ -92,20 +93,32 @@ def run(
     """
     parts = prepare(cfg, given)
     decided, results = manifest.resolved(parts), Path(cfg.paths.results)
+    run_folder.restore(results / run_id(cfg, decided))
     path = lookup.find(results, cfg, decided) or results / run_id(cfg, decided)
     if isinstance(fresh, datetime):
         fresh = _started_before(fresh, path)
-    if not fresh and _finished(path):
+    again, noisy = _finished(path), run_folder.is_noisy(path)
+    if again and not fresh and not noisy:
         print("Already measured. Use --fresh to repeat, in Python fresh=True.", file=sys.stderr)
         with run_folder.claimed(path):
-            return report(cfg, path, quiet=quiet, keep=True)
+            return report(cfg, path, quiet=quiet)
+    if again and not fresh:
+        print("Measured before, INVALID because of an unsteady machine. Measuring again.", file=sys.stderr)
     choice = _calibrate(cfg, parts)
     facts = manifest.manifest(cfg, parts, choice)
-    with RunFolder.create(path.parent, path.name, facts, manifest.config_yaml(cfg), fresh=fresh) as folder:
+    config = manifest.config_yaml(cfg)
+    with RunFolder.create(
+        path.parent, path.name, facts, config, fresh=bool(fresh) and not again, beside=again
+    ) as folder:
         with _status(folder):
             if choice:
-                files.write_json(path / CALIBRATION, choice.to_json())
+                files.write_json(folder.path / CALIBRATION, choice.to_json())
             _measure(cfg, parts, folder)
+        found = summarise(folder.path)
+        run_folder.write_summary(folder.path, found.content)
+    if again:
+        run_folder.put_in_place(path)
+    with run_folder.claimed(path):
         return report(cfg, path, quiet=quiet)
 
 
@@ -163,19 +176,24 @@ def _calibrate(cfg: RunConfig, parts: Parts) -> Choice | None:
         return threshold_calibration.choose(parts.calibration, cfg, parts.baseline, parts.method, writer, part)
 
 
-def report(cfg: RunConfig, path: Path, *, quiet: bool = False, keep: bool = False) -> RunResult:
-    """Write the summary, print it unless ``quiet``, and send the run to the tracker; from the records alone.
-
-    Args:
-        keep: leave a summary that is there as it is.
-    """
+def report(cfg: RunConfig, path: Path, *, quiet: bool = False) -> RunResult:
+    """Print the summary unless ``quiet``, and send the run to the tracker; from the records alone."""
     found = summarise(path)
-    if not (keep and (path / run_folder.SUMMARY).is_file()):
+    if not (path / run_folder.SUMMARY).is_file():
         run_folder.write_summary(path, found.content)
     if not quiet:
-        print(terminal.render(found.content, path))
+        print(terminal.render(found.content, path, cfg.to_dict(), _reference(cfg)))
     instantiate.build_tracker(cfg.tracker).log(partial(tracked_run.finished_run, path, cfg.paths))
     return RunResult(path, found.content, found.verdict)
+
+
+def _reference(cfg: RunConfig) -> dict[str, Any] | None:
+    """Summary of the project's own record of this run, on whatever machine."""
+    folder = Path(cfg.paths.reference or "")
+    if not (cfg.paths.reference and folder.is_dir()) or folder.resolve() == Path(cfg.paths.results).resolve():
+        return None
+    found = (files.read_json(path / run_folder.SUMMARY) for path in lookup.find_anywhere(folder, cfg))
+    return next((summary for summary in found if summary), None)
 
 
 # -------------------------------------------------------------------------------------------------------- measuring

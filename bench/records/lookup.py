@@ -50,6 +50,18 @@ def find(results: Path, cfg: RunConfig, decided: Mapping[str, Any]) -> Path | No
     return min(found, key=lambda entry: entry.manifest.get("status") != "finished").path if found else None
 
 
+def find_anywhere(results: Path, cfg: RunConfig) -> list[Path]:
+    """Folders of the finished records of this run on any machine, whatever the revisions."""
+    names, wanted = identity.names(cfg.to_dict()), _anywhere(identity.strip(cfg.to_dict()))
+    same = [entry for entry in entries(results) if identity.names(entry.config) == names]
+    finished = [entry for entry in same if entry.manifest.get("status") == "finished"]
+    return [entry.path for entry in finished if _anywhere(entry.settings) == wanted]
+
+
+def _anywhere(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "hardware"}
+
+
 def entries(results: Path) -> Iterator[Entry]:
     """The recorded runs of a folder; those that cannot be read are left out."""
     for folder in run_folder.folders(results):

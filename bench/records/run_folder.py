@@ -480,6 +480,11 @@ def _write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
+def is_noisy(folder: Path) -> bool:
+    """Whether a run is INVALID for no other reason than an unsteady machine, so that measuring again may help."""
+    return bool(((files.read_json(folder / SUMMARY) or {}).get("verdict") or {}).get("noisy"))
+
+
 def claimed(folder: Path) -> AbstractContextManager[None]:
     """Be the only writer of a run folder meanwhile.
 

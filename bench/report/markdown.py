@@ -18,6 +18,7 @@ from bench.records import run_folder
 from bench.report import html, leaderboard, tables, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import ComparisonGroup
+from bench.utils import files
 
 
 def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[Record], list[str]]:
@@ -29,7 +30,7 @@ def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[
     made, problems = [], []
     for record in found:
         condensed = (record.path / run_folder.PAIRS).is_file()  # its summary cannot be derived again
-        if record.finished and (record.summary is None or (everything and not condensed)):
+        if record.source == "own" and record.finished and (record.summary is None or (everything and not condensed)):
             try:
                 summary = summarise(record.path).content
                 run_folder.write_summary(record.path, summary)
@@ -118,11 +119,9 @@ def write(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], file: Pat
     """As .html or .md, by the ending.
 
     Raises:
-        UserError: another ending.
+        UserError: another ending, or a file that cannot be there.
     """
     forms = {".html": html.render, ".md": to_markdown}
     if file.suffix not in forms:
         raise UserError(f"out must end in {' or '.join(forms)}, got {file}.")
-    with run_folder.machine_failures():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(forms[file.suffix](groups, open_runs), encoding="utf-8")
+    files.write_output(file, forms[file.suffix](groups, open_runs))

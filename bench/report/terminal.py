@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.config import overrides
 from bench.errors import UserError
 from bench.report import tables
 from bench.utils import stats
@@ -41,17 +43,30 @@ def join_value(summary: Mapping[str, Any], key: str) -> Any:
     return str(found.get("content"))[:12] if key == "dataset_revision" and isinstance(found, Mapping) else found
 
 
-def render(summary: Mapping[str, Any], path: str | Path) -> str:
-    """The table of one run, from its summary.json and its folder."""
+def render(
+    summary: Mapping[str, Any],
+    path: str | Path,
+    config: Mapping[str, Any] | None = None,
+    reference: Mapping[str, Any] | None = None,
+) -> str:
+    """The table of one run.
+
+    Args:
+        summary: its summary.json.
+        path: its folder.
+        config: its configuration, for the commands to run next.
+        reference: summary of the project's own record of the same run, perhaps on another machine.
+    """
     shown = _shown(path)
     lines = [
         *_pack([place(summary), f"{summary.get('dataset')}: {plural(summary['n_prompts'], 'prompt')}", how(summary)]),
         f"{summary.get('method')} vs autoregressive, interleaved{_repeats(summary)}",
         "",
         *(line for row in _ROWS for line in row(summary)),
+        *(_reference(reference) if reference else []),
         "",
         *_result(summary.get("verdict"), shown),
-        *_next(summary, shown),
+        *_next(config, shown),
     ]
     return "\n".join(lines)
 
@@ -260,16 +275,22 @@ def _result(verdict: Mapping[str, Any] | None, path: str) -> Iterator[str]:
         yield from textwrap.wrap(f"warning: {warning}", WIDTH, initial_indent="  ", subsequent_indent="     ")
 
 
-def _next(summary: Mapping[str, Any], path: str) -> list[str]:
-    commands = {
-        f"python -m bench -m 'method=glob(*)' dataset={summary.get('dataset')} measure=quick": "compare all methods",
-        f"python -m bench validate {path}": "check the records",
-    }
-    width = min(max(map(len, commands)), WIDTH - 22)
+def _next(config: Mapping[str, Any] | None, path: str) -> list[str]:
+    """Commands that work as they are printed."""
+    compared = {overrides.command(config, "-m", method="glob(*)"): "compare all methods"} if config else {}
+    folder = [word for word in overrides.words(config) if word.startswith("paths.results=")] if config else []
+    commands = compared | {shlex.join(["python", "-m", "bench", "report", *folder]): "all runs on one page"}
+    commands[f"python -m bench validate {path}"] = "check the records"
+    width = max((len(command) for command in commands if len(command) <= WIDTH - 28), default=0)
     return [
         f"{'Next:' if i == 0 else '':7}{command:{width}}  {purpose}"
         for i, (command, purpose) in enumerate(commands.items())
     ]
+
+
+def _reference(summary: Mapping[str, Any]) -> list[str]:
+    total = summary["speedup"]["total"]
+    return _row("reference", times(total["value"]), [f"95 % {interval(total)}", f"on {place(summary)}"])
 
 
 def _row(label: str, value: str, details: Sequence[str]) -> list[str]:

@@ -20,9 +20,11 @@ from bench.errors import UserError
 from bench.models import artifacts
 from bench.records import lookup, run_folder
 from bench.records.lookup import Entry
+from bench.utils import files
 
-State = Literal["new", "cut", "failed", "queued", "running", "done", "incompatible"]
-_PREFERRED: tuple[State, ...] = ("done", "running", "cut", "failed")  # of several records for one configuration
+State = Literal["new", "cut", "failed", "noisy", "queued", "running", "done", "invalid", "incompatible"]
+# Of several records for one configuration the first of these counts.
+_PREFERRED: tuple[State, ...] = ("done", "running", "invalid", "noisy", "cut", "failed")
 _PARTS = ("loop", "warmup", "cost_curve", "quality", "agreement")  # that make up the time of a run
 
 
@@ -48,12 +50,22 @@ class Archive:
         return archive
 
     def state(self, cfg: RunConfig) -> tuple[State, str, float]:
-        """Of the job: its state, why it failed, and the share that is left."""
+        """Of the job: its state, why it failed or is INVALID, and the share that is left."""
         config, found = cfg.to_dict(), []
         if (names := identity.names(config)) in self.entries:
             known = self._group(names)[0].get(_key(identity.strip(config)), [])
             found = [_state_of(entry) for entry in known if self._fits(entry, cfg)]
         return min(found, key=lambda each: _PREFERRED.index(each[0]), default=("new", "", 1.0))
+
+    def finished(self, cfg: RunConfig) -> Entry | None:
+        """The latest finished record of the job."""
+        known = (
+            self._group(names)[0].get(_key(identity.strip(cfg.to_dict())), [])
+            if (names := identity.names(cfg.to_dict())) in self.entries
+            else []
+        )
+        found = [entry for entry in known if entry.manifest.get("status") == "finished" and self._fits(entry, cfg)]
+        return max(found, key=lambda entry: str(entry.manifest.get("started_at")), default=None)
 
     def seconds(self, cfg: RunConfig) -> float | None:
         """What the most similar runs took: of the same method, else of any."""
@@ -157,12 +169,22 @@ def _state_of(entry: Entry) -> tuple[State, str, float]:
     status, done = entry.manifest.get("status"), entry.manifest.get("n_done") or 0
     left = 1.0 - min(1.0, done / (entry.manifest.get("n_pairs") or 1))
     if status == "finished" and not run_folder.left_open(entry.path):
-        return "done", "", 0.0
+        return _judged(entry.path)
     if status in ("running", "finished") and run_folder.is_held(entry.path):
         return "running", "another process writes it", left
     if status == "failed":
         return "failed", _last_line(entry.manifest.get("error")), left
     return "cut", "", left
+
+
+def _judged(path: Path) -> tuple[State, str, float]:
+    """Of a finished run: done, INVALID because of noise alone, or INVALID."""
+    verdict = (files.read_json(path / run_folder.SUMMARY) or {}).get("verdict") or {}
+    if verdict.get("valid", True):
+        return "done", "", 0.0
+    first, *more = verdict["reasons"]
+    reason = f"{first}{f' And {len(more)} more.' if more else ''}"
+    return ("noisy", reason, 1.0) if verdict.get("noisy") else ("invalid", reason, 0.0)
 
 
 def _last_line(error: Any) -> str:

@@ -19,18 +19,20 @@ from bench.config import compose, options
 from bench.config.identity import job_id
 from bench.config.schema import RunConfig
 from bench.errors import UserError
-from bench.report.terminal import WIDTH
+from bench.report import terminal
+from bench.report.terminal import WIDTH, plural
 from bench.sweep.executors import FOLDER, Cluster, Local, Pending
 from bench.sweep.history import Archive, State
 from bench.sweep.job import Task
 
-Resume = Literal["auto", "never", "force", "only_failed"]
+Resume = Literal["auto", "unfinished", "never", "force", "only_failed"]
 _STATES: tuple[State, ...] = get_args(State)
 _RUN: dict[Resume, tuple[State, ...]] = {
-    "auto": ("new", "cut", "failed"),
-    "never": ("new", "cut", "failed"),
-    "force": ("new", "cut", "failed", "done"),
-    "only_failed": ("cut", "failed"),
+    "auto": ("new", "cut", "failed", "noisy"),
+    "unfinished": ("new", "cut", "failed"),
+    "never": ("new", "cut", "failed", "noisy"),
+    "force": ("new", "cut", "failed", "noisy", "invalid", "done"),
+    "only_failed": ("cut", "failed", "noisy"),
 }
 _MOST_LINES = 40  # of a plan, for each kind of job
 
@@ -40,8 +42,9 @@ class Options:
     """How a sweep goes about its jobs; none of it defines a run.
 
     Attributes:
-        resume: auto: skip what is done, go on with what was cut or failed. never: skip what is done, begin what was cut
-            or failed anew. force: measure everything anew. only_failed: only what was cut or failed, going on with it.
+        resume: auto: skip what is done, resume what was cut or failed, repeat what is INVALID because of noise alone.
+            unfinished: the same, without repeating. never: auto, but from the beginning instead of resuming. force:
+            measure everything again. only_failed: auto without new jobs.
         shuffle_seed: run in a random order that this number decides; None: in the order of the command line.
         dry_run: print the plan and stop.
         cluster: words of the command line that say where the jobs run.
@@ -54,7 +57,7 @@ class Options:
 
     @property
     def fresh(self) -> bool:
-        """Whether earlier records of a job that is run are forgotten."""
+        """Whether a job that is run starts from the beginning."""
         return self.resume in ("never", "force")
 
 
@@ -67,8 +70,7 @@ class Job:
         label: those of them in which the jobs of the sweep differ.
         state: what the records say of it.
         reason: why it failed before, or cannot run.
-        left: share of its prompts that is still to be measured.
-        seconds: how long it may take, by earlier records; None where there are none.
+        seconds: how long it may take if it is run, by earlier records; None where there are none.
     """
 
     words: list[str]
@@ -76,7 +78,6 @@ class Job:
     label: str
     state: State = "new"
     reason: str = ""
-    left: float = 1.0
     seconds: float | None = None
 
 
@@ -93,14 +94,14 @@ class Plan:
         Args:
             every: name the jobs that are done, too, and leave none out.
         """
-        counts = Counter(job.state for job in self.jobs)
+        counts = Counter(_shown(job) for job in self.jobs)
         counted = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state]) or "none"
-        lines = [f"Plan: {_plural(len(self.jobs), 'job')}: {counted}. {self._will()}"]
-        lines += _listed([_line(job) for job in self.to_run], every)
-        shown = ("incompatible", "queued", "running", *(["done"] if every else []))
-        others = [job for job in self.jobs if job.state in shown]
-        lines += _listed([_line(job) for job in others if job not in self.to_run], every)
-        return "\n".join(lines)
+        lines = [f"Plan: {plural(len(self.jobs), 'job')}: {counted}. {self._will()}"]
+        lines += _listed([_line(job, job.seconds) for job in self.to_run], every)
+        shown = ("queued", "running", "invalid", *(["done"] if every else []))
+        others = [job for job in self.jobs if job.state in shown and job not in self.to_run]
+        lines += _listed([_line(job) for job in others], every)
+        return "\n".join(lines + _refused([job for job in self.jobs if job.state == "incompatible"], every))
 
     def _will(self) -> str:
         if not self.to_run:
@@ -200,9 +201,9 @@ def _placed(job: Job, obstacle: str, archive: Archive) -> Job:
     """The job with its state; what is done stays done, even if it could not be measured here any more."""
     state, reason, left = archive.state(job.cfg)
     if obstacle and state != "done":
-        return replace(job, state="incompatible", reason=obstacle, left=0.0)
+        return replace(job, state="incompatible", reason=obstacle)
     expected = archive.seconds(job.cfg)
-    return replace(job, state=state, reason=reason, left=left, seconds=expected and expected * left)
+    return replace(job, state=state, reason=reason, seconds=expected and expected * (left or 1.0))
 
 
 def _labels(jobs: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -215,17 +216,38 @@ def _labels(jobs: Sequence[Sequence[str]]) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------- the text
 
 
-def _line(job: Job) -> str:
+def _line(job: Job, seconds: float | None = None) -> str:
     """State, label, time and reason; a reason too long for the line is below it."""
-    parts = [f"  {job.state:12} {job.label}"]
-    parts += [f"about {duration(job.seconds)}"] if job.seconds is not None and job.left else []
-    head = "  ".join(parts)
-    if not job.reason:
-        return head
-    beside = f"{head}  ({job.reason})"
+    head = f"  {_shown(job):12} {job.label}"
+    head += "" if seconds is None else f"  about {duration(seconds)}"
+    beside = f"{head}  ({job.reason})" if job.reason else head
+    return beside if len(beside) <= WIDTH else "\n".join([head, *_below(job.reason)])
+
+
+def _shown(job: Job) -> State:
+    """The state as printed: noise alone makes INVALID, too."""
+    return "invalid" if job.state == "noisy" else job.state
+
+
+def _below(text: str) -> list[str]:
     indent = " " * 15
-    below = textwrap.wrap(job.reason, WIDTH, initial_indent=indent, subsequent_indent=indent)
-    return beside if len(beside) <= WIDTH else "\n".join([head, *below])
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def _refused(jobs: Sequence[Job], every: bool) -> list[str]:
+    """The jobs that cannot run here, those with one reason together."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:  # a reason that names the method is the same for all methods that it holds for
+        groups.setdefault(job.reason.replace(f"method={job.cfg.method['name']}", "method=..."), []).append(job)
+    lines = []
+    for shared, alike in groups.items():
+        if len(alike) == 1:
+            lines.append(_line(alike[0]))
+            continue
+        reason = alike[0].reason if len({job.reason for job in alike}) == 1 else shared
+        labels = ", ".join(job.label for job in alike)
+        lines.append("\n".join([f"  incompatible {plural(len(alike), 'job')}: {reason}", *_below(labels)]))
+    return _listed(lines, every)
 
 
 def _listed(lines: list[str], every: bool) -> list[str]:
@@ -241,16 +263,27 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 # ----------------------------------------------------------------------------------------------------- handing over
 
 
 def tasks(plan: Plan, *, fresh: bool) -> list[Task]:
     """The jobs that are to run, as a cluster takes them."""
     return [Task(job.words, job_id(job.cfg), job.label, fresh) for job in plan.to_run]
+
+
+def leaderboards(plan: Plan) -> str:
+    """A table for each group of comparable runs of the plan that are finished; empty if there are not two."""
+    from bench.report import leaderboard
+    from bench.report.collect import Record, read_summary
+
+    archives = {
+        results: Archive.read(Path(results), here=False) for results in {j.cfg.paths.results for j in plan.jobs}
+    }
+    entries = [entry for job in plan.jobs if (entry := archives[job.cfg.paths.results].finished(job.cfg))]
+    records = [Record(entry.path, entry.manifest, read_summary(entry.path)) for entry in entries]
+    groups = [group for group in leaderboard.groups(records) if len(group.rows) > 1]
+    rows = ([row.summary | {"method": row.label} for row in group.rows] for group in groups)
+    return "".join(f"\n{terminal.leaderboard(each)}\n" for each in rows)
 
 
 def folder(plan: Plan) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.analysis import metrics
+from bench.analysis import audit, metrics
 from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig
 from bench.errors import UserError
@@ -23,6 +23,14 @@ PROMPTS = [
     {"question_id": i, "category": ("even", "odd")[i % 2], "turns": [f"Say {i} {i} {i} again.", "And once more?"]}
     for i in range(6)
 ]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests keep the machine busy; noise is judged where a test says so."""
+    monkeypatch.setattr(audit, "LOAD", (9.0, 9.0))
+    monkeypatch.setattr(audit, "JITTER", (9.0, 9.0))
+    monkeypatch.setattr(audit, "REPEAT_TOLERANCE", 9.0)
 
 
 @pytest.fixture
@@ -89,9 +97,64 @@ def test_facts_that_a_method_tells_are_recorded(cfg: RunConfig, monkeypatch: pyt
     assert (read_manifest(run(cfg).path) or {})["method_facts"] == {"exits": {"3": 7}}
 
 
-def test_fresh_measures_anew(cfg: RunConfig) -> None:
-    before = [s.batch_ns for s in read_samples(run(cfg).path)]
-    assert [s.batch_ns for s in read_samples(run(cfg, fresh=True).path)] != before
+def test_fresh_replaces_a_record_only_when_the_new_one_is_complete(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run(cfg).path
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    check = program.agreement.check_run
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.agreement, "check_run", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, fresh=True)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert run_folder.folders(path.parent) == [path], "a repetition that was cut is no record"
+    beside = path.with_name(path.name + run_folder.REPEATED)
+    cut = read_samples(beside)
+    monkeypatch.setattr(program.agreement, "check_run", check)
+    again = run(cfg, fresh=True)
+    assert again.path == path and read_samples(path) == cut, "the same command resumes it"
+    assert validate(path) == [] and list(path.parent.iterdir()) == [path]
+
+
+def test_a_swap_that_was_killed_in_its_middle_is_undone(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run(cfg).path
+    path.rename(path.with_name(path.name + run_folder.REPLACED))
+    monkeypatch.setattr(program, "_measure", lambda *_: pytest.fail("measured again"))
+    assert run(cfg).path == path and path.is_dir()
+
+
+def test_what_noise_made_invalid_is_measured_again(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(audit, "JITTER", (-2.0, -1.0))
+    first = run(cfg)
+    assert not first.verdict.valid and first.verdict.noisy
+    monkeypatch.setattr(audit, "JITTER", (9.0, 9.0))
+    second = run(cfg)
+    assert "Measuring again" in capsys.readouterr().err
+    assert second.verdict.valid and not second.verdict.noisy and second.path == first.path
+
+
+def test_the_reference_record_is_shown_beside_and_never_written(
+    cfg: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = tmp_path / "reference"
+    known = run(replace(cfg, paths=replace(cfg.paths, results=str(reference)))).path
+    manifest = read_manifest(known) or {}
+    other = {"cpu": "A CPU of another make"}
+    (known / "manifest.json").write_text(json.dumps(manifest | {"hardware": manifest["hardware"] | other}))
+    summary = json.loads((known / "summary.json").read_text())
+    (known / "summary.json").write_text(json.dumps(summary | {"hardware": other["cpu"]}))
+    before = {file.name: file.read_bytes() for file in known.iterdir()}
+    capsys.readouterr()
+    outcome = run(replace(cfg, paths=replace(cfg.paths, reference=str(reference))))
+    text = capsys.readouterr().out
+    assert outcome.path.parent == tmp_path / "results" and "reference " in text and other["cpu"] in text
+    assert {file.name: file.read_bytes() for file in known.iterdir()} == before
 
 
 def test_a_failure_is_noted_and_the_same_command_goes_on(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from bench.analysis import metrics
 from bench.analysis.audit import audit
+from bench.config import compose
 from bench.errors import UserError
 from bench.records.run_folder import Sample
 from bench.report import terminal
@@ -88,8 +89,10 @@ eagle vs autoregressive, interleaved
 
 RESULT: VALID     results/eagle-mtbench-smollm2-3f9a1c22d0b4/
 Next:  python -m bench -m 'method=glob(*)' dataset=mtbench measure=quick            compare all methods
+       python -m bench report                                                       all runs on one page
        python -m bench validate results/eagle-mtbench-smollm2-3f9a1c22d0b4/         check the records"""
-    got = terminal.render(summary(), PATH)
+    config = compose.compose(["method=eagle", "dataset=mtbench", "measure=quick"]).to_dict()
+    got = terminal.render(summary(), PATH, config)
     assert [line.split() for line in got.splitlines()] == [line.split() for line in expected.splitlines()]
 
 
@@ -100,7 +103,7 @@ def test_columns_are_aligned_and_narrow() -> None:
     assert "\x1b" not in "".join(lines)
     values = [line for line in lines if line.startswith("  ") and line[2:3].isalpha()]
     assert all(line[17] == " " != line[18] for line in values) and len(values) == 7
-    purposes = [line.index(word) for line in lines for word in ("compare all", "check the") if word in line]
+    purposes = [line.index(word) for line in lines for word in ("all runs on", "check the") if word in line]
     assert len(purposes) == 2 and purposes[0] == purposes[1]
 
 

@@ -42,7 +42,11 @@ def words(results: Path) -> list[str]:
     return ["model=random", f"paths.results={results}", "hardware=cpu_fp32", "hardware.threads=1"]
 
 
-def record(cfg: RunConfig, status: str = "finished", **manifest: Any) -> Path:
+NOISY = {"valid": False, "reasons": ["Other programs kept 1.0 of 2 cores busy."], "warnings": [], "noisy": True}
+WRONG = {"valid": False, "reasons": ["3 tokens are wrong.", "So are 4."], "warnings": [], "noisy": False}
+
+
+def record(cfg: RunConfig, status: str = "finished", verdict: dict[str, Any] | None = None, **manifest: Any) -> Path:
     """A run folder as a run of this configuration on this machine leaves it, without samples."""
     facts: dict[str, Any] = {
         "method": cfg.method, "hardware": machine.facts(torch.device("cpu")) | {"threads": 1},
@@ -55,6 +59,8 @@ def record(cfg: RunConfig, status: str = "finished", **manifest: Any) -> Path:
     root, name = Path(cfg.paths.results), run_id(cfg, lookup.resolved(facts))
     with RunFolder.create(root, name, facts, config) as folder:
         folder.update(status=status, error=error)
+        if verdict:
+            folder.write_summary({"verdict": verdict})
     return root / name
 
 
@@ -98,8 +104,8 @@ def test_every_state_is_found_in_the_records_and_told(words: list[str], results:
     )
     assert "  failed       seed=2 method=prompt_lookup  about 60 s  (ValueError: odd)" in lines
     assert "  cut          seed=3 method=prompt_lookup  about 30 s" in lines
-    why = "batch_size must be at most 1 for method=hf_prompt_lookup, got 2."  # too long for the line, so below it
-    assert lines[lines.index("  incompatible seed=1 method=hf_prompt_lookup") + 1].strip() == why
+    why = "  incompatible 4 jobs: batch_size must be at most 1 for method=hf_prompt_lookup, got 2."
+    assert lines[lines.index(why) + 1].strip().startswith("seed=1 method=hf_prompt_lookup, seed=2 ")
     assert not any(line.startswith("  done") for line in lines)
     assert any(line.startswith("  done") for line in plan.text(every=True).splitlines())
 
@@ -107,18 +113,57 @@ def test_every_state_is_found_in_the_records_and_told(words: list[str], results:
 @pytest.mark.parametrize(
     ("resume", "runs", "fresh"),
     [
-        ("auto", {"new", "cut", "failed"}, False),
-        ("never", {"new", "cut", "failed"}, True),
-        ("force", {"new", "cut", "failed", "done"}, True),
-        ("only_failed", {"cut", "failed"}, False),
+        ("auto", {"new", "cut", "failed", "noisy"}, False),
+        ("unfinished", {"new", "cut", "failed"}, False),
+        ("never", {"new", "cut", "failed", "noisy"}, True),
+        ("force", {"new", "cut", "failed", "noisy", "invalid", "done"}, True),
+        ("only_failed", {"cut", "failed", "noisy"}, False),
     ],
 )
-def test_the_four_words_of_resume(resume: Any, runs: set[str], fresh: bool, words: list[str]) -> None:
-    words = [*words, "seed=1,2,3,4"]
-    for job, status in zip(planned(words).jobs, ("finished", "failed", "interrupted"), strict=False):
+def test_the_words_of_resume(resume: Any, runs: set[str], fresh: bool, words: list[str]) -> None:
+    words = [*words, "seed=1,2,3,4,5,6"]
+    jobs = planned(words).jobs
+    for job, status in zip(jobs, ("finished", "failed", "interrupted"), strict=False):
         record(job.cfg, status)
+    record(jobs[3].cfg, verdict=NOISY)
+    record(jobs[4].cfg, verdict=WRONG)
     assert {job.state for job in planned(words, resume=resume).to_run} == runs
     assert sweep.Options(resume=resume).fresh is fresh
+
+
+def test_invalid_is_a_state_with_its_reason_and_its_exit_code(
+    use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    noisy, wrong = (job.cfg for job in planned([*words, "seed=1,2"]).jobs)
+    record(noisy, verdict=NOISY)
+    record(wrong, verdict=WRONG)
+    ran: list[int] = []
+    use_run(lambda cfg, *, fresh: ran.append(cfg.seed) or outcome(cfg))
+    assert cli.main(["-m", *words, "seed=1,2", "resume=unfinished"]) == 3 and not ran
+    text = capsys.readouterr().out
+    assert "Plan: 2 jobs: 2 invalid. Nothing to run." in text
+    assert "  invalid      seed=2  (3 tokens are wrong. And 1 more.)" in text
+    assert cli.main(["-m", *words, "seed=1,2"]) == 3 and ran == [1], "noise is a reason to repeat, an error is not"
+
+
+def test_plan_words_make_a_single_run_a_plan_of_one(
+    use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[bool] = []
+    use_run(lambda cfg, *, fresh: seen.append(bool(fresh)) or outcome(cfg))
+    assert cli.main([*words, "dry_run=true"]) == 0 and not seen
+    assert capsys.readouterr().out.startswith("Plan: 1 job: 1 new. To run: 1")
+    assert cli.main([*words, "resume=force"]) == 0 and seen == [True]
+
+
+def test_methods_that_are_refused_for_one_reason_share_a_line(words: list[str]) -> None:
+    lines = planned([*words, "method=nat,glat,bild,suffix"]).text().splitlines()
+    assert lines[0].startswith("Plan: 4 jobs: 1 new, 3 incompatible.")
+    assert "  incompatible 2 jobs: method=... needs an encoder-decoder model, and random is a causal model." in lines
+    assert "method=nat, method=glat" in " ".join(lines)
+    assert "method=bild needs a draft model with the vocabulary of random, got none." in " ".join(
+        " ".join(lines).split()
+    )
 
 
 def test_a_killed_run_is_cut_and_one_being_written_is_left_alone(words: list[str]) -> None:
@@ -286,18 +331,18 @@ def test_the_translation_models_of_the_project_are_found(layers: str, tmp_path: 
 @pytest.mark.parametrize("layers", ["6_1", "12_1"])
 def test_a_translation_model_that_is_not_shipped_names_its_command(layers: str, tmp_path: Path) -> None:
     found = obstacle(f"model=multi30k_{layers}", "dataset=multi30k", f"paths.cache={tmp_path}")
-    assert found and "bench.train method=teacher" in found
+    assert found and "bench train method=teacher" in found
 
 
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     found = obstacle("method=medusa", "model=random", f"paths.cache={tmp_path}")
-    assert found.startswith("method=medusa has no checkpoint for model=random") and "bench.train method=medusa" in found
+    assert found.startswith("method=medusa has no checkpoint for model=random") and "bench train method=medusa" in found
 
 
 @pytest.mark.parametrize("method", ["blockwise", "calm", "eagle", "hydra_heads", "rest", "self_speculative"])
 def test_methods_with_parts_are_asked(method: str, tmp_path: Path) -> None:
     found = obstacle(f"method={method}", "model=random", f"paths.cache={tmp_path}")
-    assert found and "bench.train" in found
+    assert found and "bench train" in found
 
 
 def test_a_method_that_does_without_its_part_by_its_settings_may_run(tmp_path: Path) -> None:
@@ -355,7 +400,10 @@ def test_fresh_forces() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("resume=atuo", "must be one of auto, never, force, only_failed, got 'atuo' (text). Did you mean 'auto'?"),
+        (
+            "resume=atuo",
+            "must be one of auto, unfinished, never, force, only_failed, got 'atuo' (text). Did you mean 'auto'?",
+        ),
         ("shuffle_seed=x", "shuffle_seed must be a whole number or null, got 'x' (text)"),
         ("dry_run=yes", "dry_run must be true or false, got 'yes' (text)"),
         ("sweep=smok", "Unknown sweep 'smok'. Did you mean 'smoke'? (python -m bench list sweeps)"),
@@ -477,5 +525,7 @@ def test_a_real_sweep_runs_skips_and_goes_on(tmp_path: Path, capsys: pytest.Capt
     assert sorted(name.split("-")[0] for name in folders) == ["autoregressive", "prompt_lookup"]
     assert {manifest["status"] for manifest in folders.values()} == {"finished"}
     capsys.readouterr()
-    assert cli.main(command) == 0
-    assert capsys.readouterr().out == "Plan: 2 jobs: 2 done. Nothing to run.\n"
+    assert cli.main([*command, "resume=unfinished"]) in (0, 3)
+    out = capsys.readouterr().out
+    assert re.match(r"Plan: 2 jobs: (2 done|2 invalid|1 done, 1 invalid)\. Nothing to run\.\n", out)
+    assert out.count("prompt_lookup") >= 1, "the table of the sweep is printed again"
