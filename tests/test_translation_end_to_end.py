@@ -216,7 +216,7 @@ def test_the_sweep_of_the_track_is_planned_and_says_what_is_missing(bench: Any, 
     assert {job.cfg.batch_size for job in plan.jobs} == {1, 8, 32, 128}
     reasons = {(job.cfg.method["name"], job.cfg.model["name"]): job.reason for job in plan.jobs}
     assert "multi30k_12_1' is not made yet" in reasons["hf_beam", "multi30k_12_1"]
-    assert "python -m bench.train method=specdec" in reasons["specdec", "multi30k_4_4"]
+    assert "python -m bench train method=specdec" in reasons["specdec", "multi30k_4_4"]
     ready = {pair for pair, reason in reasons.items() if not reason}
     for method in ("autoregressive", "hf_beam", "prompt_lookup", "suffix", "token_recycling", "lookahead"):
         assert {(method, "multi30k_4_4"), (method, "multi30k_6_1")} <= ready

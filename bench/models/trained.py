@@ -57,4 +57,4 @@ class TrainedModel:
             layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
             more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
             more += f" train.exits={exits}" if exits else ""
-        return f"python -m bench.train method={self.method}{layers}{more}"
+        return f"python -m bench train method={self.method}{layers}{more}"

@@ -8,7 +8,7 @@ loss (``calibrator.py``, ``risk_control.py``).
 
 Exits must be trained: into the model itself (then ``method.head=lens``), or as maps and a classifier over a frozen one:
 
-    python -m bench.train method=calm model=MODEL
+    python -m bench train method=calm model=MODEL
 
 Published, T5 with 8 decoder layers, textual tolerance 0.25 at error rate 0.05, softmax gap: 2.62 layers and 2.57x on
 CNN/DM, 1.76 and 2.83x on WMT15 en-fr, 1.03 on SQuAD; classifier: 4.51 layers and 2.04x on CNN/DM.

@@ -166,7 +166,7 @@ def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, voc
     if exits is None or exits.classifier is None:
         raise ValueError(
             "confidence=classifier needs an exit classifier, and none is trained for this model. Train one with "
-            "python -m bench.train method=calm model=MODEL, or set method.confidence=softmax."
+            "python -m bench train method=calm model=MODEL, or set method.confidence=softmax."
         )
     return Classifier(*exits.classifier)
 

@@ -188,7 +188,7 @@ def find_reader(method: str, head: Head, target: CausalLM, exits: Exits | None) 
         return Lens(target)
     if exits is None:
         raise MissingPart(
-            f"{method} needs trained exits, and there are none for this model. Train them with python -m bench.train "
+            f"{method} needs trained exits, and there are none for this model. Train them with python -m bench train "
             f"method={method} model=MODEL; or, for a model that was itself trained to exit, set method.head=lens, "
             "which reads every layer by the model's own norm and output matrix."
         )
@@ -217,5 +217,5 @@ def require_depths(depths: Sequence[int], target: CausalLM, reader: Reader, name
     if missing:
         raise ValueError(
             f"{name} must be among the depths of the trained exits, {list(known)}, got {list(depths)}. Choose among "
-            "them, or train others: python -m bench.train method=NAME model=MODEL train.exits=[..] force=true."
+            "them, or train others: python -m bench train method=NAME model=MODEL train.exits=[..] force=true."
         )

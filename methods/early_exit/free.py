@@ -10,7 +10,7 @@ an exact rule keeps: lossless self-speculation (LayerSkip, Elhoushi et al. 2024,
 The threshold is fixed, or learnt from how often the exits agree (``adaptive``, ``free_threshold.py``). The exit must be
 trained, into the model (``method.head=lens``) or as a map over a frozen one:
 
-    python -m bench.train method=free model=MODEL
+    python -m bench train method=free model=MODEL
 
 Published (T5-large, k = 6 of 24): up to 2.16x with about 99 % of the full model's quality over summarisation, question
 answering and translation, batch size 1.

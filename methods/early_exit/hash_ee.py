@@ -5,7 +5,7 @@ is known before it begins, so an accelerator never waits between layers. Later l
 exited, each by its own projections (``loop.py``). ``hash_tables.py`` makes the tables: random, by frequency, by mutual
 information, by clusters.
 
-    python -m bench.train method=hash_ee model=MODEL train.kind=frequency
+    python -m bench train method=hash_ee model=MODEL train.kind=frequency
 
 The paper trains the model with the table it decodes with, which gives the quality: on a model not trained so, a table
 is no better than a static exit.
@@ -141,10 +141,11 @@ class HashEE(EarlyExitDecoder, Calibrated):
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         last = torch.tensor(lengths, device=target.device) - 1
         final = torch.empty(len(rows), target.hidden_size, dtype=target.dtype, device=target.device)
+        by_id = torch.from_numpy(self.table.depths.astype(np.int64)).to(target.device)
         cache.reset()
         for start in range(0, tokens.shape[1], _CHUNK):
             part = tokens[:, start : start + _CHUNK]
-            hidden = self._frozen_pass(part, cache)
+            hidden = frozen_pass(target, part, by_id[part], cache, [self.policy.deepest])[self.policy.deepest]
             here = (last >= start) & (last < start + part.shape[1])
             place = (last - start).clamp(0, part.shape[1] - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
             final = torch.where(here[:, None], hidden.gather(1, place)[:, 0], final)
@@ -156,20 +157,30 @@ class HashEE(EarlyExitDecoder, Calibrated):
             ready[row] = self.reader.read(depth, final[row : row + 1])[0]
         return target.head(ready)
 
-    def _frozen_pass(self, tokens: Int[Tensor, "B T"], cache: Cache) -> Float[Tensor, "B T D"]:
-        by_id = torch.from_numpy(self.table.depths.astype(np.int64)).to(tokens.device)
-        state, depth = self.target.begin(tokens, None, cache), by_id[tokens][:, :, None]
-        for layer in range(self.policy.deepest):
-            before = state.hidden
-            self.target.run(state, (layer,))
-            state.hidden = torch.where(depth > layer, state.hidden, before)
-        return state.hidden
+
+def frozen_pass(
+    target: CausalLM, tokens: Int[Tensor, "B T"], wanted: Int[Tensor, "B T"], cache: Any, depths: Sequence[int]
+) -> dict[int, Float[Tensor, "B T D"]]:
+    """Run all tokens through all layers; a layer changes only the states of tokens that take it.
+
+    Args:
+        wanted: layers that each token takes.
+        depths: after which states are returned.
+    """
+    state, found = target.begin(tokens, None, cache), {}
+    for layer in range(max(depths)):
+        before = state.hidden
+        target.run(state, (layer,))
+        state.hidden = torch.where(wanted[:, :, None] > layer, state.hidden, before)
+        if layer + 1 in depths:
+            found[layer + 1] = state.hidden
+    return found
 
 
 def _table(target: CausalLM, checkpoint: str | Path | None) -> tuple[Path, HashTable]:
     if checkpoint is None:
         raise MissingPart(
-            "hash_ee needs a table, and there is none for this model. Make one with python -m bench.train "
+            "hash_ee needs a table, and there is none for this model. Make one with python -m bench train "
             "method=hash_ee model=MODEL, or name its folder: method.checkpoint=FOLDER."
         )
     folder = Path(checkpoint).expanduser()
@@ -177,7 +188,7 @@ def _table(target: CausalLM, checkpoint: str | Path | None) -> tuple[Path, HashT
     if (len(table.depths), table.layers) != (target.vocab_size, target.n_layers):
         raise ValueError(
             f"The table in {folder} must fit {target.name}, with {target.vocab_size} tokens and {target.n_layers} "
-            f"layers, got {len(table.depths)} tokens and {table.layers} layers. Make one: python -m bench.train "
+            f"layers, got {len(table.depths)} tokens and {table.layers} layers. Make one: python -m bench train "
             "method=hash_ee model=MODEL force=true."
         )
     return folder, table

@@ -278,5 +278,5 @@ def _fill_up(distance: Float[np.ndarray, "n k"], weights: Float[np.ndarray, "n"]
 def _unreadable(folder: Path, why: str) -> ValueError:
     return ValueError(
         f"{folder} must hold a hash table, {TABLE} and {CONFIG}, and cannot be read ({why}). Name "
-        "another, or make one: python -m bench.train method=hash_ee model=MODEL."
+        "another, or make one: python -m bench train method=hash_ee model=MODEL."
     )

@@ -5,7 +5,7 @@ reaches them. Prompt and first token take the whole model, as with the adaptive 
 
 The exit after layer k must be trained, into the model (``method.head=lens``) or as a map over a frozen one:
 
-    python -m bench.train method=static_depth model=MODEL
+    python -m bench train method=static_depth model=MODEL
 
 With ``method.calibration.tolerance`` the depth is the smallest trained one that meets the risk target; its share of the
 layers is what other methods call a threshold.

@@ -35,7 +35,7 @@ class MissingPart(ValueError):
 
 def training_command(method: str) -> str:
     """The command that makes the checkpoint of a method."""
-    return f"python -m bench.train method={method} model=MODEL"
+    return f"python -m bench train method={method} model=MODEL"
 
 
 def target_sizes(target: CausalLM) -> dict[str, int]:

@@ -10,7 +10,7 @@ Published: WMT14 en-de, distilled, 18.05 with 1 iteration and 27.03 with 10 (raw
 Differences: the length is predicted from the mean of the encoder's states, begin and end are not part of the target,
 and the loss of the length weighs as much as that of the tokens.
 
-    python -m bench.train method=cmlm model=multi30k_4_4
+    python -m bench train method=cmlm model=multi30k_4_4
     python -m bench method=cmlm model=multi30k_4_4 dataset=multi30k method.iterations=10 method.length_beam=5
 """
 

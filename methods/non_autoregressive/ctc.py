@@ -11,7 +11,7 @@ Published: WMT14 en-de 18.42 raw and 25.52 distilled, one pass, 14.6 times the s
 Differences: the source's embeddings are repeated before the decoder (as in GLAT's code) instead of splitting the
 encoder's states in three. No label smoothing. Pairs whose target does not fit into the places are left out.
 
-    python -m bench.train method=ctc model=multi30k_4_4
+    python -m bench train method=ctc model=multi30k_4_4
     python -m bench method=ctc model=multi30k_4_4 dataset=multi30k
 """
 

@@ -21,8 +21,8 @@ reported.
 Differences: the copy is that of ``glat``; W and b start as a dictionary from aligned words (``learn_words``) instead of
 at random; positions are added once; one optimiser run and one schedule over both phases.
 
-    python -m bench.train method=depa model=multi30k_4_4
-    python -m bench.train method=depa model=multi30k_4_4 train.base=nat out=FOLDER
+    python -m bench train method=depa model=multi30k_4_4
+    python -m bench train method=depa model=multi30k_4_4 train.base=nat out=FOLDER
     python -m bench method=depa model=multi30k_4_4 dataset=multi30k
 """
 

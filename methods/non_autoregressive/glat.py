@@ -10,8 +10,8 @@ same code.
 
 Differences: layers and tied embedding of the teacher, and the length's loss weighs as much as the tokens'.
 
-    python -m bench.train method=glat model=multi30k_4_4
-    python -m bench.train method=glat model=multi30k_4_4 'train.ratio=[0,0]' train.copy=uniform out=FOLDER    (vanilla)
+    python -m bench train method=glat model=multi30k_4_4
+    python -m bench train method=glat model=multi30k_4_4 'train.ratio=[0,0]' train.copy=uniform out=FOLDER    (vanilla)
     python -m bench method=glat model=multi30k_4_4 dataset=multi30k method.length_beam=5 method.rescore=true
 """
 

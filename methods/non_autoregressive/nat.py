@@ -16,7 +16,7 @@ Differences: cross-attention reads the encoder's top layer, 16 classes of fertil
 starts as zero because the decoder starts as the teacher's, and targets without a source token belong to the token
 before them.
 
-    python -m bench.train method=nat model=multi30k_4_4
+    python -m bench train method=nat model=multi30k_4_4
     python -m bench method=nat model=multi30k_4_4 dataset=multi30k method.decoding=npd method.samples=10
 """
 

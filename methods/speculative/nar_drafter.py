@@ -14,7 +14,7 @@ blank input after them, as in its training (cmlm, glat and depa). The predicted 
 After the student's last token the end of the sequence is drafted. Drafts are not drawn, so the exact rules for such
 drafts hold at a temperature. The student's encoder reads the source once, which counts as a pass of the drafter.
 
-    python -m bench.train method=glat model=multi30k_4_4
+    python -m bench train method=glat model=multi30k_4_4
     python -m bench method=specdec_nat method.drafter=glat model=multi30k_4_4 dataset=multi30k
 """
 

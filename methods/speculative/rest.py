@@ -5,7 +5,7 @@ the datastore is looked up (sec. 3.1); the continuations of its occurrences beco
 share a prefix, and the ``nodes`` most frequent prefixes are the draft, a tree (sec. 3.2). No model drafts. The
 datastore must be prepared, of text like the text to be written:
 
-    python -m bench.train method=rest model=smollm2 corpus=dolly,gsm8k
+    python -m bench train method=rest model=smollm2 corpus=dolly,gsm8k
 
 Published: 1.62x to 2.36x with Code Llama on HumanEval and Vicuna on MT-bench, 7B and 13B, one A6000; Spec-Bench with
 Vicuna-7B: 1.48x on an A100, 1.28x on a 3090, 1.82 and 1.63 tokens per step. Endings of 16 to 2 tokens, continuations of
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from jaxtyping import UInt32
 
-from methods.drafting import ABSENT, Context, Draft
+from methods.drafting import ABSENT, Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import MissingPart
 from methods.engine.sampling import Sampling
@@ -122,10 +122,8 @@ def as_draft(trees: Sequence[Tree], device: torch.device) -> Draft:
     return Draft(tokens, parents, sizes=sizes, depths=depths, levels=max(depths), width=width)
 
 
-class RestDrafter:
-    """Drafts from a datastore; nothing is kept between rounds."""
-
-    hidden_layers: Sequence[int] = ()
+class RestDrafter(StatelessDrafter):
+    """Drafts from a datastore."""
 
     def __init__(
         self, store: Datastore, nodes: int, max_ngram: int, min_ngram: int, continuation: int, occurrences: int
@@ -133,12 +131,6 @@ class RestDrafter:
         self.nodes, self.store = nodes, store
         self._longest, self._shortest = max_ngram, min_ngram
         self._continuation, self._occurrences = continuation, occurrences
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        pass
-
-    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
-        pass
 
     def propose(self, context: Context) -> Draft:
         return as_draft([self._tree(text) for text in context.tokens], context.root.device)
@@ -205,7 +197,7 @@ class Rest(SpeculativeDecoder):
 def _folder(checkpoint: str | Path | None) -> Path:
     if checkpoint is None:
         raise MissingPart(
-            "rest needs a datastore, and there is none for this model. Make one with python -m bench.train "
+            "rest needs a datastore, and there is none for this model. Make one with python -m bench train "
             "method=rest model=MODEL, or name yours: method.checkpoint=FOLDER."
         )
     return Path(checkpoint).expanduser()

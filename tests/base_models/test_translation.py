@@ -357,9 +357,9 @@ def test_a_model_that_is_not_made_says_how(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(artifacts, "project_data", lambda: tmp_path)
     for choice in [name for name in compose.groups()["model"] if name.startswith("multi30k_")]:
         group = compose.compose([f"model={choice}", "dataset=multi30k"]).model
-        with pytest.raises(UserError, match="is not made yet.*python -m bench.train method=(exit_)?teacher") as raised:
+        with pytest.raises(UserError, match="is not made yet.*python -m bench train method=(exit_)?teacher") as raised:
             loading.load(group, {"device": "cpu", "dtype": "float32"}, PathsConfig(cache=str(tmp_path)))
-        command = str(raised.value).split("python -m bench.train ")[1].split(" makes it")[0]
+        command = str(raised.value).split("python -m bench train ")[1].split(" makes it")[0]
         _, given = train.split([word.strip("'") for word in command.split()])
         cfg, settings = compose.compose_training(given, group.get("method", "teacher"))
         exits = {"exits": settings["exits"]} if "exits" in settings else {}

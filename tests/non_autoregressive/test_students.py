@@ -651,8 +651,8 @@ def test_lowest_of_each_row() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda t: Glat(t, Sampling()), "python -m bench.train method=glat model=MODEL"),
-        (lambda t: Nat(t, Sampling()), "python -m bench.train method=nat model=MODEL"),
+        (lambda t: Glat(t, Sampling()), "python -m bench train method=glat model=MODEL"),
+        (lambda t: Nat(t, Sampling()), "python -m bench train method=nat model=MODEL"),
         (lambda t: Cmlm(t, Sampling(), iterations=0), "iterations must be at least 1, got 0"),
         (lambda t: Cmlm(t, Sampling(), length_beam=0), "length_beam must be at least 1, got 0"),
         (lambda t: Nat(t, Sampling(), "npd", 0), "samples must be at least 1, got 0"),
@@ -811,7 +811,7 @@ def test_a_corpus_without_a_pair_that_fits_is_refused(machine: dict[str, Any], t
 def test_a_missing_part_names_its_command(machine: dict[str, Any]) -> None:
     fp32 = {"device": "cpu", "dtype": "float32", "threads": 1}
     lm = loading.load({"name": str(machine["folder"])}, fp32, PathsConfig()).lm
-    with pytest.raises(UserError, match="python -m bench.train method=cmlm model=MODEL"):
+    with pytest.raises(UserError, match="python -m bench train method=cmlm model=MODEL"):
         instantiate.build_decoder(
             dict(compose.compose(["method=cmlm", "dataset=multi30k"]).method), lm, SamplingConfig()
         )

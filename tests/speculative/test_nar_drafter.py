@@ -302,7 +302,7 @@ def test_part_is_that_of_the_method_that_drafts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"drafter": "cmlm"}, "python -m bench.train method=cmlm model=MODEL"),
+        ({"drafter": "cmlm"}, "python -m bench train method=cmlm model=MODEL"),
         ({"drafter": "nat", "redraft": True}, "redraft must be false with drafter=nat.* got true"),
         ({"block": 0}, "block must be at least 1, got 0"),
     ],

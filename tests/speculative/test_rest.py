@@ -306,7 +306,7 @@ def test_own_checkpoint_comes_before_the_prepared_part(folder, tmp_path, target)
 
 
 def test_without_a_datastore_the_command_is_named(target):
-    with pytest.raises(ValueError, match="python -m bench.train method=rest model=MODEL"):
+    with pytest.raises(ValueError, match="python -m bench train method=rest model=MODEL"):
         Rest(target, Sampling())
 
 

@@ -106,7 +106,7 @@ def test_checkpoint_may_be_a_folder_or_a_file(target: CausalLM, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "python -m bench.train method=self_speculative model="),
+        ({}, "python -m bench train method=self_speculative model="),
         ({"skip_mlp": [1], "layer_exit": 2}, "skip_attention/skip_mlp and method.layer_exit together"),
         ({"preset": "llama2_13b", "checkpoint": "x"}, "x cannot be read as a skip set"),
         ({"preset": "llama2_13b", "layer_exit": 2}, "preset and method.layer_exit together"),

@@ -496,7 +496,7 @@ def test_targets_and_parts_that_do_not_fit_are_refused(marian: Seq2SeqLM, tmp_pa
     causal = checks.tiny_target()
     with pytest.raises(ValueError, match="needs an encoder-decoder, .*a causal model.*model=multi30k_4_4"):
         SpecDec(causal, GREEDY, checkpoint=tmp_path)
-    with pytest.raises(MissingPart, match="python -m bench.train method=specdec model=MODEL"):
+    with pytest.raises(MissingPart, match="python -m bench train method=specdec model=MODEL"):
         SpecDec(marian, GREEDY)
     save(tmp_path, *learnt(marian))
     other = Seq2SeqLM.from_hf(tiny("marian", decoder_layers=1, tie_word_embeddings=False))

@@ -24,7 +24,7 @@ teacher's; losses are means per token; the length is predicted from the mean of 
 plain linear maps; Adam without amsgrad. Latents and couplings may be narrower than the model. The flow computes in 32
 bit.
 
-    python -m bench.train method=flowseq model=multi30k_4_4
+    python -m bench train method=flowseq model=multi30k_4_4
     python -m bench method=flowseq model=multi30k_4_4 dataset=multi30k method.decoding=npd
 """
 

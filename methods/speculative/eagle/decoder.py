@@ -7,7 +7,7 @@ candidates become the draft (sec. 4). Version 3 (Li et al. 2025, arXiv 2503.0184
 trained on features of its own. After each pass of the target the network reads the kept tokens again with the true
 features. The network must be trained; the target stays as it is:
 
-    python -m bench.train method=eagle model=smollm2
+    python -m bench train method=eagle model=smollm2
 
 Published, MT-bench, greedy: EAGLE 2.7 to 3.5x with LLaMA2-Chat 70B; EAGLE-2 3.62x and 4.98 tokens per step with
 Vicuna-7B; EAGLE-3 5.58x and 6.65 with Vicuna-13B.
@@ -148,7 +148,7 @@ def _growth(
             raise ValueError(f"gamma must be at least 1, got {gamma}. Set method.gamma=4 or so.")
         return Chain(gamma, draw)
     if kind == "static":
-        return Static(_shape(shape, vocabulary), draw, device)
+        return Static(Shape.chosen("shape", shape, TREES, vocabulary), draw, device)
     nodes, depth, top_k = dynamic
     most = top_k + (depth - 1) * top_k**2
     if draw or depth < 1 or not 1 <= top_k <= vocabulary or not depth <= nodes <= most:
@@ -158,18 +158,6 @@ def _growth(
             f"draw={draw}. Correct method.depth, method.top_k and method.nodes, or set method.tree=static to draw."
         )
     return Dynamic(nodes, depth, top_k, device)
-
-
-def _shape(given: str | list[list[int]], vocabulary: int) -> Shape:
-    if isinstance(given, str) and given not in TREES:
-        raise ValueError(f"shape must be {', '.join(TREES)} or numbers of children, e.g. [[3],[2,1]], got {given}.")
-    shape = Shape.of_children(TREES[given] if isinstance(given, str) else given)
-    if not 1 <= shape.width <= vocabulary:
-        raise ValueError(
-            f"Nodes must have 1 to {vocabulary} children, the size of the draft vocabulary, got {shape.width} with "
-            f"shape={given}. Name a tree with nodes, or a narrower one."
-        )
-    return shape
 
 
 # -- where the network comes from -------------------------------------------------------------------------------------

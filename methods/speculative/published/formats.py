@@ -189,7 +189,7 @@ def _require_mlp(found: Checkpoint) -> None:
         kind = arch if arch != "mlp" else "mlp with grounded_heads=false"
         raise ValueError(
             f"Heads of Hydra must be of the architecture mlp with grounded heads, got {kind} in {found.name}. Choose "
-            "such heads, or train some: python -m bench.train method=hydra_heads model=MODEL."
+            "such heads, or train some: python -m bench train method=hydra_heads model=MODEL."
         )
     if not any(map(_HYDRA_BLOCK.fullmatch, found.tensors)):
         keys = ", ".join(sorted(found.tensors)[:6])

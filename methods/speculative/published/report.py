@@ -68,7 +68,7 @@ class Report:
             raise ValueError(
                 f"{self.found.name}, read as {self.kind}, does not fit {self.target.name}: {'; '.join(self.problems)}. "
                 "Complete heads of this very model are needed. Name others, choose the model they were trained for, or "
-                "train heads here: python -m bench.train method=NAME model=MODEL."
+                "train heads here: python -m bench train method=NAME model=MODEL."
             )
 
     def _list(self, what: str, keys: Iterable[str]) -> None:

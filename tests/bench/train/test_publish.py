@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,20 @@ def test_a_model_and_a_student_are_stored_in_fewer_bits(cache: Path, capsys: pyt
     assert "force=true" in capsys.readouterr().err
     assert command.main([*words, "publish=int3"]) == 2
     assert "int8" in capsys.readouterr().err
+
+
+def test_heads_are_judged_by_mt_bench(cache: Path, tmp_path: Path) -> None:
+    for folder in ("dolly", "mt_bench"):
+        (tmp_path / "data" / folder).mkdir()
+    rows = [{"instruction": f"Count to {n}.", "input": "", "output": "One, two."} for n in range(12)]
+    (tmp_path / "data" / "dolly" / "dolly_3k.json").write_text(json.dumps(rows))
+    asked = [{"question_id": n, "category": "maths", "turns": ["What is a prime?", "And two?"]} for n in range(20)]
+    (tmp_path / "data" / "mt_bench" / "question.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in asked))
+    words = ["method=blockwise", "model=random", "corpus=dolly", *MACHINE, f"paths.cache={cache}"]
+    words += [f"paths.data={tmp_path / 'data'}", "train.k=2", "train.answers.tokens=200"]
+    words += ["train.answers.limit=16", "train.recipe.steps=2", "train.recipe.evaluations=1"]
+    assert command.main([*words, "publish=int8"]) == 0
+    stored = (artifacts.read_card(cache / "trained" / "blockwise-random") or {})["stored"]
+    for found in (stored["before"], stored["after"]):
+        assert found["prompts"] == 16 and found["tokens_per_step"] >= 1 and found["agreement"] == 1.0
+    assert stored["after"]["same_texts"] == 1.0

@@ -82,7 +82,7 @@ class Counted(PromptLookup):
     def __init__(self, target: CausalLM, sampling: Sampling, checkpoint: Path | None = None) -> None:
         super().__init__(target, sampling)
         if checkpoint is None:
-            raise ValueError("counter has nothing prepared. python -m bench.train method=counter prepares it.")
+            raise ValueError("counter has nothing prepared. python -m bench train method=counter prepares it.")
         self.checkpoint = checkpoint
 
 
