@@ -82,10 +82,7 @@ class Draft:
     @classmethod
     def chains(cls, rows: Sequence[list[int]], device: torch.device) -> Draft:
         """One path per row from ids on the host, ragged; a row may be empty."""
-        width = max(len(row) for row in rows)
-        padded = [row + [ABSENT] * (width - len(row)) for row in rows]
-        tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
-        return cls.chain(tokens, sizes=[len(row) for row in rows])
+        return cls.chain(ragged(rows, device), sizes=[len(row) for row in rows])
 
     @property
     def is_chain(self) -> bool:
@@ -102,6 +99,13 @@ class Draft:
         if self.width is not None:
             return self.width
         return min(1, self.tokens.shape[1]) if self.is_chain else self.tokens.shape[1]
+
+
+def ragged(rows: Sequence[list[int]], device: torch.device) -> Int[Tensor, "B N"]:
+    """Rows from the host, ``ABSENT`` after their ends; all may be empty."""
+    width = max(map(len, rows))
+    padded = [row + [ABSENT] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
 
 
 @dataclass(frozen=True, slots=True)

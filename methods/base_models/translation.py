@@ -35,12 +35,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Generator, Tensor
+from torch import Tensor
 from transformers import GenerationConfig, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
 
 from methods.base_models import bpe
-from methods.engine.generation import answer, search
-from methods.engine.sampling import Sampling
+from methods.engine.generation import translate
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training.distillation import translations
 from methods.training.exit_quality import judge, quality, summary
@@ -277,12 +276,7 @@ class Judge(BleuJudge):
         """Percent, of greedy translations or of those of a beam search."""
         target = Seq2SeqLM.from_hf(network, linear="plain", keep_hf=True)
         assert isinstance(target, Seq2SeqLM)
-        return self.score(partial(self._write, target, beams=beams), target.max_positions, target.device)
-
-    def _write(self, target: Seq2SeqLM, sources: list[Int[Tensor, "_"]], limit: int, beams: int) -> list[list[int]]:
-        if beams > 1:
-            return search(target, sources, limit, beams)
-        return answer(target, sources, limit, Sampling(), Generator(target.device))
+        return self.score(partial(translate, target, beams=beams), target.max_positions, target.device)
 
 
 def _states(

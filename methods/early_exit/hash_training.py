@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from methods.early_exit.affine_maps import HELD_OUT, Maps, Places, fit_maps, judge
 from methods.early_exit.exits import Exits, Lens, Reader, Translated, require_depths
+from methods.early_exit.hash_ee import frozen_pass
 from methods.early_exit.hash_tables import Balance, Corpus, HashTable, Kind, even_depths, make_table
-from methods.engine.causal_lm import CausalLM
 from methods.training.answers import HEADS_CORPUS, AnswerRecipe, own_answers
 from methods.training.exit_quality import quality, summary
 from methods.training.interface import Example, Trainable, TrainingContext, require
@@ -172,22 +171,3 @@ def states(
         for depth, parts in found.items()
         if sum(len(s) for s, _, _ in parts)
     }
-
-
-def frozen_pass(
-    target: CausalLM, tokens: Int[Tensor, "B T"], wanted: Int[Tensor, "B T"], cache: Any, depths: Sequence[int]
-) -> dict[int, Float[Tensor, "B T D"]]:
-    """Run all tokens through all layers; a layer changes only the states of tokens that take it.
-
-    Args:
-        wanted: layers that each token takes.
-        depths: after which states are returned.
-    """
-    state, found = target.begin(tokens, None, cache), {}
-    for layer in range(max(depths)):
-        before = state.hidden
-        target.run(state, (layer,))
-        state.hidden = torch.where(wanted[:, :, None] > layer, state.hidden, before)
-        if layer + 1 in depths:
-            found[layer + 1] = state.hidden
-    return found

@@ -47,6 +47,13 @@ def answer(
         root = sampling.pick(output.logits[:, 0], rng)
 
 
+def translate(target: Seq2SeqLM, sources: Sequence[Int[Tensor, "_"]], limit: int, beams: int = 1) -> list[list[int]]:
+    """Decode greedily by our own loop, or by ``search`` with several beams."""
+    if beams > 1:
+        return search(target, sources, limit, beams)
+    return answer(target, sources, limit, Sampling(), Generator(target.device))
+
+
 @torch.inference_mode()
 def search(target: Seq2SeqLM, sources: Sequence[Int[Tensor, "_"]], limit: int, beams: int) -> list[list[int]]:
     """Beam search of transformers from every source to its end-of-sequence token, which is part of the text.

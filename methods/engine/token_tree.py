@@ -6,7 +6,7 @@ chain is the tree in which every node is the parent of the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +90,31 @@ class Shape:
             level = list(range(ends[-1], len(parents)))
             ends.append(len(parents))
         return cls(tuple(parents), tuple(ranks), tuple(ends[1:]))
+
+    @classmethod
+    def chosen(
+        cls, setting: str, given: str | list[list[int]], trees: Mapping[str, list[list[int]]], most: int
+    ) -> Shape:
+        """A tree by its name, or by numbers of children.
+
+        Args:
+            setting: its name, for messages.
+            most: children that a node can have.
+
+        Raises:
+            ValueError: an unknown name, a tree without nodes, or one that is too wide.
+        """
+        if isinstance(given, str) and given not in trees:
+            raise ValueError(
+                f"{setting} must be {', '.join(trees)} or numbers of children, e.g. [[3],[2,1]], got {given}."
+            )
+        shape = cls.of_children(trees[given] if isinstance(given, str) else given)
+        if not 1 <= shape.width <= most:
+            raise ValueError(
+                f"Nodes must have 1 to {most} children, the tokens that can be proposed, got {shape.width} with "
+                f"{setting}={given}. Name a tree with nodes, or a narrower one."
+            )
+        return shape
 
     @property
     def width(self) -> int:

@@ -21,10 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from methods.drafting import ABSENT, AuxiliaryNodes, Context, Draft
+from methods.drafting import AuxiliaryNodes, Context, Draft, ragged
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import trie
@@ -137,10 +135,10 @@ class LookaheadDrafter:
         sizes = [len(tokens) for tokens, _ in tries]
         depths = [self._levels if size else 0 for size in sizes]
         width = max(sizes)
-        missing = [[ABSENT] * (width - size) for size in sizes]
+        tokens, parents = (ragged(rows, device) for rows in zip(*tries, strict=True))
         return Draft(
-            torch.tensor([t + m for (t, _), m in zip(tries, missing, strict=True)], device=device).long(),
-            torch.tensor([p + m for (_, p), m in zip(tries, missing, strict=True)], device=device).long(),
+            tokens,
+            parents,
             sizes=sizes,
             depths=depths,
             levels=max(depths),
@@ -152,14 +150,10 @@ class LookaheadDrafter:
         parents = [parent + drafted if parent >= 0 else parent for parent in self._auxiliary_parents]
         return AuxiliaryNodes(
             tokens=torch.tensor([window.auxiliary() for window in self._windows], device=device),
-            parents=_row(parents, len(self._windows), device),
+            parents=torch.tensor(parents, device=device).expand(len(self._windows), -1),
             levels=self._width + self._levels - 2,
             asked=self._width,
         )
-
-
-def _row(values: list[int], batch: int, device: torch.device) -> Int[Tensor, "B S"]:
-    return torch.tensor(values, device=device).expand(batch, -1)
 
 
 class Lookahead(SpeculativeDecoder):

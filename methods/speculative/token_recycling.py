@@ -186,23 +186,8 @@ class TokenRecycling(SpeculativeDecoder):
     paper = "Luo et al. 2024, arXiv 2408.08696"
 
     def __init__(
-        self,
-        target: CausalLM,
-        sampling: Sampling,
-        tree: str | list[list[int]] = "paper",
-        warm: bool = False,
+        self, target: CausalLM, sampling: Sampling, tree: str | list[list[int]] = "paper", warm: bool = False
     ) -> None:
-        drafter = RecyclingDrafter(_shape(tree, target.vocab_size), target.vocab_size, warm, target.device)
+        shape = Shape.chosen("tree", tree, TREES, target.vocab_size)
+        drafter = RecyclingDrafter(shape, target.vocab_size, warm, target.device)
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
-
-
-def _shape(tree: str | list[list[int]], vocab_size: int) -> Shape:
-    if isinstance(tree, str) and tree not in TREES:
-        raise ValueError(f"tree must be {', '.join(TREES)} or numbers of children, e.g. [[3],[2,1]], got {tree}.")
-    shape = Shape.of_children(TREES[tree] if isinstance(tree, str) else tree)
-    if not 1 <= shape.width <= vocab_size:
-        raise ValueError(
-            f"Nodes must have 1 to {vocab_size} children, the size of the vocabulary, got {shape.width} with "
-            f"tree={tree}. Name a tree with nodes, or a narrower one."
-        )
-    return shape

@@ -12,16 +12,15 @@ import json
 from collections.abc import Sequence
 
 import torch
-from torch import Generator
+from torch import Tensor
 
-from methods.engine.generation import answer, search
-from methods.engine.sampling import Sampling
+from methods.engine.generation import translate
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training.answers import append, read_lines
 from methods.training.interface import TrainingContext, require
 
-_GROUP = 128  # sources of similar length, translated together
-_PER_SOURCE, _EXTRA = 2, 20  # a text is cut at so many times the length of its source, and so many tokens more
+GROUP = 128  # sources of similar length, translated together
+_PER_SOURCE, _EXTRA = 2, 20
 
 
 def translations(context: TrainingContext, sources: Sequence[Sequence[int]], beams: int) -> list[list[int]]:
@@ -85,17 +84,19 @@ def digest(texts: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(text) for text in texts]).encode()).hexdigest()
 
 
+def most_tokens(sources: Sequence[Sequence[int] | Tensor], positions: int) -> int:
+    """Where translations are cut: at twice the length of the longest source and 20 tokens more, or at the positions."""
+    return min(positions, _PER_SOURCE * max(map(len, sources)) + _EXTRA)
+
+
 def _write(teacher: Seq2SeqLM, sources: Sequence[Sequence[int]], beams: int) -> list[list[int]]:
     rows = [torch.tensor(source, dtype=torch.long, device=teacher.device) for source in sources]
-    limit = min(teacher.max_positions, _PER_SOURCE * max(map(len, sources)) + _EXTRA)
-    if beams == 1:
-        texts = answer(teacher, rows, limit, Sampling(), Generator(teacher.device))
-    else:
-        texts = search(teacher, rows, limit, beams)
+    limit = most_tokens(sources, teacher.max_positions)
+    texts = translate(teacher, rows, limit, beams)
     return [text[:-1] if text[-1] in teacher.eos_ids else [] for text in texts]
 
 
 def _groups(sources: Sequence[Sequence[int]]) -> list[list[int]]:
     """Numbers of sources to be written together, the longest first: what does not fit into memory fails at once."""
     order = sorted(range(len(sources)), key=lambda place: -len(sources[place]))
-    return [order[start : start + _GROUP] for start in range(0, len(order), _GROUP)]
+    return [order[start : start + GROUP] for start in range(0, len(order), GROUP)]

@@ -11,14 +11,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from methods.training.distillation import digest
+from methods.training.distillation import GROUP, digest, most_tokens
 from methods.training.interface import TrainingContext, require
 from methods.training.trainer import SNAPSHOTS, Epochs, Loss, Trainer, TrainingConfig
 
 NONE = -1  # in padded rows: no token
 _HELD_OUT, _MOST_HELD_OUT = 30, 1000  # every thirtieth pair, and no more
-_GROUP = 128  # sentences translated together
-_PER_SOURCE, _EXTRA = 2, 20  # a translation is cut at so many times the length of its source, and so many tokens more
 
 Pair = tuple[list[int], list[int]]  # ids of source and target
 Write = Callable[[list[Int[Tensor, "_"]], int], list[list[int]]]  # sources, most tokens each -> ids of each
@@ -128,11 +126,10 @@ class BleuJudge:
         """One text for every source, in their order."""
         order = sorted(range(len(self._sources)), key=lambda place: len(self._sources[place]))
         texts: dict[int, list[int]] = {}
-        for start in range(0, len(order), _GROUP):
-            group = order[start : start + _GROUP]
+        for start in range(0, len(order), GROUP):
+            group = order[start : start + GROUP]
             sources = [torch.tensor(self._sources[place][-positions:], device=device) for place in group]
-            limit = min(positions, _PER_SOURCE * max(map(len, sources)) + _EXTRA)
-            texts |= zip(group, write(sources, limit), strict=True)
+            texts |= zip(group, write(sources, most_tokens(sources, positions)), strict=True)
         written: list[str] = self.tokenizer.batch_decode([texts[place] for place in range(len(order))], True)
         return written
 

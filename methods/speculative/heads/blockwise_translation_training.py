@@ -18,17 +18,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Generator, Tensor
+from torch import Tensor
 
 from methods.decoder import Step, generate
 from methods.engine import seq2seq_layers
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.generation import answer
+from methods.engine.generation import translate
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.heads.blockwise import BlockwiseDrafter, save_trunk
@@ -250,8 +251,4 @@ class Judge(BleuJudge):
 
     def bleu_of(self, target: Seq2SeqLM) -> float:
         """Of plain greedy translations."""
-
-        def write(sources: list[Int[Tensor, "_"]], limit: int) -> list[list[int]]:
-            return answer(target, sources, limit, Sampling(), Generator(target.device))
-
-        return self.score(write, target.max_positions, target.device)
+        return self.score(partial(translate, target), target.max_positions, target.device)

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.drafting import Context, Draft
+from methods.drafting import Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
@@ -45,23 +45,16 @@ _Kind = tuple[str, int]
 # ------------------------------------------------------------------------------------------------ what a round costs
 
 
-class RandomDrafter:
+class RandomDrafter(StatelessDrafter):
     """Proposes the same number of random tokens each round, almost all of them wrong: a round of known size."""
-
-    hidden_layers: Sequence[int] = ()
 
     def __init__(self, nodes: int, vocab_size: int) -> None:
         self.nodes, self._vocab_size = nodes, vocab_size
 
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        """Does nothing."""
-
     def propose(self, context: Context) -> Draft:
         """A chain of ``nodes`` tokens."""
         shape = (len(context.tokens), self.nodes)
-        return Draft.chain(
-            torch.randint(self._vocab_size, shape, generator=context.rng, device=context.root.device),
-        )
+        return Draft.chain(torch.randint(self._vocab_size, shape, generator=context.rng, device=context.root.device))
 
 
 def padded_rounds(target: CausalLM, drafted: int) -> SpeculativeDecoder:

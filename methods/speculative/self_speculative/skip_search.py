@@ -20,10 +20,9 @@ Command: ``python -m bench train method=self_speculative model=smollm2``
 
 from __future__ import annotations
 
-import json
 import random
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -43,6 +42,7 @@ from methods.speculative.self_speculative.skip_objective import (
     measured_speedup,
     predict,
 )
+from methods.training.answers import append, read_lines
 from methods.training.interface import Example, Trainable, TrainingContext, require
 
 _COSTS, _TRIALS, _PICTURE = "training_log/costs.json", "training_log/trials.jsonl", "training_log/search.png"
@@ -286,29 +286,17 @@ class History:
 
     def __init__(self, file: Path, layers: int) -> None:
         self._file, self._layers = file, layers
-        self.trials: list[Trial] = list(self._read()) if file.is_file() else []
-        file.write_text("".join(self._line(trial) for trial in self.trials), encoding="utf-8")
+        self.trials = [self._trial(**stored) for stored in read_lines(file)]
 
     def add(self, trial: Trial) -> None:
         """Append, in memory and in the file."""
-        self.trials.append(trial)
-        with self._file.open("a", encoding="utf-8") as stream:
-            stream.write(self._line(trial))
-
-    def _read(self) -> Iterator[Trial]:
-        for line in self._file.read_text(encoding="utf-8").splitlines():
-            try:
-                stored = json.loads(line)
-            except ValueError:  # the line the process was killed in
-                return
-            attention, mlp = (tuple(stored.pop(key)) for key in ("attention", "mlp"))
-            yield Trial(SkipSet(self._layers, attention, mlp), **stored)
-
-    @staticmethod
-    def _line(trial: Trial) -> str:
         content = asdict(trial)
         skips = content.pop("skips")
-        return json.dumps({"attention": skips["attention"], "mlp": skips["mlp"], **content}) + "\n"
+        append(self._file, [{"attention": skips["attention"], "mlp": skips["mlp"], **content}], keep=len(self.trials))
+        self.trials.append(trial)
+
+    def _trial(self, attention: list[int], mlp: list[int], **found: Any) -> Trial:
+        return Trial(SkipSet(self._layers, tuple(attention), tuple(mlp)), **found)
 
 
 def draw_history(trials: Sequence[Trial], file: Path) -> None:
