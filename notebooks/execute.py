@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from PIL import Image
 
 HERE = Path(__file__).parent
-COLOURS, MOST_BYTES = 32, 100_000  # of a picture
+COLOURS, MOST_BYTES = 64, 100_000  # of a picture
 RECORDS = HERE.parent / "results" / "reference"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -60,7 +60,8 @@ def smaller(png: bytes) -> bytes:
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     while True:
         stream = io.BytesIO()
-        picture.quantize(COLOURS, dither=Image.Dither.NONE).save(stream, "PNG", optimize=True)
+        small = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        small.save(stream, "PNG", optimize=True)
         if stream.tell() <= MOST_BYTES:
             return stream.getvalue()
         picture = picture.resize((picture.width * 4 // 5, picture.height * 4 // 5), Image.Resampling.LANCZOS)

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # All tables: which method is fastest, where, and for which prompts?
+# # Which method is fastest, where, and for which prompts?
 #
 # A **table** holds runs that share model, data set, machine, number type, sampling, batch size and limit; nothing is ranked
 # across tables. Within a table ranks count within one guarantee: EXACT methods generate the target's own text, RELAXED ones
@@ -97,16 +97,20 @@ if GROUPS:
     display(leaderboard.winners(GROUPS).style.hide())
 
 # %% [markdown]
-# ## 5. All runs
+# ## 5. Your runs
 #
-# **predicted**: the speed-up computed from the run's acceptance and the measured cost of a pass. **agreement**: the share of
-# tokens that the target itself would have generated. The same tables, with links to the records, are in RESULTS.md.
+# The tables with runs of yours; `RESULTS.md` has all tables of the reference records. **predicted**: the speed-up computed from
+# the run's acceptance and the measured cost of a pass. **agreement**: the share of tokens that the target itself would have
+# generated.
 
 # %%
-for group in GROUPS:
-    whose = plots.title("", group.rows).removeprefix("; ")
-    display(Markdown(f"**{group.heading}** ({whose})"))
-    display(leaderboard.ranking(group).drop(columns="run").style.hide())
+OWN = [group for group in GROUPS if any(row.record.source == "own" for row in group.rows)]
+for group in OWN:
+    table = leaderboard.ranking(group)
+    table["method"] = list(map(plots.label, group.rows))
+    display(Markdown(f"**{group.heading}**"), table.drop(columns="run").style.hide())
+if not OWN:
+    print("No run of yours yet: python -m bench method=eagle dataset=mtbench")
 
 # %% [markdown]
 # ## 6. Limits

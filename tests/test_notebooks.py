@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -9,7 +10,11 @@ import sys
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
+
+from bench.report.style import COLOURS
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 sys.path.insert(0, str(FOLDER))
@@ -68,6 +73,20 @@ def test_it_is_executed_without_errors_and_has_its_pictures(committed: nbformat.
     assert all(cell.execution_count for cell in committed.cells if cell.cell_type == "code")
     assert not [output for output in outputs if output.output_type == "error"]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+
+
+def test_a_smaller_picture_keeps_the_colours_of_few_pixels() -> None:
+    shades = np.random.default_rng(0).integers(0, 256, (200, 300, 1))
+    picture = np.repeat(shades, 3, axis=2).astype(np.uint8)
+    colours = [tuple(bytes.fromhex(colour[1:])) for colour in COLOURS.values()]
+    for place, colour in enumerate(colours):
+        picture[place * 20, :12] = colour
+    stream = io.BytesIO()
+    Image.fromarray(picture).save(stream, "PNG")
+    small = np.asarray(Image.open(io.BytesIO(execute.smaller(stream.getvalue()))).convert("RGB")).astype(int)
+    assert len(stream.getvalue()) > len(execute.smaller(stream.getvalue()))
+    for place, colour in enumerate(colours):
+        assert np.abs(small[place * 20, :12] - colour).max() <= 16
 
 
 def test_it_names_no_path_of_a_machine(committed: nbformat.NotebookNode) -> None:

@@ -35,10 +35,14 @@ _TICKS = (
 
 
 def label(row: Row) -> str:
-    """A short name: the method and the values of its settings, without their keys, switches or None."""
-    values = [word.partition("=")[2] for word in row.setting.split() if "=" in word]
-    shown = [value for value in values if value not in ("True", "False", "None")]
-    return " ".join([row.method, *shown, *(["(yours)"] if row.record.source == "own" else [])])
+    """The short name of a run, and whether it is the user's."""
+    return short_name(row.method, row.setting) + (" (yours)" if row.record.source == "own" else "")
+
+
+def short_name(method: str, setting: str) -> str:
+    """The method and the values of its settings, without their keys, switches and None."""
+    values = [word.partition("=")[2] for word in setting.split() if "=" in word]
+    return " ".join([method, *(value for value in values if value not in ("True", "False", "None"))])
 
 
 def title(heading: str, rows: Iterable[Row], width: int = 70) -> str:
@@ -76,10 +80,10 @@ def plain_log_axis(axis: Any, low: float, high: float) -> None:
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
-    ticks = [value for value in _TICKS if low <= value <= high]
-    every = -(-len(ticks) // 8)
-    start = ticks.index(1) % every if 1 in ticks else 0
-    kept = ticks[start::every]
+    kept: list[float] = []
+    for tick in sorted((tick for tick in _TICKS if low <= tick <= high), key=lambda tick: abs(np.log(tick))):
+        if all(abs(np.log(tick / other)) > np.log(high / low) / 14 for other in kept):
+            kept.append(tick)
     axis.set_major_locator(FixedLocator(kept))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in kept]))
@@ -187,7 +191,7 @@ def steps_and_speed(ax: Axes, group: ComparisonGroup) -> None:
     """Tokens per step against speed-up: measured (mark), predicted (dash), and lines of free drafts."""
     rows = [row for row in group.valid if drafts(row) or row.family == leaderboard.BASELINE]
     steps = [float(row.summary["tokens_per_step"]) for row in rows]
-    right = max([1.0, *steps]) * 1.1
+    right = max([1.0, *steps]) * 1.15
     for row, step in zip(rows, steps, strict=True):
         ax.plot(step, _speed(row), linestyle="", markersize=8, **_mark(row))
         if (predicted := row.summary.get("predicted_speedup")) is not None:
@@ -278,7 +282,7 @@ def name_dots(ax: Axes, dots: Sequence[tuple[float, float, str]], taken: Sequenc
         boxes.append(places[best])
         shift = (found[best] - at) / point
         text.remove()
-        line = {"arrowstyle": "-", "color": _LIGHT, "linewidth": 0.8} if best >= len(_AROUND) else None
+        line = {"arrowstyle": "-", "color": _LIGHT, "linewidth": 0.8} if best > 1 else None
         look: dict[str, Any] = {"fontsize": _SMALL, "ha": "center", "va": "center", "arrowprops": line}
         ax.annotate(name, (x, y), shift, textcoords="offset points", **look)
 
