@@ -21,6 +21,7 @@ from bench.utils.files import sha256
 SWEEP = "DECODEBENCH_SWEEP"  # group of the runs of the sweep under way, in the environment of its jobs
 PROMPT = "prompt"  # number of a prompt, the step of a run's curves; the curves are named prompt/...
 STEP = "step"  # of a training
+_PATIENCE_S = 60.0  # for a start, a login and an upload, so that a service that does not answer holds up no sweep
 _HISTOGRAM_BINS = 64
 _LONGEST_TAG = 64  # longer ones are refused
 # Words that say how a sweep is run, not what it is.
@@ -179,6 +180,10 @@ class WandbTracker(Tracker):
                 silent=True,
                 console="off",
                 host="",
+                init_timeout=_PATIENCE_S,
+                login_timeout=_PATIENCE_S,
+                finish_timeout=_PATIENCE_S,
+                finish_timeout_raises=True,
                 disable_git=True,
                 disable_code=True,
                 disable_job_creation=True,
