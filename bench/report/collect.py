@@ -7,6 +7,8 @@ A row is the flattened summary of a run plus facts of its manifest, columns name
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,16 +19,13 @@ from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
 from bench.records import run_folder, schemas
 from bench.report import tables, terminal
+from bench.utils import files
 from bench.utils.files import read_json
 from bench.utils.text import flatten
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SHOWN = (
-    "method", "dataset", "model", "dtype", "batch_size", "refill", "compile", "valid", "speedup.total.value",
-    "speedup.total.low", "speedup.total.high", "tokens_per_step", "tokens_per_s", "agreement.exact",
-)  # fmt: skip
 _MANY = frozenset({"dataset_revision", "speedup.by_category", "verdict"})  # kept as one cell of JSON, not as columns
 FlatRow = dict[str, Any]
 Source = Literal["own", "reference"]  # measured by the user, or shipped with the project
@@ -127,8 +126,8 @@ def _settings(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _cell(value: Any) -> Any:
-    """A list or a group as JSON text."""
-    return json.dumps(value) if isinstance(value, Mapping | list) else value
+    """A group as JSON text; a list stays one."""
+    return json.dumps(value) if isinstance(value, Mapping) else value
 
 
 # -------------------------------------------------------------------------------------------------------- filtering
@@ -158,71 +157,166 @@ def _filter(word: str, columns: Mapping[str, Any]) -> Callable[[FlatRow], bool]:
     if not equals:
         raise UserError(f"A filter must be column=value, got '{word}'. Example: collect method=eagle valid=true")
     unwanted, name = name.endswith("!"), name.removesuffix("!")
-    if columns and name not in columns:
-        hint = did_you_mean(name, columns)
-        raise UserError(f"No run has a column '{name}'.{hint} (python -m bench collect out=all.csv has them all)")
+    _require(name, columns)
     patterns = [pattern.strip() for pattern in wanted.split(",")]
     return lambda each: any(fnmatchcase(_text(each.get(name)), pattern) for pattern in patterns) is not unwanted
 
 
+def require_column(rows: Sequence[FlatRow], name: str) -> None:
+    """Raise UserError unless a row has the column, or there is no row."""
+    _require(name, dict.fromkeys(key for each in rows for key in each))
+
+
+def _require(name: str, columns: Mapping[str, Any]) -> None:
+    if columns and name not in columns:
+        hint = did_you_mean(name, columns)
+        raise UserError(f"No run has a column '{name}'.{hint} (python -m bench collect out=all.csv has them all)")
+
+
 def _text(value: Any) -> str:
     """As it is written on a command line."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool | list) else str(value)
 
 
 # ----------------------------------------------------------------------------------------------------------- output
 
 
 def to_frame(rows: Sequence[FlatRow]) -> pd.DataFrame:
-    """One column per key that any row has, numbers as numbers; a column of several kinds as text."""
+    """One column per key that any row has, numbers as numbers, lists as lists; a column of several kinds as text."""
     import pandas as pd
 
     frame = pd.DataFrame(list(rows)).convert_dtypes()
-    mixed = frame.select_dtypes(object).columns
+    mixed = [name for name in frame.select_dtypes(object).columns if not _holds_lists(frame[name].dropna())]
     return frame.assign(**{name: frame[name].map(_text, na_action="ignore").astype("string") for name in mixed})
 
 
+def _holds_lists(cells: Iterable[Any]) -> bool:
+    """Whether all cells are lists of one kind, numbers or texts, with gaps."""
+    kinds: set[type] = set()
+    for cell in cells:
+        if not isinstance(cell, list):
+            return False
+        kinds |= {float if type(item) is int else type(item) for item in cell if item is not None}
+    return len(kinds) <= 1 and not kinds & {list, dict}
+
+
 def write(rows: Sequence[FlatRow], file: Path) -> None:
-    """Into a .csv, .parquet, .json or .md file, by its ending.
+    """Into a .csv, .parquet, .json or .md file, by its ending; lists are JSON text in .csv and .md.
 
     Raises:
-        UserError: another ending, or a folder that is not there.
+        UserError: another ending, or a file that cannot be there.
     """
     writers: dict[str, Callable[[pd.DataFrame], Any]] = {
-        ".csv": lambda frame: frame.to_csv(file, index=False),
-        ".parquet": lambda frame: frame.to_parquet(file, index=False),
-        ".json": lambda frame: frame.to_json(file, orient="records", indent=1),
-        ".md": lambda _: file.write_text(tables.markdown(_columns(rows), _cells(rows, _columns(rows))) + "\n"),
+        ".csv": lambda frame: frame.map(lambda cell: _text(cell) if isinstance(cell, list) else cell).to_csv(
+            index=False
+        ),
+        ".parquet": lambda frame: frame.to_parquet(None, index=False),
+        ".json": lambda frame: frame.to_json(None, orient="records", indent=1),
+        ".md": lambda _: tables.markdown(*_shown_table(rows)) + "\n",
     }
     if file.suffix not in writers:
         raise UserError(f"out must end in {', '.join(writers)}, got {file}.")
-    with run_folder.machine_failures():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        writers[file.suffix](to_frame(rows))
+    files.write_output(file, writers[file.suffix](to_frame(rows)))
 
 
-def text(rows: Sequence[FlatRow]) -> str:
-    """The columns that matter most, aligned, for the terminal."""
-    names = _columns(rows)
-    return tables.aligned(names, _cells(rows, names))
+def _csv_cell(cell: Any) -> Any:
+    return _text(cell) if isinstance(cell, list) else cell
 
 
-def _columns(rows: Sequence[FlatRow]) -> list[str]:
-    found = {name for each in rows for name in each}
-    return [name for name in SHOWN if name in found] + ["run_id"]
+def text(rows: Sequence[FlatRow], width: int | None = None) -> str:
+    """A table for the terminal: of runs the columns that matter most, of anything else all.
+
+    Args:
+        width: most characters of a line; None: those of the terminal, 100 where there is none.
+    """
+    width = width or shutil.get_terminal_size((terminal.width(), 24)).columns
+    header, cells = _shown_table(rows)
+    columns = dict(zip(header, map(list, zip(*cells, strict=True)), strict=True))
+    lines: list[str] = []
+    shared = {name: columns.pop(name)[0] for name in _ALIKE if len(rows) > 1 and len(set(columns.get(name, "?-"))) == 1}
+    shared.pop("source", None)
+    if shared:
+        lines = [*textwrap.wrap("All: " + ", ".join(map(" ".join, shared.items())), width), ""]
+    if not any(columns.get("setting", ["-"])):
+        del columns["setting"]
+    if "run" in columns and max(map(len, _aligned(columns))) > width:
+        columns["run"] = [name.rpartition("-")[2] for name in columns["run"]]  # that of no other run
+    left_out = []
+    while (table := _aligned(columns)) and max(map(len, table)) > width and (least := _least(columns)):
+        left_out.append(least)
+        del columns[least]
+    lines += [line if len(line) <= width else f"{line[: width - 2]}.." for line in table]
+    if left_out:
+        lines += ["", *textwrap.wrap(f"Not shown: {', '.join(left_out)}. A file has all columns: out=runs.csv", width)]
+    return "\n".join(lines)
 
 
-def _cells(rows: Sequence[FlatRow], names: Sequence[str]) -> list[list[str]]:
-    return [[_shown(each, name) for name in names] for each in rows]
+def _aligned(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    return tables.aligned(list(columns), list(zip(*columns.values(), strict=True))).splitlines()
 
 
-def _shown(each: FlatRow, name: str) -> str:
-    value = each.get(name)
-    if name == "valid" and value is None:
-        return str(each.get("status"))
+def _least(columns: Mapping[str, Any]) -> str | None:
+    """The column that is missed least."""
+    return next((name for name in _LEAST if name in columns), None)
+
+
+def _shown_table(rows: Sequence[FlatRow]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells; of runs a choice of columns."""
+    found = dict.fromkeys(name for each in rows for name in each)
+    if "run_id" not in found:
+        return list(found), [[_shown(each.get(name)) for name in found] for each in rows]
+    columns = {name: key for name, key in _ALIKE.items() if key in found}
+    measured = {name: cell for name, (key, cell) in _MEASURED.items() if key in found}
+    named = ["method", *(["setting"] if "setting" in found else [])]
+    cells = [
+        [
+            *(_shown(each.get(name)) for name in named),
+            *(_shown(each.get(key)) for key in columns.values()),
+            *("-" if each.get(_MEASURED[name][0]) is None else cell(each) for name, cell in measured.items()),
+            _result(each),
+            str(each["run_id"]),
+        ]
+        for each in rows
+    ]
+    return [*named, *columns, *measured, "result", "run"], cells
+
+
+def _result(each: FlatRow) -> str:
+    """The verdict; without one the status of the run."""
+    valid = each.get("valid")
+    return str(each.get("status")) if valid is None else "VALID" if valid else "INVALID"
+
+
+def _interval(each: FlatRow) -> str:
+    found = {name: each.get(f"speedup.total.{name}") for name in ("low", "high", "n")}
+    return terminal.interval(found).replace(terminal.MISSING, "-")
+
+
+def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "-" if value is None else _text(value)
+
+
+# Columns for the terminal, heading and key: settings, which are shown where runs differ, and numbers with their form.
+_ALIKE = {
+    "dataset": "dataset",
+    "model": "model",
+    "dtype": "dtype",
+    "batch": "batch_size",
+    "refill": "refill",
+    "compile": "compile",
+    "source": "source",
+}
+_MEASURED: dict[str, tuple[str, Callable[[FlatRow], str]]] = {
+    "speed-up": ("speedup.total.value", lambda each: terminal.times(each["speedup.total.value"])),
+    "95 %": ("speedup.total.low", _interval),
+    "tokens/step": ("tokens_per_step", lambda each: terminal.number(each["tokens_per_step"])),
+    "tokens/s": ("tokens_per_s", lambda each: terminal.rate_number(each["tokens_per_s"])),
+    "agreement": ("agreement.exact", lambda each: f"{each['agreement.exact']:.1%}"),
+}
+# Left out in this order where the terminal is narrow.
+_LEAST = ("source", "compile", "refill", "agreement", "tokens/step", "tokens/s", "run", "dtype", "batch", "95 %")
 
 
 def groups(summaries: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:

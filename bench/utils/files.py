@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -33,6 +34,24 @@ def atomic_write(file: Path, content: str | bytes) -> None:
         raise
 
 
+def write_output(file: Path, content: str | bytes) -> None:
+    """Write a file that the user named with ``out=``; its folder is made.
+
+    Raises:
+        UserError: it cannot be there, as it is a folder, below a file, or in a place that cannot be written.
+    """
+    try:
+        if not file.parent.exists():
+            file.parent.mkdir(parents=True)
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not a matter of the name
+            raise
+        raise UserError(
+            f"out must be a file that can be written, got {file} ({error.strerror}). Name another."
+        ) from error
+
+
 def _sync_folder(folder: Path) -> None:
     """Make a rename survive a power cut; file systems that cannot are left alone."""
     with suppress(OSError):
@@ -54,10 +73,11 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """``atomic_write``; numbers of numpy and torch become Python's, anything else unknown becomes text."""
-    atomic_write(file, json.dumps(content, indent=1, ensure_ascii=False, default=_plain) + "\n")
+    atomic_write(file, json.dumps(content, indent=1, ensure_ascii=False, default=plain) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """For ``json.dumps``: numbers of numpy and torch as Python's, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

@@ -247,8 +247,8 @@ def test_a_row_is_the_summary_and_what_the_manifest_adds(three: Path) -> None:
     summary = json.loads((three / "suffix-mtbench-1" / "summary.json").read_text())
     assert found["suffix"]["speedup.total.value"] == summary["speedup"]["total"]["value"]
     assert found["suffix"]["sampling.temperature"] == 0.0 and found["prompt_lookup"]["method.gamma"] == 10
-    assert json.loads(found["suffix"]["acceptance_at"]) == summary["acceptance_at"]
-    assert not any(isinstance(value, dict | list) for row in found.values() for value in row.values())
+    assert found["suffix"]["acceptance_at"] == summary["acceptance_at"]
+    assert not any(isinstance(value, dict) for row in found.values() for value in row.values())
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def test_200_runs_are_collected_and_rendered_quickly(three: Path) -> None:
 def test_collect_on_the_terminal(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["collect", f"paths.results={three}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["method", "dataset", "model"] and lines[1].split()[:2] == ["broken", "-"]
-    assert lines[1].split()[-1] == "broken-mtbench-9" and "failed" in lines[1].split()
+    assert lines[0].split()[:2] == ["method", "dataset"] and lines[1].split()[:2] == ["broken", "-"]
+    assert lines[1].split()[-2:] == ["failed", "9"], "the end of the id where lines would be longer than 100"
     assert cli.main(["collect", f"paths.results={three}", f"out={tmp_path}/t.md"]) == 0
     assert (tmp_path / "t.md").read_text().splitlines()[1].startswith("| --- |")
     assert cli.main(["collect", f"paths.results={three}", "out=t.xls"]) == 2
