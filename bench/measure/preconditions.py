@@ -16,11 +16,12 @@ import yaml
 from bench.config import compose, instantiate
 from bench.config.schema import RunConfig
 from bench.errors import UserError
-from bench.models import artifacts, loading
+from bench.models import artifacts, in_memory, loading
 from bench.models.source import Loaded
 from methods.decoder import Calibrated, Decoder
 
 _KINDS = {"causal": "a causal model", "seq2seq": "an encoder-decoder model", "masked": "a masked diffusion model"}
+_HUB = "bench.models.hub.HubModel"
 _CAUSAL_SOURCES = ("bench.models.embedded.", "bench.models.random_weights.")
 _OTHER_KIND = "Choose another data set (python -m bench list datasets), or a model with model=hf model.name=HUB_ID."
 Known = dict[str, str | None]
@@ -160,10 +161,11 @@ def _mismatches(cfg: RunConfig, data_kind: str, kind: str | None, text_kind: str
 
 def _kind_of_model(model: Mapping[str, Any]) -> str | None:
     """None where only the model's own files tell and they are not on this machine."""
-    if str(model["_target_"]).startswith(_CAUSAL_SOURCES):
+    source = str(model.get("_target_", _HUB))  # a draft model may be a name alone
+    if source.startswith(_CAUSAL_SOURCES):
         return "causal"
-    if model["_target_"] != "bench.models.hub.HubModel":
-        return getattr(instantiate.locate(model["_target_"]), "kind", None)
+    if source != _HUB:
+        return getattr(instantiate.locate(source), "kind", None)
     from transformers import AutoConfig
 
     from bench.models.hub import is_seq2seq
@@ -239,9 +241,11 @@ def _checkpoint(cfg: RunConfig) -> str | None:
     owner = str(cfg.method[method.checkpoint_of])
     shipped = artifacts.shipped(owner)
     hint = f" The project has one for model={', model='.join(shipped)}." if shipped else ""
+    unnamed = "hf model.name=FOLDER" if cfg.model == in_memory.GROUP else f"hf model.name={model}"
+    chosen = model if model in compose.groups()["model"] else unnamed
     return (
         f"method={name} has no checkpoint for model={model}. Make one: python -m bench train method={owner} "
-        f"model={model}; or set method.checkpoint=FOLDER.{hint}"
+        f"model={chosen}; or set method.checkpoint=FOLDER.{hint}"
     )
 
 

@@ -351,7 +351,7 @@ def test_html_escapes_prompts_and_has_no_colour_of_text(target: decodebench.Targ
         ({"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
         ({"temperature": -1}, r"sampling.temperature must be at least 0, got -1"),
         ({"max_new_tokens": 4000}, r"Prompt 1 has \d+ tokens; with max_new_tokens=4,000 the context of 512 allows 0"),
-        ({"method": "eagle"}, r"method=eagle has no checkpoint for model=module"),
+        ({"method": "eagle"}, r"method=eagle has no checkpoint for model=module. .*model=hf model.name=FOLDER;"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str, target: decodebench.Target) -> None:
