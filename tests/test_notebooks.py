@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jupytext
 import nbformat
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ sys.path.insert(0, str(FOLDER))
 
 import execute  # noqa: E402  (a script beside the notebooks)
 
-NAMES = sorted(file.stem for file in FOLDER.glob("*.ipynb"))
+EVERY = sorted(file.stem for file in FOLDER.glob("*.ipynb"))
+NAMES = [name for name in EVERY if name not in execute.MEASURING]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -51,7 +53,7 @@ def texts(notebook: nbformat.NotebookNode) -> list[str]:
 
 def test_there_is_one_for_each_source() -> None:
     sources = {file.stem for file in FOLDER.glob("*.py")} - {"execute"}
-    assert sources == set(NAMES) and NAMES
+    assert sources == set(EVERY) and NAMES
 
 
 def test_it_is_in_step_with_its_source(fresh: nbformat.NotebookNode, committed: nbformat.NotebookNode) -> None:
@@ -87,6 +89,16 @@ def test_a_smaller_picture_keeps_the_colours_of_few_pixels() -> None:
     assert len(stream.getvalue()) > len(execute.smaller(stream.getvalue()))
     for place, colour in enumerate(colours):
         assert np.abs(small[place * 20, :12] - colour).max() <= 16
+
+
+@pytest.mark.parametrize("name", sorted(execute.MEASURING))
+def test_one_that_measures_is_in_step_with_its_source(name: str) -> None:
+    committed = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    source = jupytext.read(FOLDER / f"{name}.py")
+    assert [cell.source for cell in committed.cells] == [cell.source for cell in source.cells], f"execute.py {name}"
+    assert all(cell.execution_count for cell in committed.cells if cell.cell_type == "code")
+    assert not [output for cell in committed.cells for output in cell.get("outputs", []) if "ename" in output]
+    assert str(FOLDER.parent) not in json.dumps(committed) and str(Path.home()) + "/" not in json.dumps(committed)
 
 
 def test_it_names_no_path_of_a_machine(committed: nbformat.NotebookNode) -> None:
