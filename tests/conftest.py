@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import shutil
@@ -15,31 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import type_checks
+from tests.helpers import heap, type_checks
 
 ROOT = Path(__file__).resolve().parents[1]
 SIBLING_DATA = ROOT.parent / "shared" / "data"
 
+os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)
 for _heavy in ("hydra", "pandas", "scipy.stats", "transformers.generation", "transformers.models.llama.modeling_llama"):
     importlib.import_module(_heavy)  # within a module that jaxtyping loads, Python would compile them from source
 type_checks.check_few_calls()
-_unfreeze = gc.unfreeze
 
 
 def pytest_collection_finish() -> None:
-    """A collection takes half a second with everything imported, and a run makes many: leave that to the runs' own
-    objects, as in a process that measures once."""
-    gc.unfreeze = _freeze_again  # a run ends with it
-    _freeze_again()
-
-
-def _freeze_again() -> None:
-    _unfreeze()
-    gc.collect()
-    gc.freeze()
+    heap.keep_frozen()
 
 
 def pytest_runtest_setup() -> None:
