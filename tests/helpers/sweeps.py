@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -68,9 +68,14 @@ def lock_of(process: psutil.Process) -> Path | None:
 
 def start(words: Sequence[str], said: Path, environment: Mapping[str, str] | None = None) -> ForkServerProcess:
     """The command line in a process of its own, which has imported everything."""
+    return start_call(_main, list(words), str(said), dict(environment or {}))
+
+
+def start_call(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """A call in a process of its own, which has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    process = context.Process(target=_main, args=(list(words), str(said), dict(environment or {})))
+    process = context.Process(target=function, args=arguments)
     process.start()
     return process
 

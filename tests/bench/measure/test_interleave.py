@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections import Counter
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +28,9 @@ from methods.autoregressive import Autoregressive
 from methods.decoder import Decoder, Step
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
-from tests.helpers import fakes
+from tests.helpers import fakes, heap
 from tests.helpers.fakes import EOS, FakeClock, FakeDecoder, FakeExample, FakeTask, FakeTokenizer
+from tests.helpers.sweeps import start_call
 
 
 def make_runner(path: Path, count: int = 4, *, turns: int = 1, width: int = 3, **settings: Any) -> Runner:
@@ -245,6 +243,8 @@ def test_the_collector_does_not_search_what_was_measured_before(
         return timed_decode(*args)
 
     monkeypatch.setattr("bench.measure.interleave.timed_decode", watched)
+    monkeypatch.setattr(gc, "unfreeze", heap.unfreeze)
+    gc.unfreeze()
     make_runner(tmp_path, 4).measure()
     assert len(searched) == 8 and max(searched) < len(gc.get_objects()) / 10
     assert gc.get_freeze_count() == 0
@@ -351,46 +351,40 @@ def test_resume_after_a_first_turn_quotes_the_recorded_answer(tmp_path: Path) ->
     assert [s.prompt_ids for s in measured(again) if s.turn == 2] == [[1, *range(2, 10), 1]] * 2
 
 
-_CHILD = """
-    import sys, time
-    from pathlib import Path
-    from tests.bench.measure import test_interleave as test_runner
-    from tests.helpers import fakes
-    runner = test_runner.make_runner(Path(sys.argv[1]), 24, turns=2, batch_size=3, repeats=2, warmup=1)
+def whole_run(path: str) -> None:
+    runner = make_runner(Path(path), 24, turns=2, batch_size=3, repeats=2, warmup=1)
     decode = runner.method.decode
-    def slow(*arguments):
+
+    def slow(*arguments: Any) -> Any:
         time.sleep(0.002)
         return decode(*arguments)
-    runner.method.decode = slow
+
+    runner.method.decode = slow  # type: ignore[method-assign]
     runner.warm_up()
     runner.measure()
     runner.folder.update(status="finished", eos_ids=[0])
     runner.folder.write_summary({})
     runner.folder.close()
-"""
 
 
-def start_child(path: Path) -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(_CHILD), str(path)], cwd=root, env=environment)
-
-
-def kill_after(process: subprocess.Popen[bytes], samples: Path, rows: int, pause_s: float) -> None:
+def kill_after(process: BaseProcess, samples: Path, rows: int, pause_s: float) -> None:
     """Kill -9 some moments after the file has reached a number of rows."""
-    while process.poll() is None and (not samples.exists() or samples.read_bytes().count(b"\n") < rows):
+    while process.is_alive() and (not samples.exists() or samples.read_bytes().count(b"\n") < rows):
         time.sleep(0.001)
     time.sleep(pause_s)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "the run was over before it could be killed"
 
 
 def test_killed_at_any_moment_and_resumed_no_prompt_is_lost_or_measured_twice(tmp_path: Path) -> None:
     moments, samples = random.Random(5), tmp_path / "run" / "samples.jsonl"
     for rows in (moments.randrange(7, 20), moments.randrange(40, 70), moments.randrange(90, 140)):
-        kill_after(start_child(tmp_path), samples, rows, moments.uniform(0, 0.005))
+        kill_after(start_call(whole_run, str(tmp_path)), samples, rows, moments.uniform(0, 0.005))
     before = [s for s in read_samples(samples) if s.phase == "measure"]
-    assert start_child(tmp_path).wait() == 0
+    process = start_call(whole_run, str(tmp_path))
+    process.join()
+    assert process.exitcode == 0
     rows_after = [s for s in read_samples(samples) if s.phase == "measure"]
     assert 0 < len(before) < len(rows_after)
     wanted = {(f"{i}/{t}", r, a) for i in range(24) for t in (1, 2) for r in (0, 1) for a in ("method", "baseline")}
