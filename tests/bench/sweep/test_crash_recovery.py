@@ -251,10 +251,10 @@ def test_jobs_of_slurm(
     monkeypatch.setattr(slurm_executor, "_POLL", 0.2)
     monkeypatch.setattr(slurm_executor, "_GRACE", 1.0)
     results = tmp_path / "results"
-    hunter = Hunter(results, KILLS or 3, unbroken[1] / 2)
+    hunter = Hunter(results, KILLS or 2, unbroken[1] / 2)
     words = command(results, "cluster=slurm", "cluster.cpus_per_task=1")
     hunter.start()
-    for _ in range(10 * (KILLS or 3)):
+    for _ in range(10 * (KILLS or 2)):
         if cli.main(words) == 1:
             continue  # the table of failures
         if not hunter.left:
