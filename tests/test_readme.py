@@ -109,7 +109,8 @@ def run_bench(words, folder, fixture):
     if words[0] in ("list", "show", "doctor", "validate", "check-method", "--help"):
         assert cli.main(words) in (0, 1)
     elif words[0] in ("compare", "collect", "report"):
-        assert cli.main([*words, *([f"out={folder}/x.html"] if words[0] == "report" else [])]) == 0
+        named = [word.replace("out=", f"out={folder}/") for word in words]
+        assert cli.main([*named, *([f"out={folder}/x.html"] if words[0] == "report" else [])]) == 0
     elif words[0] == "track":
         assert cli.main([*words, "mode=offline", *place]) == 0
     elif words[0] == "dashboard":
@@ -124,8 +125,9 @@ def run_bench(words, folder, fixture):
     else:
         fixture("smollm2_dir")
         fixture("monkeypatch").setenv("DECODEBENCH_DATA", str(fixture("data_root")))
-        (prompts := folder / "prompts.jsonl").write_text(f"{LINE}\n")
-        named = [word.replace("=prompts.jsonl", f"={prompts}") for word in words]
+        for name in ("prompts.jsonl", "prompts.txt"):
+            (folder / name).write_text(f"{LINE}\n")
+        named = [word.replace("=prompts.", f"={folder}/prompts.") for word in words]
         assert cli.main([*named, *SHORT, *place]) in (0, 3)
 
 
@@ -133,13 +135,13 @@ SHORT = [
     "dataset.limit=1", "max_new_tokens=4", "measure.repeats=1", "measure.cost_curve=false",
     "measure.bootstrap_samples=100", "hardware.threads=1",
 ]  # fmt: skip
-LINE = re.search(r'^`(\{"question_id".*\})`', README, re.MULTILINE)[1]
+LINE = re.search(r'^`(\{"prompt".*\})`', README, re.MULTILINE)[1]
 
 
 def elsewhere(words):
     """Needs a GPU, a model from the hub, or a translation model."""
     models = ("model=hf", "model=vicuna_7b", "model=multi30k")
-    return any(word.startswith(models) or "=cuda" in word for word in words)
+    return any(word.startswith(models) or "=cuda" in word or word == "dataset=hub" for word in words)
 
 
 def run_train(words, folder, fixture):

@@ -62,12 +62,24 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a conversation that waits for the model's answer.
 
     With the tokenizer's chat template where it has one, else as plain text.
+
+    Raises:
+        UserError: the template refuses the conversation, or cannot be read.
     """
     if not getattr(tokenizer, "chat_template", None):
         return _ids(tokenizer("\n\n".join(message["content"] for message in messages)))
-    return _ids(
-        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
-    )
+    from jinja2 import TemplateError
+
+    try:
+        return _ids(
+            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+    except TemplateError as error:  # some refuse system messages
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(
+            f"The model's chat template refuses a conversation of {roles}: {error}. Change the prompts, or set "
+            "model.chat_template."
+        ) from error
 
 
 def _ids(encoded: Any) -> list[int]:

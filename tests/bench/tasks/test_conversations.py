@@ -13,7 +13,8 @@ import pytest
 from bench import cli
 from bench.config import compose, instantiate
 from bench.errors import UserError
-from bench.tasks import HubPrompts, Jsonl, corpus
+from bench.models.random_weights import byte_tokenizer
+from bench.tasks import HubPrompts, Jsonl, corpus, prompts
 from bench.tasks.base import digest
 from bench.tasks.corpus import Dialogue
 from bench.tasks.sources import Sources, sha256
@@ -251,3 +252,17 @@ def test_a_data_folder_has_sets_of_the_hub(tmp_path: Path) -> None:
     task = instantiate.build_task(cfg.dataset)
     assert [e.turns for e in task.load(Sources(tmp_path, tmp_path / "cache"))] == [("Who?",)]
     assert (task.name, task.kind) == ("me/own", "any")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "of system, user: System role not supported"),
+        ("{% for %}", "of system, user: Expected"),
+    ],
+)
+def test_a_chat_template_that_refuses_a_conversation_is_one_message(template: str, said: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=f"chat template refuses a conversation {said}.*set model.chat_template"):
+        prompts.encode(tokenizer, CHAT[:2])
