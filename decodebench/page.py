@@ -12,6 +12,7 @@ from bench.report import terminal
 
 MOST_ROWS, MOST_LETTERS = 10, 160
 _CELL = "text-align:left;vertical-align:top;padding:.2em .8em .2em 0;border-top:1px solid rgba(128,128,128,.4)"
+_HEAD = f"{_CELL};white-space:nowrap"
 _FACTS = ("tokens/step", "tokens/s", "memory", "agreement")
 
 
@@ -22,15 +23,8 @@ def measurement(summary: Mapping[str, Any], table: pd.DataFrame) -> str:
     if summary["acceptance_rate"] is not None:
         facts.insert(1, f"{terminal.number(summary['acceptance_rate'])} acceptance")
     shown = table.head(MOST_ROWS)
-    rows = [
-        [
-            row["prompt"],
-            row["text"],
-            "same" if row["identical"] else row["baseline text"],
-            terminal.times(row["speed-up"]),
-        ]
-        for _, row in shown.iterrows()
-    ]
+    before = shown["baseline text"].mask(shown["identical"], "same")
+    rows = zip(shown["prompt"], shown["text"], before, shown["speed-up"].map(terminal.times), strict=True)
     more = len(table) - len(shown)
     return _block(
         f"<b>{escape(str(summary['method']))}: {terminal.times(total['value'])}</b>, 95 % {terminal.interval(total)} "
@@ -44,7 +38,7 @@ def measurement(summary: Mapping[str, Any], table: pd.DataFrame) -> str:
 
 def leaderboard(summaries: Sequence[Mapping[str, Any]]) -> str:
     """One row per method, in this order."""
-    rows = [[column(summary) for column in terminal.COLUMNS.values()] for summary in summaries]
+    rows = [[column(each).replace(terminal.MISSING, "-") for column in terminal.COLUMNS.values()] for each in summaries]
     return _block(_lines(_place(summaries[0])), _table(list(terminal.COLUMNS), rows))
 
 
@@ -69,13 +63,13 @@ def _lines(facts: Iterable[Any]) -> str:
     return f"<small>{' &middot; '.join(escape(str(fact)) for fact in facts)}</small>"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    body = "".join(_row("td", row) for row in rows)
-    return f'<table style="border-collapse:collapse"><thead>{_row("th", header)}</thead><tbody>{body}</tbody></table>'
+def _table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    head, body = _row("th", header, _HEAD), "".join(_row("td", row) for row in rows)
+    return f'<table style="border-collapse:collapse"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
-def _row(tag: str, cells: Iterable[Any]) -> str:
-    shown = (f'<{tag} style="{_CELL}">{escape(_short(cell))}</{tag}>' for cell in cells)
+def _row(tag: str, cells: Iterable[Any], style: str = _CELL) -> str:
+    shown = (f'<{tag} style="{style}">{escape(_short(cell))}</{tag}>' for cell in cells)
     return f"<tr>{''.join(shown)}</tr>"
 
 
