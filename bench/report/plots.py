@@ -375,8 +375,9 @@ def speedup_svg(group: ComparisonGroup) -> str:
 def categories(ax: Axes, summary: Mapping[str, Any]) -> None:
     """Speed-up of one run with its 95 % interval: of each category of prompts, and below them of all prompts."""
     speedup, shown = summary["speedup"], style_of(summary["method"])
-    found = {name: ratio for name, ratio in speedup["by_category"].items() if ratio["value"] is not None}
-    ratios = {f"{name}  (n = {ratio['n']})": ratio for name, ratio in found.items()} | {"all": speedup["total"]}
+    named = {f"{name}  (n = {ratio['n']})": ratio for name, ratio in speedup["by_category"].items()}
+    everything = named | {"all": speedup["total"]}
+    ratios = {name: ratio for name, ratio in everything.items() if ratio["value"] is not None}
     ends = [1.0]
     for place, ratio in enumerate(ratios.values()):
         interval = [ratio["value"] if ratio[end] is None else ratio[end] for end in ("low", "high")]

@@ -6,13 +6,13 @@ import io
 import json
 import math
 import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from bench import cli
@@ -20,7 +20,7 @@ from bench.analysis import pairs
 from bench.config import compose
 from bench.config.schema import PathsConfig
 from bench.records import run_folder
-from bench.report import tracked_run
+from bench.report import plots, tracked_run
 from tests.helpers.offline_runs import Records, inspected, read_back, summary_of, without_account
 from tests.helpers.sample_rows import both, row
 from tests.helpers.sweeps import COMMON, run_folders
@@ -220,6 +220,18 @@ def test_condensed_records_have_curves_and_no_texts(run: Path, tmp_path: Path, p
     assert {file.name for file in sent.files} == {"manifest.json", "config.yaml", "summary.json", "pairs.json.gz"}
 
 
+def test_the_figure_has_each_category_and_its_interval() -> None:
+    summary = json.loads((REFERENCE / "summary.json").read_text())
+    ratios = summary["speedup"]["by_category"] | {"all": summary["speedup"]["total"]}
+    summary["speedup"]["by_category"]["empty"] = {"value": None, "low": None, "high": None, "n": 0}
+    ax = Figure().subplots()
+    plots.categories(ax, summary)
+    assert [label.get_text().partition("  ")[0] for label in ax.get_yticklabels()] == list(ratios)
+    drawn = [list(line.get_xdata()) for line in ax.get_lines() if len(line.get_xdata()) == 2 and line.get_ydata()[0]]
+    known = [[r["low"], r["high"]] for r in ratios.values() if r["low"] is not None]
+    assert len(known) == 3 and all(interval in drawn for interval in known)
+
+
 # ------------------------------------------------------------------------------------------------------------- track
 
 
@@ -233,8 +245,6 @@ def test_a_finished_run_is_sent_later_and_its_record_stays(
     out = capsys.readouterr().out
     assert f"{run.name}: sent to project mine, offline" in out and "wandb sync" in out
     assert {folder: content(folder) for folder in before} == before
-    status = subprocess.run(["git", "status", "--porcelain", str(REFERENCE)], cwd=ROOT, capture_output=True, text=True)
-    assert status.stdout == ""
     sent = {found["run"][0]["run_id"]: found for found in map(inspected, tmp_path.glob("wandb/offline-run-*"))}
     assert set(sent) == {run.name, REFERENCE.name}
     assert all(found["run"][0]["project"] == "mine" for found in sent.values())
