@@ -15,10 +15,11 @@ import torch
 from bench.config import compose, instantiate
 from bench.config.schema import RunConfig, SamplingConfig
 from bench.errors import UserError
+from bench.measure import agreement
 from bench.models import artifacts, loading
 from bench.models.source import Loaded
 from bench.scoring.translation import TranslationScorer
-from bench.tasks import corpus, prompts
+from bench.tasks import MTBench, corpus, prompts
 from bench.tasks.corpus import Dialogue, Texts
 from bench.tasks.sources import Sources
 from bench.utils import files
@@ -31,7 +32,7 @@ FORMS: dict[str, tuple[int, int | None]] = {  # bits of a weight, weights that s
     "int5": (5, 64),
     "int4": (4, 64),
 }
-_PAIRS, _PROMPTS, _ROWS, _TOKENS = 300, 8, 32, 64  # judged by, decoded at once, and most of a text
+_PAIRS, _PROMPTS, _ROWS, _TOKENS = 300, 16, 32, 64  # judged by, decoded at once, and most of a text
 _MODEL = "model.safetensors"
 
 
@@ -41,7 +42,8 @@ def publish(folder: Path, form: str, without: Sequence[str], texts: Texts, cfg: 
     Args:
         form: one of ``FORMS``.
         without: beginnings of names of tensors to leave out.
-        texts: it was trained on; it is judged by their validation pairs, else by some of their prompts.
+        texts: it was trained on; it is judged by their validation pairs, by MT-bench if they are public requests, else
+            by some of their own.
         cfg: model and hardware.
 
     Returns:
@@ -73,10 +75,12 @@ def publish(folder: Path, form: str, without: Sequence[str], texts: Texts, cfg: 
 
 
 def _dialogues(texts: Texts, cfg: RunConfig) -> list[Dialogue]:
-    name = corpus.validation_of(texts.names[0])
-    if name is None:
-        return list(texts.dialogues[:_PROMPTS])
-    return list(corpus.read(name, sources=Sources(cfg.paths.data, cfg.paths.cache)).dialogues[:_PAIRS])
+    sources = Sources(cfg.paths.data, cfg.paths.cache)
+    if name := corpus.validation_of(texts.names[0]):
+        return list(corpus.read(name, sources=sources).dialogues[:_PAIRS])
+    if texts.names[0] in corpus.KNOWN:
+        return [Dialogue(example.turns[:1], "") for example in MTBench(limit=_PROMPTS).load(sources)]
+    return list(texts.dialogues[:_PROMPTS])
 
 
 def _measure(
@@ -104,6 +108,9 @@ def _measure(
         lines = loaded.tokenizer.batch_decode(texts, skip_special_tokens=True)
         pairs = [(dialogue.answer, line) for dialogue, line in zip(dialogues, lines, strict=True)]
         found["bleu"] = round(TranslationScorer().aggregate(pairs)["bleu"] or 0.0, 2)
+    else:
+        checks = [agreement.check(loaded.lm, ids.tolist(), text, 0.0) for ids, text in zip(asked, texts, strict=True)]
+        found["agreement"] = round(sum(check.exact for check in checks) / sum(map(len, texts)), 4)
     return found | {"prompts": len(asked)}, texts
 
 
