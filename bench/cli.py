@@ -42,6 +42,7 @@ Options:
                    cluster=local|process|slurm|ray  where its jobs run (python -m bench show cluster/slurm)
   sweep=NAME       a sweep from conf/sweep (python -m bench list sweeps); more settings may follow
   --fresh          measure again; the earlier record of the run is replaced when the new one is complete
+  --json           print the summary of a single run as JSON, and nothing else, on standard output
   --config         print the composed configuration instead of running it
   --version, -h, --help
 
@@ -51,7 +52,7 @@ Groups:
 Settings: seed, max_new_tokens, batch_size, max_context, and every key of a group as group.key=value.
 Exit codes: 0 fine, 1 the run failed, 2 bad input, 3 finished but INVALID. {traceback}=1 shows tracebacks."""
 
-_FLAGS = {"-m", "--multirun", "--fresh", "--config", "-h", "--help", "--version"}
+_FLAGS = {"-m", "--multirun", "--fresh", "--config", "--json", "-h", "--help", "--version"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,8 +80,10 @@ def _dispatch(words: list[str]) -> int:
     if "--config" in flags:
         return _print_config(overrides)
     if flags & {"-m", "--multirun"} or any(map(_is_of_sweeps, overrides)):
+        if "--json" in flags:
+            raise UserError("--json needs a single run. For the runs of a sweep: python -m bench collect out=runs.json")
         return _sweep(overrides, "--fresh" in flags)
-    return job.execute(compose.compose(overrides), "--fresh" in flags)
+    return job.execute(compose.compose(overrides), "--fresh" in flags, as_json="--json" in flags)
 
 
 def _help() -> str:
@@ -218,6 +221,10 @@ def _list(arguments: list[str]) -> int:
     groups = compose.every_group()
     if not arguments:
         return _print(_group_lines())
+    if arguments[0] in ("method", "methods"):
+        from bench.measure import catalogue
+
+        return _print(catalogue.methods(arguments[1:]))
     named = {compose.plural(group): group for group in groups} | {group: group for group in groups}
     if (name := arguments[0]) not in named:
         raise UserError(f"Unknown group '{name}'.{did_you_mean(name, named)} Groups: {', '.join(groups)}.")
@@ -225,6 +232,12 @@ def _list(arguments: list[str]) -> int:
     width = max(map(len, groups[group]))
     lines = (f"{choice:{width}}  {_summary(group, choice)}".rstrip() for choice in groups[group])
     return _print("\n".join(lines))
+
+
+def _completion(arguments: list[str]) -> int:
+    from bench.config import completion
+
+    return _print(completion.script(" ".join(arguments), _COMMANDS, compose.every_group(), sorted(_FLAGS)))
 
 
 def _show(arguments: list[str]) -> int:
@@ -494,7 +507,12 @@ def _check_method(arguments: list[str]) -> int:
 
 _FILTERS = "[column=value ...] [out=F]"
 _COMMANDS: dict[str, Command] = {
-    "list": Command(_list, "list [methods|models|datasets|...]", "what there is to choose from", "list methods"),
+    "list": Command(
+        _list,
+        "list [methods|models|datasets|...]",
+        "what there is to choose from; methods: what they promise, need, and whether they run here, also on model=NAME",
+        "list methods model=multi30k_4_4",
+    ),
     "show": Command(
         _show,
         "show GROUP/CHOICE",
@@ -554,6 +572,12 @@ _COMMANDS: dict[str, Command] = {
         "condense FOLDER ...",
         "replace the samples of finished runs by the times of each prompt",
         "condense results/RUN_ID",
+    ),
+    "completion": Command(
+        _completion,
+        "completion bash|zsh",
+        "tab completion for the command decodebench",
+        'completion bash    (in ~/.bashrc: eval "$(decodebench completion bash)")',
     ),
     "doctor": Command(_doctor, "doctor", "check this machine and installation", "doctor"),
     "check-method": Command(

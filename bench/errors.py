@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes of every command
 TRACEBACK = "DECODEBENCH_TRACEBACK"  # environment variable: print tracebacks
+_OWN = ("bench", "methods", "decodebench")
+_INSTALL = "Activate the environment (. .venv/bin/activate), or install it: make bench, or pip install -e ."
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -54,6 +56,8 @@ def classify(error: BaseException, *, measures: bool = True) -> tuple[int, str, 
     """Exit code, message, and whether this kind of failure is expected."""
     if isinstance(error, UserError):
         return BAD_INPUT, str(error), True
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(_OWN):
+        return BAD_INPUT, f"{error.name} is not installed for this Python, {sys.executable}. {_INSTALL}", True
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"Interrupted. {_resume(getattr(error, 'kept', None))}.", True
     if failed := explain(error, measures=measures):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -179,6 +180,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.readme", description=main.__doc__)
     parser.add_argument("--write", action="store_true", help="write README.md and its figure, RESULTS.md and docs/")
     write = parser.parse_args(words).write
+    os.environ["COLUMNS"] = "100"  # whatever the terminal
     root = checkout()
     if root is None:
         raise SystemExit("README.md and RESULTS.md belong to a checkout of the repository. Run this inside one.")

@@ -22,7 +22,6 @@ SIBLING_DATA = ROOT.parent / "shared" / "data"
 os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-torch.set_num_threads(1)
 for _heavy in ("hydra", "pandas", "scipy.stats", "transformers.generation", "transformers.models.llama.modeling_llama"):
     importlib.import_module(_heavy)  # within a module that jaxtyping loads, Python would compile them from source
 type_checks.check_few_calls()
@@ -33,6 +32,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
+    torch.set_num_threads(1)  # a run may have set another number
     type_checks.next_test()
 
 

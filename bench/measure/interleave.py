@@ -153,18 +153,27 @@ class Runner:
         """
         units = self._units()
         todo = [(batch, repeat) for batch, repeat in units if not self._is_done(batch, repeat)]
-        with _quiet_heap(), Progress("prompts", _rows(units), _rows(units) - _rows(todo)) as progress:
+        done = _rows(units) - _rows(todo)
+        with _quiet_heap(), Progress("measuring", _rows(units), done, unit=" prompts") as progress:
             begin = self.wall()
             try:
                 for batch, repeat in todo:
                     self._pair(self._unit(batch, repeat))
-                    progress.advance(len(batch.examples))
+                    progress.advance(len(batch.examples), f"{self._speed_up():.2f}x so far")
                     _settle()
             except KeyboardInterrupt as interrupt:
                 interrupt.kept = self._kept()  # type: ignore[attr-defined]
                 raise
             finally:
                 self.seconds.loop += self.wall() - begin
+
+    def _speed_up(self) -> float:
+        """Of the pairs measured so far: total time of the baseline by the method's."""
+        spent: dict[str, dict[tuple[int, int], int]] = {"baseline": {}, "method": {}}  # rows of a batch share its time
+        for sample in self.folder.samples:
+            if sample.phase == "measure":
+                spent[sample.arm][sample.batch, sample.repeat] = sample.batch_ns
+        return sum(spent["baseline"].values()) / sum(spent["method"].values())
 
     def _units(self) -> list[tuple[Batch, int]]:
         settings = self.settings

@@ -31,8 +31,10 @@ from bench.models.source import Loaded
 from bench.records import lookup, run_folder
 from bench.records.run_folder import RunFolder, Sample
 from bench.report import terminal, tracked_run
+from bench.report.terminal import plural
 from bench.tasks import Task, prompts
 from bench.utils import files, machine, redact
+from bench.utils.progress import stage
 from methods.decoder import Decoder
 
 CALIBRATION = "calibration.json"  # beside the manifest: the losses that a threshold was chosen by
@@ -130,6 +132,7 @@ def prepare(cfg: RunConfig, given: Given | None = None) -> Parts:
     examples = list(task.load())
     preconditions.require(preconditions.check_prompts(cfg, len(examples)))
     machine.set_threads(cfg.hardware.threads)
+    stage(f"loading model {cfg.model['name']} and method {cfg.method['name']}")
     loading.import_libraries()
     floor_bytes = instruments.settled_bytes()
     gpu_busy = machine.gpu_utilisation(loading.resolve_hardware(asdict(cfg.hardware))[0])
@@ -215,12 +218,14 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
         seconds=spent,
     )
     try:
+        stage(f"warming up, {plural(parts.settings.warmup, 'prompt')} or more by both arms")
         warm = [] if runner.complete else runner.warm_up()
         rates = [metrics.kept_at(sample) for sample in warm if sample.arm == "method"]
         if rates and (doubt := parts.method.acceptance_warning(rates)):
             print(f"warning: {doubt}", file=sys.stderr)
             folder.update(doubt=doubt)
         if cfg.measure.cost_curve and not parts.loaded.denoises and "cost_curve" not in folder.manifest:
+            stage("measuring the cost of a forward pass by its number of tokens")
             with _clocked(spent, "cost_curve"):
                 folder.update(cost_curve=_cost_curve(parts, warm).to_dict())
         ahead = manifest.made_ahead(parts)
@@ -231,6 +236,7 @@ def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
         with _clocked(spent, "quality"):
             folder.update(**_quality(parts, folder.samples), quality_notes=parts.task.notes())
         if cfg.measure.agreement:
+            stage("checking the outputs against the target")
             with _clocked(spent, "agreement"):
                 folder.update(agreement=_agreement(cfg, parts, folder.samples))
     finally:

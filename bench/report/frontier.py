@@ -22,7 +22,7 @@ from typing import Any
 from bench.analysis import pairs
 from bench.errors import UserError
 from bench.report import collect, tables, terminal
-from bench.report.collect import Record
+from bench.report.collect import Record, Source
 from bench.utils.stats import pareto
 from bench.utils.text import flatten
 
@@ -38,6 +38,7 @@ class Point:
 
     Attributes:
         run_id, method, guarantee, valid: of the run.
+        source: whose record it is.
         setting: the settings of the method in which its points differ.
         speed: speed-up over the autoregressive baseline of the same run, total time.
         low, high: its 95 % interval; None where it has none.
@@ -54,6 +55,7 @@ class Point:
     """
 
     run_id: str
+    source: Source
     method: str
     guarantee: str
     valid: bool
@@ -114,26 +116,26 @@ def frontiers(found: Sequence[Record], original: str | None = None, metric: str 
     Raises:
         UserError: a metric that no run of a group has.
     """
-    by_id = {str(record.summary["run_id"]): record for record in found if record.finished and record.summary}
-    groups = collect.groups(record.summary for record in by_id.values() if record.summary)
+    by_summary = {id(record.summary): record for record in found if record.finished and record.summary}
+    groups = collect.groups(record.summary for record in by_summary.values() if record.summary)
     lossy = [group for group in groups if any(run["guarantee"] != "EXACT" for run in group)]
-    originals = [run for run in (record.summary for record in by_id.values()) if run and run["model"] == original]
-    return [_frontier(group, by_id, originals, original, metric) for group in lossy]
+    originals = [run for run in (record.summary for record in by_summary.values()) if run and run["model"] == original]
+    return [_frontier(group, by_summary, originals, original, metric) for group in lossy]
 
 
 def _frontier(
     group: Sequence[Mapping[str, Any]],
-    by_id: Mapping[str, Record],
+    by_summary: Mapping[int, Record],
     originals: Sequence[Mapping[str, Any]],
     original: str | None,
     metric: str | None,
 ) -> Frontier:
     scored = _metric(group, metric)
-    shown = settings([by_id[str(run["run_id"])] for run in group])
-    points = [_point(by_id[str(run["run_id"])], scored, shown[str(run["run_id"])]) for run in group]
+    shown = settings([by_summary[id(run)] for run in group])
+    points = [_point(by_summary[id(run)], scored, shown[str(run["run_id"])]) for run in group]
     beside = None
     if original is not None and group[0]["model"] != original:
-        beside = [_point(by_id[str(run["run_id"])], scored, "") for run in originals if _alike(run, group[0])]
+        beside = [_point(by_summary[id(run)], scored, "") for run in originals if _alike(run, group[0])]
     heading = f"{group[0].get('dataset')}, {terminal.place(group[0])}, {terminal.how(group[0])}"
     return Frontier(heading, points, [_verdicts(point, points, beside) for point in points])
 
@@ -164,6 +166,7 @@ def _point(record: Record, metric: str, setting: str) -> Point:
     calibration = summary.get("calibration")
     return Point(
         run_id=str(summary["run_id"]),
+        source=record.source,
         method=str(summary["method"]),
         guarantee=str(summary["guarantee"]),
         valid=collect.is_valid(summary),

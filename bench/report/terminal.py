@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from bench.errors import UserError
 from bench.report import tables
 from bench.utils import stats
 
-WIDTH = 100
+_WIDEST, _NARROWEST = 100, 60
 MISSING = "not measured"
 JOIN_KEYS = (
     "schema_version",
@@ -35,6 +36,11 @@ JOIN_KEYS = (
 _LABEL, _GAP = 16, "   "
 Number = float | int
 _LENGTHS_DIFFER = 0.01  # from here on the speed-up per token is shown, too
+
+
+def width() -> int:
+    """Characters of a line: those of the terminal, within limits; 100 where there is none."""
+    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
 
 
 def join_value(summary: Mapping[str, Any], key: str) -> Any:
@@ -270,9 +276,9 @@ def _result(verdict: Mapping[str, Any] | None, path: str) -> Iterator[str]:
     outcome = "VALID" if verdict["valid"] else f"INVALID - {plural(len(reasons), 'reason')}"
     yield f"RESULT: {outcome}     {path}"
     for number, reason in enumerate(reasons, start=1):
-        yield from textwrap.wrap(reason, WIDTH, initial_indent=f"  {number}. ", subsequent_indent="     ")
+        yield from textwrap.wrap(reason, width(), initial_indent=f"  {number}. ", subsequent_indent="     ")
     for warning in verdict.get("warnings") or []:
-        yield from textwrap.wrap(f"warning: {warning}", WIDTH, initial_indent="  ", subsequent_indent="     ")
+        yield from textwrap.wrap(f"warning: {warning}", width(), initial_indent="  ", subsequent_indent="     ")
 
 
 def _next(config: Mapping[str, Any] | None, path: str) -> list[str]:
@@ -281,9 +287,9 @@ def _next(config: Mapping[str, Any] | None, path: str) -> list[str]:
     folder = [word for word in overrides.words(config) if word.startswith("paths.results=")] if config else []
     commands = compared | {shlex.join(["python", "-m", "bench", "report", *folder]): "all runs on one page"}
     commands[f"python -m bench validate {path}"] = "check the records"
-    width = max((len(command) for command in commands if len(command) <= WIDTH - 28), default=0)
+    column = max((len(command) for command in commands if len(command) <= width() - 28), default=0)
     return [
-        f"{'Next:' if i == 0 else '':7}{command:{width}}  {purpose}"
+        f"{'Next:' if i == 0 else '':7}{command:{column}}  {purpose}"
         for i, (command, purpose) in enumerate(commands.items())
     ]
 
@@ -302,7 +308,7 @@ def _row(label: str, value: str, details: Sequence[str]) -> list[str]:
 
 def _pack(parts: Sequence[str], indent: int = 0) -> list[str]:
     """Fill lines with parts; a part longer than a line is wrapped."""
-    room, lines = WIDTH - indent, [""]
+    room, lines = width() - indent, [""]
     for part in parts:
         for piece in [part] if len(part) <= room else textwrap.wrap(part, room):
             joined = f"{lines[-1]}{_GAP}{piece}" if lines[-1] else piece

@@ -58,14 +58,22 @@ class Result:
     message: str = ""
 
 
-def execute(cfg: RunConfig, fresh: bool | datetime) -> int:
-    """Measure one run; returns the exit code. For ``fresh`` see ``bench.measure.run.run``."""
+def execute(cfg: RunConfig, fresh: bool | datetime, *, as_json: bool = False) -> int:
+    """Measure one run; returns the exit code.
+
+    Args:
+        fresh: see ``bench.measure.run.run``.
+        as_json: print the summary as JSON, with the run's folder as ``path``, in place of the table.
+    """
     from bench.config import instantiate
 
     instantiate.check(cfg)
     from bench.measure.run import run
 
-    return OK if run(cfg, fresh=fresh).verdict.valid else INVALID
+    found = run(cfg, fresh=fresh, quiet=as_json)
+    if as_json:
+        print(json.dumps({"path": str(found.path)} | found.summary, default=files.plain))
+    return OK if found.verdict.valid else INVALID
 
 
 def attempt(words: Sequence[str], fresh: bool | datetime) -> Result:

@@ -20,7 +20,7 @@ from bench.config.identity import job_id
 from bench.config.schema import RunConfig
 from bench.errors import UserError
 from bench.report import terminal
-from bench.report.terminal import WIDTH, plural
+from bench.report.terminal import plural
 from bench.sweep.executors import FOLDER, Cluster, Local, Pending
 from bench.sweep.history import Archive, State
 from bench.sweep.job import Task
@@ -221,7 +221,7 @@ def _line(job: Job, seconds: float | None = None) -> str:
     head = f"  {_shown(job):12} {job.label}"
     head += "" if seconds is None else f"  about {duration(seconds)}"
     beside = f"{head}  ({job.reason})" if job.reason else head
-    return beside if len(beside) <= WIDTH else "\n".join([head, *_below(job.reason)])
+    return beside if len(beside) <= terminal.width() else "\n".join([head, *_below(job.reason)])
 
 
 def _shown(job: Job) -> State:
@@ -231,7 +231,7 @@ def _shown(job: Job) -> State:
 
 def _below(text: str) -> list[str]:
     indent = " " * 15
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(text, terminal.width(), initial_indent=indent, subsequent_indent=indent)
 
 
 def _refused(jobs: Sequence[Job], every: bool) -> list[str]:

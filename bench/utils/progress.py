@@ -10,6 +10,11 @@ from typing import Any, TextIO
 EVERY_S = 30.0
 
 
+def stage(name: str) -> None:
+    """Say what begins now: model, warm-up, ..."""
+    print(f"{name} ...", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Counts what is done.
 
@@ -19,6 +24,7 @@ class Progress:
         done: how much of it was done earlier; it does not enter the rate.
         stream: where to; standard error if None.
         clock: seconds.
+        unit: what is counted.
     """
 
     def __init__(
@@ -28,27 +34,31 @@ class Progress:
         done: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        unit: str = "",
     ) -> None:
-        self.label, self.total, self.done, self.clock = label, total, done, clock
+        self.label, self.total, self.done, self.clock, self.unit = label, total, done, clock, unit
+        self.note = ""
         self.stream = sys.stderr if stream is None else stream
         self._first, self._began = done, clock()
         self._spoke = self._began
         self._bar = self._make_bar() if self.stream.isatty() else None
 
-    def advance(self, count: int = 1) -> None:
-        """``count`` more are done."""
-        self.done += count
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """``count`` more are done; ``note`` is shown beside, as in ``1.31x so far``."""
+        self.done, self.note = self.done + count, note
         if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
         elif self.clock() - self._spoke >= EVERY_S:
             self._spoke = self.clock()
             print(self.line(), file=self.stream, flush=True)
 
     def line(self) -> str:
-        """``prompts: 17/80, 2:05 elapsed, 7:43 left``"""
+        """``prompts: 17/80, 2:05 elapsed, 7:43 left, 1.31x so far``"""
         elapsed, fresh = self.clock() - self._began, self.done - self._first
         left = _minutes(elapsed / fresh * (self.total - self.done)) if fresh else "?"
-        return f"{self.label}: {self.done}/{self.total}, {_minutes(elapsed)} elapsed, {left} left"
+        note = f", {self.note}" if self.note else ""
+        return f"{self.label}: {self.done}/{self.total}, {_minutes(elapsed)} elapsed, {left} left{note}"
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -64,7 +74,14 @@ class Progress:
     def _make_bar(self) -> Any:
         from tqdm import tqdm
 
-        return tqdm(total=self.total, initial=self.done, desc=self.label, file=self.stream, unit="", dynamic_ncols=True)
+        return tqdm(
+            total=self.total,
+            initial=self.done,
+            desc=self.label,
+            file=self.stream,
+            unit=self.unit,
+            dynamic_ncols=True,
+        )
 
 
 def _minutes(seconds: float) -> str:

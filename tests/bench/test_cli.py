@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -55,7 +56,8 @@ def poisoned(tmp_path: Path) -> str:
         (["--help"], 0),
         (["--version"], 0),
         (["list"], 0),
-        (["list", "methods"], 0),
+        (["list", "datasets"], 0),
+        (["completion", "bash"], 0),
         (["show", "hardware/auto"], 0),
         (["--config"], 0),
         (["method=egle"], 2),
@@ -103,7 +105,9 @@ def test_lines_to_try_are_right(
     for line in cli._HELP.splitlines()[1:4]:
         words = line.split("  ")[1].replace("'", "").split()[3:]
         assert cli.main(words) == 0
-    left_out = re.findall(r"^  incompatible method=(\w+)", capsys.readouterr().out, re.MULTILINE)
+    refused = capsys.readouterr().out.partition("  incompatible ")[2].partition("\n[1/")[0]
+    left_out = set(re.findall(r"method=(\w+)", refused)) & set(compose.groups()["method"])
+    assert len(left_out) > 3
     assert {cfg.method["name"] for cfg in ran} == {*compose.groups()["method"]} - {*left_out}
     assert len(ran) == 2 + len(compose.groups()["method"]) - len(left_out)
 
@@ -197,7 +201,7 @@ def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], 
 
     def use(run: Callable[[RunConfig], Any]) -> None:
         module = types.ModuleType("bench.measure.run")
-        module.run = lambda cfg, *, fresh: run(cfg)  # type: ignore[attr-defined]
+        module.run = lambda cfg, *, fresh, quiet=False: run(cfg)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "bench.measure.run", module)
 
     return use
@@ -231,10 +235,18 @@ def test_a_run_gets_its_checked_config(ran: list[RunConfig]) -> None:
 @pytest.mark.parametrize(("words", "fresh"), [([], False), (["--fresh"], True), (["--fresh", "-m", "seed=1"], True)])
 def test_fresh_is_passed_on(words: list[str], fresh: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, seen = types.ModuleType("bench.measure.run"), []
-    module.run = lambda cfg, *, fresh: seen.append(fresh) or outcome()  # type: ignore[attr-defined,func-returns-value]
+    module.run = lambda cfg, *, fresh, quiet=False: seen.append(fresh) or outcome()  # type: ignore[attr-defined,func-returns-value]
     monkeypatch.setitem(sys.modules, "bench.measure.run", module)
     assert cli.main([*words, f"paths.results={tmp_path}"]) == 0
     assert seen == [fresh]
+
+
+def test_json_is_all_that_is_printed(use_run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    use_run(lambda cfg: outcome(valid=False))
+    assert cli.main(["--json"]) == 3
+    assert json.loads(capsys.readouterr().out) == {"path": "r"}
+    assert cli.main(["-m", "seed=1,2", "--json"]) == 2
+    assert "--json needs a single run" in capsys.readouterr().err
 
 
 def test_an_invalid_run_exits_3(use_run: Callable[..., None]) -> None:
@@ -345,7 +357,7 @@ def test_ctrl_c_ends_a_sweep(use_run: Callable[..., None], tmp_path: Path) -> No
 # ----------------------------------------------------------------------------------------------- sub-commands
 
 
-@pytest.mark.parametrize("group", compose.groups())
+@pytest.mark.parametrize("group", [group for group in compose.groups() if group != "method"])
 def test_list_names_and_describes_every_choice(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", compose.plural(group)]) == cli.main(["list", group]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -427,4 +439,43 @@ def test_it_works_without_a_checkout(tmp_path: Path, no_places: None) -> None:
     paths = yaml.safe_load(done.stdout)["paths"]
     assert paths["results"] == str(work / "results"), done.stderr
     assert paths["cache"] == str(tmp_path / ".cache" / "decodebench")
-    assert python("list", "methods", path=site, cwd=work).stdout == python("list", "methods").stdout
+    assert python("list", "datasets", path=site, cwd=work).stdout == python("list", "datasets").stdout
+
+
+# ------------------------------------------------------------------------------------------------ what there is
+
+
+def test_methods_are_listed_with_what_they_promise_and_whether_they_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "methods", "model=random"]) == 0
+    table, _, reasons = capsys.readouterr().out.partition("\n\n")
+    rows = {line.split()[0]: line.split() for line in table.splitlines()}
+    assert rows["method"][-2:] == ["on", "random"] and rows.keys() - {"method"} == set(compose.groups()["method"])
+    assert rows["suffix"][1:] == ["speculative", "EXACT", "nothing", "yes"]
+    assert rows["nat"][-1] == rows["bild"][-1] == "no"
+    assert "glat" in reasons and "bild: method=bild needs a draft model" in reasons
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["method", "=", "prom"], ["prompt_lookup"]),
+        (["method", "="], compose.groups()["method"]),
+        (["repo"], ["report"]),
+        (["datas"], ["dataset="]),
+    ],
+)
+def test_a_shell_completes_words(typed: list[str], offered: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    words = " ".join(["decodebench", *typed])
+    lines = [capsys.readouterr().out, f"COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _decodebench"]
+    found = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, 'echo "${COMPREPLY[@]}"'])], capture_output=True, text=True
+    )
+    assert found.stdout.split() == offered and not found.stderr
+
+
+def test_a_python_without_the_packages_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "filelock.py").write_text("raise ModuleNotFoundError(\"No module named 'x'\", name='filelock')")
+    done = python("doctor", path=Path(os.pathsep.join([str(tmp_path), str(ROOT)])))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "filelock is not installed for this Python" in done.stderr and "activate" in done.stderr
