@@ -565,6 +565,7 @@ def test_run_from_configuration_to_verdict(llada: tuple[Path, Any], tmp_path: Pa
         "measure.cost_curve=true",
         "dataset.limit=2",
         "hardware=cpu_fp32",
+        "hardware.threads=1",
         "max_new_tokens=8",
         "method.threshold=0.01",
         f"paths.results={tmp_path / 'results'}",

@@ -205,7 +205,8 @@ def test_a_folder_loads_as_what_it_is(folder: Path) -> None:
 
 
 def compose(folder: Path, results: Path, *words: str) -> Any:
-    common = ["model=hf", f"model.name={folder}", "hardware=cpu_fp32", "max_new_tokens=8", "measure=quick"]
+    machine = ["hardware=cpu_fp32", "hardware.threads=1"]
+    common = ["model=hf", f"model.name={folder}", *machine, "max_new_tokens=8", "measure=quick"]
     return preflight.compose([*common, f"paths.results={results}", *words])
 
 
