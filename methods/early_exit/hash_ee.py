@@ -38,7 +38,7 @@ from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, requi
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
 from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import MissingPart
+from methods.engine.checkpoint_files import part_folder
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -178,12 +178,7 @@ def frozen_pass(
 
 
 def _table(target: CausalLM, checkpoint: str | Path | None) -> tuple[Path, HashTable]:
-    if checkpoint is None:
-        raise MissingPart(
-            "hash_ee needs a table, and there is none for this model. Make one with python -m bench train "
-            "method=hash_ee model=MODEL, or name its folder: method.checkpoint=FOLDER."
-        )
-    folder = Path(checkpoint).expanduser()
+    folder = part_folder("hash_ee", "table", checkpoint)
     table = HashTable.load(folder)
     if (len(table.depths), table.layers) != (target.vocab_size, target.n_layers):
         raise ValueError(

@@ -95,7 +95,7 @@ def require_target(folder: Path, method: str, sizes: Mapping[str, int], target: 
         )
 
 
-def require_shapes(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def require_shapes(folder: Path | str, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse tensors other than those that the config announces.
 
     Raises:
@@ -104,31 +104,42 @@ def require_shapes(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
     if differing:
+        given = ", ".join(f"{key} {found.get(key, 'missing')}" for key in differing)
+        needed = ", ".join(f"{key} {wanted.get(key, 'none')}" for key in differing)
         raise ValueError(
-            f"The weights in {folder} are { {key: found.get(key, 'missing') for key in differing} }; what is announced "
-            f"beside them is { {key: wanted.get(key, 'none') for key in differing} }. Copy both files again, or train "
-            "the part anew."
+            f"The weights in {folder} must be those that are announced beside them, {needed}, got {given}. Copy both "
+            "files again, or train the part anew."
         )
 
 
-def own_folder(method: str, kind: str, checkpoint: str | Path | None, published: bool = True) -> Path | None:
-    """The folder of a checkpoint in our own format; None where it is in another one.
+def part_folder(
+    method: str, kind: str, checkpoint: str | Path | None, name: str = "yours: method.checkpoint=FOLDER"
+) -> Path:
+    """The folder of a checkpoint.
 
     Args:
         kind: of checkpoint, for the message.
-        published: whether other formats are known. If not, the checkpoint must be in ours.
+        name: what may be named instead, for the message.
 
     Raises:
         MissingPart: there is no checkpoint.
     """
     if checkpoint is None:
-        named = "yours, or a published one: method.checkpoint=FOLDER_OR_HUB_ID" if published else ""
         raise MissingPart(
-            f"{method} has no {kind} for this model. Train with {training_command(method)}; or name "
-            f"{named or 'yours: method.checkpoint=FOLDER (none were published)'}."
+            f"{method} has no {kind} for this model. Train with {training_command(method)}; or name {name}."
         )
-    folder = Path(checkpoint).expanduser()
-    return folder if not published or (folder / WEIGHTS).is_file() else None
+    return Path(checkpoint).expanduser()
+
+
+def own_folder(method: str, kind: str, checkpoint: str | Path | None) -> Path | None:
+    """The folder of a checkpoint; None where it is in a published format.
+
+    Raises:
+        MissingPart: there is no checkpoint.
+    """
+    either = "yours, or a published one: method.checkpoint=FOLDER_OR_HUB_ID"
+    folder = part_folder(method, kind, checkpoint, either)
+    return folder if (folder / WEIGHTS).is_file() else None
 
 
 # ------------------------------------------------------------------------------------------------------------- packed

@@ -38,9 +38,9 @@ from methods.non_autoregressive.student import (
     Writer,
     lowest,
     mean_over,
-    require_at_least_one,
 )
 from methods.non_autoregressive.training import StudentTraining
+from methods.training.interface import require
 
 
 class CmlmStudent(LengthStudent):
@@ -122,7 +122,7 @@ class Cmlm(NonAutoregressive):
         collapse: bool = False,
         checkpoint: str | Path | None = None,
     ) -> None:
-        require_at_least_one(iterations=iterations, length_beam=length_beam)
+        require("at least 1", "method", iterations=iterations, length_beam=length_beam)
         writer = MaskPredict(iterations, length_beam)
         super().__init__(target, sampling, writer, rescore, collapse, checkpoint)
         self.student.lengths.require(length_beam)

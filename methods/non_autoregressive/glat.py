@@ -39,9 +39,9 @@ from methods.non_autoregressive.student import (
     Student,
     Writer,
     lowest,
-    require_at_least_one,
 )
 from methods.non_autoregressive.training import StudentTraining
+from methods.training.interface import require
 
 
 class GlatStudent(LengthStudent):
@@ -125,7 +125,7 @@ class Glat(NonAutoregressive):
         collapse: bool = False,
         checkpoint: str | Path | None = None,
     ) -> None:
-        require_at_least_one(length_beam=length_beam)
+        require("at least 1", "method", length_beam=length_beam)
         super().__init__(target, sampling, OnePass(length_beam), rescore, collapse, checkpoint)
         self.student.lengths.require(length_beam)
 

@@ -39,9 +39,10 @@ from methods.non_autoregressive.decoder_inputs import gather
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.nat_finetuning import Finetuning, three_terms
 from methods.non_autoregressive.network import Memory, Network, present_up_to
-from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, Writer, fill, require_at_least_one
+from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, Writer, fill
 from methods.non_autoregressive.training import Progress, StudentTraining
 from methods.non_autoregressive.word_alignment import align, fertilities
+from methods.training.interface import require
 from methods.training.translation import Pair
 
 Decoding = Literal["argmax", "average", "npd"]
@@ -182,7 +183,7 @@ class Nat(NonAutoregressive):
         collapse: bool = False,
         checkpoint: str | Path | None = None,
     ) -> None:
-        require_at_least_one(samples=samples)
+        require("at least 1", "method", samples=samples)
         rescored = rescore and decoding == "npd" and samples > 1
         writer = FertilityPass(decoding, samples)
         super().__init__(target, sampling, writer, rescored, collapse, checkpoint)

@@ -21,12 +21,11 @@ from torch import Generator, Tensor, nn
 
 from methods.engine.causal_lm import CausalLM, padded_rows
 from methods.engine.checkpoint_files import (
-    MissingPart,
+    part_folder,
     read_part,
     require_shapes,
     require_target,
     target_sizes,
-    training_command,
     write_part,
 )
 from methods.non_autoregressive.length_predictor import LengthHead
@@ -235,17 +234,6 @@ def lowest(values: Float[Tensor, "B T"], count: Int[Tensor, "B"]) -> Bool[Tensor
     return values.argsort(dim=1, stable=True).argsort(1) < count[:, None]
 
 
-def require_at_least_one(**numbers: int) -> None:
-    """Refuse counts below one.
-
-    Raises:
-        ValueError: naming the first.
-    """
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}. Set method.{name}.")
-
-
 # ------------------------------------------------------------------------------------------------------------ the part
 
 S = TypeVar("S", bound=Student)
@@ -269,13 +257,8 @@ def load_student(kind: type[S], target: CausalLM, checkpoint: str | Path | None)
         MissingPart: there is none for this target.
         ValueError: it cannot be read, or belongs to another target.
     """
-    method = kind.method
-    if checkpoint is None:
-        raise MissingPart(
-            f"{method} needs a trained network, and there is none for this model. Train one with "
-            f"{training_command(method)}, or name its folder: method.checkpoint=FOLDER."
-        )
-    folder, shape = Path(checkpoint).expanduser(), Shape.of(target)
+    method, shape = kind.method, Shape.of(target)
+    folder = part_folder(method, "trained network", checkpoint)
 
     def parse(config: dict[str, Any]) -> tuple[S, dict[str, int], dict[str, Any]]:
         options = dict(config["options"])

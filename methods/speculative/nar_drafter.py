@@ -47,10 +47,10 @@ from methods.non_autoregressive.student import (
     Writer,
     load_student,
     pad_sources,
-    require_at_least_one,
 )
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.verification import default_rule
+from methods.training.interface import require
 from methods.training.translation import padded
 
 Name = Literal["nat", "glat", "cmlm", "ctc", "depa", "flowseq"]
@@ -221,7 +221,7 @@ class SpecDecNat(HeadsDecoder):
         block: int = 6,
         checkpoint: str | Path | None = None,
     ) -> None:
-        require_at_least_one(block=block)
+        require("at least 1", "method", block=block)
         kind, writer = _STUDENTS[drafter]
         if redraft and not issubclass(kind, LengthStudent):
             raise ValueError(

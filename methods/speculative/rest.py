@@ -36,7 +36,7 @@ from jaxtyping import UInt32
 
 from methods.drafting import ABSENT, Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import MissingPart
+from methods.engine.checkpoint_files import part_folder
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.rest_datastore import LONGEST, SEPARATOR, Datastore
@@ -184,7 +184,7 @@ class Rest(SpeculativeDecoder):
                 f"n-grams need 1 <= min_ngram <= max_ngram <= {LONGEST}, got min_ngram={min_ngram}, "
                 f"max_ngram={max_ngram}. Change one of the two."
             )
-        store = Datastore.load(_folder(checkpoint), target.vocab_size)
+        store = Datastore.load(part_folder("rest", "datastore", checkpoint), target.vocab_size)
         drafter = RestDrafter(store, nodes, max_ngram, min_ngram, continuation, occurrences)
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
         self._store = store
@@ -192,12 +192,3 @@ class Rest(SpeculativeDecoder):
     def memory(self) -> dict[str, int | None]:
         """Bytes of the mapped files, and how many of them are resident now."""
         return {"datastore_mapped": self._store.mapped_bytes, "datastore_resident": self._store.resident_bytes()}
-
-
-def _folder(checkpoint: str | Path | None) -> Path:
-    if checkpoint is None:
-        raise MissingPart(
-            "rest needs a datastore, and there is none for this model. Make one with python -m bench train "
-            "method=rest model=MODEL, or name yours: method.checkpoint=FOLDER."
-        )
-    return Path(checkpoint).expanduser()

@@ -24,15 +24,15 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def require(rule: str, **values: Any) -> None:
-    """Check some settings against a rule of ``_RULES``; None is allowed.
+def require(rule: str, group: Literal["train", "method"] = "train", /, **values: Any) -> None:
+    """Check some settings of a group against a rule of ``_RULES``; None is allowed.
 
     Raises:
         ValueError: naming the first setting that breaks the rule.
     """
     for name, value in values.items():
         if value is not None and not _RULES[rule](value):
-            raise ValueError(f"{name} must be {rule}, got {value}. Set train.{name}.")
+            raise ValueError(f"{name} must be {rule}, got {value}. Set {group}.{name}.")
 
 
 @dataclass(frozen=True, slots=True)

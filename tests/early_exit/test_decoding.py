@@ -433,7 +433,7 @@ def test_exits_of_another_model_are_refused(target: CausalLM, tmp_path: Path) ->
 
 @pytest.mark.parametrize("make", [Calm, StaticDepth, Free])
 def test_the_untrained_lens_must_be_asked_for_by_name(make: type, target: CausalLM) -> None:
-    with pytest.raises(MissingPart, match=r"python -m bench\.train method=(calm|static_depth|free) model=MODEL"):
+    with pytest.raises(MissingPart, match=r"python -m bench train method=(calm|static_depth|free) model=MODEL"):
         make(target, GREEDY)
     make(target, GREEDY, head="lens")
 
@@ -451,7 +451,7 @@ def test_the_untrained_lens_must_be_asked_for_by_name(make: type, target: Causal
         ({"vocabulary": 1}, "between 2 and 61"),
         ({"vocabulary": 62}, "between 2 and 61"),
         ({"vocabulary": 9, "confidence": "saturation"}, "reads no vocabulary"),
-        ({"confidence": "classifier"}, r"python -m bench\.train method=calm"),
+        ({"confidence": "classifier"}, r"python -m bench train method=calm"),
     ],
 )
 def test_calm_refuses(options: dict, message: str, target: CausalLM) -> None:
@@ -814,7 +814,7 @@ def test_a_table_of_the_whole_model_is_exact_and_needs_no_exits(target: CausalLM
 
 
 def test_hash_ee_refuses(target: CausalLM, hashed: Path) -> None:
-    with pytest.raises(MissingPart, match=r"python -m bench\.train method=hash_ee"):
+    with pytest.raises(MissingPart, match=r"python -m bench train method=hash_ee"):
         HashEE(target, GREEDY)
     with pytest.raises(MissingPart, match="needs trained exits, and there are none"):
         HashEE(target, GREEDY, checkpoint=hashed)

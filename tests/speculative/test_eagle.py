@@ -645,7 +645,7 @@ def test_a_part_comes_back_as_it_was_written(version, target, tmp_path):
 
 
 def test_a_missing_part_names_the_command(target):
-    with pytest.raises(MissingPart, match=r"no draft network.*bench\.train method=eagle.*method\.checkpoint="):
+    with pytest.raises(MissingPart, match=r"no draft network.*bench train method=eagle.*method\.checkpoint="):
         Eagle(target, Sampling())
 
 

@@ -50,7 +50,8 @@ from methods.non_autoregressive.flowseq.networks import LatentReader, Posterior,
 from methods.non_autoregressive.length_predictor import LengthHead
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.network import Memory, Network, present_up_to
-from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, mean_over, require_at_least_one
+from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, mean_over
+from methods.training.interface import require
 
 Decoding = Literal["argmax", "npd", "iwd"]
 
@@ -322,7 +323,7 @@ class FlowSeq(NonAutoregressive):
         collapse: bool = False,
         checkpoint: str | Path | None = None,
     ) -> None:
-        require_at_least_one(lengths=lengths, samples=samples, importance=importance)
+        require("at least 1", "method", lengths=lengths, samples=samples, importance=importance)
         writer = FlowPass() if decoding == "argmax" else FlowPass(lengths, samples, temperature)
         if decoding == "iwd":
             writer = replace(writer, importance=importance)

@@ -19,7 +19,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from methods.engine.causal_layers import PROVEN_ROPE
 from methods.engine.causal_lm import CausalLM, RotaryTable
-from methods.engine.checkpoint_files import read_part, require_target, sizes_of, training_command, write_part
+from methods.engine.checkpoint_files import (
+    read_part,
+    require_shapes,
+    require_target,
+    sizes_of,
+    training_command,
+    write_part,
+)
 from methods.engine.draft_vocabulary import DraftVocabulary
 
 TRAIN = training_command("eagle")
@@ -152,26 +159,18 @@ class Part:
         offsets = tensors.pop(VOCABULARY, None)
         vocabulary = vocabulary_of(offsets, target.vocab_size)
         part = cls(spec, tensors, vocabulary)
-        part.require_shapes(str(folder))
+        part.require_shapes(folder)
         return part
 
-    def require_shapes(self, where: str) -> None:
+    def require_shapes(self, where: Path | str) -> None:
         """Refuse tensors that are not those of the spec.
 
         Raises:
-            ValueError: names what is missing, what is too much, and what has another shape.
+            ValueError: naming those that differ.
         """
         optional = {"lm_head.weight": (len(self.vocabulary), self.spec.hidden_size), **self.spec.optional()}
-        wanted = self.spec.shapes() | {name: shape for name, shape in optional.items() if name in self.tensors}
-        found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        if found != wanted:
-            differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-            given = ", ".join(f"{name} {found.get(name, 'missing')}" for name in differing)
-            needed = ", ".join(f"{name} {wanted.get(name, 'none')}" for name in differing)
-            raise ValueError(
-                f"The weights in {where} must fit version {self.spec.version} of eagle: {needed}, got {given}. Copy "
-                f"the files again, or train a draft network: {TRAIN}."
-            )
+        present = {name: shape for name, shape in optional.items() if name in self.tensors}
+        require_shapes(where, self.tensors, self.spec.shapes() | present)
 
 
 def vocabulary_of(offsets: Int[Tensor, "n"] | None, vocab_size: int) -> DraftVocabulary:

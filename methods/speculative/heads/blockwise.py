@@ -5,9 +5,9 @@ target's last hidden state: a common hidden layer, one update of the state per h
 target's own output matrix (sec. 6). The pass that verifies block n yields the state from which block n + 1 is proposed
 (sec. 4). Heads 2 to k must be trained; the target stays as it is or, for translation, is fine-tuned with them:
 
-    python -m bench.train method=blockwise model=smollm2
-    python -m bench.train method=blockwise model=multi30k_4_4 corpus=multi30k
-    python -m bench.train method=blockwise_translation model=multi30k_4_4
+    python -m bench train method=blockwise model=smollm2
+    python -m bench train method=blockwise model=multi30k_4_4 corpus=multi30k
+    python -m bench train method=blockwise_translation model=multi30k_4_4
 
 Published, WMT14 en-de with a Transformer base, frozen weights and k = 2, 4, 6, 8, 10: blocks of 1.51, 1.73, 1.76, 1.76
 and 1.74 tokens; fine-tuned, blocks of 1.88 to 4.95 tokens and up to 3.3 times the speed (k = 8), for 1.2 BLEU.
@@ -39,7 +39,7 @@ from methods.drafting import AcceptanceRule, Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
     load_model,
-    own_folder,
+    part_folder,
     read_part,
     require_shapes,
     require_target,
@@ -189,8 +189,7 @@ class Blockwise(HeadsDecoder):
         minimum_block: int = 1,
         checkpoint: str | Path | None = None,
     ) -> None:
-        folder = own_folder(self.prepared_as, "heads", checkpoint, published=False)
-        assert folder is not None, "there is one format"
+        folder = part_folder(self.prepared_as, "heads", checkpoint)
         heads = Heads.load(folder, target)
         k = _block(k, heads.shape.k, minimum_block)
         rule = _rule(sampling, criterion, top, epsilon, minimum_block)

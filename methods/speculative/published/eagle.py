@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
+from methods.speculative.eagle.checkpoint import Spec
 from methods.speculative.published.files import Checkpoint
 from methods.speculative.published.report import Report, other_name
 
@@ -79,8 +80,8 @@ def read_eagle1(found: Checkpoint, target: CausalLM) -> EagleWeights:
     _require_config(report, config)
     hidden = _rows(tensors, "fc.weight")
     report.require_target(hidden, int(config.get("vocab_size", 0)))
-    wanted = {"fc.weight": (hidden, 2 * hidden), **_layer_shapes(_LAYER1, config, tensors, hidden, hidden)}
-    optional = {"fc.bias": (hidden,), **_biases(_LAYER1, config, hidden), **_embedding_shape(config, hidden)}
+    spec = _spec(1, config, tensors, hidden)
+    wanted, optional = spec.shapes(), spec.optional()
     report.require_tensors(tensors, wanted, optional)
     embedding = _own_embedding(report, tensors, target)
     report.raise_problems()
@@ -106,8 +107,10 @@ def read_eagle3(found: Checkpoint, target: CausalLM) -> EagleWeights:
     vocab = int(config.get("vocab_size", 0))
     _require_width(report, config, hidden)
     report.require_target(int(config.get("target_hidden_size") or hidden), vocab)
-    wanted = _shapes3(config, tensors, flags, len(taps), hidden, draft)
-    extra = {"d2t": (draft,), "t2d": (vocab,), **_biases(_LAYER3, config, hidden), **_embedding_shape(config, hidden)}
+    spec = _spec(3, config, tensors, hidden, taps, **flags)
+    wanted = spec.shapes() | {"lm_head.weight": (draft, hidden)}
+    extra = {"d2t": (draft,), "t2d": (vocab,), **spec.optional()}
+    del extra["fc.bias"]  # the authors' version 3 has none
     report.require_tensors(tensors, wanted, extra)
     offsets = _draft_ids(report, tensors, vocab, draft)
     embedding = _own_embedding(report, tensors, target)
@@ -219,60 +222,29 @@ def _rows(tensors: Mapping[str, Tensor], key: str) -> int:
     return tensors[key].shape[0] if key in tensors and tensors[key].dim() else 0
 
 
-def _layer_shapes(
-    prefix: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], hidden: int, read: int
-) -> dict[str, tuple[int, ...]]:
-    heads, groups = _attention_widths(config, hidden)
-    inner = _rows(tensors, f"{prefix}mlp.gate_proj.weight")
-    return {
-        f"{prefix}self_attn.q_proj.weight": (heads, read),
-        f"{prefix}self_attn.k_proj.weight": (groups, read),
-        f"{prefix}self_attn.v_proj.weight": (groups, read),
-        f"{prefix}self_attn.o_proj.weight": (hidden, heads),
-        f"{prefix}mlp.gate_proj.weight": (inner, hidden),
-        f"{prefix}mlp.up_proj.weight": (inner, hidden),
-        f"{prefix}mlp.down_proj.weight": (hidden, inner),
-        f"{prefix}post_attention_layernorm.weight": (hidden,),
-    }
-
-
-def _attention_widths(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
-    heads = int(config.get("num_attention_heads") or 0)
-    size = int(config.get("head_dim") or (hidden // heads if heads else 0))
-    return heads * size, int(config.get("num_key_value_heads") or heads) * size
-
-
-def _biases(prefix: str, config: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
-    heads, groups = _attention_widths(config, hidden)
-    widths = {"q": heads, "k": groups, "v": groups, "o": hidden}
-    return {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
-
-
-def _embedding_shape(config: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
-    return {"embed_tokens.weight": (int(config.get("vocab_size", 0)), hidden)}
-
-
-def _shapes3(
+def _spec(
+    version: int,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    flags: Mapping[str, bool],
-    taps: int,
     hidden: int,
-    draft: int,
-) -> dict[str, tuple[int, ...]]:
-    wanted: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, taps * hidden),
-        **_layer_shapes(_LAYER3, config, tensors, hidden, 2 * hidden),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (draft, hidden),
-    }
-    if flags["norm_before_fc"]:
-        wanted["input_norm.weight"] = (taps * hidden,)
-    if flags["fc_norm"]:
-        wanted |= {f"fc_norm.{number}.weight": (hidden,) for number in range(taps)}
-    return wanted
+    taps: tuple[int, ...] = (),
+    **flags: Any,
+) -> Spec:
+    """Its sizes, 0 where they are not known."""
+    heads, layer = int(config.get("num_attention_heads") or 0), _LAYER3 if version == 3 else _LAYER1
+    return Spec(
+        version=version,
+        hidden_size=hidden,
+        intermediate_size=_rows(tensors, f"{layer}mlp.gate_proj.weight"),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or (hidden // heads if heads else 0)),
+        rms_eps=0.0,
+        layers=0,
+        vocab_size=int(config.get("vocab_size", 0)),
+        taps=taps,
+        **flags,
+    )
 
 
 def _draft_ids(report: Report, tensors: Mapping[str, Tensor], vocab: int, draft: int) -> Tensor | None:

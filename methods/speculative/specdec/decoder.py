@@ -28,7 +28,7 @@ from pathlib import Path
 
 from methods.drafting import AcceptanceRule, Context, Draft
 from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import own_folder
+from methods.engine.checkpoint_files import part_folder
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.heads.base import HeadsDecoder
@@ -101,8 +101,7 @@ class SpecDec(HeadsDecoder):
     ) -> None:
         model = translates(target)
         rule = _rule(sampling, top_beta, tau)
-        folder = own_folder("specdec", "drafter", checkpoint, published=False)
-        assert folder is not None, "there is one format"
+        folder = part_folder("specdec", "drafter", checkpoint)
         decoder, vocabulary = load(folder, model)
         drafter = SpecDrafter(DraftPass(model, decoder, vocabulary), _block(block, decoder.shape.block))
         super().__init__(target, sampling, drafter, rule)
