@@ -1,7 +1,7 @@
-"""The report as one self-contained HTML page: sort, filter, and open a run to see its record.
+"""The report as one self-contained HTML page: charts, and tables to sort, filter and open.
 
 Text from records is escaped or in a block of JSON that is shown as text only; a content policy allows only the page's
-own script. The tables work without scripts.
+own scripts. The tables work without scripts.
 """
 
 from __future__ import annotations
@@ -10,86 +10,195 @@ import base64
 import hashlib
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bench.errors import UserError
-from bench.records import run_folder
-from bench.report import leaderboard, terminal
+from bench.report import chart_data, leaderboard, run_details, terminal
 from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.style import style_of
 
 TITLE = "DecodeBench: results"
+EXACT = leaderboard.GUARANTEES[0]
+KEPT = 0.99  # of the baseline's score, from here on quality is kept
 _PAGE = Path(__file__).parent / "page"
-_SAMPLES, _TEXT, _LIST = 3, 1500, 12  # prompts shown of a run, characters of a text, rows of a list
-_FILTERS = {
+_SCRIPTS = ("vendor/d3/d3.min.js", "vendor/plot/plot.umd.min.js", "charts.js", "report.js")
+_STYLE_OF_PLOT = re.compile(r'append\("style"\)\.text\(`(:where\(\.\$\{\w\}\) \{.*?)`\)')
+_CLASS = "chart"  # of each drawing, as charts.js names it
+_FILTERS: dict[str, Callable[[Row], str]] = {
     "family": lambda row: row.family,
     "guarantee": lambda row: row.guarantee,
     "dataset": lambda row: str(row.summary.get("dataset")),
     "model": lambda row: str(row.summary.get("model")),
     "batch": lambda row: f"{row.summary.get('batch_size')}{', refilled' if row.summary.get('refill') else ''}",
     "hardware": lambda row: f"{row.summary.get('hardware')}, {row.summary.get('dtype')}",
+    "source": lambda row: row.record.source,
 }
-Span = tuple[terminal.Number, terminal.Number]
 _LABELS = {"dataset": "data set", "batch": "batch size"}
+Span = tuple[terminal.Number, terminal.Number]
+Ids = Mapping[Path, str]
 
 
 def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str]) -> str:
     """The page.
 
     Args:
-        groups: of ``leaderboard.groups``.
+        groups: of ``leaderboard.groups``; those with own runs are put first, then the largest.
         open_runs: a line for each run without numbers.
     """
-    style, script = ((_PAGE / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    names = (f"run-{number}" for number in count())
-    ids = {id(row): next(names) for group in groups for row in group.rows}
-    body = "\n".join(_section(group, ids) for group in groups)
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
+    groups = sorted(groups, key=lambda group: ("own" not in chart_data.sources(group), -len(group.valid)))
+    rows = [row for group in groups for row in group.rows]
+    ids = {row.record.path: f"run-{number}" for number, row in enumerate(rows)}
+    sections = _sections(groups, ids)
+    style, *scripts = ((_PAGE / name).read_text(encoding="utf-8") for name in ("report.css", *_SCRIPTS))
+    style += _hidden_columns()
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, scripts)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{TITLE}</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>{TITLE}</h1>",
             _INTRODUCTION,
-            _filters([row for group in groups for row in group.rows]),
-            '<p id="count" role="status"></p>\n<main>',
-            body or "<p>No finished run yet. Run: <code>python -m bench</code></p>",
+            _tiles(groups, ids) if rows else "",
+            _contents(sections),
+            _filters(rows),
+            '<p id="count" role="status"></p>',
+            _CHARTS,
+            f'<main data-hidden="{" ".join(_HIDDEN)}">',
+            "\n".join(section for _, section in sections)
+            or "<p>No finished run yet. Run: <code>python -m bench</code></p>",
             _unfinished(open_runs),
-            f'</main>\n<script type="application/json" id="data">{_data(groups, ids)}</script>',
-            f"<script>{script}</script>\n</body>\n</html>\n",
+            f"</main>\n{_json('charts-data', chart_data.charts(groups, ids))}",
+            _json("details-data", {ids[row.record.path]: run_details.details(row) for row in rows}),
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body>\n</html>\n",
         ]
     )
 
 
 _INTRODUCTION = """<p>Each table holds runs that share model, data, machine, type, sampling, batch size and limit.
 Speed-ups are over a baseline measured in the same run, with 95 % intervals over the prompts. Ranks count within one
-guarantee; INVALID runs have none and come last, however the table is sorted.</p>"""
+guarantee; INVALID runs have none and come last, however the table is sorted. <em>own</em> runs were measured here,
+<em>reference</em> records are part of the project.</p>"""
+
+_CHARTS = """<section id="charts" hidden aria-label="Charts">
+<h2>Charts</h2>
+<ul class="legend"></ul>
+<div class="figures"></div>
+</section>"""
+
+
+def _policy(style: str, scripts: Sequence[str]) -> str:
+    """Only this style, these scripts, and the style that Plot puts into a drawing."""
+    found = _STYLE_OF_PLOT.search(scripts[1])
+    assert found, "the vendored Plot puts its style into a drawing in another way"
+    drawn = re.sub(r"\$\{\w\}", _CLASS, found[1]).replace("\\n", "\n")
+    styles, allowed = " ".join(map(_hash, (style, drawn))), " ".join(map(_hash, scripts))
+    return f"default-src 'none'; style-src {styles}; script-src {allowed}; base-uri 'none'; form-action 'none'"
 
 
 def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(name: str, value: Any) -> str:
+    """Data without characters of markup."""
+    text = json.dumps(value, default=str, separators=(",", ":"))
+    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _unfinished(open_runs: Sequence[str]) -> str:
     if not open_runs:
         return ""
     items = "\n".join(f"<li>{escape(line)}</li>" for line in open_runs)
-    return f"<section><h2>Not finished</h2>\n<ul>\n{items}\n</ul></section>"
+    return f'<section id="unfinished"><h2>Not finished</h2>\n<ul>\n{items}\n</ul></section>'
+
+
+# -------------------------------------------------------------------------------------------------------------- tiles
+
+
+def _tiles(groups: Sequence[ComparisonGroup], ids: Ids) -> str:
+    ranked = [(group, row) for group in groups for row in group.valid]
+    if any(row.record.source == "own" for _, row in ranked):
+        ranked = [(group, row) for group, row in ranked if row.record.source == "own"]
+    exact = [(group, row) for group, row in ranked if row.guarantee == EXACT]
+    kept = [(group, row) for group, row in ranked if row.guarantee != EXACT and _keeps_quality(row)]
+    rows = [row for group in groups for row in group.rows]
+    valid = sum(row.valid for row in rows)
+    by_source = Counter(row.record.source for row in rows)
+    machines = Counter(str(row.summary.get("hardware")) for row in rows)
+    types = Counter(_FILTERS["hardware"](row) for row in rows)
+    tiles = [
+        _best("Best exact speed-up", exact, ids, ""),
+        _best("Best at kept quality", kept, ids, f"at least {KEPT:.0%} of the baseline's score".replace("%", " %")),
+        _tile(
+            "Records",
+            str(len(rows)),
+            f"{valid} VALID, {len(rows) - valid} INVALID",
+            ", ".join(f"{count} {source}" for source, count in sorted(by_source.items())),
+        ),
+        _tile(
+            "Machines" if len(machines) > 1 else "Machine",
+            str(len(machines)) if len(machines) > 1 else next(iter(machines)),
+            *(f"{name}: {terminal.plural(count, 'run')}" for name, count in types.most_common(4)),
+        ),
+    ]
+    return f'<ul class="tiles">\n{"".join(tiles)}</ul>'
+
+
+def _best(name: str, among: Sequence[tuple[ComparisonGroup, Row]], ids: Ids, rule: str) -> str:
+    """The run whose interval begins highest: few prompts give wide intervals and no records."""
+    sure = [(group, row) for group, row in among if row.summary["speedup"]["total"]["low"]]
+    if not sure:
+        return _tile(name, "-", "no VALID run with an interval", rule)
+    _, row = max(sure, key=lambda each: each[1].summary["speedup"]["total"]["low"])
+    total, summary = row.summary["speedup"]["total"], row.summary
+    score = chart_data.quality(row) if rule else None
+    judged = f"{chart_data.SCORES.get(score[0], score[0])} {score[1]:.1f} (baseline {score[2]:.1f}); " if score else ""
+    return _tile(
+        name,
+        terminal.times(total["value"]),
+        f"95 % {terminal.interval(total)}",
+        f'<a href="#{ids[row.record.path]}">{escape(row.label)}</a>',
+        f"{summary.get('model')} on {summary.get('dataset')}, batch {summary.get('batch_size')}, {row.record.source}",
+        f"{judged}{rule}",
+    )
+
+
+def _tile(name: str, value: str, *lines: str) -> str:
+    """A line that begins with a link is markup already."""
+    shown = "".join(f"<span>{line if line.startswith('<a ') else escape(line)}</span>" for line in lines if line)
+    return f"<li><h2>{escape(name)}</h2><strong>{escape(value)}</strong>{shown}</li>\n"
+
+
+def _keeps_quality(row: Row) -> bool:
+    found = chart_data.quality(row)
+    return found is not None and found[1] >= KEPT * found[2]
+
+
+# --------------------------------------------------------------------------------------------- filters and contents
 
 
 def _filters(rows: Sequence[Row]) -> str:
     selects = "\n".join(_select(name, {of(row) for row in rows}) for name, of in _FILTERS.items())
+    boxes = "\n".join(map(_box, (name for name in _COLUMNS if name != "method")))
     return (
         f'<form id="filters" hidden aria-label="Filters">\n{selects}\n'
         '<label>words <input type="search" name="text"></label>\n'
         '<label class="check"><input type="checkbox" name="invalid" checked> INVALID runs</label>\n'
-        '<button type="reset">all runs</button>\n</form>'
+        '<button type="reset">all runs</button>\n'
+        f'<details class="columns"><summary>columns</summary><div>{boxes}</div></details>\n</form>'
     )
+
+
+def _box(column: str) -> str:
+    """Whether a column shows."""
+    facts = f"{'' if column in _HIDDEN else ' checked'}{' data-phone' if column in _ON_A_PHONE else ''}"
+    return f'<label class="check"><input type="checkbox" value="{_css(column)}"{facts}> {escape(column)}</label>'
 
 
 def _select(name: str, choices: Iterable[str]) -> str:
@@ -102,12 +211,17 @@ def _naturally(word: str) -> tuple[int, str]:
     return (int(word), "") if word.isdigit() else (0, word)
 
 
+def _contents(sections: Sequence[tuple[str, str]]) -> str:
+    items = "\n".join(f'<li><a href="#table-{place}">{line}</a></li>' for place, (line, _) in enumerate(sections))
+    title = terminal.plural(len(sections), "table")
+    return f'<nav aria-label="Contents"><details><summary>Contents: {title}</summary>\n<ol>{items}</ol></details></nav>'
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 _Number = Callable[[Row], Any]
-# By heading: the value to sort by, None for text. The rank begins with the first, all others with the highest.
+# By heading: the value to sort by, None for text.
 _SORTED: dict[str, _Number] = {
-    "rank": lambda row: row.rank,
     "speed-up": lambda row: row.speed,
     "predicted": lambda row: row.summary.get("predicted_speedup"),
     "tokens/step": lambda row: row.summary.get("tokens_per_step"),
@@ -116,50 +230,103 @@ _SORTED: dict[str, _Number] = {
     "agreement": lambda row: (row.summary.get("agreement") or {}).get("exact"),
     "quality": lambda row: next(iter((row.summary.get("quality") or {}).values()), None),
 }
+_RANK, _SETTING = "rank", "setting"
 _COLUMNS = (
-    "rank", "method", "family", "guarantee", "speed-up", "95 %", "predicted", "tokens/step", "tokens/s", "memory",
-    "agreement", "quality", "result", "run",
+    _SETTING, "method", _RANK, "guarantee", "speed-up", "95 %", "tokens/step", "tokens/s", "agreement", "quality",
+    "result", "run", "family", "predicted", "memory", "source",
 )  # fmt: skip
+_HIDDEN = ("family", "predicted", "memory", "source")  # until they are chosen
+_ON_A_PHONE = ("speed-up", "95 %", "result")  # besides the method
+_ASCENDING = (_RANK, "memory")  # numbers of which the least comes first
 
 
-def _cells(row: Row) -> dict[str, str]:
-    """Text of all columns but the interval and the run."""
+def _css(column: str) -> str:
+    """A column as the name of a class."""
+    return re.sub(r"\W+", "", column) or column
+
+
+def _hidden_columns() -> str:
+    """Which columns show is an attribute of <main>."""
+    return "".join(f'main[data-hidden~="{_css(name)}"] .c-{_css(name)} {{ display: none; }}\n' for name in _COLUMNS)
+
+
+def _cells(row: Row, setting: str, metric: str | None) -> dict[str, str]:
+    """Text of all columns but the interval and the run; a score that is not the table's ``metric`` is named."""
     own, before = row.summary.get("quality") or {}, row.summary["baseline"].get("quality") or {}
     name = next(iter(own), None)
+    shown = "" if name == metric else f"{chart_data.SCORES.get(str(name), name)} "
     cells = {name: cell(row.summary) for name, cell in terminal.COLUMNS.items()} | {
-        "rank": "-" if row.rank is None else str(row.rank),
+        _SETTING: setting,
+        _RANK: "-" if row.rank is None else str(row.rank),
         "method": row.label,
         "family": row.family,
-        "guarantee": row.guarantee,
+        "guarantee": row.guarantee.replace("_MODEL", ""),
         "predicted": terminal.times(row.summary.get("predicted_speedup")),
-        "quality": f"{name} {terminal.number(own[name])} (was {terminal.number(before.get(name))})" if name else "-",
+        "quality": f"{shown}{terminal.number(own[name])} (was {terminal.number(before.get(name))})" if name else "-",
+        "source": row.record.source,
     }
     return {name: "-" if cell == terminal.MISSING else cell for name, cell in cells.items()}
 
 
-def _section(group: ComparisonGroup, ids: Mapping[int, str]) -> str:
-    span = _span(group)
-    head = "".join(map(_heading, _COLUMNS))
-    lines = "\n".join(_table_row(row, place, ids[id(row)], span) for place, row in enumerate(group.rows))
-    heading = escape(group.heading)
+def _sections(groups: Sequence[ComparisonGroup], ids: Ids) -> list[tuple[str, str]]:
+    """Line of the contents and markup of each table."""
+    made = []
+    for place, (heading, shown) in enumerate(_tables(groups)):
+        facts = _facts(shown[0]) if len(shown) == 1 else terminal.plural(len(shown), "run")
+        line = f'{escape(heading)} <span class="facts">{escape(facts)}</span>'
+        made.append((line, _section(heading, line, shown, ids, place)))
+    return made
+
+
+def _tables(groups: Sequence[ComparisonGroup]) -> Iterator[tuple[str, list[ComparisonGroup]]]:
+    """Own runs first, then reference records; groups of a single run share one table."""
+    for source in ("own", "reference"):
+        alike = [group for group in groups if ("own" in chart_data.sources(group)) == (source == "own")]
+        alone = [group for group in alike if len(group.rows) == 1]
+        folded = alone if len(alone) > 1 else []
+        yield from ((group.heading, [group]) for group in alike if group not in folded)
+        if folded:
+            yield f"Settings with a single run, {source}", folded
+
+
+def _facts(group: ComparisonGroup) -> str:
+    best = max((row for row in group.valid if row.guarantee == EXACT), key=lambda row: row.speed or 0.0, default=None)
+    fastest = f"best EXACT {best.label} {terminal.times(best.speed)}" if best else ""
+    facts = [chart_data.sources(group), terminal.plural(len(group.rows), "run"), fastest]
+    return " · ".join(filter(None, facts))
+
+
+def _section(heading: str, line: str, groups: Sequence[ComparisonGroup], ids: Ids, place: int) -> str:
+    alone = len(groups) == 1
+    columns = [name for name in _COLUMNS if name != (_SETTING if alone else _RANK)]
+    rows = [(group, row) for group in groups for row in group.rows]
+    span = _span([row for _, row in rows if row.rank is not None])
+    metric = chart_data.score([row for _, row in rows])
+    named = f"quality, {chart_data.SCORES.get(metric, metric)}" if metric else "quality"
+    head = "".join(_heading(name, named if name == "quality" else name) for name in columns)
+    lines = "\n".join(
+        _table_row(row, number, ids[row.record.path], span, columns, _cells(row, group.heading, metric))
+        for number, (group, row) in enumerate(rows)
+    )
     return (
-        f'<section class="group">\n<h2>{heading}</h2>\n{_scatter(group, ids)}\n'
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{heading}">\n<table>\n'
-        f"<caption>{heading}</caption>\n"
+        f'<section class="group" id="table-{place}">\n<details{"" if place else " open"}>'
+        f"<summary><h2>{line}</h2></summary>\n"
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(heading)}">\n<table>\n'
+        f"<caption>{escape(heading)}</caption>\n"
         f"<thead><tr><td></td>{head}</tr></thead>\n"
-        f"<tbody>\n{lines}\n</tbody>\n</table>\n</div>\n</section>"
+        f"<tbody>\n{lines}\n</tbody>\n</table>\n</div>\n</details>\n</section>"
     )
 
 
-def _heading(name: str) -> str:
-    first = "descending" if name in _SORTED and name != "rank" else "ascending"
+def _heading(name: str, shown: str) -> str:
+    first = "descending" if name in _SORTED and name not in _ASCENDING else "ascending"
     sortable = "" if name == "95 %" else f' data-first="{first}"'
-    return f'<th scope="col"{sortable}>{escape(name)}</th>'
+    kind = " number" if name in (*_SORTED, _RANK, "95 %") else ""
+    return f'<th scope="col" class="c-{_css(name)}{kind}"{sortable}>{escape(shown)}</th>'
 
 
-def _table_row(row: Row, place: int, name: str, span: Span) -> str:
-    texts = _cells(row)
-    cells = "".join(_cell(column, texts, row, span) for column in _COLUMNS)
+def _table_row(row: Row, place: int, name: str, span: Span, columns: Sequence[str], texts: Mapping[str, str]) -> str:
+    cells = "".join(_cell(column, texts, row, place, span) for column in columns)
     facts = {key: of(row) for key, of in _FILTERS.items()}
     words = " ".join([row.name, *texts.values(), *facts.values()]).lower()
     data = {**facts, "words": words, "place": str(place), "name": f"{row.label}, {texts['speed-up']}"}
@@ -168,31 +335,34 @@ def _table_row(row: Row, place: int, name: str, span: Span) -> str:
     return f'<tr class="{kind}" id="{name}" {attributes}><td></td>{cells}</tr>'
 
 
-def _cell(column: str, texts: Mapping[str, str], row: Row, span: Span) -> str:
+def _cell(column: str, texts: Mapping[str, str], row: Row, place: int, span: Span) -> str:
+    kind = f"c-{_css(column)}"
     if column == "95 %":
-        return f'<td class="number">{_interval(row, span)} {escape(texts[column])}</td>'
+        return f'<td class="{kind} number">{escape(texts[column])} {_interval(row, span)}</td>'
     if column == "run":
         reasons = (row.summary.get("verdict") or {}).get("reasons", [])
         why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
         note = f"<details><summary>why INVALID</summary><ul>{why}</ul></details>" if why else ""
-        return f"<td><code>{escape(row.name)}</code>{note}</td>"
+        short = escape(row.name.rpartition("-")[2][:6])
+        return f'<td class="{kind}"><code title="{escape(row.name)}">{short}</code>{note}</td>'
+    if column == "method":
+        own = ' <span class="own">own</span>' if row.record.source == "own" else ""
+        return f'<td class="{kind}">{escape(texts[column])}{own}</td>'
+    if column == _RANK:  # guarantee by guarantee, as the table begins
+        return f'<td class="{kind} number" data-value="{place}">{escape(texts[column])}</td>'
     if column not in _SORTED:
-        return f"<td>{escape(texts[column])}</td>"
+        return f'<td class="{kind}">{escape(texts[column])}</td>'
     value = _SORTED[column](row)
-    return f'<td class="number" data-value="{"" if value is None else value}">{escape(texts[column])}</td>'
+    return f'<td class="{kind} number" data-value="{"" if value is None else value}">{escape(texts[column])}</td>'
 
 
-# ------------------------------------------------------------------------------------------------------------ pictures
-
-_WIDE, _HIGH = 120, 16  # of an interval
-_PLOT = (460, 240, 44, 32)  # width, height, room at the left and below
+_WIDE, _HIGH = 90, 16  # of an interval
 
 
-def _span(group: ComparisonGroup) -> Span:
-    """Ends of the axis that the intervals of a table share."""
-    totals = [row.summary["speedup"]["total"] for row in group.valid]
-    ends = [total[key] for total in totals for key in ("low", "high", "value") if total[key]]
-    return min([0.9, *ends]), max([1.1, *ends])
+def _span(rows: Sequence[Row]) -> Span:
+    """Ends of the axis that the intervals of a table share: those of the values, with room."""
+    values = [row.speed or 1.0 for row in rows]
+    return min([0.9, *values]) * 0.8, max([1.1, *values]) * 1.25
 
 
 def _interval(row: Row, span: Span) -> str:
@@ -201,159 +371,16 @@ def _interval(row: Row, span: Span) -> str:
     if row.rank is None or not total["value"]:
         return ""
     low, high = (total["value"], total["value"]) if not total["low"] else (total["low"], total["high"])
-    a, b, dot, one = (round(_place(value, span), 1) for value in (low, high, total["value"], 1.0))
-    colour, middle = style_of(row.method).colour, _HIGH / 2
+    a, b, x, one = (round(_place(value, span), 1) for value in (low, high, total["value"], 1.0))
+    colour, middle = style_of(row.method, row.family).colour, _HIGH / 2
+    hollow = "" if row.guarantee == EXACT else ' class="hollow"'
     return (
-        f'<svg width="{_WIDE}" height="{_HIGH}" aria-hidden="true">'
-        f'<path d="M{one} 0V{_HIGH}" stroke="#888" stroke-dasharray="2 2"/>'
-        f'<path d="M{a} {middle}H{b}" stroke="{colour}" stroke-width="2"/>{_dot(dot, middle, row)}</svg>'
+        f'<svg width="{_WIDE}" height="{_HIGH}" viewBox="0 0 {_WIDE} {_HIGH}" aria-hidden="true" fill="{colour}" '
+        f'stroke="{colour}" stroke-width="2"><path class="one" d="M{one} 0V{_HIGH}"/><path d="M{a} {middle}H{b}"/>'
+        f'<circle{hollow} cx="{x}" cy="{middle}" r="4"/></svg>'
     )
 
 
 def _place(value: terminal.Number, span: Span) -> float:
     low, high = map(math.log, span)
-    return 5 + (_WIDE - 10) * (math.log(value) - low) / (high - low)
-
-
-def _dot(x: float, y: float, row: Row) -> str:
-    """Full for EXACT, hollow for what may change the text."""
-    colour = style_of(row.method).colour
-    fill = colour if row.guarantee == leaderboard.GUARANTEES[0] else "#fff"
-    return f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{colour}" stroke-width="2"/>'
-
-
-def _scatter(group: ComparisonGroup, ids: Mapping[int, str]) -> str:
-    """Tokens per step against speed-up and, where the text may change, speed-up against quality."""
-    steps = [(row, _SORTED["tokens/step"](row), row.speed) for row in group.valid]
-    plots = [_plot("tokens per step", "speed-up", steps, ids)]
-    if any(row.guarantee != leaderboard.GUARANTEES[0] for row in group.valid):
-        scores = [(row, row.speed, _SORTED["quality"](row)) for row in group.valid]
-        name = next((key for row in group.valid for key in row.summary.get("quality") or {}), "quality")
-        plots.append(_plot("speed-up", name, scores, ids))
-    return f'<div class="plots">{"".join(plots)}</div>'
-
-
-def _plot(x_name: str, y_name: str, points: Sequence[tuple[Row, Any, Any]], ids: Mapping[int, str]) -> str:
-    known = [(row, float(x), float(y)) for row, x, y in points if x is not None and y is not None]
-    if len(known) < 2:
-        return ""
-    wide, high, left, below = _PLOT
-    x_axis = _Axis([x for _, x, _ in known], wide - left)
-    y_axis = _Axis([y for _, _, y in known], high - below)
-    marks = "".join(
-        _point(row, left + x_axis.at(x), high - below - y_axis.at(y), f"{row.label}: {x:.2f}, {y:.2f}", ids)
-        for row, x, y in known
-    )
-    lines = "".join(
-        [f'<path d="M{left} 0V{high - below}H{wide}" fill="none" stroke="#888"/>']
-        + [
-            f'<text x="{left + x_axis.at(t):.1f}" y="{high - below + 14}" text-anchor="middle">{t:g}</text>'
-            for t in x_axis.ticks
-        ]
-        + [
-            f'<text x="{left - 5}" y="{high - below - y_axis.at(t) + 4:.1f}" text-anchor="end">{t:g}</text>'
-            for t in y_axis.ticks
-        ]
-    )
-    label = f"{escape(y_name)} (upwards) against {escape(x_name)} (to the right); the values are in the table"
-    return (
-        f'<figure><svg width="{wide}" height="{high}" role="img" aria-label="{label}">{lines}{marks}</svg>'
-        f"<figcaption>{escape(y_name)} against {escape(x_name)}; full dots are EXACT</figcaption></figure>"
-    )
-
-
-def _point(row: Row, x: float, y: float, title: str, ids: Mapping[int, str]) -> str:
-    dot = _dot(round(x, 1), round(y, 1), row)
-    return f'<g data-run="{ids[id(row)]}"><title>{escape(title)}</title>{dot}</g>'
-
-
-class _Axis:
-    """Values to pixels, with round numbers as ticks."""
-
-    def __init__(self, values: Sequence[float], size: int) -> None:
-        low, high = min(values), max(values)
-        room = (high - low or abs(high) or 1.0) * 0.08
-        self.low, self.high, self.size = low - room, high + room, size
-        step = 10.0 ** math.floor(math.log10((self.high - self.low) / 2))
-        step = next(step * by for by in (0.5, 1, 2, 5, 10) if (self.high - self.low) / (step * by) <= 6)
-        first = math.ceil(self.low / step)
-        self.ticks = [round(i * step, 9) for i in range(first, math.floor(self.high / step) + 1)]
-
-    def at(self, value: float) -> float:
-        return (value - self.low) / (self.high - self.low) * self.size
-
-
-# ------------------------------------------------------------------------------------------------------------- details
-
-
-def _data(groups: Sequence[ComparisonGroup], ids: Mapping[int, str]) -> str:
-    """Details of all runs as JSON without characters of markup."""
-    found = {ids[id(row)]: _details(row) for group in groups for row in group.rows}
-    text = json.dumps(found, default=str, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _details(row: Row) -> dict[str, Any]:
-    summary, manifest = row.summary, row.record.manifest
-    verdict = summary.get("verdict") or {}
-    numbers = (
-        "ttft_s",
-        "tpot_s",
-        "latency_s",
-        "time_s",
-        "acceptance_rate",
-        "acceptance_at",
-        "alpha",
-        "layers_per_token",
-    )
-    categories = summary["speedup"].get("by_category", {})
-    return {
-        "reasons": verdict.get("reasons", []),
-        "warnings": verdict.get("warnings", []),
-        "command": f"python -m {' '.join(map(str, manifest.get('argv') or []))}",
-        "agreement": summary.get("agreement"),
-        "numbers": _brief({name: summary.get(name) for name in numbers})
-        | {f"speed-up, {name}": _interval_text(found) for name, found in categories.items()}
-        | {f"quality, {name}": value for name, value in (summary.get("quality") or {}).items()},
-        "samples": list(_samples(row)),
-        "manifest": _brief(manifest),
-    }
-
-
-def _interval_text(found: Mapping[str, Any]) -> str:
-    return f"{terminal.times(found['value'])}, 95 % {terminal.interval(found)}, n = {found['n']}"
-
-
-def _brief(value: Any) -> Any:
-    """The same with long lists and texts cut."""
-    if isinstance(value, Mapping):
-        return {str(key): _brief(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        more = [f"... {len(value) - _LIST} more"] if len(value) > _LIST else []
-        return [_brief(inner) for inner in value[:_LIST]] + more
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    return f"{value[:_TEXT]} ..." if isinstance(value, str) and len(value) > _TEXT else value
-
-
-def _samples(row: Row) -> Iterator[dict[str, Any]]:
-    """What both arms wrote to the first prompts."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in _lines(run_folder.samples_file(row.record.path)):
-        if line.get("phase") != "measure" or line.get("repeat"):
-            continue
-        prompt = str(line.get("prompt_id"))
-        if prompt not in found and len(found) == _SAMPLES:
-            break
-        shown = found.setdefault(prompt, {"prompt": prompt, "category": str(line.get("category")), "arms": {}})
-        shown["arms"][f"{line.get('arm')}, {line.get('n_output_tokens')} tokens"] = _brief(str(line.get("text")))
-    yield from found.values()
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Rows one by one; a torn one ends them."""
-    try:
-        for line in run_folder.read_lines(file) if file.is_file() else ():
-            yield dict(json.loads(line))
-    except (UserError, ValueError, TypeError):
-        return
+    return 5 + (_WIDE - 10) * min(1.0, max(0.0, (math.log(value) - low) / (high - low)))

@@ -1,13 +1,10 @@
 "use strict";
-// Sorting, filters and details of the report. What comes from a record is only ever set as text.
+// Sorting, filters, columns and details of the report. What comes from a record is only ever set as text.
 (() => {
   const form = document.getElementById("filters");
   const status = document.getElementById("count");
   const runs = [...document.querySelectorAll("tr.run")];
-  const points = new Map();
-  for (const point of document.querySelectorAll("[data-run]")) {
-    points.set(point.dataset.run, [...(points.get(point.dataset.run) ?? []), point]);
-  }
+  const main = document.querySelector("main");
   let data = null;
 
   function make(name, text, ...children) {
@@ -23,7 +20,7 @@
     const selects = [...form.querySelectorAll("select")].filter((select) => select.value);
     const words = form.elements.text.value.toLowerCase().split(/\s+/).filter(Boolean);
     const invalid = form.elements.invalid.checked;
-    let shown = 0;
+    const shown = new Set();
     for (const row of runs) {
       const keep =
         selects.every((select) => row.dataset[select.name] === select.value) &&
@@ -31,13 +28,19 @@
         words.every((word) => row.dataset.words.includes(word));
       row.hidden = !keep;
       if (row.details) row.details.hidden = !keep || !opened(row);
-      for (const point of points.get(row.id) ?? []) point.classList.toggle("gone", !keep);
-      shown += keep;
+      if (keep) shown.add(row.id);
     }
     for (const group of document.querySelectorAll("section.group")) {
       group.hidden = !group.querySelector("tr.run:not([hidden])");
+      if (selects.length || words.length) group.firstElementChild.open = true;
     }
-    status.textContent = `${shown} of ${runs.length} runs shown`;
+    status.textContent = `${shown.size} of ${runs.length} runs shown`;
+    charts.filter((run) => shown.has(run));
+  }
+
+  function columns() {
+    const boxes = [...form.querySelectorAll(".columns input")];
+    main.dataset.hidden = boxes.filter((box) => !box.checked).map((box) => box.value).join(" ");
   }
 
   // ------------------------------------------------------------------------------------------------- sorting
@@ -72,12 +75,33 @@
 
   const opened = (row) => row.cells[0].firstElementChild.ariaExpanded === "true";
 
-  function list(facts) {
-    const entries = Object.entries(facts).flatMap(([name, value]) => [
-      make("dt", name),
-      make("dd", value === null ? "not measured" : typeof value === "object" ? JSON.stringify(value) : String(value)),
-    ]);
-    return make("dl", null, ...entries);
+  const list = (facts) =>
+    make("dl", null, ...facts.flatMap(([name, text]) => [make("dt", name), make("dd", text)]));
+
+  function table(head, rows) {
+    const line = (cells, kind) => make("tr", null, ...cells.map((text) => make(kind, text)));
+    return make("table", null, make("thead", null, line(head, "th")), make("tbody", null, ...rows.map((row) => line(row, "td"))));
+  }
+
+  function fold(title, ...children) {
+    return make("details", null, make("summary", title), ...children);
+  }
+
+  function copier(text, what) {
+    const button = make("button", "copy");
+    button.type = "button";
+    button.className = "copy";
+    button.ariaLabel = `copy ${what}`;
+    button.addEventListener("click", async () => {
+      try {
+        await navigator.clipboard.writeText(text);
+        button.textContent = "copied";
+      } catch {
+        button.textContent = "select it"; // the browser lets no page write to the clipboard
+      }
+      setTimeout(() => (button.textContent = "copy"), 1500);
+    });
+    return button;
   }
 
   function samples(found) {
@@ -89,26 +113,34 @@
 
   function describe(run) {
     const part = (title, ...children) => make("div", null, make("h3", title), ...children);
-    const said = [...run.reasons.map((reason) => `INVALID: ${reason}`), ...run.warnings];
-    const lines = said.map((line) => make("p", line));
-    return make("div", null, ...lines, part("Command", make("pre", run.command)), parts(run, part));
+    const said = [...run.reasons.map((reason) => `INVALID: ${reason}`), ...run.warnings.map((line) => `Warning: ${line}`)];
+    const repeat = run.command
+      ? [make("pre", run.command), copier(run.command, "the command")]
+      : [make("p", "not known: the run has no config.yaml")];
+    return make("div", null, ...said.map((line) => make("p", line)), part("Run it again", ...repeat), parts(run, part));
   }
 
   function parts(run, part) {
     const grid = make("div", null);
     grid.className = "parts";
     grid.append(
-      part("Agreement with the target", run.agreement ? list(run.agreement) : make("p", "not measured")),
       part("Numbers", list(run.numbers)),
-      part("Samples", ...(run.samples.length ? samples(run.samples) : [make("p", "not kept")])),
-      part("Manifest", make("pre", JSON.stringify(run.manifest, null, 1))),
+      part("Agreement with the target", run.agreement.length ? list(run.agreement) : make("p", "not measured")),
     );
+    if (run.categories.length > 1) {
+      grid.append(part("Categories", table(["category", "speed-up", "95 %", "n"], run.categories)));
+    }
+    grid.append(
+      part("Samples", ...(run.samples.length ? [fold("show", ...samples(run.samples))] : [make("p", "not kept")])),
+      part("Manifest", fold("show", list(run.manifest))),
+    );
+    grid.lastElementChild.className = "wide";
     return grid;
   }
 
   function toggle(row, button) {
     if (!row.details) {
-      data ??= JSON.parse(document.getElementById("data").textContent);
+      data ??= JSON.parse(document.getElementById("details-data").textContent);
       const cell = make("td", null, describe(data[row.id]));
       cell.colSpan = row.cells.length;
       row.details = make("tr", null, cell);
@@ -122,6 +154,15 @@
     row.details.hidden = !opened(row);
   }
 
+  // What a link leads to may be in a folded table.
+  function reveal() {
+    const target = location.hash && document.getElementById(location.hash.slice(1));
+    if (!target) return;
+    const fold = target.closest("details") ?? target.querySelector("details");
+    if (fold) fold.open = true;
+    target.scrollIntoView({ block: target.matches("tr") ? "center" : "start" });
+  }
+
   // ------------------------------------------------------------------------------------------------- wiring
 
   for (const heading of document.querySelectorAll("th[data-first]")) {
@@ -132,16 +173,27 @@
     button.addEventListener("click", () => sort(heading));
   }
   for (const row of runs) {
-    const button = make("button", "more");
+    const button = make("button", null);
+    button.className = "more";
     button.type = "button";
     button.ariaExpanded = "false";
     button.ariaLabel = `details of ${row.dataset.name}`;
     row.cells[0].replaceChildren(button);
     button.addEventListener("click", () => toggle(row, button));
+    const id = row.querySelector("td.c-run code");
+    id.after(" ", copier(id.title, `the id of ${row.dataset.name}`));
+  }
+  const phone = matchMedia("(max-width: 600px)").matches;
+  for (const box of form.querySelectorAll(".columns input")) {
+    if (phone) box.checked = box.defaultChecked = "phone" in box.dataset;
+    box.addEventListener("change", columns);
   }
   for (const event of ["input", "change"]) form.addEventListener(event, filter);
-  form.addEventListener("reset", () => setTimeout(filter));
+  form.addEventListener("reset", () => setTimeout(() => { filter(); columns(); }));
   form.addEventListener("submit", (event) => event.preventDefault());
+  addEventListener("hashchange", reveal);
   form.hidden = false;
+  columns(); // a reload keeps the boxes as they were
   filter();
+  reveal();
 })();
