@@ -192,6 +192,16 @@ def test_prompts_that_changed_since_are_left_out(run: Path, tmp_path: Path, path
     assert len(rows) == PROMPTS and not any(line[column] for line in rows)
 
 
+def test_prompts_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DECODEBENCH_DATA", raising=False)
+    paths = compose.compose([f"paths.results={tmp_path}", f"paths.cache={tmp_path}", "paths.data=null"]).paths
+    rows = tracked_run.finished_run(REFERENCE, paths).tables["texts"].rows
+    assert len(rows) == 20 and not any(line[tracked_run.TEXT_COLUMNS.index("prompt")] for line in rows)
+    assert "asking" not in capsys.readouterr().err
+
+
 def test_the_figure_of_forward_passes_is_of_the_same_machine(run: Path, tmp_path: Path, paths: PathsConfig) -> None:
     manifest, png = json.loads((run / "manifest.json").read_text()), io.BytesIO()
     Image.new("RGB", (3, 3)).save(png, "png")
