@@ -42,7 +42,7 @@ notebook.theme()
 METHODS = ("calm", "free", "static_depth", "hash_ee")
 
 RECORDS = notebook.records()
-BY_NAME = {record.path.name: record for record in RECORDS}
+BY_NAME = {(record.source, record.path.name): record for record in RECORDS}
 FRONTIERS = [found for found in frontier.frontiers(RECORDS) if any(p.method in METHODS for p in found.points)]
 EXITING = [r for r in RECORDS if r.finished and r.summary and r.summary.get("method") in METHODS]
 display(Markdown(f"{len(EXITING)} finished runs of early exit in {len(FRONTIERS)} tables."))
@@ -52,7 +52,7 @@ if not EXITING:
 
 def name_of(point: frontier.Point) -> str:
     """Method and setting, and whether the run is yours."""
-    yours = " (yours)" if BY_NAME[point.run_id].source == "own" else ""
+    yours = " (yours)" if point.source == "own" else ""
     return plots.short_name(point.method, point.setting) + yours
 
 
@@ -164,7 +164,7 @@ for method in METHODS:
 # %%
 def draw_exits(found: frontier.Frontier) -> None:
     """Share of tokens by layers run, a bar for each run that has several exits; darker is deeper."""
-    known = [(p, (BY_NAME[p.run_id].summary.get("method_facts") or {}).get("exits") or {}) for p in found.points]
+    known = [(p, (BY_NAME[p.source, p.run_id].summary.get("method_facts") or {}).get("exits") or {}) for p in found.points]
     rows = sorted(((p, exits) for p, exits in known if len(exits) > 1), key=lambda row: (row[0].method, by_setting(row[0])))
     if len(rows) < 2:
         return

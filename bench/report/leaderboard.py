@@ -238,12 +238,10 @@ def categories(group: ComparisonGroup, *, shown: bool = False, least: int = 1) -
 
 
 def fastest(group: ComparisonGroup) -> ComparisonGroup:
-    """Of each method and guarantee only the fastest valid run."""
-    kept: dict[tuple[str, str], Row] = {}
-    for row in group.valid:
-        known = kept.setdefault((row.method, row.guarantee), row)
-        if (row.speed or 0.0) > (known.speed or 0.0):
-            kept[row.method, row.guarantee] = row
+    """Of each method and guarantee only the fastest valid run, the user's and the reference ones separately."""
+    kept: dict[tuple[str, str, str], Row] = {}
+    for row in sorted(group.valid, key=lambda row: -(row.speed or 0.0)):
+        kept.setdefault((row.method, row.guarantee, row.record.source), row)
     return ComparisonGroup(group.heading, list(kept.values()))
 
 

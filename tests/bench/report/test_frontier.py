@@ -63,6 +63,12 @@ def by_name(found: Frontier) -> dict[str, tuple[Point, str]]:
     return {f"{p.method} {p.setting}".strip(): (p, found.counts(i)) for i, p in enumerate(found.points)}
 
 
+def test_a_run_in_both_folders_is_two_points(results: Path) -> None:
+    both = [*collect.read(results), *collect.read(results, "reference")]
+    found = only(frontiers(both))
+    assert sorted(point.source for point in found.points) == ["own"] * 5 + ["reference"] * 5
+
+
 def test_points_hold_what_the_records_say(results: Path) -> None:
     points = by_name(only(frontiers(collect.read(results))))
     assert list(points) == [

@@ -243,8 +243,10 @@ def test_a_label_has_the_values_of_settings_and_whose_run_it_is() -> None:
 
 def test_the_fastest_of_each_method() -> None:
     rows = [run("nat", 2.0, settings={"a": 1}), run("nat", 3.0, settings={"a": 2}), run("calm", 1.2)]
+    rows.append(replace(run("nat", 2.5), source="reference"))
     (group,) = leaderboard.groups(rows)
-    assert sorted(row.speed for row in leaderboard.fastest(group).rows) == [1.2, 3.0]
+    found = {(row.method, row.record.source): row.speed for row in leaderboard.fastest(group).rows}
+    assert found == {("nat", "own"): 3.0, ("nat", "reference"): 2.5, ("calm", "own"): 1.2}
 
 
 def test_the_spread_is_of_the_conversations(ax: Any, tmp_path: Path) -> None:
