@@ -28,7 +28,7 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -77,11 +77,11 @@ class CharacterModel(Trainable):
         ValueError: a number out of range.
     """
 
-    makes: ClassVar[Literal["checkpoint", "model"]] = "model"
-    learns_from: ClassVar[Literal["dialogues", "pairs"]] = "pairs"
-    description: ClassVar[str] = "a language model of bytes that can be left after every layer"
-    duration: ClassVar[str] = "ten minutes on a CPU core"
-    corpus: ClassVar[str | None] = "shakespeare"
+    makes = "model"
+    learns_from = "pairs"
+    description = "a language model of bytes that can be left after every layer"
+    duration = "ten minutes on a CPU core"
+    corpus = "shakespeare"
 
     exits: ExitLoss = "calm"
     layers: int = 8

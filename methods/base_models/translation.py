@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -74,11 +74,11 @@ class TeacherTraining(Trainable):
         ValueError: a number out of range.
     """
 
-    makes: ClassVar[Literal["checkpoint", "model"]] = "model"
-    learns_from: ClassVar[Literal["dialogues", "pairs"]] = "pairs"
-    description: ClassVar[str] = "a translation model with its tokenizer"
-    duration: ClassVar[str] = "an hour or two on two CPU cores for Multi30k, minutes on a GPU"
-    corpus: ClassVar[str | None] = "multi30k"
+    makes = "model"
+    learns_from = "pairs"
+    description = "a translation model with its tokenizer"
+    duration = "an hour or two on two CPU cores for Multi30k, minutes on a GPU"
+    corpus = "multi30k"
 
     layers: Sequence[int] = (4, 4)
     width: int = 256
@@ -211,7 +211,7 @@ class ExitTeacherTraining(TeacherTraining):
         ValueError: a number out of range.
     """
 
-    description: ClassVar[str] = "a translation model for early exit, with its tokenizer"
+    description = "a translation model for early exit, with its tokenizer"
 
     exits: Exits = "calm"
     shallow: int | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -49,9 +49,9 @@ class ExitTraining(Trainable):
         ValueError: a number out of range, or nothing to train.
     """
 
-    description: ClassVar[str] = "exits: maps that make the states after earlier layers readable, and their classifier"
-    duration: ClassVar[str] = "a quarter of an hour on a CPU core for smollm2 after its answers; minutes on a GPU"
-    corpus: ClassVar[str | None] = HEADS_CORPUS
+    description = "exits: maps that make the states after earlier layers readable, and their classifier"
+    duration = "a quarter of an hour on a CPU core for smollm2 after its answers; minutes on a GPU"
+    corpus = HEADS_CORPUS
 
     exits: Sequence[int] | None = None
     maps: bool = True

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +53,9 @@ class HashTraining(Trainable):
         ValueError: a number out of range.
     """
 
-    description: ClassVar[str] = "a table of the number of layers for each token, and matching exits"
-    duration: ClassVar[str] = "some minutes on two CPU cores for smollm2 after its answers; seconds on a GPU"
-    corpus: ClassVar[str | None] = HEADS_CORPUS
+    description = "a table of the number of layers for each token, and matching exits"
+    duration = "some minutes on two CPU cores for smollm2 after its answers; seconds on a GPU"
+    corpus = HEADS_CORPUS
 
     kind: Kind = "frequency"
     balance: Balance = "types"

@@ -16,7 +16,6 @@ and the loss of the length weighs as much as that of the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -34,8 +33,6 @@ from methods.non_autoregressive.student import (
     Candidates,
     LengthStudent,
     Objective,
-    Student,
-    Writer,
     lowest,
     mean_over,
 )
@@ -132,7 +129,7 @@ class Cmlm(NonAutoregressive):
 class CmlmTraining(StudentTraining):
     """Trains a student of ``cmlm``; arguments: see ``LengthStudent`` and ``StudentTraining``."""
 
-    kind: ClassVar[type[Student]] = CmlmStudent
-    writers: ClassVar[Mapping[str, Writer]] = {f"iterations_{count}": MaskPredict(count) for count in (4, 1, 10)}
+    kind = CmlmStudent
+    writers = {f"iterations_{count}": MaskPredict(count) for count in (4, 1, 10)}
 
     length_weight: float = 1.0

@@ -33,7 +33,7 @@ from methods.engine.sampling import Sampling
 from methods.non_autoregressive.decoder_inputs import gather
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.network import Memory, Network, present_up_to
-from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, Writer
+from methods.non_autoregressive.student import Batch, Candidates, Objective, Student
 from methods.non_autoregressive.training import StudentTraining
 from methods.training.translation import Pair
 
@@ -133,8 +133,8 @@ class Ctc(NonAutoregressive):
 class CtcTraining(StudentTraining):
     """Trains a student of ``ctc``; arguments: see ``CtcStudent`` and ``StudentTraining``."""
 
-    kind: ClassVar[type[Student]] = CtcStudent
-    writers: ClassVar[Mapping[str, Writer]] = {"one_pass": CtcPass()}
+    kind = CtcStudent
+    writers = {"one_pass": CtcPass()}
 
     upsample: int = 2
 

@@ -42,7 +42,7 @@ from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.decoder_inputs import Copy
 from methods.non_autoregressive.glat import Glat, GlatStudent
 from methods.non_autoregressive.network import Memory, Network
-from methods.non_autoregressive.student import Batch, Objective, OnePass, Student, Writer
+from methods.non_autoregressive.student import Batch, Objective, OnePass, Student
 from methods.non_autoregressive.training import Progress, StudentTraining
 from methods.non_autoregressive.word_alignment import NULL, align
 from methods.training.translation import Pair
@@ -196,8 +196,8 @@ class DepaTraining(StudentTraining):
         transform: read target words instead of copies.
     """
 
-    kind: ClassVar[type[Student]] = DepaStudent
-    writers: ClassVar[Mapping[str, Writer]] = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
+    kind = DepaStudent
+    writers = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
 
     base: Base = "glat"
     backward: float = 0.13

@@ -31,15 +31,7 @@ from methods.engine.sampling import Sampling
 from methods.non_autoregressive.decoder_inputs import Copy, copy_of
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.network import Memory, Network
-from methods.non_autoregressive.student import (
-    Batch,
-    LengthStudent,
-    Objective,
-    OnePass,
-    Student,
-    Writer,
-    lowest,
-)
+from methods.non_autoregressive.student import Batch, LengthStudent, Objective, OnePass, Student, lowest
 from methods.non_autoregressive.training import StudentTraining
 from methods.training.interface import require
 
@@ -134,8 +126,8 @@ class Glat(NonAutoregressive):
 class GlatTraining(StudentTraining):
     """Trains a student of ``glat``; arguments: see ``GlatStudent`` and ``StudentTraining``."""
 
-    kind: ClassVar[type[Student]] = GlatStudent
-    writers: ClassVar[Mapping[str, Writer]] = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
+    kind = GlatStudent
+    writers = {"one_pass": OnePass(), "length_beam_5": OnePass(5)}
 
     copy: Copy = "soft"
     ratio: Sequence[float] = (0.5, 0.3)

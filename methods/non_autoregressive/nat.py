@@ -39,7 +39,7 @@ from methods.non_autoregressive.decoder_inputs import gather
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.nat_finetuning import Finetuning, three_terms
 from methods.non_autoregressive.network import Memory, Network, present_up_to
-from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, Writer, fill
+from methods.non_autoregressive.student import Batch, Candidates, Objective, Student, fill
 from methods.non_autoregressive.training import Progress, StudentTraining
 from methods.non_autoregressive.word_alignment import align, fertilities
 from methods.training.interface import require
@@ -193,8 +193,8 @@ class Nat(NonAutoregressive):
 class NatTraining(StudentTraining):
     """Trains a student of ``nat``; arguments: see ``NatStudent`` and ``StudentTraining``."""
 
-    kind: ClassVar[type[Student]] = NatStudent
-    writers: ClassVar[Mapping[str, Writer]] = {"argmax": FertilityPass(), "average": FertilityPass("average")}
+    kind = NatStudent
+    writers = {"argmax": FertilityPass(), "average": FertilityPass("average")}
 
     classes: int = 16
     positional: bool = True

@@ -46,10 +46,10 @@ class StudentTraining(Trainable):
         ValueError: no beam.
     """
 
-    learns_from: ClassVar[Literal["dialogues", "pairs"]] = "pairs"
-    description: ClassVar[str] = "a network that writes translations in parallel, for a translation model"
-    duration: ClassVar[str] = "about an hour of one CPU core for Multi30k, and minutes for its teacher's translations"
-    corpus: ClassVar[str | None] = "multi30k"
+    learns_from = "pairs"
+    description = "a network that writes translations in parallel, for a translation model"
+    duration = "about an hour of one CPU core for Multi30k, and minutes for its teacher's translations"
+    corpus = "multi30k"
     kind: ClassVar[type[Student]]
     writers: ClassVar[Mapping[str, Writer]]
 

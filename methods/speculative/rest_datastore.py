@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int64, UInt32
@@ -292,8 +292,8 @@ class RestDatastore(Trainable):
         prompts: each document is a prompt and its answer; else the answer alone.
     """
 
-    description: ClassVar[str] = "a datastore of token ids with a suffix array"
-    duration: ClassVar[str] = "seconds per million tokens, nearly all of them the tokenizer's"
+    description = "a datastore of token ids with a suffix array"
+    duration = "seconds per million tokens, nearly all of them the tokenizer's"
 
     prompts: bool = False
 

@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ class HeadTraining(Trainable):
         ValueError: a number out of range.
     """
 
-    corpus: ClassVar[str | None] = HEADS_CORPUS
+    corpus = HEADS_CORPUS
 
     vocabulary: int = 8192
     answers: AnswerRecipe = field(default_factory=AnswerRecipe)

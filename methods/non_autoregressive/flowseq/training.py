@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from methods.non_autoregressive.flowseq.model import FlowPass, FlowSeqStudent
-from methods.non_autoregressive.student import Student, Writer
 from methods.non_autoregressive.training import StudentTraining
 
 
@@ -21,8 +19,8 @@ class FlowSeqTraining(StudentTraining):
         data, beams, embedding, validation, recipe: see ``StudentTraining``.
     """
 
-    kind: ClassVar[type[Student]] = FlowSeqStudent
-    writers: ClassVar[Mapping[str, Writer]] = {"argmax": FlowPass(), "iwd": FlowPass(3, 1, importance=4)}
+    kind = FlowSeqStudent
+    writers = {"argmax": FlowPass(), "iwd": FlowPass(3, 1, importance=4)}
 
     latent: int | None = None
     width: int | None = None

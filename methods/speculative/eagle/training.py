@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -482,8 +482,8 @@ class EagleTraining(HeadTraining):
         vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
-    description: ClassVar[str] = "a draft network of one layer that predicts the target's next features"
-    duration: ClassVar[str] = "an hour or two on two CPU cores for smollm2; minutes on a GPU"
+    description = "a draft network of one layer that predicts the target's next features"
+    duration = "an hour or two on two CPU cores for smollm2; minutes on a GPU"
 
     version: Literal[1, 2, 3] = 3
     unroll: int | None = None

@@ -12,7 +12,7 @@ Command: ``python -m bench train method=blockwise model=smollm2``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -114,8 +114,8 @@ class BlockwiseTraining(HeadTraining):
         vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
-    description: ClassVar[str] = "heads that propose the next tokens from the target's last state"
-    duration: ClassVar[str] = "under an hour on two CPU cores for smollm2, half of it the target's answers"
+    description = "heads that propose the next tokens from the target's last state"
+    duration = "under an hour on two CPU cores for smollm2, half of it the target's answers"
 
     k: int = 4
     hidden: int | None = None

@@ -19,7 +19,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -138,12 +138,10 @@ class BlockwiseTranslationTraining(Trainable):
         ValueError: a number out of range.
     """
 
-    learns_from: ClassVar[Literal["dialogues", "pairs"]] = "pairs"
-    description: ClassVar[str] = (
-        "heads that propose the next tokens of a translation, and the model fine-tuned with them"
-    )
-    duration: ClassVar[str] = "twenty minutes on one CPU core for multi30k_4_4"
-    corpus: ClassVar[str | None] = "multi30k"
+    learns_from = "pairs"
+    description = "heads that propose the next tokens of a translation, and the model fine-tuned with them"
+    duration = "twenty minutes on one CPU core for multi30k_4_4"
+    corpus = "multi30k"
 
     trunk: Trunk = "finetuned"
     k: int = 4

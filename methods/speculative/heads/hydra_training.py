@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -109,8 +108,8 @@ class HydraLearner(HeadsLearner):
 class HydraTraining(HeadsTraining):
     """Trains the heads of Hydra, of which head i has 2 (i + 2) D^2 weights and more."""
 
-    description: ClassVar[str] = "heads that each propose a token from those before it, and the tree that suits them"
-    paper_labels: ClassVar[Labels] = "soft"
+    description = "heads that each propose a token from those before it, and the tree that suits them"
+    paper_labels = "soft"
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> HydraLearner:
         scale = embedding_scale(found, vocabulary, target)

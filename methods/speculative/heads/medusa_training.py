@@ -188,7 +188,7 @@ class HeadsTraining(HeadTraining):
         vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
-    duration: ClassVar[str] = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
+    duration = "one or two hours on two CPU cores for smollm2, its answers included; minutes on a GPU"
     paper_labels: ClassVar[Labels]
 
     heads: int = 4
@@ -216,8 +216,8 @@ class HeadsTraining(HeadTraining):
 class MedusaTraining(HeadsTraining):
     """Trains the heads of Medusa."""
 
-    description: ClassVar[str] = "heads that each propose one of the next tokens, and the tree that suits them"
-    paper_labels: ClassVar[Labels] = "hard"
+    description = "heads that each propose one of the next tokens, and the tree that suits them"
+    paper_labels = "hard"
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> MedusaLearner:
         """See ``HeadTraining``."""

@@ -26,7 +26,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -112,8 +112,8 @@ class SkipSearch(Trainable):
         ValueError: an option out of range.
     """
 
-    description: ClassVar[str] = "a set of sub-layers that the draft leaves out (skip_set.json), with its search"
-    duration: ClassVar[str] = "seconds per set tried; some ten minutes for 30 small layers on two CPU cores"
+    description = "a set of sub-layers that the draft leaves out (skip_set.json), with its search"
+    duration = "seconds per set tried; some ten minutes for 30 small layers on two CPU cores"
 
     trials: int = 120
     prompts: int = 32

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -212,9 +212,9 @@ class SpecDecTraining(Trainable):
         ValueError: a number out of range.
     """
 
-    description: ClassVar[str] = "a decoder that drafts a block of tokens in one pass"
-    duration: ClassVar[str] = "half an hour on one CPU core for a 4-4 translation model, with its translations"
-    corpus: ClassVar[str | None] = "multi30k"
+    description = "a decoder that drafts a block of tokens in one pass"
+    duration = "half an hour on one CPU core for a 4-4 translation model, with its translations"
+    corpus = "multi30k"
 
     block: int = 25
     depth: int = 2
