@@ -11,62 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from bench.config import compose, identity, instantiate
+from bench.config import compose, identity, instantiate, overrides
 from bench.config.schema import RunConfig, checkout
 from bench.measure import preconditions
 from bench.models import loading
 from bench.records import lookup
 from bench.records.lookup import Entry
 from bench.sweep import history, plan
-from bench.utils.text import flatten
 
 ROOT = checkout()
 assert ROOT is not None
-RECORDS = list(lookup.entries(ROOT / "results" / "reference"))
+REFERENCE = ROOT / "results" / "reference"
+RECORDS = list(lookup.entries(REFERENCE))
 CARDS = sorted((ROOT / "data" / "checkpoints").glob("*/card.json"))
-GROUPS = ("method", "model", "dataset", "sampling", "measure", "hardware", "paths")
-
-
-def words(stored: dict[str, Any]) -> list[str]:
-    """The command line that composes a stored configuration today."""
-    choices = [f"{group}={choice(group, stored[group])}" for group in ("method", "model", "dataset", "measure")]
-    choices += [f"hardware={stored['hardware']['name']}"]
-    theirs = dict(flatten({key: value for key, value in stored.items() if key != "tracker"}))
-    ours = composed(tuple(choices))
-    assert set(theirs) <= set(ours), f"settings that are gone: {set(theirs) - set(ours)}"
-    apart = {key for key in theirs if theirs[key] != ours[key] and not key.endswith(("_target_", ".name"))}
-    return [*choices, *(f"{key}={json.dumps(theirs[key])}" for key in sorted(apart))]
-
-
-def choice(group: str, stored: dict[str, Any]) -> str:
-    name = identity.MOVED_NAMES.get(group, {}).get(stored["name"], stored["name"])
-    return {file: label for label, file in names(group)}.get(name) or name
-
-
-@cache
-def names(group: str) -> list[tuple[str, str]]:
-    return [
-        (label, yaml.safe_load(compose.config_file(group, label).read_text())["name"])
-        for label in compose.groups()[group]
-        if group == "model"
-    ]
-
-
-@cache
-def composed(choices: tuple[str, ...]) -> dict[str, Any]:
-    return dict(flatten(compose.compose([*choices, *missing(choices)]).to_dict()))
-
-
-def missing(choices: tuple[str, ...]) -> list[str]:
-    return ["dataset.path=FILE"] if "dataset=jsonl" in choices else []
 
 
 @cache
 def today(entry_path: Path) -> RunConfig:
     stored = next(entry.config for entry in RECORDS if entry.path == entry_path)
-    return compose.compose(words(stored))
+    return compose.compose([*overrides.words(stored), f"paths.results={REFERENCE}"])
 
 
 @pytest.mark.parametrize("entry", RECORDS, ids=lambda entry: entry.path.name)
@@ -130,7 +94,7 @@ def test_moved_keys_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sweep_over_the_records_is_done_on_their_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [e for e in RECORDS if e.config["dataset"]["name"] == "mtbench" and "part" not in e.manifest]
     there = lookup.machine_of(entries[0].manifest["hardware"])
-    jobs = [(words(e.config), today(e.path)) for e in entries]
+    jobs = [(overrides.words(e.config), today(e.path)) for e in entries]
     monkeypatch.setattr(compose, "compose_jobs", lambda _: jobs)
     monkeypatch.setattr(preconditions, "check", lambda *_: [])
     monkeypatch.setattr(loading, "_best_dtype", lambda _: torch.bfloat16)
