@@ -482,7 +482,10 @@ def _write_all(file: int, data: bytes) -> None:
 
 def is_noisy(folder: Path) -> bool:
     """Whether a run is INVALID for no other reason than an unsteady machine, so that measuring again may help."""
-    return bool(((files.read_json(folder / SUMMARY) or {}).get("verdict") or {}).get("noisy"))
+    summary = files.read_json(folder / SUMMARY)
+    if summary is None or schemas.problem("summary", summary):
+        return False
+    return bool(summary.get("verdict", {}).get("noisy"))
 
 
 def claimed(folder: Path) -> AbstractContextManager[None]:

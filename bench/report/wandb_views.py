@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from bench.errors import UserError
-from bench.records import run_folder
 from bench.records.tracking import PROMPT, scalars
 from bench.report import collect
 from bench.report.tracked_run import ROOFLINE, SPEED_UP, SPEED_UP_BY_CATEGORY, TEXTS
+from bench.utils import files
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -211,15 +211,14 @@ def write(made: Workspace, file: Path) -> None:
     """Workspace and charts as they would be sent, into a .json file.
 
     Raises:
-        UserError: another ending.
+        UserError: another ending, or a file that cannot be there.
     """
     if file.suffix != ".json":
         raise UserError(f"out must end in .json, got {file}.")
     model = made._to_model()  # the package has no public form of it
     content = {"name": model.display_name, "spec": json.loads(model.spec.model_dump_json(by_alias=True))}
     charts = {name: chart.spec for name, chart in CHARTS.items()}
-    with run_folder.machine_failures():
-        file.write_text(json.dumps(content | {"charts": charts}, indent=1) + "\n", encoding="utf-8")
+    files.write_output(file, json.dumps(content | {"charts": charts}, indent=1) + "\n")
 
 
 def push(entity: str | None, project: str) -> str:

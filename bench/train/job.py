@@ -61,7 +61,8 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
         print(f"warning: {warning}", file=sys.stderr)
     machine.set_threads(cfg.hardware.threads)
     job = TrainingJob(trainable, settings, cfg, train, texts, words)
-    job.folder.mkdir(parents=True, exist_ok=True)
+    with files.output(job.folder, "folder"):
+        job.folder.mkdir(parents=True, exist_ok=True)
     with files.locked(job.folder / LOCK, f"{job.folder} is in use by another process. Wait, or set out=FOLDER."):
         if made := job.claim():
             job.run(tracker)

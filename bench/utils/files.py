@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -38,18 +38,28 @@ def write_output(file: Path, content: str | bytes) -> None:
     """Write a file that the user named with ``out=``; its folder is made.
 
     Raises:
-        UserError: it cannot be there, as it is a folder, below a file, or in a place that cannot be written.
+        UserError: see ``output``.
     """
-    try:
+    with output(file, "file"):
         if not file.parent.exists():
             file.parent.mkdir(parents=True)
         file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def output(place: Path, kind: Literal["file", "folder"]) -> Iterator[None]:
+    """While a file or folder is made that the user named with ``out=``.
+
+    Raises:
+        UserError: it cannot be there, as it is of the other kind, below a file, or where writing is not possible.
+    """
+    try:
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not a matter of the name
             raise
-        raise UserError(
-            f"out must be a file that can be written, got {file} ({error.strerror}). Name another."
-        ) from error
+        reason = error.strerror or str(error)
+        raise UserError(f"out must be a {kind} that can be written, got {place} ({reason}). Name another.") from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -217,3 +217,10 @@ def test_a_damaged_summary_is_derived_again(results: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
     assert cli.main(["collect", f"paths.results={results}"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_damaged_verdict_is_no_sign_of_noise(results: Path) -> None:
+    damage(results / "bad", "summary.json", verdict={"valid": False, "reasons": ["load"], "noisy": True})
+    assert run_folder.is_noisy(results / "bad") and not run_folder.is_noisy(results / "good")
+    damage(results / "bad", "summary.json", verdict="x")
+    assert not run_folder.is_noisy(results / "bad")

@@ -32,7 +32,7 @@ def test_t_interval_by_hand() -> None:
 
 
 def test_geometric_mean_by_hand() -> None:
-    # log ratios 0, 1, 2, 3, 4 times log 2: mean log 4, sd sqrt(2.5) log 2, standard error log 2 / sqrt 2; t(0.975, 4) is
+    # log ratios 0, 1, 2, 3, 4 times log 2: mean log 4, sd sqrt(2.5) log 2, standard error log 2 / sqrt 2; t(0.975, 4) =
     # 2.77645, so the half width is 1.96325 log 2
     found = geometric_mean([1.0, 2.0, 4.0, 8.0, 16.0], [1.0] * 5)
     assert found.value == pytest.approx(4.0)
