@@ -28,15 +28,21 @@ def charts(groups: Sequence[ComparisonGroup], ids: Mapping[Path, str]) -> dict[s
         groups: of ``leaderboard.groups``, the most important first.
         ids: by folder of the run, the id of its row on the page.
     """
+    series = [
+        {"heading": heading, "rows": [_point(row, ids) for line in lines.values() for row in line]}
+        for heading, lines in leaderboard.batch_series(groups)
+    ]
     return {
         "colours": COLOURS,
         "tables": [_table(group, ids) for group in groups if len(group.valid) > 1],
-        "batches": [
-            {"heading": heading, "rows": [_point(row, ids) for line in lines.values() for row in line]}
-            for heading, lines in leaderboard.batch_series(groups)
-        ],
+        "batches": sorted(series, key=_importance),
         "roofs": list(_roofs(groups)),
     }
+
+
+def _importance(series: Mapping[str, Any]) -> tuple[bool, int]:
+    """Own runs first, then many."""
+    return all(row["source"] == "reference" for row in series["rows"]), -len(series["rows"])
 
 
 def score(rows: Sequence[Row]) -> str | None:

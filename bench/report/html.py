@@ -122,11 +122,9 @@ def _unfinished(open_runs: Sequence[str]) -> str:
 
 
 def _tiles(groups: Sequence[ComparisonGroup], ids: Ids) -> str:
-    ranked = [(group, row) for group in groups for row in group.valid]
-    if any(row.record.source == "own" for _, row in ranked):
-        ranked = [(group, row) for group, row in ranked if row.record.source == "own"]
-    exact = [(group, row) for group, row in ranked if row.guarantee == EXACT]
-    kept = [(group, row) for group, row in ranked if row.guarantee != EXACT and _keeps_quality(row)]
+    ranked = [row for group in groups for row in group.valid]
+    exact = [row for row in ranked if row.guarantee == EXACT]
+    kept = [row for row in ranked if row.guarantee != EXACT and _keeps_quality(row)]
     rows = [row for group in groups for row in group.rows]
     valid = sum(row.valid for row in rows)
     by_source = Counter(row.record.source for row in rows)
@@ -150,12 +148,13 @@ def _tiles(groups: Sequence[ComparisonGroup], ids: Ids) -> str:
     return f'<ul class="tiles">\n{"".join(tiles)}</ul>'
 
 
-def _best(name: str, among: Sequence[tuple[ComparisonGroup, Row]], ids: Ids, rule: str) -> str:
-    """The run whose interval begins highest: few prompts give wide intervals and no records."""
-    sure = [(group, row) for group, row in among if row.summary["speedup"]["total"]["low"]]
+def _best(name: str, among: Sequence[Row], ids: Ids, rule: str) -> str:
+    """The run whose interval begins highest, an own one if there is any: few prompts give wide intervals."""
+    sure = [row for row in among if row.summary["speedup"]["total"]["low"]]
+    own = [row for row in sure if row.record.source == "own"]
     if not sure:
         return _tile(name, "-", "no VALID run with an interval", rule)
-    _, row = max(sure, key=lambda each: each[1].summary["speedup"]["total"]["low"])
+    row = max(own or sure, key=lambda row: row.summary["speedup"]["total"]["low"])
     total, summary = row.summary["speedup"]["total"], row.summary
     score = chart_data.quality(row) if rule else None
     judged = f"{chart_data.SCORES.get(score[0], score[0])} {score[1]:.1f} (baseline {score[2]:.1f}); " if score else ""

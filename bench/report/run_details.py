@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from bench.config import overrides
+from bench.config import compose, overrides
+from bench.config.identity import MOVED_NAMES
 from bench.errors import UserError
 from bench.records import run_folder
 from bench.report import terminal
@@ -63,12 +64,18 @@ def details(row: Row) -> dict[str, Any]:
 
 
 def _command(folder: Path) -> str | None:
-    """From the stored configuration; a path that hides a machine's folders is given by its last part."""
+    """From the stored configuration; a path that hides a machine's folders is given by its last part.
+
+    None without a configuration, or for a method that conf/ does not have.
+    """
     try:
         config = yaml.safe_load((folder / run_folder.CONFIG).read_text(encoding="utf-8"))
-        return overrides.command(config).replace(".../", "")
-    except (OSError, yaml.YAMLError, AttributeError, UserError):  # there is none, or it is not one of ours
+    except (OSError, yaml.YAMLError):
         return None
+    method = config.get("method") if isinstance(config, Mapping) else None
+    name = method.get("name") if isinstance(method, Mapping) else None
+    known = MOVED_NAMES["method"].get(str(name), name) in compose.groups()["method"]
+    return overrides.command(config).replace(".../", "") if known else None
 
 
 def _numbers(summary: Mapping[str, Any]) -> Iterator[Fact]:

@@ -101,7 +101,7 @@ const charts = (() => {
         dots(rows, place),
         Plot.text(rows, {
           x: (row) => Math.min(to, row.high ?? row.value), y: name, text: (row) => times(row.value), dx: 7,
-          textAnchor: "start", fill: "currentColor",
+          textAnchor: "start", fill: "currentColor", stroke: "var(--page)", strokeWidth: 3,
         }),
         ...(narrow ? [Plot.text(rows, {
           x: from, y: name, text: name, dy: -13, textAnchor: "start", fill: "currentColor", stroke: "var(--page)", strokeWidth: 3,
@@ -186,10 +186,10 @@ const charts = (() => {
       ariaLabel: `Speed-up over batch size, ${series.heading}; the values are in the tables`,
       marks: [
         Plot.ruleY([1], { stroke: "var(--soft)", strokeDasharray: "3 3" }),
-        Plot.line(rows, { ...place, z: name, stroke: colour, strokeWidth: 1.5 }),
+        Plot.line(rows, { ...place, z: "label", stroke: colour, strokeWidth: 1.5 }),
         dots(rows, place),
         Plot.text(rows, Plot.selectLast({
-          ...place, z: name, text: (row) => short(name(row), Math.floor((right - 28) / 6.3)), className: "ends",
+          ...place, z: "label", text: (row) => short(name(row), Math.floor((right - 28) / 6.3)), className: "ends",
           textAnchor: "start", dx: 24,
         })),
         tips(rows, place),

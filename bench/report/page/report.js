@@ -116,7 +116,7 @@
     const said = [...run.reasons.map((reason) => `INVALID: ${reason}`), ...run.warnings.map((line) => `Warning: ${line}`)];
     const repeat = run.command
       ? [make("pre", run.command), copier(run.command, "the command")]
-      : [make("p", "not known: the run has no config.yaml")];
+      : [make("p", "not known: it has no config.yaml, or conf/ does not have its method")];
     return make("div", null, ...said.map((line) => make("p", line)), part("Run it again", ...repeat), parts(run, part));
   }
 
