@@ -365,10 +365,10 @@ def _span(rows: Sequence[Row]) -> Span:
 
 
 def _interval(row: Row, span: Span) -> str:
-    """Dot and interval on the table's logarithmic axis, with a line at 1; nothing for a run without a rank."""
+    """Dot and interval on the table's logarithmic axis, with a line at 1; empty for a run without a rank."""
     total = row.summary["speedup"]["total"]
     if row.rank is None or not total["value"]:
-        return ""
+        return f'<svg width="{_WIDE}" height="{_HIGH}" aria-hidden="true"></svg>'
     low, high = (total["value"], total["value"]) if not total["low"] else (total["low"], total["high"])
     a, b, x, one = (round(_place(value, span), 1) for value in (low, high, total["value"], 1.0))
     colour, middle = style_of(row.method, row.family).colour, _HIGH / 2
