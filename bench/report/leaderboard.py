@@ -210,31 +210,13 @@ def _winners(group: ComparisonGroup) -> Iterator[dict[str, Any]]:
         }
 
 
-def categories(group: ComparisonGroup, *, shown: bool = False, least: int = 1) -> pd.DataFrame:
-    """Speed-up of each valid run (rows) by category of prompts (columns).
-
-    Args:
-        shown: text with interval and number of conversations instead of the values.
-        least: categories of fewer conversations are left out.
-    """
+def categories(group: ComparisonGroup, *, least: int = 1) -> pd.DataFrame:
+    """Speed-up of each valid run (rows) by category of prompts (columns), of at least so many conversations."""
     import pandas as pd
 
-    def cell(found: Mapping[str, Any]) -> Any:
-        if not shown:
-            return found["value"]
-        interval = terminal.interval(found)
-        bounds = "" if interval == terminal.MISSING else f" [{interval}]"
-        return f"{terminal.times(found['value'])}{bounds} n={found['n']}"
-
-    rows = {
-        row.label: {
-            name: cell(found)
-            for name, found in row.summary["speedup"].get("by_category", {}).items()
-            if found["n"] >= least
-        }
-        for row in group.valid
-    }
-    return pd.DataFrame.from_dict(rows, orient="index")
+    found = [row.summary["speedup"].get("by_category", {}) for row in group.valid]
+    values = [{name: each["value"] for name, each in of.items() if each["n"] >= least} for of in found]
+    return pd.DataFrame(values, index=[row.label for row in group.valid])
 
 
 def fastest(group: ComparisonGroup) -> ComparisonGroup:

@@ -41,7 +41,7 @@ def label(row: Row) -> str:
 
 def short_name(method: str, setting: str) -> str:
     """The method and the values of its settings, without their keys, switches and None."""
-    values = [word.partition("=")[2] for word in setting.split() if "=" in word]
+    values = [word.partition("=")[2] or word for word in setting.split()]  # "#1f3a" tells equal settings apart
     return " ".join([method, *(value for value in values if value not in ("True", "False", "None"))])
 
 
@@ -171,7 +171,7 @@ def heat_map(ax: Axes, group: ComparisonGroup, least: int = 1) -> None:
     import seaborn as sns
 
     values = leaderboard.categories(group, least=least).astype(float)
-    values = values.rename(index={row.label: label(row) for row in group.valid})
+    values.index = list(map(label, group.valid))
     reach = float(np.nanmax(np.abs(np.log(values.to_numpy()))))
     look = {"cmap": "vlag_r", "vmin": -reach, "vmax": reach, "cbar": False, "linewidths": 1}
     sns.heatmap(np.log(values), annot=values, fmt=".2f", annot_kws={"fontsize": _SMALL}, ax=ax, **look)

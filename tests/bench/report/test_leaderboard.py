@@ -136,7 +136,13 @@ def test_categories_are_those_of_the_summary() -> None:
     assert values.loc["suffix", "a"] == pytest.approx(180 / 140) and values.loc["suffix", "b"] == pytest.approx(
         180 / 100
     )
-    assert "n=2" in leaderboard.categories(group, shown=True).loc["suffix", "a"]
+    assert leaderboard.categories(group, least=2).shape == (1, 2) and leaderboard.categories(group, least=3).empty
+
+
+def test_the_heat_map_has_a_row_for_a_run_of_yours_and_one_for_the_reference(ax: Any) -> None:
+    (group,) = leaderboard.groups([run("suffix"), replace(run("suffix"), source="reference")])
+    plots.heat_map(ax, group)
+    assert sorted(text.get_text().split(" #")[0] for text in ax.get_yticklabels()) == ["suffix", "suffix (yours)"]
 
 
 def test_a_market_joins_models_and_families_but_no_machines() -> None:
@@ -237,6 +243,7 @@ def test_a_label_has_the_values_of_settings_and_whose_run_it_is() -> None:
     other = run("nat", settings={"length_beam": 1, "rescore": False})
     (group,) = leaderboard.groups([record, other])
     assert sorted(map(plots.label, group.rows)) == ["nat 1 (yours)", "nat 5"]
+    assert plots.short_name("calm", "threshold=0.5 tolerance=None #1f3a") == "calm 0.5 #1f3a"
     assert plots.title("T", group.rows) == "T; reference records and your runs"
     assert plots.title("T", [row for row in group.rows if row.name == record.path.name]) == "T; reference records"
 
