@@ -6,7 +6,7 @@ and those of the i tokens after it (sec. 3). Its first block takes these (i + 2)
 it, so the tree is filled level by level, one small pass of the heads each. The heads must be trained; the target stays
 as it is:
 
-    python -m bench.train method=hydra_heads model=smollm2
+    python -m bench train method=hydra_heads model=smollm2
 
 Published (Hydra++, with a further decoder layer): 2.70x with Vicuna-7B on MT-bench, one A100, 1.27x to 1.31x over
 Medusa; Spec-Bench with Vicuna-7B: 2.07x on an A100, 3.26 tokens per step, by 63 nodes. Published heads of the plain

@@ -5,7 +5,7 @@ layer, and an output matrix turns z into a distribution of the token i + 2 place
 The heads' candidates span a tree of fixed shape that one pass verifies (sec. 2.1.2 and 2.3.3; ``candidate_tree.py``).
 The heads must be trained; the target stays as it is (Medusa-1):
 
-    python -m bench.train method=medusa model=smollm2
+    python -m bench train method=medusa model=smollm2
 
 Published: Medusa-1 2.18x with Vicuna-7B, Medusa-2 (target trained along) 2.83x and 3.47 tokens per step; Spec-Bench
 with Medusa-1 for Vicuna-7B: 1.71x on an A100, 2.31 tokens per step, by 63 nodes. Published heads are read as they are

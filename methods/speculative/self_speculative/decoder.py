@@ -6,7 +6,7 @@ most likely token falls below a threshold, which follows the acceptance rate. Le
 (``layer_exit``) is the drafter of LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710, used there with models trained for
 it. A skip set must be searched, named, or taken from the paper (``preset``):
 
-    python -m bench.train method=self_speculative model=smollm2
+    python -m bench train method=self_speculative model=smollm2
 
 Published: 1.21x to 1.99x with LLaMA-2 13B and 70B on CNN/DailyMail and XSum, 1.35x to 1.46x with Code Llama 13B on
 HumanEval. LayerSkip: 2.16x on CNN/DailyMail, 1.82x on HumanEval, with its own checkpoints.
@@ -95,7 +95,7 @@ class SkipSet:
             raise ValueError(
                 f"{file} cannot be read as a skip set ({error}); it must hold "
                 '{"layers": 30, "attention": [..], "mlp": [..]}. Name another, or make one: '
-                "python -m bench.train method=self_speculative model=MODEL."
+                "python -m bench train method=self_speculative model=MODEL."
             ) from None
 
 
@@ -418,7 +418,7 @@ def _one_of(named: dict[str, SkipSet]) -> SkipSet:
         return next(iter(named.values()))
     raise MissingPart(
         "self_speculative needs a skip set, and there is none for this model. Search for one with python -m "
-        "bench.train method=self_speculative model=MODEL, or name one: method.skip_attention=[..] "
+        "bench train method=self_speculative model=MODEL, or name one: method.skip_attention=[..] "
         "method.skip_mlp=[..], method.preset=NAME, method.layer_exit=E or method.checkpoint=FOLDER."
     )
 
@@ -427,7 +427,7 @@ def _require_fit(skips: SkipSet, target: CausalLM) -> SkipSet:
     if skips.layers != target.n_layers:
         raise ValueError(
             f"The skip set must be of a model with {target.n_layers} layers, as {target.name}, got one of "
-            f"{skips.layers} layers. Search for one: python -m bench.train method=self_speculative model=MODEL."
+            f"{skips.layers} layers. Search for one: python -m bench train method=self_speculative model=MODEL."
         )
     if not skips.size:
         raise ValueError(
