@@ -101,7 +101,9 @@ def load(
     before, hardware = instruments.settled_bytes() or 0, asdict(cfg.hardware)
     if name is None:
         loaded = loading.load_module(target, tokenizer, hardware)
-        return Target(loaded, dict(in_memory.GROUP), cfg.hardware, _grown(before) + _size(loaded.lm.hf))
+        lm, size = loaded.lm, _grown(before) + _size(loaded.lm.hf)
+        found: Any = {"device": lm.device.type, "dtype": str(lm.dtype).removeprefix("torch.")}  # a draft model's, too
+        return Target(loaded, dict(in_memory.GROUP), replace(cfg.hardware, **found), size)
     loaded = loading.load(cfg.model, hardware, cfg.paths)
     return Target(loaded, cfg.model, cfg.hardware, _grown(before))
 

@@ -22,6 +22,8 @@ from methods.speculative.prompt_lookup import PromptLookup
 
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello, hello, hello."}]
+WITHOUT_DRAFTS = ["autoregressive", "hf_generate"]
+EXACT = [*WITHOUT_DRAFTS, "suffix", "prompt_lookup", "speculative_sampling", "speculative_sampling by name"]
 QUICK: dict[str, Any] = {"method": "suffix", "max_new_tokens": 12}
 
 
@@ -76,14 +78,15 @@ def greedy(module: LlamaForCausalLM, ids: list[int], limit: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------- generate
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "suffix", "prompt_lookup", "speculative_sampling", "hf_generate"])
+@pytest.mark.parametrize("method", EXACT)
 def test_text_is_that_of_transformers(
     method: str, module: LlamaForCausalLM, target: decodebench.Target, draft: decodebench.Target
 ) -> None:
-    options = {"draft_model": draft} if method == "speculative_sampling" else {}
+    drafts: dict[str, Any] = {"speculative_sampling": draft, "speculative_sampling by name": "random"}
+    options = {"draft_model": drafts[method]} if method in drafts else {}
     ids = [5, 6, 7, 8] * 4
-    found = decodebench.generate(target, ids, method=method, max_new_tokens=30, **options)
-    assert isinstance(found, decodebench.Generation)
+    found = decodebench.generate(target, ids, method=method.split()[0], max_new_tokens=30, **options)
+    assert isinstance(found, decodebench.Generation) and (found.drafted > 0) == (method not in WITHOUT_DRAFTS)
     assert found.ids == greedy(module, ids, 30) and found.prompt_ids == ids
     assert found.text == str(found) == target.tokenizer.decode(found.ids, skip_special_tokens=True)
 
@@ -171,6 +174,7 @@ def test_a_model_in_memory_stays_as_it_is(module: LlamaForCausalLM, target: deco
     assert (target.name, target.model.hf) == ("module", module)
     assert target.revision and re.fullmatch(r"[0-9a-f]{12}", target.revision)
     assert all(parameter.requires_grad for parameter in module.parameters())
+    assert (target.hardware.device, target.hardware.dtype) == ("cpu", "float32")
     assert "Target('module'" in repr(target) and "float32 on cpu" in repr(target)
 
 
@@ -439,13 +443,13 @@ def test_methods_are_those_of_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("model", ["random", pytest.param("smollm2", marks=pytest.mark.slow)])
-def test_the_blocks_of_the_page_run(
+def test_the_blocks_of_readme_and_docs_run(
     model: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As they are on the embedded model; the random one has no trained draft network."""
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/python.md"))
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     if model == "random":
         blocks = [block.replace('"smollm2"', '"random"').replace('"eagle"', '"suffix"') for block in blocks]
     else:
