@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _MANY = frozenset({"dataset_revision", "speedup.by_category", "verdict"})  # kept as one cell of JSON, not as columns
+_WIDTH = 100  # of a table where there is no terminal
 FlatRow = dict[str, Any]
 Source = Literal["own", "reference"]  # measured by the user, or shipped with the project
 
@@ -227,9 +228,9 @@ def text(rows: Sequence[FlatRow], width: int | None = None) -> str:
     """A table for the terminal: of runs the columns that matter most, of anything else all.
 
     Args:
-        width: most characters of a line; None: those of the terminal, 100 where there is none.
+        width: most characters of a line; None: those of the terminal, else 100.
     """
-    width = width or shutil.get_terminal_size((terminal.width(), 24)).columns
+    width = width or shutil.get_terminal_size((_WIDTH, 24)).columns
     header, cells = _shown_table(rows)
     columns = dict(zip(header, map(list, zip(*cells, strict=True)), strict=True))
     lines: list[str] = []

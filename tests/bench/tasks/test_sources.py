@@ -144,7 +144,8 @@ def test_a_broken_archive_is_named(known: DataSet, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [(b"nonsense", "line 2 is no JSON"), (b"\xff", "must be text in UTF-8, got the byte 0xff"), (b"3", "an? int")]
+    ("line", "said"),
+    [(b"nonsense", "line 2 is no JSON"), (b"\xff", "must be text in UTF-8, got the byte 0xff"), (b"3", "an? int")],
 )
 def test_a_bad_line_is_named(known: DataSet, tmp_path: Path, line: bytes, said: str) -> None:
     put(tmp_path, b"{}\n" + line + b"\n")
