@@ -55,12 +55,13 @@ def test_tables_come_from_the_records(page, committed):
 
 
 def test_the_readme_has_its_tables_and_stays_short():
-    assert len(readme.BLOCK.findall(README)) == 4
+    assert [kind.split(":")[0] for kind in readme.BLOCK.findall(README)] == ["short", "leaderboard"]
     assert len(README.splitlines()) <= 120 and len(README.split()) <= 1500
 
 
 def test_every_method_is_in_the_table():
-    (table,) = (found[0] for found in readme.BLOCK.finditer(README) if found[1] == "methods")
+    page = TEXTS[ROOT / "docs" / "methods.md"]
+    (table,) = (found[0] for found in readme.BLOCK.finditer(page) if found[1] == "methods")
     assert set(re.findall(r"`(\w+)`", table)) == set(compose.every_group()["method"])
 
 
@@ -135,7 +136,7 @@ SHORT = [
     "dataset.limit=1", "max_new_tokens=4", "measure.repeats=1", "measure.cost_curve=false",
     "measure.bootstrap_samples=100", "hardware.threads=1",
 ]  # fmt: skip
-LINE = re.search(r'^`(\{"prompt".*\})`', README, re.MULTILINE)[1]
+LINE = re.search(r'`(\{"prompt".*?\})`', README)[1]
 
 
 def elsewhere(words):
