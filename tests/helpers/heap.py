@@ -13,6 +13,12 @@ _calls = 0
 def keep_frozen() -> None:
     """From now on ``gc.unfreeze`` leaves the heap frozen, and looks for garbage in it at every fourth call."""
     gc.unfreeze = _collect_now_and_then
+    freeze()
+
+
+def freeze() -> None:
+    """Look for garbage once, and leave what is alive out of later collections."""
+    unfreeze()
     gc.collect()
     gc.freeze()
 
@@ -21,6 +27,4 @@ def _collect_now_and_then() -> None:
     global _calls
     _calls += 1
     if _calls % 4 == 0:
-        unfreeze()
-        gc.collect()
-        gc.freeze()
+        freeze()

@@ -27,6 +27,7 @@ from bench.records import run_folder
 from bench.records.run_folder import RunFolder
 from bench.sweep import slurm_executor
 from tests.bench.records.test_run_folder import pair
+from tests.helpers import heap
 from tests.helpers.sweeps import COMMON, FILES, lock_of, outputs, run_folders, start
 
 KILLS = int(os.environ.get("DECODEBENCH_KILLS", "0"))
@@ -134,6 +135,7 @@ def test_whatever_write_it_dies_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process needs none
+    heap.freeze()  # each kill collects
     for at in itertools.count():
         root = tmp_path / str(at)
         root.mkdir()
