@@ -39,7 +39,7 @@ target
 # EXACT methods draft several tokens and let the model verify them in one pass. The text is the model's own, in fewer passes.
 
 # %%
-QUESTION = "Name the four seasons, and say in one sentence what is typical of each."
+QUESTION = "Explain in two sentences why the sky is blue."
 plain = decodebench.generate(target, QUESTION, method="autoregressive", max_new_tokens=64)
 print(plain)
 
