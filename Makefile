@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev lint
 
 # Committed records that need a GPU, in order of value. Finished runs are skipped, so the target can be stopped and
 # repeated; each training and each run takes less than ten minutes on a current card.
-GPU := hardware=cuda_bf16 measure=quick
+GPU := hardware=cuda_bf16 measure=quick paths.results=results/reference
 HEADS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly,gsm8k train.answers.tokens=2000000 train.answers.limit=512 train.answers.batch=256 train.features=live
 LONG := train.recipe.batch_size=64 train.recipe.steps=6000
 EXITS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly:2200,gsm8k:800 train.answers.tokens=450000 train.answers.batch=256 train.tokens=393216
