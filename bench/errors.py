@@ -14,6 +14,7 @@ _OWN = ("bench", "methods", "decodebench")
 _INSTALL = "Activate the environment (. .venv/bin/activate), or install it: make bench, or pip install -e ."
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -84,6 +85,8 @@ def explain(
         return RunFailed(f"Out of memory{f' at {where}' if where else ''}. {resume}{smaller}.")
     if isinstance(error, OSError) and error.errno in _FULL:
         return RunFailed(f"The disk is full{_file(error)}. {resume} once there is space{folder}.")
+    if isinstance(error, OSError) and error.errno in _NO_FOLDER and error.filename:
+        return RunFailed(f"{error.filename} cannot be written: {os.strerror(error.errno)}. {resume}{folder}.")
     if isinstance(error, OSError) and error.errno in _REFUSED:
         return RunFailed(f"Writing is not permitted{_file(error)}. {resume} once it is{folder}.")
     return None

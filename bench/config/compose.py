@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 VERSION_BASE = "1.3"
 TRAIN, SWEEP, CLUSTER = "train", "sweep", "cluster"  # groups that are no part of a run
+_LONGEST_WORD = 20_000
 _REFERS = re.compile(r"\$\{(?!oc\.env|now|hydra)")  # an interpolation of another setting
 
 
@@ -208,16 +209,37 @@ def _check_words(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed = []
     for word in overrides:
+        if len(word) > _LONGEST_WORD:
+            raise UserError(f"'{word[:40]}...' must have at most {_LONGEST_WORD} characters, got {len(word)}.")
         if word in groups():
             raise UserError(f"'{word}' has no value. Choose one: {word}=NAME (python -m bench list {plural(word)})")
         try:
-            parsed += parser.parse_overrides([word])  # unlike parse_override it makes glob(*) work
+            found = parser.parse_overrides([word])  # unlike parse_override it makes glob(*) work
         except HydraException as error:
             raise UserError(
                 f"Cannot read '{word}'. A setting is written key=value; quote a value with blanks, commas or "
                 f"""brackets: 'key="a, b"'."""
             ) from error
+        for override in found:
+            _check_choice(override)
+        parsed += found
     return parsed
+
+
+def _check_choice(override: Override) -> None:
+    """Refuse what Hydra answers with an error of its own."""
+    key, value = override.key_or_group, override.value()
+    if not key:
+        raise UserError(f"'{override.input_line}' has no key. A setting is written key=value.")
+    if key in groups() and not override.is_sweep_override() and not isinstance(value, str | list):
+        raise UserError(f"{key} must be a name, got {value}. (python -m bench list {plural(key)})")
+    if override.is_sweep_override() and key in groups() and not list(override.sweep_string_iterator()):
+        raise UserError(f"No {key} matches '{override.input_line}'. (python -m bench list {plural(key)})")
+    if key == "hydra.searchpath":
+        for path in value if isinstance(value, list) else [value]:
+            place = str(path).removeprefix("file://")
+            if "://" not in place and not Path(place).is_dir():
+                raise UserError(f"hydra.searchpath must name folders that exist, got {place}.")
 
 
 def _diagnose(overrides: Sequence[str], error: Exception) -> UserError:

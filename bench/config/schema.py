@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from bench.config.typecheck import check_arguments
 from bench.errors import UserError
 
+_COLDEST = 1e-6  # of ``methods.engine.sampling``, which would import torch
+_MOST_THREADS, _LARGEST_SEED = 4096, 2**63 - 1
 DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
 
 
@@ -25,6 +28,11 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         _within("sampling.temperature", self.temperature, low=0)
+        if 0 < self.temperature < _COLDEST or not math.isfinite(self.temperature):
+            raise UserError(
+                f"sampling.temperature must be 0 (greedy) or a number from {_COLDEST} on, got {self.temperature}. Set "
+                "sampling.temperature=VALUE."
+            )
         _within("sampling.top_k", self.top_k, low=0)
         _within("sampling.top_p", self.top_p, low=0, high=1, open_low=True)
 
@@ -88,7 +96,7 @@ class HardwareConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        _within("hardware.threads", self.threads, low=1)
+        _within("hardware.threads", self.threads, low=1, high=_MOST_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,10 @@ class PathsConfig:
     reference: str | None = None
     data: str | None = None
     cache: str = "data/cache"
+
+    def __post_init__(self) -> None:
+        if not self.results:
+            raise UserError("paths.results must name a folder, got nothing. Set paths.results=FOLDER.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +138,7 @@ class RunConfig:
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        _within("seed", self.seed, low=0)
+        _within("seed", self.seed, low=0, high=_LARGEST_SEED)
         _within("max_new_tokens", self.max_new_tokens, low=1)
         _within("batch_size", self.batch_size, low=1)
         _within("max_context", self.max_context, low=2)

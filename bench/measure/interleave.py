@@ -159,7 +159,7 @@ class Runner:
             try:
                 for batch, repeat in todo:
                     self._pair(self._unit(batch, repeat))
-                    progress.advance(len(batch.examples), f"{self._speed_up():.2f}x so far")
+                    progress.advance(len(batch.examples), self._so_far())
                     _settle()
             except KeyboardInterrupt as interrupt:
                 interrupt.kept = self._kept()  # type: ignore[attr-defined]
@@ -167,13 +167,14 @@ class Runner:
             finally:
                 self.seconds.loop += self.wall() - begin
 
-    def _speed_up(self) -> float:
-        """Of the pairs measured so far: total time of the baseline by the method's."""
+    def _so_far(self) -> str:
+        """Total time of the baseline by the method's, over the pairs measured."""
         spent: dict[str, dict[tuple[int, int], int]] = {"baseline": {}, "method": {}}  # rows of a batch share its time
         for sample in self.folder.samples:
             if sample.phase == "measure":
                 spent[sample.arm][sample.batch, sample.repeat] = sample.batch_ns
-        return sum(spent["baseline"].values()) / sum(spent["method"].values())
+        before, after = (sum(spent[arm].values()) for arm in ("baseline", "method"))
+        return f"{before / after:.2f}x so far" if after else ""
 
     def _units(self) -> list[tuple[Batch, int]]:
         settings = self.settings

@@ -6,6 +6,7 @@ A decoder class says what it needs (``methods.decoder.Decoder``); data sets and 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -84,6 +85,15 @@ def require(reasons: Iterable[str]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- before loading
+
+
+def _folder(cfg: RunConfig) -> str | None:
+    """Where the results go: a folder, or a place where one can be made."""
+    place = Path(cfg.paths.results).absolute()
+    above = next(path for path in (place, *place.parents) if path.exists() or path.is_symlink())
+    if above.is_dir() and os.access(above, os.W_OK) and not str(above).startswith("/proc"):
+        return None
+    return f"paths.results must be a folder that can be written, got {cfg.paths.results}. Set paths.results=FOLDER."
 
 
 def _method(cfg: RunConfig) -> type[Decoder]:
@@ -250,6 +260,7 @@ def _checkpoint(cfg: RunConfig) -> str | None:
 
 
 _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the settings that each of them reads
+    _folder: ("paths",),
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
     _device: ("method", "hardware"),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import UserError, explain
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_UNREADABLE = (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, RuntimeError, UnpicklingError)
+_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 _HUB_PATIENCE_S = 10.0  # the hub is asked once; its own client would try for half a minute, for each file
 _TOKENIZER = "tokenizer.json"
 _READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin")  # what of a folder defines the model
@@ -48,6 +51,7 @@ class HubModel:
             config = self._check(where)
             model = self._weights(config, dtype, where)
             tokenizer = self._tokenizer(where)
+            self._require_vocabulary(model, tokenizer)
         if self.folder:
             digest = _digest(self.folder)
             return Read(model, tokenizer, digest[:12], digest, self.languages(tokenizer))
@@ -104,6 +108,9 @@ class HubModel:
             (seq2seq_layers if is_seq2seq(config) else causal_layers).check(config)
         except causal_layers.UnsupportedModel as error:
             raise UserError(f"Model '{self.name}' cannot be measured. {error}") from error
+        for name in _LAYERS:
+            if (layers := getattr(config, name, None)) is not None and layers < 1:
+                raise UserError(f"Model '{self.name}' must have at least one layer, got {name}={layers}.")
         if getattr(config, "quantization_config", None) is not None:
             raise UserError(
                 f"Model '{self.name}' has quantised weights, which the engine does not read; those of a plain 16 or 32 "
@@ -136,6 +143,15 @@ class HubModel:
             where = where | {"tokenizer_file": str(shared)}
         return self._with_template(AutoTokenizer.from_pretrained(self.folder or self.name, **where))
 
+    def _require_vocabulary(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        embeddings: Any = model.get_input_embeddings()
+        rows = embeddings.weight.shape[0]
+        if len(tokenizer) > rows:
+            raise UserError(
+                f"The tokenizer of model '{self.name}' must have at most as many tokens as the model has embeddings, "
+                f"{rows}, got {len(tokenizer)}. Use the model's own tokenizer."
+            )
+
     def _with_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         if self.chat_template and not tokenizer.chat_template:
             tokenizer.chat_template = self.chat_template
@@ -148,7 +164,7 @@ class HubModel:
 
         try:
             yield
-        except (OSError, ValueError, ImportError, KeyError, TypeError, SafetensorError) as error:
+        except (*_UNREADABLE, SafetensorError) as error:
             if explain(error):  # a full disk, no permission
                 raise
             raise UserError(self._not_here(_sentence(error), refusal)) from error

@@ -73,6 +73,8 @@ class RandomModel:
         }
         shape = replace(architecture(like) if like else _SMALL, **{k: v for k, v in given.items() if v is not None})
         _check(shape)
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"model.seed must be at least 0 and below 2^63, got {seed}.")
         if like is None:
             shape = replace(shape, intermediate_size=4 * shape.hidden_size, head_dim=shape.hidden_size // shape.heads)
         self.seed, self.like, self.shape = seed, like, shape

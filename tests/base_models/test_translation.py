@@ -255,7 +255,7 @@ def teacher(target: Seq2SeqLM, folder: Path) -> TrainingContext:
 def test_translations_are_the_teachers_own(
     target: Seq2SeqLM, sources: list[list[int]], beams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distillation, "_GROUP", 4)
+    monkeypatch.setattr(distillation, "GROUP", 4)
     found = translations(teacher(target, tmp_path), sources, beams)
     decoder = Autoregressive(target, Sampling()) if beams == 1 else HFBeam(target, Sampling(), num_beams=beams)
     (end,), ended = target.eos_ids, 0
@@ -269,7 +269,7 @@ def test_translations_are_the_teachers_own(
 def test_translations_are_written_once_and_go_on(
     target: Seq2SeqLM, sources: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distillation, "_GROUP", 2)
+    monkeypatch.setattr(distillation, "GROUP", 2)
     whole = translations(teacher(target, tmp_path), sources, 1)
     (file,) = tmp_path.glob("translations-beam1-*.jsonl")
     content = file.read_bytes()

@@ -451,7 +451,9 @@ def test_the_blocks_of_readme_and_docs_run(
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
     if model == "random":
-        blocks = [block.replace('"smollm2"', '"random"').replace('"eagle"', '"suffix"') for block in blocks]
+        quick = {'"smollm2"': '"random"', '"eagle"': '"suffix"', "limit=5": "limit=2, max_new_tokens=8"}
+        for word, other in quick.items():
+            blocks = [block.replace(word, other) for block in blocks]
     else:
         request.getfixturevalue("smollm2_dir")
     names: dict[str, Any] = {}

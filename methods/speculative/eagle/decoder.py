@@ -47,6 +47,11 @@ class EagleDrafter:
     """Reads the committed tokens with the target's features, then lets a tree grow after them."""
 
     def __init__(self, network: Network, growth: Growth, last_layer: int) -> None:
+        if beyond := [tap for tap in network.spec.taps if tap > last_layer]:
+            raise ValueError(
+                f"taps of the eagle checkpoint must be layers of the target, 0 to {last_layer}, got {beyond[0]}. Use a "
+                "checkpoint that was trained for this model."
+            )
         self.network, self.growth, self.nodes = network, growth, growth.nodes
         self.nbytes = network.nbytes
         # After a prefill the states of all positions are there only if some layer is tapped.

@@ -175,8 +175,10 @@ def _explained(file: Path) -> Iterator[None]:
             f"{file} holds more than tensors, or is damaged ({_first_line(error)}); a pickle is read only if "
             "it needs no code to run. Convert it to safetensors where you trust it, or fetch it again."
         ) from error
-    except (OSError, RuntimeError, SafetensorError, EOFError) as error:
-        raise ValueError(f"{file} is damaged ({_first_line(error)}); fetch it again.") from error
+    except (OSError, RuntimeError, LookupError, SafetensorError, EOFError) as error:
+        raise ValueError(
+            f"{file} is damaged, or no file of tensors ({_first_line(error)}); fetch it again or name another."
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

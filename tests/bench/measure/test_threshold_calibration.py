@@ -127,7 +127,9 @@ def test_a_calibrated_run_has_the_choice_and_all_it_rests_on_in_its_record(
     assert found["explanation"] in captured.err and "promise" in captured.out
     assert outcome.summary["calibration"] == found and run_folder.validate(outcome.path) == []
     assert (manifest["guarantee"] == "EXACT") == (found["threshold"] == 1)
-    assert Archive.read(Path(cfg.paths.results), here=True).state(cfg)[0] == "done", "a sweep would run it again"
+    assert Archive.read(Path(cfg.paths.results), here=True).state(cfg)[0] in ("done", "noisy"), (
+        "a sweep would not find it"
+    )
 
 
 @pytest.mark.parametrize("make", [Calm, Free, StaticDepth])
@@ -257,7 +259,7 @@ def test_prompts_that_the_exits_learnt_from_are_left_out(
         ("method.calibration.p_value=wald", "hoeffding_bentkus"),
         ("method.threshold=1.5", "0 <= threshold <= 1"),
         ("method.exits=[2,9]", "from 1 to 3"),
-        ("method.head=trained", r"python -m bench\.train method=calm"),
+        ("method.head=trained", r"python -m bench train method=calm"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
