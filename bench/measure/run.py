@@ -97,9 +97,9 @@ def run(
     decided, results = manifest.resolved(parts), Path(cfg.paths.results)
     run_folder.restore(results / run_id(cfg, decided))
     path = lookup.find(results, cfg, decided) or results / run_id(cfg, decided)
-    if isinstance(fresh, datetime):
-        fresh = _started_before(fresh, path)
     again, noisy = _finished(path), run_folder.is_noisy(path)
+    if isinstance(fresh, datetime):
+        fresh, noisy = _started_before(fresh, path), False
     if again and not fresh and not noisy:
         print("Already measured. Use --fresh to repeat, in Python fresh=True.", file=sys.stderr)
         with run_folder.claimed(path):

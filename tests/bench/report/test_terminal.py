@@ -98,7 +98,7 @@ Next:  python -m bench -m 'method=glob(*)' dataset=mtbench measure=quick        
 
 def test_columns_are_aligned_and_narrow() -> None:
     lines = terminal.render(summary(), PATH).splitlines()
-    assert max(map(len, lines)) <= terminal.WIDTH
+    assert max(map(len, lines)) <= terminal.width()
     assert not any(line != line.rstrip() for line in lines)
     assert "\x1b" not in "".join(lines)
     values = [line for line in lines if line.startswith("  ") and line[2:3].isalpha()]
@@ -114,7 +114,7 @@ def test_an_invalid_run_says_why() -> None:
     assert f"RESULT: INVALID - 2 reasons     {PATH}/" in text
     assert "  1. The machine was not quiet" in text and "  2. Second; thing. Do it." in text
     assert "  warning: Mind this." in text
-    assert max(map(len, text.splitlines())) <= terminal.WIDTH
+    assert max(map(len, text.splitlines())) <= terminal.width()
     assert "INVALID - 1 reason  " in terminal.render(summary(verdict=verdict | {"reasons": reasons[:1]}), PATH)
 
 
@@ -167,7 +167,7 @@ def test_leaderboard_ranks_and_marks() -> None:
     assert [line.split()[0] for line in lines[header + 1 :]] == ["eagle", "lookup", "wrong"]
     assert [line.split()[-1] for line in lines[header:]] == ["result", "VALID", "VALID", "INVALID"]
     assert "1.46x" in lines[header + 1] and " - " in lines[header + 2]
-    assert max(map(len, lines)) <= terminal.WIDTH
+    assert max(map(len, lines)) <= terminal.width()
 
 
 @pytest.mark.parametrize("key", terminal.JOIN_KEYS)
