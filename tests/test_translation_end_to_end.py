@@ -249,7 +249,7 @@ def lines(folder: Path, *turns: str) -> Path:
             ["model=multi30k_4_4", "dataset=multi30k", "dataset.source=de", "dataset.target=en"],
             "goes from de to en, and multi30k_4_4 was trained to go from en to de",
         ),
-        (["model=multi30k_4_4", "dataset=jsonl", "dataset.path=EMPTY"], "line 2: turn 1 is an empty prompt"),
+        (["model=multi30k_4_4", "dataset=jsonl", "dataset.path=EMPTY"], "line 2"),
         (["model=multi30k_4_4", "dataset=jsonl", "dataset.path=LONG"], "tokens; the encoder of this model has a"),
         (
             ["model=multi30k_4_4", "dataset=multi30k", "method=speculative_sampling"] + ["method.draft_model=FOREIGN"],
