@@ -182,7 +182,7 @@ def _kind_of_model(model: Mapping[str, Any]) -> str | None:
 
     try:
         config = AutoConfig.from_pretrained(model["name"], revision=model.get("revision"), local_files_only=True)
-    except (OSError, ValueError):
+    except Exception:  # not here, or damaged: loading it will say so
         return None
     return "seq2seq" if is_seq2seq(config) else "causal"
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import UserError, explain
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_UNREADABLE = (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, RuntimeError, UnpicklingError)
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 _HUB_PATIENCE_S = 10.0  # the hub is asked once; its own client would try for half a minute, for each file
 _TOKENIZER = "tokenizer.json"
@@ -127,7 +125,15 @@ class HubModel:
         """Weights by a class of transformers; as Any: no type knows that output_loading_info makes it a pair."""
         from methods.engine.checkpoint_files import load_model
 
-        model, found = load_model(kind, self.folder or self.name, dtype=dtype, output_loading_info=True, **how)
+        try:
+            model, found = load_model(kind, self.folder or self.name, dtype=dtype, output_loading_info=True, **how)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise UserError(
+                f"The weights of model '{self.name}' must have the shapes that its config.json describes. Fetch both "
+                "again, or choose another model."
+            ) from error
         if missing := sorted(found["missing_keys"]):  # transformers would go on with random ones
             raise UserError(
                 f"Model '{self.name}' lacks {len(missing)} weights, {missing[0]} first; a complete checkpoint is "
@@ -160,12 +166,10 @@ class HubModel:
     @contextmanager
     def _explained(self, refusal: str) -> Iterator[None]:
         """Turn what transformers raises into a message that says what to do."""
-        from safetensors import SafetensorError
-
         try:
             yield
-        except (*_UNREADABLE, SafetensorError) as error:
-            if explain(error):  # a full disk, no permission
+        except Exception as error:  # of transformers, torch, safetensors or pydantic, and assertions
+            if isinstance(error, UserError) or explain(error):  # a full disk, no permission
                 raise
             raise UserError(self._not_here(_sentence(error), refusal)) from error
 

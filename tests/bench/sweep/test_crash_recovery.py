@@ -217,7 +217,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", moments(KILLS or 4), ids="{:.2f}".format)
+@pytest.mark.parametrize("moment", moments(KILLS or 2), ids="{:.2f}".format)
 def test_a_sweep_in_one_process(moment: float, unbroken: tuple[dict[str, Any], float], tmp_path: Path) -> None:
     results, after = tmp_path / "results", moment * unbroken[1]
     while kill_at(psutil.Process(start(command(results), tmp_path / "said").pid), after) is not None:
