@@ -196,6 +196,8 @@ def is_seq2seq(config: PretrainedConfig) -> bool:
 
 def _sentence(error: Exception) -> str:
     line = first_line(error)
+    if line.endswith(":"):  # a heading; what happened is below
+        line = " ".join(str(error).split()[:40])
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
