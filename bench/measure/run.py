@@ -191,11 +191,11 @@ def report(cfg: RunConfig, path: Path, *, quiet: bool = False) -> RunResult:
 
 
 def _reference(cfg: RunConfig) -> dict[str, Any] | None:
-    """Summary of the project's own record of this run, on whatever machine."""
+    """Summary of the project's record that is closest to this run, on whatever machine."""
     folder = Path(cfg.paths.reference or "")
     if not (cfg.paths.reference and folder.is_dir()) or folder.resolve() == Path(cfg.paths.results).resolve():
         return None
-    found = (files.read_json(path / run_folder.SUMMARY) for path in lookup.find_anywhere(folder, cfg))
+    found = (files.read_json(path / run_folder.SUMMARY) for path in lookup.similar(folder, cfg))
     return next((summary for summary in found if summary), None)
 
 

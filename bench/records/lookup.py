@@ -50,16 +50,24 @@ def find(results: Path, cfg: RunConfig, decided: Mapping[str, Any]) -> Path | No
     return min(found, key=lambda entry: entry.manifest.get("status") != "finished").path if found else None
 
 
-def find_anywhere(results: Path, cfg: RunConfig) -> list[Path]:
-    """Folders of the finished records of this run on any machine, whatever the revisions."""
-    names, wanted = identity.names(cfg.to_dict()), _anywhere(identity.strip(cfg.to_dict()))
+def similar(results: Path, cfg: RunConfig) -> list[Path]:
+    """Folders of finished records of such a run on any machine, those with most settings in common first.
+
+    Its number of prompts and tokens may differ, and how thoroughly it was measured; all else is the same.
+    """
+    config = cfg.to_dict()
+    names, wanted = identity.names(config), identity.strip(config)
     same = [entry for entry in entries(results) if identity.names(entry.config) == names]
-    finished = [entry for entry in same if entry.manifest.get("status") == "finished"]
-    return [entry.path for entry in finished if _anywhere(entry.settings) == wanted]
+    found = [entry for entry in same if entry.manifest.get("status") == "finished"]
+    found = [entry for entry in found if _core(entry.settings) == _core(wanted)]
+    found.sort(key=lambda entry: sum(entry.settings.get(key) != wanted.get(key) for key in entry.settings))
+    return [entry.path for entry in found]
 
 
-def _anywhere(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key != "hardware"}
+def _core(settings: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in settings.items() if key not in ("hardware", "measure", "max_new_tokens")}
+    kept["refill"] = (settings.get("measure") or {}).get("refill")
+    return kept | {"dataset": {key: value for key, value in kept["dataset"].items() if key != "limit"}}
 
 
 def entries(results: Path) -> Iterator[Entry]:

@@ -61,7 +61,7 @@ def render(
         summary: its summary.json.
         path: its folder.
         config: its configuration, for the commands to run next.
-        reference: summary of the project's own record of the same run, perhaps on another machine.
+        reference: summary of the project's own record of such a run, perhaps on another machine.
     """
     shown = _shown(path)
     lines = [
@@ -69,7 +69,7 @@ def render(
         f"{summary.get('method')} vs autoregressive, interleaved{_repeats(summary)}",
         "",
         *(line for row in _ROWS for line in row(summary)),
-        *(_reference(reference) if reference else []),
+        *(_reference(reference, summary) if reference else []),
         "",
         *_result(summary.get("verdict"), shown),
         *_next(config, shown),
@@ -294,9 +294,15 @@ def _next(config: Mapping[str, Any] | None, path: str) -> list[str]:
     ]
 
 
-def _reference(summary: Mapping[str, Any]) -> list[str]:
-    total = summary["speedup"]["total"]
-    return _row("reference", times(total["value"]), [f"95 % {interval(total)}", f"on {place(summary)}"])
+def _reference(reference: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
+    """What the project measured, and in what its run was different."""
+    total = reference["speedup"]["total"]
+    details = [f"95 % {interval(total)}", f"measured on {place(reference).partition('(')[2].rstrip(')')}"]
+    if reference["n_prompts"] != summary["n_prompts"]:
+        details.append(plural(reference["n_prompts"], "prompt"))
+    if reference.get("max_new_tokens") != summary.get("max_new_tokens"):
+        details.append(f"up to {reference['max_new_tokens']} tokens each")
+    return _row("reference", times(total["value"]), details)
 
 
 def _row(label: str, value: str, details: Sequence[str]) -> list[str]:
