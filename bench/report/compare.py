@@ -23,7 +23,7 @@ from bench.report import tables, terminal
 from bench.report.collect import read_summary
 from bench.tasks import prompts
 from bench.utils import stats
-from bench.utils.text import flatten
+from bench.utils.text import first_line, flatten
 
 _SAME_BASELINE = 0.01  # of the baseline's tokens: where it wrote other texts, the two speed-ups are of other work
 _SPEED = 0.10  # drift of the baseline's speed that is reported
@@ -77,8 +77,12 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.yaml."""
-        found: dict[str, Any] = yaml.safe_load((self.path / run_folder.CONFIG).read_text(encoding="utf-8"))
-        return found
+        try:
+            return dict(yaml.safe_load((self.path / run_folder.CONFIG).read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.path / run_folder.CONFIG} cannot be read: {first_line(error)}. Restore it."
+            ) from error
 
     @cached_property
     def settings(self) -> dict[str, Any]:

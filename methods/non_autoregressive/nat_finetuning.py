@@ -65,9 +65,9 @@ def three_terms(
         distillation: its ordinary loss on the batch.
         numbers: to follow.
     """
-    source = teacher.encode(
-        [row[:count] for row, count in zip(batch.sources, batch.source_lengths.tolist(), strict=True)]
-    )
+    rows = [row[:count] for row, count in zip(batch.sources, batch.source_lengths.tolist(), strict=True)]
+    with torch.autocast(teacher.device.type, enabled=False):  # its products are packed for its own type
+        source = teacher.encode(rows)
     aligned = reverse_kl(student, teacher, source, states, batch.lengths)
     logits = student.fertility(memory.states).float()
     probs = logits.detach().softmax(-1)
@@ -95,7 +95,8 @@ def reverse_kl(
     """RKL of each row; gradients flow into the student alone."""
     log_probs = student.logits(states).float().log_softmax(-1)
     written, _ = student.choose(states.detach(), scored=False)
-    heard = teacher_log_probs(teacher, source, written)[:, :-1].clone().clamp(min=_LEAST_LOG_PROB)
+    with torch.autocast(teacher.device.type, enabled=False):
+        heard = teacher_log_probs(teacher, source, written)[:, :-1].clone().clamp(min=_LEAST_LOG_PROB)
     costs = -(log_probs.exp() * heard).sum(-1)
     return costs.masked_fill(~present_up_to(lengths, costs.shape[1]), 0.0).sum(1)
 

@@ -27,6 +27,7 @@ from methods.engine.checkpoint_files import MissingPart
 from methods.engine.positions import sinusoids
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.non_autoregressive import nat_finetuning
 from methods.non_autoregressive.cmlm import Cmlm, CmlmStudent, MaskPredict
 from methods.non_autoregressive.ctc import Ctc, CtcStudent, CtcTraining, join
 from methods.non_autoregressive.decoder_inputs import SoftCopy, UniformCopy
@@ -602,6 +603,24 @@ def test_fine_tuning_begins_in_its_last_part(target: Seq2SeqLM) -> None:
     assert made.fertility.weight.grad.abs().sum() > 0
     with pytest.raises(ValueError, match="share must be above 0 and at most 1, got"):
         Finetuning(share=0.0)
+
+
+def test_fine_tuning_asks_the_teacher_in_its_own_type(target: Seq2SeqLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are packed for float32 cannot take the bfloat16 of the student's training."""
+    asked: list[bool] = []
+    for owner, name in ((Seq2SeqLM, "encode"), (nat_finetuning, "teacher_log_probs")):
+        original = getattr(owner, name)
+
+        def spy(*given: Any, original: Any = original, **options: Any) -> Any:
+            asked.append(torch.is_autocast_enabled("cpu"))
+            return original(*given, **options)
+
+        monkeypatch.setattr(owner, name, spy)
+    made = student(NatStudent, target, **NAT, finetune={"share": 0.25, "weight": 0.5})
+    made.teacher.append(target)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = made.objective(batch_of(PAIRS, FERTILITIES), 0.75, 0.1)
+    assert asked == [False] * 4 and loss.isfinite()
 
 
 def test_lengths_are_learnt_against_the_source(target: Seq2SeqLM) -> None:
