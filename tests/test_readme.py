@@ -107,7 +107,9 @@ def test_commands(command, tmp_path, monkeypatch, capsys, request):
 def run_bench(words, folder, fixture):
     """Runs of the embedded model are shortened, sweeps end with their plan, runs elsewhere are only composed."""
     place = [f"paths.results={folder}"]
-    if words[0] in ("list", "show", "doctor", "validate", "check-method", "--help"):
+    if words[0] == "validate":  # the records are checked by tests/bench/test_validate.py
+        assert cli.main(["validate", str(next((ROOT / words[1]).glob("**/*-mtbench-*")))]) == 0
+    elif words[0] in ("list", "show", "doctor", "check-method", "--help"):
         assert cli.main(words) in (0, 1)
     elif words[0] in ("compare", "collect", "report"):
         named = [word.replace("out=", f"out={folder}/") for word in words]
@@ -118,7 +120,7 @@ def run_bench(words, folder, fixture):
         (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-dbdc0e374292").mkdir(parents=True)
         assert cli.main([*words, f"out={folder}/x.json", *place]) == 0
     elif any(word.startswith("sweep=") for word in words):
-        few = ["method=autoregressive"] if any(word.startswith("cluster=") for word in words) else []
+        few = ["method=autoregressive"]  # tests/bench/sweep/test_plan.py plans all jobs of each
         plan_only = [] if "dry_run=true" in words else ["dry_run=true"]
         assert cli.main([*words, *few, *place, *plan_only]) == 0
     elif "-m" in words or elsewhere(words):
