@@ -63,6 +63,8 @@ def split(words: Sequence[str]) -> tuple[str, LosslessConfig, list[str]]:
         key = word.lstrip("+~").partition("=")[0]
         if key.split(".")[0] not in known and did_you_mean(key, options.keys(LosslessConfig)):
             options.refuse([word], "lossless", ("experiment", *options.keys(LosslessConfig)))
+        if key.split(".")[0] == "dataset":
+            raise UserError(f"{word} has no effect: the prompts of an experiment are fixed. Leave it out.")
     return choice.experiment, config, overrides
 
 

@@ -307,6 +307,7 @@ def test_joint_from_the_command_line(tmp_path, capsys):
         (["experiment=sampling", "method=prompt_lokup"], "Did you mean 'prompt_lookup'"),
         (["experiment=sampling", *SKIPPING, "children=1000", "draws=10"], "Set children="),
         (["experiment=sampling", "method=hf_generate"], "experiment=joint"),
+        (["experiment=greedy", "dataset.limit=2"], "dataset.limit=2 has no effect"),
     ],
 )
 def test_bad_input_gets_one_message(said, answer, tmp_path, capsys):
