@@ -75,7 +75,12 @@ class Given:
 
 
 def run(
-    cfg: RunConfig, *, fresh: bool | datetime = False, given: Given | None = None, quiet: bool = False
+    cfg: RunConfig,
+    *,
+    fresh: bool | datetime = False,
+    since: datetime | None = None,
+    given: Given | None = None,
+    quiet: bool = False,
 ) -> RunResult:
     """Measure a method, or report what was measured before.
 
@@ -86,6 +91,7 @@ def run(
         cfg: the run.
         fresh: measure again whatever is recorded; a time: what started before it, so that a job that a cluster restarts
             resumes its own.
+        since: when the job was submitted; a record that started later is its own, and kept even if it is noisy.
         given: parts of the run that exist already.
         quiet: do not print the table.
 
@@ -99,7 +105,8 @@ def run(
     path = lookup.find(results, cfg, decided) or results / run_id(cfg, decided)
     again, noisy = _finished(path), run_folder.is_noisy(path)
     if isinstance(fresh, datetime):
-        fresh, noisy = _started_before(fresh, path), False
+        since, fresh = fresh, _started_before(fresh, path)
+    noisy = noisy and (since is None or _started_before(since, path))
     if again and not fresh and not noisy:
         print("Already measured. Use --fresh to repeat, in Python fresh=True.", file=sys.stderr)
         with run_folder.claimed(path):

@@ -58,11 +58,11 @@ class Result:
     message: str = ""
 
 
-def execute(cfg: RunConfig, fresh: bool | datetime, *, as_json: bool = False) -> int:
+def execute(cfg: RunConfig, fresh: bool | datetime, *, since: datetime | None = None, as_json: bool = False) -> int:
     """Measure one run; returns the exit code.
 
     Args:
-        fresh: see ``bench.measure.run.run``.
+        fresh, since: see ``bench.measure.run.run``.
         as_json: print the summary as JSON, with the run's folder as ``path``, in place of the table.
     """
     from bench.config import instantiate
@@ -70,16 +70,16 @@ def execute(cfg: RunConfig, fresh: bool | datetime, *, as_json: bool = False) ->
     instantiate.check(cfg)
     from bench.measure.run import run
 
-    found = run(cfg, fresh=fresh, quiet=as_json)
+    found = run(cfg, fresh=fresh, since=since, quiet=as_json)
     if as_json:
         print(json.dumps({"path": str(found.path)} | found.summary, default=files.plain))
     return OK if found.verdict.valid else INVALID
 
 
-def attempt(words: Sequence[str], fresh: bool | datetime) -> Result:
+def attempt(words: Sequence[str], fresh: bool | datetime, since: datetime | None = None) -> Result:
     """``execute`` for a sweep: a failure is printed and returned instead of raised."""
     try:
-        return Result(execute(compose.compose(words), fresh))
+        return Result(execute(compose.compose(words), fresh, since=since))
     except Exception as error:
         return Result(report_failure(error), classify(error)[1])
 
@@ -88,7 +88,8 @@ def perform(task: Task) -> Result:
     """Run a job in this process."""
     os.chdir(task.folder)
     os.environ.update(task.environment)
-    return attempt(task.words, datetime.fromisoformat(task.submitted) if task.fresh else False)
+    submitted = datetime.fromisoformat(task.submitted)
+    return attempt(task.words, submitted if task.fresh else False, since=submitted)
 
 
 def killed(how: str) -> Result:

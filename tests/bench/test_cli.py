@@ -201,7 +201,7 @@ def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], 
 
     def use(run: Callable[[RunConfig], Any]) -> None:
         module = types.ModuleType("bench.measure.run")
-        module.run = lambda cfg, *, fresh, quiet=False: run(cfg)  # type: ignore[attr-defined]
+        module.run = lambda cfg, *, fresh, **_: run(cfg)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "bench.measure.run", module)
 
     return use
@@ -235,7 +235,7 @@ def test_a_run_gets_its_checked_config(ran: list[RunConfig]) -> None:
 @pytest.mark.parametrize(("words", "fresh"), [([], False), (["--fresh"], True), (["--fresh", "-m", "seed=1"], True)])
 def test_fresh_is_passed_on(words: list[str], fresh: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, seen = types.ModuleType("bench.measure.run"), []
-    module.run = lambda cfg, *, fresh, quiet=False: seen.append(fresh) or outcome()  # type: ignore[attr-defined,func-returns-value]
+    module.run = lambda cfg, *, fresh, **_: seen.append(fresh) or outcome()  # type: ignore[attr-defined,func-returns-value]
     monkeypatch.setitem(sys.modules, "bench.measure.run", module)
     assert cli.main([*words, f"paths.results={tmp_path}"]) == 0
     assert seen == [fresh]

@@ -138,7 +138,7 @@ def test_invalid_is_a_state_with_its_reason_and_its_exit_code(
     record(noisy, verdict=NOISY)
     record(wrong, verdict=WRONG)
     ran: list[int] = []
-    use_run(lambda cfg, *, fresh, quiet=False: ran.append(cfg.seed) or outcome(cfg))
+    use_run(lambda cfg, *, fresh, **_: ran.append(cfg.seed) or outcome(cfg))
     assert cli.main(["-m", *words, "seed=1,2", "resume=unfinished"]) == 3 and not ran
     text = capsys.readouterr().out
     assert "Plan: 2 jobs: 2 invalid. Nothing to run." in text
@@ -150,7 +150,7 @@ def test_plan_words_make_a_single_run_a_plan_of_one(
     use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[bool] = []
-    use_run(lambda cfg, *, fresh, quiet=False: seen.append(bool(fresh)) or outcome(cfg))
+    use_run(lambda cfg, *, fresh, **_: seen.append(bool(fresh)) or outcome(cfg))
     assert cli.main([*words, "dry_run=true"]) == 0 and not seen
     assert capsys.readouterr().out.startswith("Plan: 1 job: 1 new. To run: 1")
     assert cli.main([*words, "resume=force"]) == 0 and seen == [True]
@@ -423,7 +423,7 @@ def outcome(cfg: RunConfig, valid: bool = True) -> Any:
 
 
 def test_a_dry_run_runs_nothing(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    use_run(lambda cfg, *, fresh, quiet=False: pytest.fail("was run"))
+    use_run(lambda cfg, *, fresh, **_: pytest.fail("was run"))
     assert cli.main(["-m", *words, "seed=1,2", "dry_run=true"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["  new          seed=1", "  new          seed=2"]
 
@@ -431,7 +431,7 @@ def test_a_dry_run_runs_nothing(use_run: Any, words: list[str], capsys: pytest.C
 def test_a_second_call_runs_what_is_left(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     ran: list[int] = []
 
-    def run(cfg: RunConfig, *, fresh: bool, quiet: bool) -> Any:
+    def run(cfg: RunConfig, *, fresh: bool, **_: Any) -> Any:
         ran.append(cfg.seed)
         if ran == [1, 2]:
             record(cfg, "failed", error="RunFailed: The disk is full.", n_done=0)
@@ -453,7 +453,7 @@ def test_a_second_call_runs_what_is_left(use_run: Any, words: list[str], capsys:
 
 def test_incompatible_jobs_are_never_run(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     ran = []
-    use_run(lambda cfg, *, fresh, quiet=False: ran.append(cfg.method["name"]) or outcome(cfg))
+    use_run(lambda cfg, *, fresh, **_: ran.append(cfg.method["name"]) or outcome(cfg))
     assert cli.main(["-m", *words, "method=prompt_lookup,hf_prompt_lookup", "batch_size=3"]) == 0
     assert ran == ["prompt_lookup"] and "batch_size must be at most 1" in capsys.readouterr().out
     assert cli.main(["-m", *words, "method=hf_prompt_lookup,hf_assisted", "batch_size=3"]) == 2
@@ -463,7 +463,7 @@ def test_incompatible_jobs_are_never_run(use_run: Any, words: list[str], capsys:
 @pytest.mark.parametrize(("word", "fresh"), [("resume=auto", False), ("resume=never", True), ("--fresh", True)])
 def test_earlier_records_are_kept_or_forgotten(use_run: Any, words: list[str], word: str, fresh: bool) -> None:
     seen = []
-    use_run(lambda cfg, *, fresh, quiet=False: seen.append(fresh) or outcome(cfg))
+    use_run(lambda cfg, *, fresh, **_: seen.append(fresh) or outcome(cfg))
     assert cli.main(["-m", word, *words]) == 0
     assert seen == [fresh]
 
@@ -508,7 +508,7 @@ def test_a_named_sweep_needs_no_m_and_takes_further_settings(
     word: str, use_run: Any, results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []
-    use_run(lambda cfg, *, fresh, quiet=False: ran.append(cfg) or outcome(cfg))
+    use_run(lambda cfg, *, fresh, **_: ran.append(cfg) or outcome(cfg))
     assert cli.main([word, f"paths.results={results}", "method=suffix,prompt_lookup", "max_new_tokens=5"]) == 0
     assert [(cfg.method["name"], cfg.max_new_tokens, cfg.dataset["limit"]) for cfg in ran] == [
         ("suffix", 5, 3),
