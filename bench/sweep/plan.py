@@ -188,7 +188,7 @@ def make(words: Sequence[str], options: Options, cluster: Cluster | None = None)
             archives[results] = Archive.read(Path(results), here=here)
             pending[results] = cluster.pending(Path(results))
         job = _placed(job, " ".join(preconditions.check(cfg, known)) if here else "", archives[results])
-        if (stands := pending[results].get(job_id(cfg))) and job.state != "done":
+        if (stands := pending[results].get(job_id(cfg))) and job.state not in ("done", "invalid"):
             job = replace(job, state=stands[0], reason=stands[1])
         jobs.append(job)
     to_run = [job for job in jobs if job.state in _RUN[options.resume]]

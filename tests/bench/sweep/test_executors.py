@@ -480,7 +480,8 @@ def test_jobs_of_slurm_that_are_stopped_killed_preempted_and_wrong(
 
     when_measured(tmp_path, 2, lambda: preempt(tmp_path, 2))
     assert cli.main([*command, "resume=unfinished"]) in (0, 3)
-    assert re.search(r"Plan: 2 jobs: 1 cut, 1 (done|invalid)\. To run: 1", capsys.readouterr().out)
+    # SLURM may not have noticed yet that the other one has ended; a noisy record counts as running as long
+    assert re.search(r"Plan: 2 jobs: 1 cut, 1 (done|invalid|running)\. To run: 1", capsys.readouterr().out)
     (log,) = tmp_path.glob(".cluster/*/[0-9]_0_log.out")
     assert log.read_text().count("Starting with JobEnvironment") == 2, "it was not preempted"
     assert outputs(tmp_path) == unbroken
