@@ -221,7 +221,7 @@ def check_load(evidence: Evidence, found: _Findings) -> None:
         others = max(0.0, load[0] - facts["threads"])
         text = (
             f"Other programs kept {others:.1f} of {facts['logical_cores']} cores busy; up to {LOAD[0]:.0%} is quiet, "
-            f"above {LOAD[1]:.0%} is INVALID. Close them and repeat the run with --fresh."
+            f"above {LOAD[1]:.0%} is INVALID. Close them and repeat the command."
         )
         found.judge(others / facts["logical_cores"], LOAD, text)
     busy = (manifest.get("gpu_utilisation") or {}).get("start")
