@@ -113,4 +113,5 @@ def written(value: Any) -> str:
         return "{" + ",".join(f"{key}:{written(each)}" for key, each in value.items()) + "}"
     text = str(value)
     quoted = text.replace("\\", "\\\\").replace("'", "\\'")
-    return text if not isinstance(value, str) or _PLAIN.fullmatch(text) else f"'{quoted}'"
+    plain = _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)  # "null" is a value of its own
+    return text if not isinstance(value, str) or plain else f"'{quoted}'"

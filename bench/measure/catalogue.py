@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from bench.config import compose, instantiate
 from bench.measure import preconditions
@@ -22,23 +22,15 @@ def methods(words: Sequence[str] = ()) -> str:
         UserError: a wrong word.
     """
     known: preconditions.Known = {}
-    rows, reasons = [], {}
+    rows, refused = [], []
     for name in compose.every_group()["method"]:
         cfg = compose.compose([*words, f"method={name}"])
         kind = instantiate.method_class(cfg.method)
         if found := preconditions.check(cfg, known):
-            reasons[name] = " ".join(found)
+            refused.append((name, " ".join(found), name))
         ready = "no" if found else "yes"
         rows.append([name, kind.family.replace("_", "-"), kind.guarantee.value, kind.needs, ready])
     header = [*_HEADER, f"runs on {compose.compose(list(words)).model['name']}"]
-    return "\n".join([tables.aligned(header, rows), "", *_grouped(reasons)]).rstrip()
-
-
-def _grouped(reasons: dict[str, str]) -> Iterator[str]:
-    """One line for all methods with the same reason."""
-    groups: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault(reason.replace(f"method={name}", "method=..."), []).append(name)
-    for reason, names in groups.items():
-        text = f"{', '.join(names)}: {reasons[names[0]] if len(names) == 1 else reason}"
-        yield from textwrap.wrap(text, terminal.width(), subsequent_indent="    ")
+    texts = (f"{', '.join(names)}: {reason}" for reason, names in preconditions.by_reason(refused))
+    lines = (line for text in texts for line in textwrap.wrap(text, terminal.width(), subsequent_indent="    "))
+    return "\n".join([tables.aligned(header, rows), "", *lines]).rstrip()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -26,6 +26,7 @@ _HUB = "bench.models.hub.HubModel"
 _CAUSAL_SOURCES = ("bench.models.embedded.", "bench.models.random_weights.")
 _OTHER_KIND = "Choose another data set (python -m bench list datasets), or a model with model=hf model.name=HUB_ID."
 Known = dict[str, str | None]
+T = TypeVar("T")
 
 
 def check(cfg: RunConfig, known: Known | None = None, *, speed_only: bool = False) -> list[str]:
@@ -82,6 +83,20 @@ def require(reasons: Iterable[str]) -> None:
     """
     if text := " ".join(reasons):
         raise UserError(text)
+
+
+def by_reason(refused: Iterable[tuple[str, str, T]]) -> Iterator[tuple[str, list[T]]]:
+    """What is refused for one reason together; a reason that names the method is one for all methods it holds for.
+
+    Args:
+        refused: name of the method, reason, and what is to be listed.
+    """
+    groups: dict[str, list[tuple[str, T]]] = {}
+    for method, reason, item in refused:
+        groups.setdefault(reason.replace(f"method={method}", "method=..."), []).append((reason, item))
+    for shared, alike in groups.items():
+        same = len({reason for reason, _ in alike}) == 1
+        yield alike[0][0] if same else shared, [item for _, item in alike]
 
 
 # -------------------------------------------------------------------------------------------------- before loading

@@ -236,17 +236,13 @@ def _below(text: str) -> list[str]:
 
 def _refused(jobs: Sequence[Job], every: bool) -> list[str]:
     """The jobs that cannot run here, those with one reason together."""
-    groups: dict[str, list[Job]] = {}
-    for job in jobs:  # a reason that names the method is the same for all methods that it holds for
-        groups.setdefault(job.reason.replace(f"method={job.cfg.method['name']}", "method=..."), []).append(job)
+    from bench.measure import preconditions
+
     lines = []
-    for shared, alike in groups.items():
-        if len(alike) == 1:
-            lines.append(_line(alike[0]))
-            continue
-        reason = alike[0].reason if len({job.reason for job in alike}) == 1 else shared
+    for reason, alike in preconditions.by_reason((job.cfg.method["name"], job.reason, job) for job in jobs):
         labels = ", ".join(job.label for job in alike)
-        lines.append("\n".join([f"  incompatible {plural(len(alike), 'job')}: {reason}", *_below(labels)]))
+        together = [f"  incompatible {plural(len(alike), 'job')}: {reason}", *_below(labels)]
+        lines.append(_line(alike[0]) if len(alike) == 1 else "\n".join(together))
     return _listed(lines, every)
 
 

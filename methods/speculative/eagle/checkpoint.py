@@ -1,4 +1,4 @@
-"""The files of a trained draft network of EAGLE, ours and published ones: its sizes and its tensors.
+"""The files of a trained draft network of EAGLE: its sizes and its tensors.
 
 Tensors have the names that the authors' checkpoints use. A checkpoint of ours shares the target's embedding and, unless
 it was trained along, its output matrix: neither is in the file.
@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from methods.engine.causal_layers import PROVEN_ROPE
 from methods.engine.causal_lm import CausalLM, RotaryTable
 from methods.engine.checkpoint_files import (
     read_part,
@@ -31,17 +30,6 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 
 TRAIN = training_command("eagle")
 VOCABULARY = "d2t"  # the authors' name: what to add to a place to get its id
-_OF_LLAMA = (  # of a published configuration, what a network's layer depends on
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-)
 
 
 @dataclass(frozen=True)
@@ -178,47 +166,3 @@ def vocabulary_of(offsets: Int[Tensor, "n"] | None, vocab_size: int) -> DraftVoc
     if offsets is None:
         return DraftVocabulary.all(vocab_size)
     return DraftVocabulary(torch.arange(len(offsets)) + offsets.long().cpu(), vocab_size)
-
-
-def of_published(found: object, where: str, target: CausalLM) -> Part:
-    """A published network as one of ours.
-
-    Raises:
-        ValueError: heads of another method, or rotary positions that are not proven.
-    """
-    from methods.speculative.published.formats import EagleWeights
-
-    if not isinstance(found, EagleWeights):
-        kind = type(found).__name__.removesuffix("Weights")
-        raise ValueError(f"{where} must hold heads of EAGLE, got heads of {kind}. Use the method of that name.")
-    known = {key: found.config[key] for key in _OF_LLAMA if found.config.get(key) is not None}
-    config = LlamaConfig(**known)
-    rope = dict(config.rope_parameters)  # type: ignore[arg-type]
-    if rope.get("rope_type") not in PROVEN_ROPE:
-        raise ValueError(
-            f"{where} must have rotary positions that are proven ({', '.join(PROVEN_ROPE)}), got type "
-            f"{rope.get('rope_type')}. Choose another network, or train one: {TRAIN}."
-        )
-    tensors = {name: tensor for name, tensor in found.tensors.items() if tensor is not None}
-    offsets = tensors.pop(VOCABULARY, None)
-    layer = "midlayer" if found.version == 3 else "layers.0"
-    spec = Spec(
-        version=found.version,
-        hidden_size=target.hidden_size,
-        intermediate_size=tensors[f"{layer}.mlp.gate_proj.weight"].shape[0],
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or target.hidden_size // config.num_attention_heads,
-        rms_eps=config.rms_norm_eps,
-        layers=target.n_layers,
-        vocab_size=target.vocab_size,
-        rope=rope,
-        taps=tuple(found.taps),
-        norm_before_residual=found.norm_before_residual,
-        norm_before_fc=found.norm_before_fc,
-        fc_norm=found.fc_norm,
-        norm_output=found.norm_output,
-    )
-    part = Part(spec, tensors, vocabulary_of(offsets, target.vocab_size))
-    part.require_shapes(where)
-    return part

@@ -34,7 +34,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
-from methods.speculative.eagle.checkpoint import TRAIN, Part, of_published
+from methods.speculative.eagle.checkpoint import TRAIN, Part
 from methods.speculative.eagle.network import Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
 from methods.speculative.heads.base import HeadsDecoder
@@ -180,6 +180,6 @@ def _require_version(wanted: int, found: int) -> None:
 def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM) -> Part:
     if folder is not None:
         return Part.load(folder, target)
-    from methods.speculative.published import formats
+    from methods.speculative.published import eagle, formats
 
-    return of_published(formats.read(str(checkpoint), target), str(checkpoint), target)
+    return eagle.of_published(formats.read(str(checkpoint), target), str(checkpoint), target)

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
+from methods.engine.causal_layers import PROVEN_ROPE
 from methods.engine.causal_lm import CausalLM
-from methods.speculative.eagle.checkpoint import Spec
+from methods.speculative.eagle.checkpoint import TRAIN, VOCABULARY, Part, Spec, vocabulary_of
 from methods.speculative.published.files import Checkpoint
 from methods.speculative.published.report import Report, other_name
 
@@ -29,6 +31,17 @@ _LAYER1, _LAYER3 = "layers.0.", "midlayer."
 _SAMPLED = 64  # rows of the embedding that are compared with the target's
 _UNRELATED, _EQUAL = 0.5, 0.999  # cosines of embeddings
 
+_OF_LLAMA = (  # of a published configuration, what a network's layer depends on
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+)
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _NOT_READ = {  # of the configurations that NVIDIA's and SpecForge's tools write, what would change the computation
     "use_aux_hidden_state": False,
@@ -305,3 +318,45 @@ def _compare_bias(found: Checkpoint, config: Mapping[str, Any], tensors: Mapping
         found.note(
             f"its configuration says bias={said}, its file has {'a' if not said else 'no'} fc.bias; the file is right"
         )
+
+
+def of_published(found: object, where: str, target: CausalLM) -> Part:
+    """A published network as one of ours.
+
+    Raises:
+        ValueError: heads of another method, or rotary positions that are not proven.
+    """
+    if not isinstance(found, EagleWeights):
+        kind = type(found).__name__.removesuffix("Weights")
+        raise ValueError(f"{where} must hold heads of EAGLE, got heads of {kind}. Use the method of that name.")
+    known = {key: found.config[key] for key in _OF_LLAMA if found.config.get(key) is not None}
+    config = LlamaConfig(**known)
+    rope = dict(config.rope_parameters)  # type: ignore[arg-type]
+    if rope.get("rope_type") not in PROVEN_ROPE:
+        raise ValueError(
+            f"{where} must have rotary positions that are proven ({', '.join(PROVEN_ROPE)}), got type "
+            f"{rope.get('rope_type')}. Choose another network, or train one: {TRAIN}."
+        )
+    tensors = {name: tensor for name, tensor in found.tensors.items() if tensor is not None}
+    offsets = tensors.pop(VOCABULARY, None)
+    layer = "midlayer" if found.version == 3 else "layers.0"
+    spec = Spec(
+        version=found.version,
+        hidden_size=target.hidden_size,
+        intermediate_size=tensors[f"{layer}.mlp.gate_proj.weight"].shape[0],
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or target.hidden_size // config.num_attention_heads,
+        rms_eps=config.rms_norm_eps,
+        layers=target.n_layers,
+        vocab_size=target.vocab_size,
+        rope=rope,
+        taps=tuple(found.taps),
+        norm_before_residual=found.norm_before_residual,
+        norm_before_fc=found.norm_before_fc,
+        fc_norm=found.fc_norm,
+        norm_output=found.norm_output,
+    )
+    part = Part(spec, tensors, vocabulary_of(offsets, target.vocab_size))
+    part.require_shapes(where)
+    return part
