@@ -148,7 +148,10 @@ def _device(cfg: RunConfig) -> str | None:
     except UserError as error:
         return str(error)
     if _method(cfg).needs_gpu and device.type != "cuda":
-        return f"method={cfg.method['name']} needs a GPU, got device {device.type}."
+        return (
+            f"method={cfg.method['name']} needs a GPU, got device {device.type}. Use a machine with an NVIDIA GPU, or "
+            "another method."
+        )
     return None
 
 

@@ -129,12 +129,14 @@ class HFGenerate(Decoder):
 class HFCompiled(HFGenerate):
     """``model.generate`` with a static cache, for which transformers compiles the pass by ``torch.compile`` on CUDA.
 
-    Elsewhere it does not compile and only the cache is static. Compilation takes minutes of the first prompts, which
+    Elsewhere it does not compile, so the method needs a GPU. Compilation takes minutes of the first prompts, which
     belong to the warm-up.
 
     Args:
         cache_length: tokens that the cache holds, prompt included; longer texts make a longer one, and compile again.
     """
+
+    needs_gpu = True
 
     def __init__(self, target: CausalLM, sampling: Sampling, cache_length: int = 2048) -> None:
         super().__init__(target, sampling)

@@ -370,12 +370,10 @@ def test_sampling_that_is_refused_is_found_without_the_model() -> None:
 
 
 def test_hardware_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    from methods.speculative.prompt_lookup import PromptLookup
-
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "finds no GPU" in str(obstacle("hardware=cuda_bf16"))
-    monkeypatch.setattr(PromptLookup, "needs_gpu", True, raising=False)
-    assert obstacle("hardware=cpu_fp32") == "method=prompt_lookup needs a GPU, got device cpu."
+    refused = obstacle("method=hf_compiled")
+    assert refused.startswith("method=hf_compiled needs a GPU, got device cpu."), "transformers compiles on CUDA alone"
 
 
 # ------------------------------------------------------------------------------------------------- command line
