@@ -52,7 +52,7 @@ class Pairs:
         baseline = {f"{row.prompt_id} {row.repeat}": (len(row.output_ids), _digest(row.output_ids)) for row in written}
         table = metrics.paired(metrics.frame(samples))
         units = pd.DataFrame(columns=_COLUMNS) if table.empty else metrics.units(table)[_COLUMNS]
-        return cls(units, prompts, baseline, _similarity(rows))
+        return cls(units, prompts, baseline, similarity(rows))
 
 
 def read(folder: Path) -> Pairs:
@@ -102,7 +102,8 @@ def _digest(ids: Sequence[int]) -> str:
     return sha256(json.dumps(list(ids)).encode()).hexdigest()[:6]
 
 
-def _similarity(rows: Sequence[Sample]) -> float | None:
+def similarity(rows: Sequence[Sample]) -> float | None:
+    """Mean ROUGE-L between the ids of both arms, over measured rows (first repeat); None without a prompt."""
     first = [row for row in rows if row.repeat == 0 and row.error is None]
     texts = {arm: {row.prompt_id: row.output_ids for row in first if row.arm == arm} for arm in ("method", "baseline")}
     both = texts["method"].keys() & texts["baseline"].keys()

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.analysis import audit, metrics
+from bench.analysis import audit, metrics, pairs, ranking
 from bench.analysis.audit import AuditResult
 from bench.analysis.cost_curve import CostCurve
+from bench.analysis.degeneration import degeneration
 from bench.records import run_folder
 
 
@@ -37,9 +38,12 @@ def summarise(path: Path) -> Summary:
     )
     for arm, part in (("method", rates), ("baseline", rates["baseline"])):
         part["quality"] |= manifest.get("quality", {}).get(arm, {})
-    content = _names(manifest) | rates
+    content = _names(manifest) | rates | {"degeneration": degeneration(samples)}
     verdict = audit.audit(samples, content, manifest)
-    return Summary(content | {"verdict": asdict(verdict)}, verdict, manifest)
+    content["verdict"] = asdict(verdict)
+    alike = pairs.similarity([sample for sample in samples if sample.phase == "measure"])
+    content["ranking"] = asdict(ranking.ranking(content, None if alike is None else 1 - alike))
+    return Summary(content, verdict, manifest)
 
 
 def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:

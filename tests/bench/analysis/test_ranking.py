@@ -1,0 +1,76 @@
+"""Which runs may have a rank, and why others have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.analysis.ranking import LOGPROB_LOSS, TEXT_LOSS, ranking
+
+GOOD = {"distinct_4": 0.7, "longest_loop": 20.0, "repeated_lines": 0.1}
+
+
+def summary(guarantee: str = "RELAXED", **changes: Any) -> dict[str, Any]:
+    """A valid run without references whose text is almost the baseline's."""
+    return {
+        "guarantee": guarantee,
+        "verdict": {"valid": True, "reasons": []},
+        "speedup": {"by_category": {}},
+        "quality": {},
+        "baseline": {"quality": {}},
+        "agreement": {"mean_logprob": -0.5, "baseline": {"mean_logprob": -0.48}},
+        "degeneration": {"method": GOOD, "baseline": GOOD},
+        "ranking": {"text_loss": 0.1},
+    } | changes
+
+
+def scored(value: float, before: float, **changes: Any) -> dict[str, Any]:
+    return summary(quality={"bleu": value}, baseline={"quality": {"bleu": before}}, **changes)
+
+
+def repeating(**worse: float) -> dict[str, Any]:
+    return {"degeneration": {"method": GOOD | worse, "baseline": GOOD}}
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (summary(), ""),
+        (summary("EXACT", degeneration={}, ranking={}), ""),
+        (summary("EXACT", verdict={"valid": False, "reasons": ["x"]}), "INVALID"),
+        (summary("EXACT", verdict={"valid": True, "reasons": [], "inconclusive": ["x"]}), "INCONCLUSIVE"),
+        (summary(ranking={}), "quality unknown"),
+        (summary(degeneration={}), "quality unknown"),
+        (summary(agreement=None), "quality unknown"),
+        (summary(sampling={"temperature": 0.7}), "quality unknown"),
+        (
+            summary(ranking={"text_loss": TEXT_LOSS + 0.1}),
+            "quality lost: ROUGE-L 0.55 to the baseline's text, at least 0.65",
+        ),
+        (
+            summary(agreement={"mean_logprob": -0.49 - LOGPROB_LOSS, "baseline": {"mean_logprob": -0.48}}),
+            "quality lost: log-probability -0.55 under the target, was -0.48",
+        ),
+        (summary(**repeating(longest_loop=26.0)), "degenerate: loops of 26 tokens, was 20"),
+        (
+            summary(**repeating(distinct_4=0.6, repeated_lines=0.2)),
+            "degenerate: distinct 4-grams 0.60, was 0.70, repeated lines 0.20, was 0.10",
+        ),
+        (summary(**repeating(distinct_4=0.9, longest_loop=0.0, repeated_lines=0.0)), ""),
+        (scored(19.1, 20.0, agreement=None, ranking={}, degeneration={}), ""),
+        (scored(18.9, 20.0), "quality lost: BLEU 18.90, was 20.00"),
+        (scored(19.9, 20.0, **repeating(longest_loop=26.0)), "degenerate: loops of 26 tokens, was 20"),
+        (scored(0.0, 0.0, ranking={}), "quality unknown"),  # a score that says nothing
+        (scored(20.0, 20.0, speedup={"by_category": {"a": {}, "b": {}}}, ranking={}), "quality unknown"),
+        (scored(18.0, 20.0, guarantee="INDEPENDENT_MODEL"), "quality lost: BLEU 18.00, was 20.00"),
+    ],
+)
+def test_only_kept_quality_is_ranked(run: dict[str, Any], reason: str) -> None:
+    found = ranking(run)
+    assert (found.ranked, found.reason) == (not reason, reason)
+
+
+def test_a_measured_loss_counts_before_the_recorded_one() -> None:
+    assert ranking(summary(), text_loss=0.9).text_loss == 0.9 and not ranking(summary(), text_loss=0.9).ranked
+    assert ranking(summary()).text_loss == 0.1
