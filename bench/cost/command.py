@@ -1,7 +1,8 @@
 """``python -m bench cost``: the cost of a forward pass on this machine, and what that predicts for a method.
 
 ``measure`` measures the grid, ``records`` records it, ``roofline`` compares it with the limits of the hardware,
-``what_if`` combines recorded acceptance with a recorded curve. Nothing here imports torch before a measurement.
+``what_if`` combines recorded acceptance with a recorded curve, ``mixtures`` the drafts of several runs. Nothing here
+imports torch before a measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ FRESH = "--fresh"
 _OF_A_RUN = ("method", "model", "dataset", "sampling", "hardware", "tracker", "paths", "seed", "max_new_tokens")
 _SUMMARY = """\
 Measures the time of a forward pass over nodes, rows and context; with method=NAME also of its drafts; and the limits
-of the hardware. what-if predicts the speed-up of a recorded run with another curve, batch size or draft length.
+of the hardware. what-if predicts the speed-up of a recorded run with another curve, batch size or draft length; with
+oracle= and route= that of choices among the drafts of several runs, which no method makes.
 
 method, model, dataset, sampling, hardware, paths, seed and max_new_tokens are as in python -m bench.
 --fresh discards earlier measurements of this model on this machine; without it, the same command resumes them."""
@@ -34,6 +36,8 @@ _EXAMPLES = (
     "python -m bench cost what-if results/RUN                         a run's speed-up, predicted by its own curve",
     "python -m bench cost what-if results/RUN curve=results/costs/ID batch=1,4,16      on another device or batch size",
     "python -m bench cost what-if results/RUN gamma=2,4,8             for other draft lengths of a chain",
+    "python -m bench cost what-if oracle=results/A,results/B          what the drafts of these runs would allow",
+    "python -m bench cost what-if route=results/A,results/B           A's draft where it is long enough, else B's",
 )
 
 
@@ -53,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     if words and words[0] == WHAT_IF:
-        from bench.cost.what_if import answer
+        from bench.cost import mixtures, what_if
 
-        print(answer(query(words[1:])))
+        asked = query(words[1:])
+        print(what_if.answer(asked) if asked.run else mixtures.answer(asked))
     else:
         _measure(words)
     return OK
@@ -105,11 +110,13 @@ def query(words: Sequence[str]) -> WhatIfQuery:
         UserError: no run, an unknown setting, a value of the wrong type.
     """
     folders = [word for word in words if "=" not in word and not word.startswith("-")]
-    if len(folders) != 1:
+    several = any(word.startswith(("oracle=", "route=")) for word in words)
+    if len(folders) != 1 and not (several and not folders):
         raise UserError(
             f"what-if needs the folder of one run, got {len(folders)}: python -m bench cost what-if results/RUN"
         )
-    found, others = options.parse(WhatIfQuery, (word for word in words if word not in folders), run=Path(folders[0]))
+    run = Path(folders[0]) if folders else None
+    found, others = options.parse(WhatIfQuery, (word for word in words if word not in folders), run=run)
     options.refuse(others, f"cost {WHAT_IF}", options.keys(WhatIfQuery))
     return found
 

@@ -47,20 +47,38 @@ class WhatIfQuery:
         batch: rows per batch, one prediction each; default: as recorded
         gamma: draft lengths of a chain; default: the recorded rounds
         draft_ms: milliseconds of a proposal; default: from the curve's folder, else as recorded
+        oracle: in place of RUN, folders of runs over the same prompts: what perfect knowledge of drafts would give
+        route: in place of RUN, two such folders: the first run's draft if it has 1, 2, ... 8 tokens, else the second's
     """
 
-    run: Path
+    run: Path | None = None
     curve: Path | None = None
     batch: tuple[int, ...] | None = None
     gamma: tuple[int, ...] | None = None
     draft_ms: float | None = None
+    oracle: tuple[str, ...] | None = None
+    route: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        self._check_runs()
         for name, least in (("batch", 1), ("gamma", 0)):
             if (values := getattr(self, name)) is not None:
                 _check_list(name, values, least)
         if self.draft_ms is not None and self.draft_ms < 0:
             raise UserError(f"draft_ms must be at least 0, got {self.draft_ms}. Set draft_ms=VALUE.")
+
+    def _check_runs(self) -> None:
+        """One of RUN, oracle and route, and with the last two no setting of the first."""
+        if (self.run is not None) + (self.oracle is not None) + (self.route is not None) != 1:
+            raise UserError(
+                "what-if needs one of RUN, oracle=RUN,RUN and route=RUN,RUN, the folders of runs: python -m bench cost "
+                "what-if results/RUN"
+            )
+        if self.route is not None and len(self.route) != 2:
+            raise UserError(f"route must name the folders of two runs, got {len(self.route)}. Set route=RUN,RUN.")
+        for name in ("batch", "gamma", "draft_ms") if self.run is None else ():
+            if getattr(self, name) is not None:
+                raise UserError(f"{name} needs the folder of one run, got it with oracle or route. Leave {name} out.")
 
 
 def _check_list(name: str, values: tuple[int, ...], least: int) -> None:

@@ -327,16 +327,8 @@ def answer(asked: WhatIfQuery) -> str:
     Raises:
         UserError: a folder without a run or a curve, a batch size beyond the curve, or a run that cannot be predicted.
     """
-    manifest, samples = read_manifest(asked.run), read_samples(asked.run)
-    if manifest is None:
-        raise UserError(f"{asked.run} has no manifest.json. Name the folder of a run.")
-    if any(sample.queue for sample in samples):
-        raise UserError(
-            f"{asked.run} was measured with continuous batching (measure.refill=true); only rounds in lockstep can be "
-            "priced. Name a run without it."
-        )
-    if not any(sample.phase == "measure" for sample in samples):
-        raise UserError(f"{asked.run} has no measured prompt yet. Finish the run, or name another.")
+    assert asked.run is not None, "one run; several are for bench.cost.mixtures"
+    manifest, samples = read_run(asked.run)
     curve = own_curve(asked.run, manifest) if asked.curve is None else read_curve(asked.curve)
     if curve.model != manifest["model"]["name"]:
         print(
@@ -346,7 +338,7 @@ def answer(asked: WhatIfQuery) -> str:
         )
     lines = [
         f"{manifest['method']['name']} on {manifest['dataset']['name']}: {_known(asked.run)}",
-        f"acceptance of {_where(manifest)}",
+        f"acceptance of {where(manifest)}",
         f"curve of {curve.where}",
         "",
     ]
@@ -361,6 +353,25 @@ def answer(asked: WhatIfQuery) -> str:
     except ValueError as error:
         raise UserError(str(error)) from error
     return "\n".join([*lines, textwrap.indent(tables.aligned(header, rows, range(len(header))), "  ")])
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], list[Sample]]:
+    """Manifest and samples of a run whose rounds can be priced.
+
+    Raises:
+        UserError: no such run, none of its prompts is measured, or its rows were refilled.
+    """
+    manifest, samples = read_manifest(folder), read_samples(folder)
+    if manifest is None:
+        raise UserError(f"{folder} has no manifest.json. Name the folder of a run.")
+    if any(sample.queue for sample in samples):
+        raise UserError(
+            f"{folder} was measured with continuous batching (measure.refill=true); only rounds in lockstep can be "
+            "priced. Name a run without it."
+        )
+    if not any(sample.phase == "measure" for sample in samples):
+        raise UserError(f"{folder} has no measured prompt yet. Finish the run, or name another.")
+    return manifest, samples
 
 
 def forecast(
@@ -391,7 +402,7 @@ def own_curve(run: Path, manifest: Mapping[str, Any]) -> Recorded:
     """
     if not (stored := manifest.get("cost_curve")):
         raise UserError(f"{run} has no cost curve (measure.cost_curve=false). Name one: curve=results/costs/ID.")
-    return Recorded(CostCurve.from_dict(stored), _where(manifest), manifest["model"]["name"])
+    return Recorded(CostCurve.from_dict(stored), where(manifest), manifest["model"]["name"])
 
 
 def read_curve(folder: Path) -> Recorded:
@@ -407,14 +418,15 @@ def read_curve(folder: Path) -> Recorded:
         if not summary["curves"]:
             raise UserError(f"{folder} has no complete curve yet. Run python -m bench cost again to finish it.")
         name, manifest = str(summary["model"]["name"]), read_manifest(folder) or {}
-        return Recorded(CostSurface.from_dict(summary["curves"]), _where(manifest), name, tuple(summary["drafts"]))
+        return Recorded(CostSurface.from_dict(summary["curves"]), where(manifest), name, tuple(summary["drafts"]))
     manifest = read_manifest(folder) or {}
     if not manifest:
         raise UserError(f"curve must be a folder of python -m bench cost, or of a run, got {folder}. Correct curve=.")
     return own_curve(folder, manifest)
 
 
-def _where(manifest: Mapping[str, Any]) -> str:
+def where(manifest: Mapping[str, Any]) -> str:
+    """Model, device and type of a record, as text."""
     facts = manifest["hardware"]
     device = facts["gpu"]["name"] if facts["gpu"] else f"{facts['cpu']}, {plural(facts['threads'], 'thread')}"
     return f"{manifest['model']['name']} on {device}, {manifest['dtype']}"
