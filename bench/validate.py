@@ -17,7 +17,7 @@ from bench.utils.files import read_json
 
 RUN, LOSSLESS, COSTS = "run", "lossless record", "cost curve"
 _RESULT, _LOSSLESS, _COSTS, _REFERENCE = "result.json", "lossless", "costs", "reference"
-_EXPERIMENTS = ("greedy", "sampling", "joint")
+_EXPERIMENTS = ("greedy", "sampling", "joint", "served")
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,9 @@ def _passed(experiment: str, result: dict[str, Any]) -> bool:
     """The verdict of the experiment, from its cells."""
     if experiment == "greedy":
         return not any(row["violation"] for row in result["prompts"])
+    if experiment == "served":
+        deviates = any(row["violation"] or row["cut"] for row in result["prompts"])
+        return not deviates and all(cell["p_value"] > result["bound"] for cell in result["cells"])
     if experiment == "joint":
         return all(cell["p_value"] > result["bound"] for cell in result["cells"])
     fails = {(cell["rule"], cell["exact"]): False for cell in result["cells"]}

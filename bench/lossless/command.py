@@ -11,7 +11,7 @@ from bench.config import compose, options
 from bench.config.schema import RunConfig
 from bench.config.typecheck import did_you_mean
 from bench.errors import INVALID, OK, UserError
-from bench.lossless.settings import Choice, LosslessConfig
+from bench.lossless.settings import Choice, LosslessConfig, ServedConfig
 
 _SUMMARY = """\
 Tests on any exact method and model whether its output is the target's own.
@@ -21,18 +21,25 @@ Experiments:
   sampling   the first token of four prompts by every verification rule that fits; known-wrong rules must be detected
   joint      short continuations by the whole decoder, against the target's exact joint distribution
 
+url=http://HOST:PORT/v1 instead tests a server (vLLM, SGLang, llama.cpp, ...) against the target: its texts at
+temperature 0, its first tokens, and whether top_p and top_k hold.
+
 method, model, sampling, hardware, seed, max_new_tokens and batch_size are as in python -m bench.
 Exit code 3: an exact rule failed, or a wrong one was not detected."""
 _EXAMPLES = (
     "python -m bench lossless experiment=greedy method=prompt_lookup",
     "python -m bench lossless experiment=sampling method=speculative_sampling draws=100000",
     "python -m bench lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64",
+    "python -m bench lossless url=http://localhost:8000/v1 model=smollm2 hardware=cpu_fp32",
 )
 
 
 def help_text() -> str:
     return options.help_text(
-        "lossless experiment=NAME [key=value ...]", _SUMMARY, _EXAMPLES, {"Options": LosslessConfig}
+        "lossless experiment=NAME|url=URL [key=value ...]",
+        _SUMMARY,
+        _EXAMPLES,
+        {"Options": LosslessConfig, "Options with url": ServedConfig},
     )
 
 
@@ -42,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
+    if any(word.startswith("url=") for word in words):
+        from bench.lossless import certificate
+
+        return certificate.run(words)
     experiment, config, overrides = split(words)
     return run(experiment, config, compose.compose(overrides))
 

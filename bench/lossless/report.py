@@ -14,7 +14,7 @@ from bench.report import tables
 from bench.utils import files
 
 if TYPE_CHECKING:
-    from bench.lossless.settings import LosslessConfig
+    from bench.lossless.settings import LosslessConfig, ServedConfig
     from bench.models.source import Loaded
 
 
@@ -23,7 +23,7 @@ def defining(cfg: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in strip(cfg.to_dict()).items() if key != "dataset"}
 
 
-def folder_name(experiment: str, cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> str:
+def folder_name(experiment: str, cfg: RunConfig, config: LosslessConfig | ServedConfig, loaded: Loaded) -> str:
     """``<experiment>-<method>-<model>-<12 hex of sha256 over what defines the experiment>``."""
     parts = {"config": defining(cfg), "lab": asdict(config), "revision": loaded.revision, "dtype": str(loaded.lm.dtype)}
     if part := _part(cfg, loaded):
@@ -44,7 +44,7 @@ def write(
     folder: Path,
     experiment: str,
     cfg: RunConfig,
-    config: LosslessConfig,
+    config: LosslessConfig | ServedConfig,
     loaded: Loaded,
     result: dict[str, Any],
     begin: datetime,
@@ -77,7 +77,7 @@ def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig
     table = {"greedy": _greedy, "sampling": rules_table, "joint": _joint}[experiment]
     verdict = "as promised" if result["passed"] else "NOT as promised"
     head = f"{cfg.model['name']}   {experiment}   method {cfg.method['name']}"
-    return "\n".join([head, "", *table(result), "", f"RESULT: {verdict}     {_shown(folder)}/"])
+    return "\n".join([head, "", *table(result), "", f"RESULT: {verdict}     {shown(folder)}/"])
 
 
 _GREEDY = {
@@ -143,7 +143,7 @@ def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> list[str]:
     return [f"  {line}" for line in tables.aligned(list(columns), cells, numbers).splitlines()]
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """Relative to the current folder if possible."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
