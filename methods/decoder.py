@@ -94,6 +94,7 @@ class Decoder(ABC):
         model_kind: models it decodes; "any" is causal or seq2seq, "masked" is a masked diffusion model.
         greedy_only: refuses a temperature under all settings.
         supports_top_k: can sample with top-k.
+        one_pass: writes a text in a number of passes that does not grow with its length.
         speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing.
         trainable: uses a checkpoint that ``bench.train`` makes; the constructor then has an argument ``checkpoint``.
         checkpoint_of: the setting that names the method whose checkpoint is used.
@@ -112,6 +113,7 @@ class Decoder(ABC):
     model_kind: ClassVar[ModelKind] = "any"
     greedy_only: ClassVar[bool] = False
     supports_top_k: ClassVar[bool] = True
+    one_pass: ClassVar[bool] = False
     speed_only: ClassVar[bool] = False
     trainable: ClassVar[bool] = False
     checkpoint_of: ClassVar[str] = "name"

@@ -33,6 +33,7 @@ def summarise(path: Path) -> Summary:
         agreement=manifest.get("agreement"),
         cost_curve=CostCurve.from_dict(stored) if stored else None,
         cost_over_layers=metrics.cost_over_layers(manifest),
+        one_pass=metrics.one_pass(manifest),
         n_bootstrap=manifest["measure"]["bootstrap_samples"],
         seed=manifest["seed"],
     )

@@ -97,6 +97,7 @@ def manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dict
             **({"files": parts.files} if parts.files else {}),
             "guarantee": parts.method.guarantee.value,
             "family": parts.method.family,
+            "one_pass": parts.method.one_pass,
             "model": {
                 "name": cfg.model["name"],
                 "revision": loaded.revision,
