@@ -6,17 +6,20 @@ batches of one conversation, is what pairs the arms and what the bootstrap draws
 independent. With continuous batching a queue is a batch: throughput and speed-up are those of whole queues, there is no
 speed-up by category, and a prompt's own times count from the step that read it.
 
+The headline compares equal work: seconds per token where the time of a method grows with its text, as a shorter text
+takes less time and is no speed-up; seconds where it does not.
+
 Repeats are averaged per prompt first: a row weighs 1 / (repeats of its prompt) in every sum and mean. None means not
 measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -28,6 +31,7 @@ from bench.utils import stats
 
 Array = NDArray[np.float64]
 Price = Callable[[int, int, int], float]
+Of = Literal["per_token", "total"]
 
 STEP_COLUMNS = (
     "step_ns",
@@ -44,9 +48,13 @@ STEP_COLUMNS = (
 MIXED = "mixed"  # category of a batch whose rows are of several
 FEWEST_FOR_P99 = 100
 ENERGY_BLOCK_S = 5.0
+REPEATED_NGRAM = 8  # tokens
+NOVEL_SHARE = 0.10  # of the baseline's tokens in a repeated n-gram; a unit with more is not novel
 _NS = 1e9
 _MORE_QUEUES = "; set measure.refill_queue, the fewest prompts of a queue, to measure several"
 _FEWEST_ROUNDS, _FEWEST_BATCHES = 8, 4  # below, the spread of the baseline says nothing
+_DUST = 1e-9
+_ARM_COLUMNS = ("s", "prefill_s", "tokens")
 
 
 def summarise(
@@ -56,6 +64,7 @@ def summarise(
     agreement: Mapping[str, Any] | None = None,
     cost_curve: CostCurve | Price | None = None,
     cost_over_layers: float = 1.0,
+    one_pass: bool = False,
     n_bootstrap: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -66,22 +75,24 @@ def summarise(
         guarantee: what the method declares: EXACT, RELAXED or INDEPENDENT_MODEL.
         agreement: of ``bench.measure.agreement``.
         cost_curve: measured time of a target pass; None leaves the prediction out.
-        cost_over_layers: see the function of this name.
+        cost_over_layers, one_pass: see the functions of these names.
         n_bootstrap, seed: of the intervals.
     """
     everything = frame(samples)
     rows = paired(everything)
     arms = {arm: rows[rows["arm"] == arm] for arm in ("method", "baseline")}
-    ratios = speedups(rows, n_bootstrap, seed)
-    predicted = predicted_speedup(rows, cost_curve, cost_over_layers)
+    table, of = units(rows), kind(one_pass)
+    ratios = speedups(rows, table, of, n_bootstrap, seed)
+    predicted = None if one_pass else predicted_speedup(rows, cost_curve, cost_over_layers)
     rates = {arm: arm_rates(part) for arm, part in arms.items()}
-    measured, tokens_per_s = ratios["total"]["value"], rates["baseline"]["tokens_per_s"]
+    measured, tokens_per_s = ratios["headline"]["value"], rates["baseline"]["tokens_per_s"]
     summary = {
         "guarantee": str(getattr(guarantee, "value", guarantee)),
         "n_prompts": int(rows["prompt_id"].nunique()),
         "n_repeats": int(rows["repeat"].nunique()),
         "n_errors": int(errors(everything).sum()),
         "speedup": ratios | {"per_token": _divide(rates["method"]["tokens_per_s"], tokens_per_s)},
+        "predictability": predictability(table),
         "predicted_speedup": predicted,
         "predicted_ratio": _divide(measured, predicted),
         **rates["method"],
@@ -201,7 +212,13 @@ def rounds(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def units(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per unit: category and, for each arm, seconds, prefill seconds and tokens; repeats averaged."""
+    """One row per unit: category and, for each arm, seconds, prefill seconds and tokens; repeats averaged.
+
+    ``repeated`` is the share of the baseline's tokens in a repeated n-gram; NaN where a prompt was not recorded.
+    """
+    if rows.empty:
+        names = [f"{arm}_{name}" for name in _ARM_COLUMNS for arm in ("baseline", "method")]
+        return pd.DataFrame(columns=[*names, "category", "repeated"], index=pd.Index([], name="unit"))
     done = batches(rows)
     scaled = pd.DataFrame(
         {
@@ -215,45 +232,157 @@ def units(rows: pd.DataFrame) -> pd.DataFrame:
     wide = scaled.groupby(["unit", "arm"]).sum().unstack("arm")
     wide.columns = [f"{arm}_{name}" for name, arm in wide.columns]
     kinds = rows.groupby("unit")["category"].agg(lambda found: found.iloc[0] if found.nunique() == 1 else MIXED)
-    return wide.assign(category=kinds)
+    return wide.assign(category=kinds, repeated=_repeated(rows[rows["arm"] == "baseline"]))
+
+
+def _repeated(rows: pd.DataFrame) -> pd.Series:
+    """By unit, the share of the output tokens in repeated n-grams."""
+    tokens = rows["n_output_tokens"] * rows["weight"]
+    texts = zip(rows["prompt_ids"], rows["output_ids"], rows["n_prompt_tokens"], strict=True)
+    shares = [float("nan") if n and not prompt else repeated_share(prompt, ids) for prompt, ids, n in texts]
+    covered = (tokens * shares).groupby(rows["unit"]).agg(lambda found: found.sum(skipna=False))
+    return covered / tokens.groupby(rows["unit"]).sum()
+
+
+def repeated_share(prompt_ids: Sequence[int], output_ids: Sequence[int], n: int = REPEATED_NGRAM) -> float:
+    """Share of the output tokens that lie in an n-gram which began before, in the prompt or in the output.
+
+    The n-gram may begin in the prompt and end in the output, and may overlap with its earlier occurrence. 0 without
+    output.
+    """
+    text, end = [*prompt_ids, *output_ids], len(prompt_ids)  # up to ``end`` is prompt, or counted
+    seen: set[tuple[int, ...]] = set()
+    covered = 0
+    for start in range(len(text) - n + 1):
+        ngram = tuple(text[start : start + n])
+        if ngram in seen:
+            covered += max(0, start + n - max(start, end))
+            end = max(end, start + n)
+        seen.add(ngram)
+    return covered / len(output_ids) if output_ids else 0.0
 
 
 # --------------------------------------------------------------------------------------------------------- speed-ups
 
 
-def speedups(rows: pd.DataFrame, n_bootstrap: int, seed: int) -> dict[str, Any]:
-    """The headline (``total``: baseline time over method time) and its variants.
+def headline(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The speed-up of a run: an interval and what it is ``of``; the total of a summary that has no headline."""
+    speedup: Mapping[str, Any] = summary["speedup"]
+    return speedup.get("headline") or {**speedup["total"], "of": "total"}
 
-    ``geometric`` is the mean of the units' ratios; ``spec_bench`` the ratio of the arms' mean rates (Xia et al. 2024);
-    ``prefill`` and ``decode`` split the total. With queues ``latency`` is the ratio of the prompts' summed times from
-    being read to their end, paired by conversation.
+
+def one_pass(manifest: Mapping[str, Any]) -> bool:
+    """Whether the method writes a text in a number of passes that does not grow with its length.
+
+    ``Decoder.one_pass`` of the run; of a record of before that was kept, whether it is a non-autoregressive model of
+    its own.
     """
-    if rows.empty:
-        nothing = asdict(stats.ratio_of_totals([], [], n_resamples=n_bootstrap, seed=seed))
-        keys = ("geometric", "geometric_interval", "spec_bench", "prefill", "decode")
-        return {"total": nothing, **dict.fromkeys(keys), "by_category": {}}
-    table = units(rows)
+    if "one_pass" in manifest:
+        return bool(manifest["one_pass"])
+    package = str((manifest.get("method") or {}).get("_target_", "")).removeprefix("methods.").partition(".")[0]
+    family = manifest.get("family", package)
+    return family == "non_autoregressive" and manifest.get("guarantee") == "INDEPENDENT_MODEL"
 
-    def total(part: pd.DataFrame) -> dict[str, Any]:
-        baseline_s, method_s = part["baseline_s"].to_numpy(float), part["method_s"].to_numpy(float)
-        return asdict(stats.ratio_of_totals(baseline_s, method_s, n_resamples=n_bootstrap, seed=seed))
 
+def kind(one_pass: bool) -> Of:
+    """What the headline is of: seconds of the arms for one-pass writers, for all others their seconds per token."""
+    return "total" if one_pass else "per_token"
+
+
+def speedups(rows: pd.DataFrame, table: pd.DataFrame, of: Of, n_bootstrap: int, seed: int) -> dict[str, Any]:
+    """The headline and its variants.
+
+    ``total`` is the ratio of the arms' seconds, ``geometric`` the mean of the units' ratios of seconds, ``spec_bench``
+    the ratio of the arms' mean rates (Xia et al. 2024); ``prefill`` and ``decode`` split the total. With queues
+    ``latency`` is the ratio of the prompts' summed times from being read to their end, paired by conversation. All
+    others are of the headline's kind, see ``equal_work``.
+
+    Args:
+        rows: see ``paired``.
+        table: ``units`` of them.
+        of: the headline's kind.
+        n_bootstrap, seed: of the intervals.
+    """
+    queues = not rows.empty and bool(rows["queue"].notna().all())
+    compared = equal_work(table, of, n_bootstrap, seed)
+    total = asdict(interval(table, "total", n_bootstrap, seed))
+    for found in (compared["headline"], compared["novel"], total) if queues else ():
+        if found["n"] and found["reason"]:
+            found["reason"] = stats.few_pairs(found["n"], "queue") + _MORE_QUEUES
+    if queues:
+        latency = asdict(interval(_conversations(rows), "total", n_bootstrap, seed))
+        compared |= {"by_category": {}, "latency": latency}
     geometric = stats.geometric_mean(table["baseline_s"].to_numpy(float), table["method_s"].to_numpy(float))
     rates = {arm: (table[f"{arm}_tokens"] / table[f"{arm}_s"]).mean() for arm in ("method", "baseline")}
-    sums = table.drop(columns="category").sum()
-    queues = bool(rows["queue"].notna().all())
-    overall = total(table)
-    if queues and overall["reason"]:
-        overall["reason"] = stats.few_pairs(overall["n"], "queue") + _MORE_QUEUES
+    sums = table.drop(columns="category").astype(float).sum()
     return {
-        "total": overall,
+        "headline": compared.pop("headline"),
+        "total": total,
         "geometric": geometric.value,
         "geometric_interval": None if geometric.low is None else [geometric.low, geometric.high],
         "spec_bench": _divide(rates["method"], rates["baseline"]),
         "prefill": _divide(sums["baseline_prefill_s"], sums["method_prefill_s"]),
         "decode": _divide(sums["baseline_s"] - sums["baseline_prefill_s"], sums["method_s"] - sums["method_prefill_s"]),
-        "by_category": {} if queues else {str(name): total(part) for name, part in table.groupby("category")},
-        **({"latency": total(_conversations(rows))} if queues else {}),
+        **compared,
+    }
+
+
+def equal_work(table: pd.DataFrame, of: Of, n_bootstrap: int, seed: int) -> dict[str, Any]:
+    """What is of the headline's kind and follows from the units alone, as ``bench.analysis.pairs`` keeps them.
+
+    Returns:
+        ``headline``; ``median`` of the units' ratios; ``floor``, the least of them and the share below 1; ``novel``,
+        the headline over the novel units; ``by_category``, over the units of each category.
+    """
+    each, new = unit_ratios(table, of), novel(table)
+
+    def over(part: pd.DataFrame) -> dict[str, Any]:
+        return asdict(interval(part, of, n_bootstrap, seed))
+
+    if new is None or not new.any():
+        why = "it is not known which texts are novel" if new is None else "no text is novel"
+        among = asdict(stats.Interval(None, reason=why))
+    else:
+        among = over(table[new])
+    return {
+        "headline": over(table) | {"of": of},
+        "median": float(each.median()),
+        "floor": {"minimum": float(each.min()), "slower_share": float((each < 1).mean())},
+        "novel": among | {"of": of},
+        "by_category": {str(name): over(part) for name, part in table.groupby("category")},
+    }
+
+
+def interval(table: pd.DataFrame, of: Of, n_bootstrap: int, seed: int) -> stats.Interval:
+    """The speed-up over units: the ratio of the arms' seconds, or of their seconds per token."""
+    seconds = table["baseline_s"].to_numpy(float), table["method_s"].to_numpy(float)
+    if of == "total":
+        return stats.ratio_of_totals(*seconds, n_resamples=n_bootstrap, seed=seed)
+    tokens = table["baseline_tokens"].to_numpy(float), table["method_tokens"].to_numpy(float)
+    if np.isnan(tokens).any():
+        return stats.Interval(None, n=len(table), reason="the lengths of its texts were not kept")
+    return stats.ratio_per_token(seconds, tokens, n_resamples=n_bootstrap, seed=seed)
+
+
+def unit_ratios(table: pd.DataFrame, of: Of) -> pd.Series:
+    """Speed-up of each unit, see ``interval``."""
+    seconds = (table["baseline_s"] / table["method_s"]).astype(float)
+    return seconds if of == "total" else seconds * (table["method_tokens"] / table["baseline_tokens"]).astype(float)
+
+
+def novel(table: pd.DataFrame) -> pd.Series | None:
+    """Whether at most a tenth of the baseline's tokens of a unit lie in repeated n-grams; None if that is not known."""
+    shares = table["repeated"].astype(float)
+    return None if shares.isna().any() else shares <= NOVEL_SHARE + _DUST
+
+
+def predictability(table: pd.DataFrame) -> dict[str, Any]:
+    """Mean over the units of the share of the baseline's tokens in repeated n-grams, and how many units are novel."""
+    new = novel(table)
+    return {
+        "mean_share": None if new is None else float(table["repeated"].astype(float).mean()),
+        "n_novel": None if new is None else int(new.sum()),
+        "n_units": len(table),
     }
 
 
@@ -269,8 +398,9 @@ def predicted_speedup(
 ) -> float | None:
     """The speed-up of the recorded rounds at the measured cost of target passes; the rest is the method's overhead.
 
-    A batch takes its prefill and, for every round, the cost of its passes plus the drafting time. None without a curve,
-    or where a draft model's time was not recorded.
+    It is per token, as the headline of all methods that write in rounds. A batch takes its prefill and, for every
+    round, the cost of its passes plus the drafting time. None without a curve, or where a draft model's time was not
+    recorded.
     """
     if cost_curve is None or rows.empty:
         return None
@@ -281,7 +411,9 @@ def predicted_speedup(
     seconds = np.array(predicted) * done["weight"]
     sums = seconds.groupby(done["arm"]).sum(min_count=1)
     unknown = seconds.isna().groupby(done["arm"]).any()
-    return None if unknown.any() else _divide(sums["baseline"], sums["method"])
+    tokens = (done["tokens"] * done["weight"]).groupby(done["arm"]).sum()
+    total = None if unknown.any() else _divide(sums["baseline"], sums["method"])
+    return None if total is None else total * float(tokens["method"] / tokens["baseline"])
 
 
 def cost_over_layers(manifest: Mapping[str, Any]) -> float:

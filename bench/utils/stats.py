@@ -72,15 +72,50 @@ def ratio_of_totals(numerator: Values, denominator: Values, *, n_resamples: int,
 
 
 def ratio_of_ratios(columns: Sequence[Values], *, n_resamples: int, seed: int) -> Interval:
-    """(sum 0 / sum 1) / (sum 2 / sum 3), with a 95 % interval over the rows, see ``_interval``."""
+    """(sum 0 / sum 1) / (sum 2 / sum 3), with a 95 % interval over the rows, see ``_interval``.
+
+    Eight columns are such a quotient of seconds, divided by one of tokens.
+    """
     arrays = tuple(np.asarray(column, dtype=float) for column in columns)
     if not len(arrays[0]):
         return Interval(None, reason="no conversation was finished in both runs")
 
-    def ratio(a: Array, b: Array, c: Array, d: Array, axis: int = -1) -> Any:
-        return a.sum(axis) / b.sum(axis) / (c.sum(axis) / d.sum(axis))
+    def ratio(*parts: Array, axis: int = -1) -> Any:
+        seconds = _per_unit(*parts[:4], axis=axis)
+        return seconds / _per_unit(*parts[4:], axis=axis) if parts[4:] else seconds
 
     return _interval(arrays, ratio, n_resamples, seed, few_pairs(len(arrays[0]), "conversation"))
+
+
+def ratio_per_token(
+    seconds: tuple[Values, Values], tokens: tuple[Values, Values], *, n_resamples: int, seed: int
+) -> Interval:
+    """Ratio of the arms' seconds per token: (sum of seconds / sum of tokens) of the first over that of the second.
+
+    Where both arms have the same tokens in every pair this is ``ratio_of_totals`` of the seconds, interval included.
+
+    Args:
+        seconds: one positive value per pair, of the first arm and of the second.
+        tokens: likewise, what the arms wrote in this time.
+        n_resamples, seed: see ``ratio_of_totals``.
+
+    Raises:
+        ValueError: see ``ratio_of_totals``.
+    """
+    (top, bottom), (over, under) = _checked(*seconds), _checked(*tokens, noun="tokens")
+    if len(top) != len(over):
+        raise ValueError(f"Pairs need seconds and tokens of one length, not of {len(top)} and {len(over)}.")
+    if np.array_equal(over, under) or not len(top):
+        return ratio_of_totals(top, bottom, n_resamples=n_resamples, seed=seed)
+    if len(top) >= FEWEST_PAIRS and _all_same(top / bottom) and _all_same(over / under):
+        value = float(_per_unit(top, over, bottom, under))
+        return Interval(value, value, value, len(top), "equal")
+    return _interval((top, over, bottom, under), _per_unit, n_resamples, seed, few_pairs(len(top)) + _MORE_PROMPTS)
+
+
+def _per_unit(a: Array, b: Array, c: Array, d: Array, axis: int = -1) -> Any:
+    """(sum a / sum b) / (sum c / sum d)."""
+    return a.sum(axis) / b.sum(axis) / (c.sum(axis) / d.sum(axis))
 
 
 def few_pairs(n: int, noun: str = "pair") -> str:
@@ -135,13 +170,13 @@ def geometric_mean(numerator: Values, denominator: Values) -> Interval:
     return Interval(value, float(low), float(high), len(logs), "t")
 
 
-def _checked(numerator: Values, denominator: Values) -> tuple[Array, Array]:
+def _checked(numerator: Values, denominator: Values, noun: str = "times") -> tuple[Array, Array]:
     top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
     if top.shape != bottom.shape or top.ndim != 1:
         raise ValueError(f"Pairs need two lists of one length, not of {top.shape} and {bottom.shape}.")
     both = np.concatenate([top, bottom])
     if not (np.isfinite(both).all() and (both > 0).all()):
-        raise ValueError("A ratio of times needs times above 0; one is not.")
+        raise ValueError(f"A ratio of {noun} needs {noun} above 0; one is not.")
     return top, bottom
 
 

@@ -161,6 +161,7 @@ class NonAutoregressive(Decoder):
     guarantee = Guarantee.INDEPENDENT_MODEL
     family = "non_autoregressive"
     model_kind = "seq2seq"
+    one_pass = True
     greedy_only = True
     trainable = True
     needs = "training"

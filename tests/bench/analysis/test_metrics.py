@@ -56,6 +56,147 @@ def test_speedups_by_hand() -> None:
     assert "2 pairs are too few" in found["total"]["reason"]
 
 
+# The method stops early in conversation 1 and writes on in conversation 2, 10 ms a token in both arms but for the
+# method's conversation 3, which takes 5 ms a token.
+#   seconds  baseline 80, 40, 60 = 180 ms   method 40, 80, 30 = 150 ms
+#   tokens   baseline  8,  4,  6 =  18      method  4,  8,  6 =  18
+UNEQUAL = [
+    *both("1/1", {"ms": [10] * 8}, {"ms": [10] * 4}),
+    *both("2/1", {"ms": [10] * 4}, {"ms": [10] * 8}, category="code"),
+    *both("3/1", {"ms": [10] * 6}, {"ms": [5] * 6}),
+]
+
+
+def test_the_headline_compares_equal_work() -> None:
+    shorter = summary(UNEQUAL[:2] + UNEQUAL[4:])["speedup"]
+    # conversations 1 and 3: 140 ms over 70 ms, but 14 tokens over 10: (140 / 14) / (70 / 10)
+    assert (shorter["headline"]["value"], shorter["headline"]["of"]) == (pytest.approx(10 / 7), "per_token")
+    assert shorter["total"]["value"] == pytest.approx(2.0)
+    assert shorter["per_token"] == pytest.approx(10 / 7)
+    assert shorter["by_category"]["qa"]["value"] == pytest.approx(10 / 7)
+    assert shorter["headline"]["n"] == 2 and "2 pairs are too few" in shorter["headline"]["reason"]
+    at_once = summary(UNEQUAL[:2] + UNEQUAL[4:], one_pass=True)["speedup"]
+    assert at_once["headline"] == at_once["total"] | {"of": "total"}
+    assert at_once["by_category"]["qa"]["value"] == pytest.approx(2.0)
+
+
+def test_median_and_floor_by_hand() -> None:
+    found = summary(UNEQUAL)["speedup"]  # per token 1, 1 and 2
+    assert (found["median"], found["floor"]) == (pytest.approx(1.0), {"minimum": pytest.approx(1.0), "slower_share": 0})
+    found = summary(UNEQUAL, one_pass=True)["speedup"]  # seconds 80 / 40, 40 / 80, 60 / 30
+    assert found["median"] == pytest.approx(2.0)
+    assert found["floor"] == {"minimum": pytest.approx(0.5), "slower_share": pytest.approx(1 / 3)}
+
+
+def test_lengths_that_are_equal_leave_the_total() -> None:
+    found = summary([s for i in range(6) for s in both(f"{i + 1}/1", {"ms": [10, 7 + i]}, {"ms": [5, 5 + i * i]})])
+    assert found["speedup"]["headline"] == found["speedup"]["total"] | {"of": "per_token"}
+    assert found["speedup"]["headline"]["kind"] == "t"
+
+
+def test_headline_of_an_older_summary_is_the_total() -> None:
+    found = summary(PLAIN)
+    assert metrics.headline(found) == found["speedup"]["headline"]
+    del found["speedup"]["headline"]
+    assert metrics.headline(found) == found["speedup"]["total"] | {"of": "total"}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "expected"),
+    [
+        ({"one_pass": True, "family": "other", "guarantee": "RELAXED"}, True),
+        ({"one_pass": False, "family": "non_autoregressive", "guarantee": "INDEPENDENT_MODEL"}, False),
+        ({"family": "non_autoregressive", "guarantee": "INDEPENDENT_MODEL"}, True),
+        ({"method": {"_target_": "methods.non_autoregressive.ctc.Ctc"}, "guarantee": "INDEPENDENT_MODEL"}, True),
+        ({"method": {"_target_": "methods.non_autoregressive.diffusion.Diffusion"}, "guarantee": "RELAXED"}, False),
+        ({"method": {"_target_": "methods.early_exit.calm.Calm"}, "guarantee": "RELAXED"}, False),
+        ({"method": {"_target_": "mine.Decoder"}, "guarantee": "INDEPENDENT_MODEL"}, False),
+        ({}, False),
+    ],
+)
+def test_which_records_are_of_one_pass_writers(manifest: dict[str, Any], expected: bool) -> None:
+    assert metrics.one_pass(manifest) is expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "n", "share"),
+    [
+        ([1, 2, 3, 4], [5, 6, 7, 8], 2, 0.0),
+        ([1, 2, 3, 4], [9, 2, 3, 4, 8], 3, 3 / 5),  # copied from the prompt
+        ([], [1, 2, 9, 1, 2, 8, 1, 2], 2, 4 / 8),  # the first of the three is new
+        ([], [7] * 6, 2, 5 / 6),  # an occurrence may overlap with the one before; 7 7 begins again at the second 7
+        ([1, 2, 3, 1], [2, 3, 9], 3, 2 / 3),  # 1 2 3 begins in the prompt and ends in the output
+        ([1, 2], [3, 1, 2, 3, 1, 2, 4], 3, 5 / 7),  # 1 2 3, 2 3 1 and 3 1 2: all but the first and the last
+        ([1, 2, 3], [1, 2], 8, 0.0),
+        ([1, 2, 3], [], 2, 0.0),
+    ],
+)
+def test_repeated_share_by_hand(prompt: list[int], output: list[int], n: int, share: float) -> None:
+    assert metrics.repeated_share(prompt, output, n) == pytest.approx(share)
+
+
+def test_repeated_share_is_that_of_its_definition() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        prompt, output = ([draw.randrange(3) for _ in range(draw.randrange(25))] for _ in range(2))
+        text = [*prompt, *output]
+        grams = [tuple(text[i : i + 4]) for i in range(len(text) - 3)]
+        covered = {i + k for i, gram in enumerate(grams) if gram in grams[:i] for k in range(4)}
+        expected = sum(place >= len(prompt) for place in covered) / max(1, len(output))
+        assert metrics.repeated_share(prompt, output, 4) == pytest.approx(expected)
+
+
+def texts(name: str, repeated: int, baseline_ms: int, method_ms: int, turns: int = 1) -> list[Sample]:
+    """A conversation of 20 tokens a turn, of which the baseline's last ``repeated`` stand in the prompt."""
+    ids = [int(name) * 100 + i for i in range(20)]
+    prompt = ids[20 - repeated :]
+    common = {"prompt_ids": prompt, "n_prompt_tokens": len(prompt), "output_ids": ids}
+    own = {"output_ids": [1] * 20}  # only the baseline's text counts
+    return [
+        sample
+        for turn in range(1, turns + 1)
+        for sample in both(
+            f"{name}/{turn}",
+            {"ms": [baseline_ms] * 20},
+            {"ms": [method_ms] * 20} | own,
+            batch=10 * int(name) + turn,
+            **common,
+        )
+    ]
+
+
+def test_novel_conversations_by_hand() -> None:
+    # Two of three conversations are novel: 40 + 60 ms over 20 + 60; the third is copied from its prompt, 9 of 20.
+    samples = [
+        *texts("1", 0, 2, 1),
+        *texts("2", 7, 3, 3),  # below 8 tokens nothing is an 8-gram
+        *texts("3", 9, 4, 1),
+    ]
+    found = summary([replace(s, prompt_ids=s.prompt_ids or [9], n_prompt_tokens=1) for s in samples])
+    assert found["predictability"] == {"mean_share": pytest.approx(9 / 20 / 3), "n_novel": 2, "n_units": 3}
+    assert (found["speedup"]["novel"]["value"], found["speedup"]["novel"]["n"]) == (pytest.approx(100 / 80), 2)
+    assert found["speedup"]["novel"]["of"] == "per_token"
+    assert found["speedup"]["headline"]["value"] == pytest.approx(180 / 100)
+
+
+def test_a_tenth_is_still_novel_and_turns_are_added() -> None:
+    # 8 of 80 tokens of the conversation
+    first = texts("1", 8, 2, 1, turns=4)
+    samples = [replace(s, prompt_ids=s.prompt_ids if s.turn == 1 else [9]) for s in first]
+    found = summary(samples)
+    assert found["predictability"] == {"mean_share": pytest.approx(0.1), "n_novel": 1, "n_units": 1}
+    found = summary([*samples, *texts("2", 20, 2, 1)])
+    assert found["speedup"]["novel"]["n"] == 1
+
+
+def test_novel_is_none_where_nothing_is_novel_or_prompts_are_unknown() -> None:
+    copied, unknown = summary(texts("1", 20, 2, 1)), summary(PLAIN)
+    assert copied["predictability"] == {"mean_share": 1.0, "n_novel": 0, "n_units": 1}
+    assert unknown["predictability"] == {"mean_share": None, "n_novel": None, "n_units": 2}
+    for found in (copied, unknown):
+        assert found["speedup"]["novel"]["value"] is None and found["speedup"]["novel"]["reason"]
+
+
 def test_shares_kept_of_one_answer() -> None:
     made = replace(PLAIN[1], step_accepted=[0, 2, 0, 1, 0], step_depth=[0, 3, 3, 1, 0])
     assert metrics.kept_at(made) == [2 / 3, 1 / 2, 0.0]
@@ -230,6 +371,17 @@ def test_prediction_by_hand() -> None:
     assert found["predicted_speedup"] == pytest.approx(50.06 / 36.01)
     assert found["predicted_ratio"] == pytest.approx((50 / 38) / (50.06 / 36.01))
     assert found["draft_share"] == pytest.approx(2 / 38)
+
+
+def test_the_prediction_is_of_the_same_work_as_the_headline() -> None:
+    def cost(nodes: int, batch: int, context: int) -> float:
+        return 0.010
+
+    # The rounds are those of autoregression, the text is half as long: no speed-up, measured or predicted.
+    found = summary(UNEQUAL[:2], cost_curve=cost)
+    assert found["predicted_speedup"] == pytest.approx(1.0) == found["predicted_ratio"]
+    at_once = summary(UNEQUAL[:2], cost_curve=cost, one_pass=True)
+    assert (at_once["predicted_speedup"], at_once["predicted_ratio"]) == (None, None)
 
 
 def test_prediction_takes_the_curve_of_the_suite() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +12,7 @@ import pandas as pd
 import pytest
 
 from bench import cli, validate
-from bench.analysis import pairs
+from bench.analysis import metrics, pairs
 from bench.errors import UserError
 from bench.records import run_folder
 from bench.report import compare, frontier
@@ -44,7 +46,13 @@ def test_a_condensed_run_compares_as_before(runs: list[Path], capsys: pytest.Cap
     assert (runs[0] / run_folder.PAIRS).stat().st_size < size / 3
     after = pairs.read(runs[0])
     pd.testing.assert_frame_equal(after.units, before.units, check_dtype=False, check_names=False)
-    assert (after.prompts, after.baseline) == (before.prompts, before.baseline)
+    assert (after.prompts, after.baseline, after.texts) == (before.prompts, before.baseline, before.texts)
+    kept, had = (metrics.equal_work(found.units, "per_token", 300, 0) for found in (after, before))
+    for key in ("headline", "novel"):
+        assert {kept[key][end] for end in ("value", "low", "high")} != {None}
+        assert kept[key] == {
+            name: value if isinstance(value, str | None) else pytest.approx(value) for name, value in had[key].items()
+        }
     assert comparison(runs) == text
     assert similar is not None and frontier.similarity_to_baseline(runs[0]) == similar
     capsys.readouterr()
@@ -66,6 +74,21 @@ def test_a_condensed_summary_is_still_checked(runs: list[Path]) -> None:
     summary.write_text(re.sub(r'("total": \{\s*"value": )[0-9.]+', r"\g<1>9.0", summary.read_text(), count=1))
     (found,) = validate.check_one(runs[0]).problems
     assert "speed-up 9.0, the samples" in found
+
+
+def test_pairs_of_before_have_no_lengths(runs: list[Path]) -> None:
+    pairs.condense(runs[0])
+    file = runs[0] / run_folder.PAIRS
+    found = json.loads(gzip.decompress(file.read_bytes()))
+    found["units"] = {name: found["units"][name] for name in ("unit", "baseline_s", "method_s", "category")}
+    del found["texts"]
+    file.write_bytes(gzip.compress(json.dumps(found).encode()))
+    units = pairs.read(runs[0]).units
+    total = json.loads((runs[0] / run_folder.SUMMARY).read_text())["speedup"]["total"]
+    assert metrics.interval(units, "total", 100, 0).value == pytest.approx(total["value"])
+    missing = metrics.equal_work(units, "per_token", 100, 0)
+    assert missing["headline"]["value"] is None and "were not kept" in missing["headline"]["reason"]
+    assert missing["novel"]["value"] is None and metrics.predictability(units)["n_novel"] is None
 
 
 def test_only_sound_finished_runs_are_condensed(runs: list[Path]) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bench.utils.stats import FEWEST_FOR_BOOTSTRAP, Interval, geometric_mean, ratio_of_totals
+from bench.utils.stats import FEWEST_FOR_BOOTSTRAP, Interval, geometric_mean, ratio_of_totals, ratio_per_token
 
 
 def ratio(top: list[float], bottom: list[float], n_resamples: int = 500, seed: int = 0) -> Interval:
@@ -43,6 +43,61 @@ def test_geometric_mean_by_hand() -> None:
 def test_the_ratio_of_totals_is_not_a_mean_of_ratios() -> None:
     assert ratio([10.0, 1.0], [5.0, 2.0]).value == 11 / 7
     assert geometric_mean([10.0, 1.0], [5.0, 2.0]).value == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 19, 20, 60])
+def test_per_token_is_the_ratio_of_totals_where_both_wrote_the_same(n: int) -> None:
+    top, bottom = population(np.random.default_rng(n), n)
+    tokens = np.arange(1.0, n + 1)
+    found = ratio_per_token((top, bottom), (tokens, tokens), n_resamples=300, seed=1)
+    assert found == ratio_of_totals(top, bottom, n_resamples=300, seed=1)
+
+
+def test_per_token_by_hand() -> None:
+    # 12 s for 6 tokens against 8 s for 5 tokens: 2 / 1.6
+    found = ratio_per_token(([10.0, 2.0], [7.0, 1.0]), ([4.0, 2.0], [3.0, 2.0]), n_resamples=100, seed=0)
+    assert (found.value, found.low, found.n) == (pytest.approx(1.25), None, 2)
+    assert found.reason and "2 pairs are too few" in found.reason
+
+
+def test_t_interval_of_a_ratio_per_token_by_hand() -> None:
+    # Denominator: 1 s and 1 token a pair. Numerator: 1, 2, 3, 4, 5 s and 2, 1, 1, 1, 1 tokens, so R = 15 / 6 = 2.5;
+    # leaving one out gives 14/4, 13/5, 12/5, 11/5, 10/5. Pseudo-values 5 log 2.5 - 4 log(those) = -0.42960, 0.75941,
+    # 1.07958, 1.42762, 1.80886; their sd is 0.85440, the half width 2.77645 * 0.85440 / sqrt(5) = 1.06088.
+    ones = [1.0] * 5
+    found = ratio_per_token(
+        ([1.0, 2.0, 3.0, 4.0, 5.0], ones), ([2.0, 1.0, 1.0, 1.0, 1.0], ones), n_resamples=100, seed=0
+    )
+    assert (found.value, found.kind) == (pytest.approx(2.5), "t")
+    assert found.low == pytest.approx(2.5 * math.exp(-1.06088), rel=1e-4)
+    assert found.high == pytest.approx(2.5 * math.exp(1.06088), rel=1e-4)
+
+
+def test_a_shorter_text_is_no_speed_up() -> None:
+    # The same 10 ms for every token of both arms; the method stops early in every third text.
+    tokens = np.random.default_rng(4).integers(20, 90, 60).astype(float)
+    fewer = np.where(np.arange(60) % 3, tokens, tokens // 2)
+    seconds = (tokens * 0.01, fewer * 0.01)
+    found = ratio_per_token(seconds, (tokens, fewer), n_resamples=300, seed=0)
+    assert [found.value, found.low, found.high] == pytest.approx([1.0] * 3)
+    assert ratio_of_totals(*seconds, n_resamples=300, seed=0).low > 1.1  # type: ignore[operator]
+
+
+def test_equal_seconds_of_other_lengths_still_have_an_interval() -> None:
+    # Twice as fast in every pair, but the lengths vary: only lengths in one proportion have no spread.
+    seconds, tokens = np.linspace(0.1, 0.7, 30), np.linspace(10, 70, 30)
+    apart = tokens - np.arange(30) % 4
+    varied = ratio_per_token((2 * seconds, seconds), (tokens, apart), n_resamples=300, seed=0)
+    alike = ratio_per_token((2 * seconds, seconds), (tokens, tokens / 2), n_resamples=300, seed=0)
+    assert varied.kind == "bca" and varied.low is not None and varied.low < varied.value < varied.high  # type: ignore[operator]
+    assert alike.kind == "equal" and alike.low == alike.high == alike.value == pytest.approx(1.0)
+
+
+def test_tokens_must_be_above_0() -> None:
+    with pytest.raises(ValueError, match="needs tokens above 0"):
+        ratio_per_token(([1.0], [1.0]), ([0.0], [1.0]), n_resamples=10, seed=0)
+    with pytest.raises(ValueError, match="one length"):
+        ratio_per_token(([1.0], [1.0]), ([1.0, 2.0], [1.0, 2.0]), n_resamples=10, seed=0)
 
 
 def test_bootstrap_from_20_pairs_on() -> None:
