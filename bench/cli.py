@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from bench.config import compose, options
 from bench.config.typecheck import did_you_mean
 from bench.errors import BAD_INPUT, FAILED, INVALID, OK, TRACEBACK, UserError, guard
 from bench.sweep import job
+from bench.sweep.job import ARMS
 
 if TYPE_CHECKING:
     from bench.report.collect import Record
@@ -37,6 +39,8 @@ Sub-commands:
 
 Options:
   -m, --multirun   a sweep: key=a,b  key=glob(*)  key=range(1,9,2), one run for every combination; prints a plan first
+  arms=[a,b,c]     these methods prompt by prompt against one baseline; a sweep on this machine does so anyway
+                   (baseline=own: each method by itself)
   resume=auto|unfinished|never|force|only_failed  dry_run=true  shuffle_seed=0
                    what to do with earlier records, only print the plan, random order; also for a single run
                    cluster=local|process|slurm|ray  where its jobs run (python -m bench show cluster/slurm)
@@ -50,7 +54,8 @@ Groups:
 {groups}
 
 Settings: seed, max_new_tokens, batch_size, max_context, and every key of a group as group.key=value.
-Exit codes: 0 fine, 1 the run failed, 2 bad input, 3 finished but INVALID. {traceback}=1 shows tracebacks."""
+Exit codes: 0 VALID or INCONCLUSIVE, 1 the run failed, 2 bad input, 3 finished but INVALID. {traceback}=1 shows
+tracebacks."""
 
 _FLAGS = {"-m", "--multirun", "--fresh", "--config", "--json", "-h", "--help", "--version"}
 
@@ -94,7 +99,8 @@ def _help() -> str:
 def _is_of_sweeps(word: str) -> bool:
     """Whether a word names a sweep, or how or where to run its jobs; a single run is a plan of one then."""
     key = word.lstrip("+").partition("=")[0]
-    return key in (compose.SWEEP, "resume", "dry_run", "shuffle_seed") or key.split(".")[0] == compose.CLUSTER
+    own = (compose.SWEEP, ARMS, "resume", "dry_run", "shuffle_seed", "baseline")
+    return key in own or key.split(".")[0] == compose.CLUSTER
 
 
 def _print_config(overrides: list[str]) -> int:
@@ -118,17 +124,18 @@ def _sweep(overrides: list[str], fresh: bool) -> int:
         codes |= {INVALID for each in plan.jobs if each.state == "invalid" and each not in plan.to_run}
         if plan.to_run:
             with tracking.grouped(overrides):
-                tasks = sweep.tasks(plan, fresh=settings.fresh)
+                shared = settings.baseline == "shared" or (settings.baseline == "auto" and cluster.one_by_one)
+                tasks = sweep.tasks(plan, fresh=settings.fresh, shared=shared)
                 codes |= _close_sweep(tasks, cluster.run(tasks, sweep.folder(plan)))
         print(sweep.leaderboards(plan), end="")
-    return next((code for code in (FAILED, BAD_INPUT, INVALID) if code in codes), OK)
+    return job.worst(codes)
 
 
 def _close_sweep(tasks: Sequence[job.Task], answers: Answers) -> set[int]:
     """Print the failures; returns the exit codes. Jobs that were left running count as fine."""
     results = dict(answers)
     failed = [
-        f"  {' '.join(task.words)}: {results[place].message}"
+        f"  {task.label if task.together else ' '.join(task.words)}: {results[place].message}"
         for place, task in enumerate(tasks)
         if place in results and results[place].message
     ]
@@ -295,13 +302,27 @@ def _condense(arguments: list[str]) -> int:
     return OK
 
 
-def _doctor(arguments: list[str]) -> int:
-    from bench.doctor import examine
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of ``doctor``.
 
-    findings = examine(compose.compose([]))
-    for finding in findings:
-        print(finding.line())
-    return FAILED if any(finding.state == "fail" for finding in findings) else OK
+    Attributes:
+        checkpoints: also decode fixed prompts with every trained checkpoint, and compare with its card (minutes)
+    """
+
+    checkpoints: bool = False
+
+
+def _doctor(arguments: list[str]) -> int:
+    from bench.doctor import examine, examine_checkpoints
+
+    settings, rest = options.parse(DoctorOptions, arguments)
+    options.refuse(rest, "doctor", options.keys(DoctorOptions))
+    cfg, failed = compose.compose([]), False
+    for finding in chain(examine(cfg), examine_checkpoints(cfg.paths) if settings.checkpoints else ()):
+        print(finding.line(), flush=True)
+        failed |= finding.state == "fail"
+    return FAILED if failed else OK
 
 
 @dataclass(frozen=True)
@@ -579,7 +600,13 @@ _COMMANDS: dict[str, Command] = {
         "tab completion for the command decodebench",
         'completion bash    (in ~/.bashrc: eval "$(decodebench completion bash)")',
     ),
-    "doctor": Command(_doctor, "doctor", "check this machine and installation", "doctor"),
+    "doctor": Command(
+        _doctor,
+        "doctor [checkpoints=true]",
+        "check this machine and installation, and what trained checkpoints accept",
+        "doctor checkpoints=true",
+        DoctorOptions,
+    ),
     "check-method": Command(
         _check_method,
         "check-method NAME [method.key=value]",

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 from transformers import PreTrainedModel
 
+from bench.analysis import audit, metrics, ranking
 from bench.config import compose, instantiate, overrides
 from bench.config.schema import RunConfig
 from bench.errors import UserError
@@ -52,17 +53,23 @@ class Measurement:
     @property
     def speedup(self) -> Interval:
         """The baseline's time over the method's (``value``), with a 95 % interval (``low``, ``high``)."""
-        return Interval(**self.summary["speedup"]["total"])
+        found = metrics.headline(self.summary)
+        return Interval(**{name: value for name, value in found.items() if name != "of"})
+
+    @property
+    def result(self) -> audit.Result:
+        """VALID, INCONCLUSIVE (noise could have made the speed-up) or INVALID (the numbers cannot be trusted)."""
+        return audit.result(self.summary)
 
     @property
     def valid(self) -> bool:
-        """Whether counters, text and timing passed all checks."""
-        return bool(self.summary["verdict"]["valid"])
+        """Whether the result is VALID."""
+        return self.result == "VALID"
 
     @property
     def reasons(self) -> list[str]:
-        """Why it is INVALID."""
-        return list(self.summary["verdict"]["reasons"])
+        """Why it is INVALID or INCONCLUSIVE, and what to do."""
+        return audit.explained(self.summary)
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row per prompt: what was asked, both texts, whether they are identical, speed-up, tokens per step,
@@ -78,8 +85,8 @@ class Measurement:
         return table.partition("\nNext:")[0]
 
     def __repr__(self) -> str:
-        found = f"{terminal.times(self.speedup.value)}, 95 % {terminal.interval(self.summary['speedup']['total'])}"
-        return f"Measurement({self.method!r}, {found}, {'VALID' if self.valid else 'INVALID'})"
+        found = f"{terminal.times(self.speedup.value)}, 95 % {terminal.interval(metrics.headline(self.summary))}"
+        return f"Measurement({self.method!r}, {found}, {self.result})"
 
     def _repr_html_(self) -> str:
         return page.measurement(self.summary, self.table)
@@ -104,10 +111,12 @@ class Measurements(Sequence[Measurement]):
         return len(self.found)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """The leaderboard: one row per method, the fastest first, INVALID ones last."""
-        rows = [_leaderboard_row(each) for each in self.found]
-        table = pd.DataFrame(rows).sort_values(["valid", "speed-up"], ascending=False, kind="stable")
-        return table.reset_index(drop=True)
+        """The leaderboard: one row per method, the fastest first, those without a rank last."""
+        reasons = ranking.in_table([each.summary for each in self.found])
+        rows = [_leaderboard_row(each) | {"not ranked": why} for each, why in zip(self.found, reasons, strict=True)]
+        places = {id(summary): place for place, summary in enumerate(terminal.ordered([e.summary for e in self.found]))}
+        order = sorted(range(len(rows)), key=lambda place: places[id(self.found[place].summary)])
+        return pd.DataFrame([rows[place] for place in order])
 
     def show(self) -> None:
         """Print the leaderboard of the command line."""
@@ -120,8 +129,7 @@ class Measurements(Sequence[Measurement]):
         return f"Measurements({', '.join(map(repr, self.found))})"
 
     def _repr_html_(self) -> str:
-        ranked = sorted(self.found, key=lambda each: (each.valid, each.speedup.value or 0.0), reverse=True)
-        return page.leaderboard([each.summary for each in ranked])
+        return page.leaderboard([each.summary for each in self.found])
 
 
 def benchmark(
@@ -141,8 +149,8 @@ def benchmark(
 ) -> Measurement | Measurements:
     """Measure how much faster a method writes than plain decoding, and whether its text is the same.
 
-    Every prompt is decoded with the method and with the baseline, in random order. A finished record of the same run is
-    returned without measuring again.
+    Every prompt is decoded with each method and with the baseline, in random order. A finished record of the same run
+    is returned without measuring again.
 
     Args:
         target: of ``load``, or a name.
@@ -172,7 +180,7 @@ def benchmark(
     words = [f"measure={measure}", f"max_new_tokens={max_new_tokens}", f"batch_size={batch_size}", f"seed={seed}"]
     words += [*dataset, f"sampling.temperature={temperature}"]
     configured = [configure(target, name, options, words) for name in names]
-    found = tuple(_measured(target, cfg, drafts, task, fresh=fresh, keep=keep) for cfg, drafts in configured)
+    found = _measured(target, configured, task, fresh=fresh, keep=keep)
     return found[0] if isinstance(method, str) else Measurements(found)
 
 
@@ -199,20 +207,32 @@ def _prompts(given: Any, limit: int | None) -> tuple[list[str], Task | None]:
 
 
 def _measured(
-    target: Target, cfg: RunConfig, drafts: DraftModels, task: Task | None, *, fresh: bool, keep: bool
-) -> Measurement:
-    loaded = with_hf(target, cfg)
+    target: Target, configured: Sequence[tuple[RunConfig, DraftModels]], task: Task | None, *, fresh: bool, keep: bool
+) -> tuple[Measurement, ...]:
+    """The runs, measured together; the first failure is raised when all others are recorded."""
+    cfgs, drafts = [cfg for cfg, _ in configured], {name: d for _, named in configured for name, d in named.items()}
+    loaded = next((found for cfg in cfgs if (found := with_hf(target, cfg)) is not target.loaded), target.loaded)
     own = sum(each.model_bytes for each in drafts.values()) + (target.model_bytes if loaded is target.loaded else 0)
-    task = task or instantiate.build_task(cfg.dataset, cfg.paths)
+    task = task or instantiate.build_task(cfgs[0].dataset, cfgs[0].paths)
     given = run.Given(loaded, task, {name: draft.loaded for name, draft in drafts.items()}, own)
     with ExitStack() as stack:
         if not keep:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            cfg = replace(cfg, paths=replace(cfg.paths, results=folder))
-        done = run.run(cfg, fresh=fresh, given=given, quiet=True)
-        samples = run_folder.read_samples(done.path)
-    asked = {prompts.prompt_id(each, turn): text for each in task.load() for turn, text in enumerate(each.turns)}
-    return Measurement(done.summary, done.path if keep else None, cfg.to_dict(), _table(samples, asked))
+            cfgs = [replace(cfg, paths=replace(cfg.paths, results=folder)) for cfg in cfgs]
+        asked = {prompts.prompt_id(each, turn): text for each in task.load() for turn, text in enumerate(each.turns)}
+        return tuple(
+            _measurement(cfg, done, asked, keep=keep)
+            for cfg, done in zip(cfgs, run.run_together(cfgs, fresh=fresh, given=given, quiet=True), strict=True)
+        )
+
+
+def _measurement(
+    cfg: RunConfig, done: run.RunResult | Exception, asked: Mapping[str, str], *, keep: bool
+) -> Measurement:
+    if isinstance(done, Exception):
+        raise done
+    table = _table(run_folder.read_samples(done.path), asked)
+    return Measurement(done.summary, done.path if keep else None, cfg.to_dict(), table)
 
 
 def _table(samples: Sequence[Sample], asked: Mapping[str, str]) -> pd.DataFrame:
@@ -241,5 +261,5 @@ def _leaderboard_row(each: Measurement) -> dict[str, Any]:
         "acceptance": summary["acceptance_rate"],
         "tokens/s": summary["tokens_per_s"],
         "agreement": (summary.get("agreement") or {}).get("exact"),
-        "valid": each.valid,
+        "result": each.result,
     }

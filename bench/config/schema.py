@@ -51,6 +51,8 @@ class MeasureConfig:
             as a near-tie; None is the rounding of the model's type.
         refill: of more prompts than ``batch_size``, one that waits takes the place of a row that has ended.
         refill_queue: with ``refill``, the fewest prompts that are measured in one go; None: all.
+        ignore_eos: an end-of-sequence token does not end a text, so that all arms write exactly ``max_new_tokens``: for
+            speed alone, as the texts go on behind their ends.
     """
 
     name: str = "default"
@@ -62,6 +64,7 @@ class MeasureConfig:
     near_tie_gap: float | None = None
     refill: bool = False
     refill_queue: int | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         _within("measure.repeats", self.repeats, low=1)

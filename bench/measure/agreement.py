@@ -45,6 +45,9 @@ class Scorer(Protocol):
         ...
 
 
+Key = tuple[tuple[int, ...], tuple[int, ...]]  # ids of a prompt and of an output
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One output under the target.
@@ -85,6 +88,9 @@ def near_tie_gap(dtype: torch.dtype, wanted: float | None = None) -> float:
     return NEAR_TIE_GAP.get(dtype, 0.5) if wanted is None else wanted
 
 
+Known = dict[Key, Check]
+
+
 @torch.inference_mode()
 def check(target: Scorer, prompt_ids: Sequence[int], output_ids: Sequence[int], near_tie: float) -> Check:
     """Score an output of at least one id with the target; the last id is judged, not read."""
@@ -97,7 +103,9 @@ def check(target: Scorer, prompt_ids: Sequence[int], output_ids: Sequence[int], 
     return Check([max(0.0, gap) for gap in gaps.tolist()], near_tie, float(logprob))
 
 
-def check_run(target: Scorer, samples: Sequence[Sample], near_tie: float, *, greedy: bool) -> dict[str, Any]:
+def check_run(
+    target: Scorer, samples: Sequence[Sample], near_tie: float, *, greedy: bool, known: Known | None = None
+) -> dict[str, Any]:
     """Agreement of a run's outputs with the target, over the measured prompts (first repeat).
 
     The baseline's outputs are the target's own, so what they show is what rounding alone does on this machine.
@@ -107,6 +115,7 @@ def check_run(target: Scorer, samples: Sequence[Sample], near_tie: float, *, gre
         samples: of the run, both arms.
         near_tie: the stated gap.
         greedy: whether tokens were chosen by argmax; drawn tokens need not be it, so only their log-probability counts.
+        known: outputs that this target has read before, and those it reads now; for several runs with one baseline.
 
     Returns:
         ``exact``, ``near_tie`` and ``violation`` as shares of the tokens (None when sampling, with ``reason``),
@@ -114,7 +123,7 @@ def check_run(target: Scorer, samples: Sequence[Sample], near_tie: float, *, gre
         ``baseline`` with the same for the other arm.
     """
     arms = {arm: _first_repeat(samples, arm) for arm in ("method", "baseline")}
-    results = _check_all(target, [*arms["method"].values(), *arms["baseline"].values()], near_tie)
+    results = _check_all(target, [*arms["method"].values(), *arms["baseline"].values()], near_tie, known)
     own, reference = ([results[_key(sample)] for sample in rows.values()] for rows in arms.values())
     return {
         **_aggregate(own, greedy),
@@ -152,14 +161,14 @@ def _first_repeat(samples: Iterable[Sample], arm: str) -> dict[str, Sample]:
     return {s.prompt_id: s for s in samples if s.phase == "measure" and s.arm == arm and s.repeat == 0 and s.output_ids}
 
 
-def _key(sample: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _key(sample: Sample) -> Key:
     return tuple(sample.prompt_ids), tuple(sample.output_ids)
 
 
-def _check_all(target: Scorer, samples: Iterable[Sample], near_tie: float) -> dict[Any, Check]:
+def _check_all(target: Scorer, samples: Iterable[Sample], near_tie: float, known: Known | None = None) -> Known:
     """Every different output once: an exact method and its baseline mostly share theirs."""
-    distinct = {_key(sample): None for sample in samples}
-    results = {}
+    results = {} if known is None else known
+    distinct = [key for key in dict.fromkeys(map(_key, samples)) if key not in results]
     with Progress("agreement", len(distinct)) as progress:
         for prompt_ids, output_ids in distinct:
             results[prompt_ids, output_ids] = check(target, prompt_ids, output_ids, near_tie)

@@ -26,10 +26,11 @@ def main(words: Sequence[str]) -> None:
         UserError: the method has no exits, or the run is refused.
     """
     parts = run.prepare(compose.compose(words))
-    method, loaded, settings = parts.method, parts.loaded, parts.settings
+    method, shared = parts.method, parts.shared
+    loaded, settings = shared.loaded, shared.settings
     if not isinstance(method, ExitDecoder):
         raise UserError("method must be one with early exits (calm, free, static_depth, hash_ee). Set method=calm.")
-    asked = [parts.task.messages(example, 0, []) for example in parts.examples[: settings.batch_size]]
+    asked = [shared.task.messages(example, 0, []) for example in shared.examples[: settings.batch_size]]
     rows = [torch.tensor(prompts.encode(loaded.tokenizer, each), device=loaded.lm.device) for each in asked]
     rng = torch.Generator(loaded.lm.device).manual_seed(settings.seed)
     print(json.dumps(confidence_share(method, rows, settings.limit, rng)))

@@ -130,6 +130,13 @@ def _since(before: float, after: float | None) -> float | None:
     return None if after is None else after - before
 
 
+def held_bytes(device: torch.device) -> int:
+    """Memory that is in use now and that ``MemoryMeter`` would count; 0 where it cannot be measured."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return settled_bytes() or 0
+
+
 def settled_bytes() -> int | None:
     """Resident set after freed memory went back to the system; None where the system does not report it.
 

@@ -1,28 +1,36 @@
-"""The measuring loop: two arms, interleaved on the same prompts. It owns warm-up, order, seeds, clocks and resume."""
+"""The measuring loop: one baseline and one or more methods, interleaved on the same prompts.
+
+It owns warm-up, order, seeds, clocks, resume, and measuring stalled pairs again. Every method has a record of its own,
+which holds the rows of the baseline too; what several methods share is the time of the baseline.
+"""
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from bench.analysis import stalls
 from bench.errors import explain
 from bench.measure.instruments import Instruments
 from bench.measure.timing import Timed, timed_decode
-from bench.records.run_folder import Arm, RunFolder, Sample
+from bench.records.run_folder import REPEATED, Arm, RunFolder, Sample
 from bench.tasks import prompts
 from bench.tasks.prompts import Batch
-from bench.utils.progress import Progress
+from bench.utils.progress import Progress, stage
 from methods.decoder import Decoder, Step
 
 _SEED_BYTES = 6  # 48 bits survive JSON readers that use doubles
+_MOST_AGAIN = 2  # times that a stalled pair is measured again
+_MOST_STALLED = 0.2  # share of the pairs; where more have stalled, measuring again would choose quiet moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,10 @@ class Seconds:
         rest = self.loop - self.timed - self.scoring
         return rest / (self.loop - self.scoring) if self.timed else None
 
+    def share(self, runs: int) -> Seconds:
+        """Of each of the runs that were measured together."""
+        return Seconds(**{name: getattr(self, name) / runs for name in self.__slots__})
+
     def __add__(self, other: Seconds) -> Seconds:
         """Of two processes that worked on one run."""
         return Seconds(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
@@ -91,90 +103,139 @@ def derive_seed(seed: int, *names: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_SEED_BYTES], "big")
 
 
-def arm_order(seed: int, batch: Sequence[str], repeat: int) -> tuple[Arm, Arm]:
-    """Random order of the arms on a batch of prompts, determined by the seed."""
-    first = derive_seed(seed, "order", *batch, repeat) & 1
-    return ("method", "baseline") if first else ("baseline", "method")
+def random_order(names: Iterable[str], seed: int, batch: Sequence[str], repeat: int) -> list[str]:
+    """Order in which a batch of prompts is decoded, determined by the seed; of any two names it is that of the two."""
+    return sorted(names, key=lambda name: derive_seed(seed, "order", *batch, repeat, name))
+
+
+@dataclass(slots=True)
+class MethodArm:
+    """A method under test.
+
+    Attributes:
+        folder: where its samples and the baseline's go; what it already holds is not measured again.
+        held_bytes: memory that the method holds besides the target.
+        error: why it was given up; the other methods of the run go on.
+    """
+
+    decoder: Decoder
+    folder: RunFolder
+    held_bytes: int = 0
+    error: Exception | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the run; the same while it is being repeated."""
+        return self.folder.path.name.removesuffix(REPEATED)
 
 
 @dataclass(slots=True)
 class Runner:
-    """Measures a method against its baseline over the prompts of a task.
+    """Measures methods against one baseline over the prompts of a task.
 
-    The baseline's answer to an earlier turn (first repeat) is the history of a later one in both arms, so that both get
+    The baseline's answer to an earlier turn (first repeat) is the history of a later one in all arms, so that all get
     the same prompt. Prompts must have passed ``bench.tasks.prompts.check``.
 
     Args:
         baseline: the target decoding one token at a time.
-        method: the decoder under test.
+        arms: the methods; all of the same run but for their settings.
         task: writes prompts and scores answers.
         examples: what is measured, in order.
-        folder: where samples go; what it already holds is not measured again.
         spare: examples that are not measured; warm-up prefers them.
     """
 
     baseline: Decoder
-    method: Decoder
+    arms: Sequence[MethodArm]
     task: Any
     examples: Sequence[Any]
     tokenizer: Any
-    folder: RunFolder
     settings: Settings
     instruments: Instruments
     spare: Sequence[Any] = ()
     wall: Callable[[], float] = time.perf_counter
     seconds: Seconds = field(default_factory=Seconds)
     _answers: dict[str, str] = field(default_factory=dict)
+    _spent_ns: dict[str, tuple[int, int]] = field(default_factory=dict)  # by baseline and method, in this process
     _scores: dict[tuple[str, str], tuple[dict[str, float], str | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._remember(self.folder.samples)
+        for arm in self.arms:
+            self._remember(arm.folder.samples)
+
+    @property
+    def open(self) -> list[MethodArm]:
+        """The methods that were not given up."""
+        return [arm for arm in self.arms if arm.error is None]
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left to measure."""
-        return all(self._is_done(batch, repeat) for batch, repeat in self._units())
+        return not any(self._missing(batch, repeat) for batch, repeat in self._units())
 
-    def warm_up(self) -> list[Sample]:
-        """Decode prompts of the real shapes with both arms; in the samples ``repeat`` counts the processes so far."""
+    def warm_up(self) -> list[list[Sample]]:
+        """Decode prompts of the real shapes with all arms; in the samples ``repeat`` counts the processes so far.
+
+        Returns:
+            The samples of this warm-up for each of ``arms``.
+        """
         begin = self.wall()
-        session = 1 + max((s.repeat for s in self.folder.samples if s.phase == "warmup"), default=-1)
-        done: list[Sample] = []
+        before = [sample.repeat for arm in self.arms for sample in arm.folder.samples if sample.phase == "warmup"]
+        session = 1 + max(before, default=-1)
         for batch in self._warmup_batches():
-            done += self._pair(self._unit(batch, session, "warmup"))
+            self._decode_all(self._unit(batch, session, "warmup"), self.open)
         self.seconds.warmup += self.wall() - begin
-        return done
+        return [
+            [sample for sample in arm.folder.samples if sample.phase == "warmup" and sample.repeat == session]
+            for arm in self.arms
+        ]
 
     def measure(self) -> None:
-        """Measure every pair that the folder does not hold yet.
+        """Measure every pair that the folders do not hold yet, then those again in which the machine stalled.
 
         Raises:
             RunFailed: out of memory or disk; what was measured is kept.
         """
         units = self._units()
-        todo = [(batch, repeat) for batch, repeat in units if not self._is_done(batch, repeat)]
+        todo = [(batch, repeat) for batch, repeat in units if self._missing(batch, repeat)]
         done = _rows(units) - _rows(todo)
-        with _quiet_heap(), Progress("measuring", _rows(units), done, unit=" prompts") as progress:
+        with _quiet_heap():
             begin = self.wall()
             try:
-                for batch, repeat in todo:
-                    self._pair(self._unit(batch, repeat))
-                    progress.advance(len(batch.examples), self._so_far())
-                    _settle()
+                with Progress("measuring", _rows(units), done, unit=" prompts") as progress:
+                    for batch, repeat in todo:
+                        self._decode_all(self._unit(batch, repeat), self._missing(batch, repeat))
+                        progress.advance(len(batch.examples), self._so_far())
+                        _settle()
+                self._measure_stalled_again(units)
             except KeyboardInterrupt as interrupt:
                 interrupt.kept = self._kept()  # type: ignore[attr-defined]
                 raise
             finally:
                 self.seconds.loop += self.wall() - begin
 
+    def _measure_stalled_again(self, units: Sequence[tuple[Batch, int]]) -> None:
+        """Pairs in which the machine stalled, unless they are so many that it is the usual state."""
+        for _ in range(_MOST_AGAIN):
+            stalled = {(batch.index, repeat): (batch, repeat, list[MethodArm]()) for batch, repeat in units}
+            for arm in self.open:
+                for index, repeat in {(batch, repeat) for batch, repeat, *_ in stalls.stalled(arm.folder.samples)}:
+                    stalled[index, repeat][2].append(arm)
+            again = [(batch, repeat, arms) for batch, repeat, arms in stalled.values() if arms]
+            if not again or len(again) > max(1, _MOST_STALLED * len(units)):
+                return
+            stage(f"measuring {len(again)} of {len(units)} pairs again, in which the machine stalled")
+            for batch, repeat, arms in again:
+                self._decode_all(self._unit(batch, repeat), [arm for arm in arms if arm.error is None], again=True)
+                _settle()
+
     def _so_far(self) -> str:
-        """Total time of the baseline by the method's, over the pairs measured."""
-        spent: dict[str, dict[tuple[int, int], int]] = {"baseline": {}, "method": {}}  # rows of a batch share its time
-        for sample in self.folder.samples:
-            if sample.phase == "measure":
-                spent[sample.arm][sample.batch, sample.repeat] = sample.batch_ns
-        before, after = (sum(spent[arm].values()) for arm in ("baseline", "method"))
-        return f"{before / after:.2f}x so far" if after else ""
+        """Time of the baseline by the method's over the pairs measured; of several methods that of the fastest."""
+        ratios = {name: before / after for name, (before, after) in self._spent_ns.items() if after}
+        best = max(ratios, key=lambda name: ratios[name], default=None)
+        if best is None:
+            return ""
+        which = f"{best.partition('-')[0]} " if len(self.arms) > 1 else ""
+        return f"{which}{ratios[best]:.2f}x so far"
 
     def _units(self) -> list[tuple[Batch, int]]:
         settings = self.settings
@@ -184,12 +245,13 @@ class Runner:
             batches = prompts.plan(self.examples, settings.batch_size)
         return [(batch, repeat) for repeat in range(self.settings.repeats) for batch in batches]
 
-    def _is_done(self, batch: Batch, repeat: int) -> bool:
-        done = self.folder.done_keys()
-        return all((name, repeat) in done for name in batch.prompt_ids)
+    def _missing(self, batch: Batch, repeat: int) -> list[MethodArm]:
+        """The methods that have not decoded a batch yet."""
+        wanted = {(name, repeat) for name in batch.prompt_ids}
+        return [arm for arm in self.open if not wanted <= arm.folder.done_keys()]
 
     def _kept(self) -> int:
-        return len({name for name, _ in self.folder.done_keys()})
+        return min((len({name for name, _ in arm.folder.done_keys()}) for arm in self.open), default=0)
 
     def _warmup_batches(self) -> list[Batch]:
         """First turns of spare examples, else of the ones that are measured last."""
@@ -214,18 +276,51 @@ class Runner:
         prompts.fits(name, len(ids), settings.limit, settings.context, apart=settings.apart)
         return ids
 
-    def _pair(self, unit: _Unit) -> list[Sample]:
-        """Both arms in turn, recorded together or not at all."""
-        arms: dict[Arm, Decoder] = {"baseline": self.baseline, "method": self.method}
-        samples: list[Sample] = []
-        for order, arm in enumerate(arm_order(self.settings.seed, unit.batch.prompt_ids, unit.repeat)):
-            timed = self._decode(arms[arm], unit)
+    def _decode_all(self, unit: _Unit, arms: Sequence[MethodArm], *, again: bool = False) -> None:
+        """Baseline and methods in a random order; each method is recorded with the baseline beside it or not at all.
+
+        A method that fails is given up, and raises only if none is left.
+
+        Args:
+            again: the pairs replace those recorded.
+        """
+        by_name = {arm.name: arm for arm in arms}
+        order = random_order(["", *by_name], self.settings.seed, unit.batch.prompt_ids, unit.repeat)
+        timed: dict[str, Timed] = {}
+        for name in order:
+            try:
+                timed[name] = self._decode(by_name[name].decoder if name else self.baseline, unit)
+            except Exception as error:
+                if not name:
+                    raise
+                self._give_up(by_name[name], error)
+        for arm in (by_name[name] for name in timed if name):
+            first = order.index("") < order.index(arm.name)
+            samples = [
+                *self._samples(unit, timed[""], "baseline", 0 if first else 1, self._others(arm)),
+                *self._samples(unit, timed[arm.name], "method", 1 if first else 0, self._others(arm)),
+            ]
+            samples.sort(key=lambda sample: sample.order)
+            if again:
+                arm.folder.replace(samples)
+            else:
+                arm.folder.append(samples)
+            self._remember(samples)
             if unit.phase == "measure":
-                self.seconds.timed += timed.wall_ns / 1e9
-            samples += [self._sample(unit, row, timed, arm, order) for row in range(len(unit.rows))]
-        self.folder.append(samples)
-        self._remember(samples)
-        return samples
+                before, after = self._spent_ns.get(arm.name, (0, 0))
+                self._spent_ns[arm.name] = before + timed[""].batch_ns, after + timed[arm.name].batch_ns
+        if unit.phase == "measure":
+            self.seconds.timed += sum(each.wall_ns for each in timed.values()) / 1e9
+
+    def _give_up(self, arm: MethodArm, error: Exception) -> None:
+        arm.error = error
+        if not self.open:
+            raise error
+        print(f"warning: {arm.name} is given up, the others go on: {error}", file=sys.stderr)
+
+    def _others(self, arm: MethodArm) -> int:
+        """Memory that the other methods hold, which a peak of this one must not count."""
+        return sum(other.held_bytes for other in self.arms if other is not arm)
 
     def _decode(self, decoder: Decoder, unit: _Unit) -> Timed:
         device, settings = self.instruments.device, self.settings
@@ -240,6 +335,14 @@ class Runner:
             if failed := explain(error, where, self._kept()):
                 raise failed from error
             raise
+
+    def _samples(self, unit: _Unit, timed: Timed, arm: Arm, order: int, others_bytes: int) -> list[Sample]:
+        """The rows of an arm, one per prompt of the batch."""
+        found = [self._sample(unit, row, timed, arm, order) for row in range(len(unit.rows))]
+        if not others_bytes:
+            return found
+        peaks = [None if s.peak_bytes is None else max(0, s.peak_bytes - others_bytes) for s in found]
+        return [replace(sample, peak_bytes=peak) for sample, peak in zip(found, peaks, strict=True)]
 
     def _sample(self, unit: _Unit, row: int, timed: Timed, arm: Arm, order: int) -> Sample:
         example, turn = unit.batch.examples[row], unit.batch.turn

@@ -24,31 +24,44 @@ from methods.engine.cuda_graphs import GraphedLM
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a configuration becomes.
+class Shared:
+    """What a configuration becomes, but for the method.
 
     Attributes:
         loaded: the target with its tokenizer and revision.
         lengths: tokens of every prompt; of later turns the most they can have.
         floor_bytes: memory of the process before the model was loaded.
         gpu_busy: percent, before the model was loaded.
-        prepared: the trained checkpoint or datastore that the method uses.
-        calibration: prompts by which the method's threshold is chosen.
-        files: sha256 of files that the method's settings name by a path.
     """
 
     task: Any
     examples: list[Any]
     loaded: Loaded
     baseline: Decoder
-    method: Decoder
     settings: Settings
     lengths: list[int]
     floor_bytes: int | None
     gpu_busy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a configuration becomes.
+
+    Attributes:
+        shared: with the other methods that are measured in the same go.
+        prepared: the trained checkpoint or datastore that the method uses.
+        calibration: prompts by which the method's threshold is chosen.
+        files: sha256 of files that the method's settings name by a path.
+        held_bytes: memory that the method took when it was made.
+    """
+
+    shared: Shared
+    method: Decoder
     prepared: Prepared | None = None
     calibration: CalibrationSet | None = None
     files: dict[str, str] | None = None
+    held_bytes: int = 0
 
 
 def settings(cfg: RunConfig, loaded: Loaded) -> Settings:
@@ -59,7 +72,7 @@ def settings(cfg: RunConfig, loaded: Loaded) -> Settings:
         limit=cfg.max_new_tokens,
         context=min(loaded.lm.max_positions, cfg.max_context or loaded.lm.max_positions),
         apart=loaded.kind == "seq2seq",
-        eos_ids=tuple(loaded.lm.eos_ids) or (() if end is None else (end,)),
+        eos_ids=() if cfg.measure.ignore_eos else tuple(loaded.lm.eos_ids) or (() if end is None else (end,)),
         batch_size=cfg.batch_size,
         repeats=cfg.measure.repeats,
         warmup=cfg.measure.warmup,
@@ -70,21 +83,29 @@ def settings(cfg: RunConfig, loaded: Loaded) -> Settings:
 
 def resolved(parts: Parts) -> dict[str, Any]:
     """Values resolved on this machine that are part of the identity; ``lookup.resolved`` reads them from a manifest."""
-    lm = parts.loaded.lm
+    shared = parts.shared
+    lm = shared.loaded.lm
     return {
         "part": parts.prepared.sha256 if parts.prepared else None,
         "calibration": parts.calibration.sha256 if parts.calibration else None,
         "files": parts.files,
-        "model_revision": parts.loaded.revision,
-        "data_revision": parts.task.revision["content"],
+        "model_revision": shared.loaded.revision,
+        "data_revision": shared.task.revision["content"],
         **lookup.machine_of(machine.facts(lm.device)),
         "dtype": str(lm.dtype).removeprefix("torch."),
     }
 
 
-def manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dict[str, Any]:
-    """All facts that are known before the measurement."""
-    loaded, chosen = parts.loaded, parts.settings
+def manifest(
+    cfg: RunConfig, parts: Parts, choice: Choice | None = None, together: Sequence[RunConfig] = ()
+) -> dict[str, Any]:
+    """All facts that are known before the measurement.
+
+    Args:
+        together: the runs that are measured in one go, this one among them.
+    """
+    shared = parts.shared
+    loaded, chosen = shared.loaded, shared.settings
     return redact.tree(
         {
             "started_at": now(),
@@ -92,6 +113,7 @@ def manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dict
             "argv": redact.argv(["bench", *sys.argv[1:]]),
             "environment": redact.environment(os.environ),
             "method": cfg.method,
+            **({"measured_with": [other.method["name"] for other in together]} if len(together) > 1 else {}),
             **({"part": parts.prepared.facts()} if parts.prepared else {}),
             **({"calibration": choice.record} if choice else {}),
             **({"files": parts.files} if parts.files else {}),
@@ -104,7 +126,7 @@ def manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dict
                 "sha256": loaded.sha256,
                 "weight_bytes": loaded.lm.weight_bytes,
             },
-            "dataset": {"name": cfg.dataset["name"], "revision": parts.task.revision},
+            "dataset": {"name": cfg.dataset["name"], "revision": shared.task.revision},
             "dtype": str(loaded.lm.dtype).removeprefix("torch."),
             "linear": loaded.lm.linear_form,
             "sampling": asdict(cfg.sampling),
@@ -114,11 +136,11 @@ def manifest(cfg: RunConfig, parts: Parts, choice: Choice | None = None) -> dict
             "max_new_tokens": chosen.limit,
             "context": chosen.context,
             "batch_size": chosen.batch_size,
-            "n_prompts": len(parts.lengths),
-            "n_pairs": len(parts.lengths) * chosen.repeats,
+            "n_prompts": len(shared.lengths),
+            "n_pairs": len(shared.lengths) * chosen.repeats,
             "hardware": machine.facts(loaded.lm.device),
             "load_average": {"start": machine.load_average(), "end": None},
-            "gpu_utilisation": {"start": parts.gpu_busy},
+            "gpu_utilisation": {"start": shared.gpu_busy},
             "gpu_state": {"start": machine.gpu_state(loaded.lm.device), "end": None},
             "versions": machine.versions(),
             "git": machine.git_state(),
@@ -145,13 +167,13 @@ def after(parts: Parts, before: dict[str, Any], samples: Sequence[Sample]) -> di
         **({"own_bytes": own} if own else {}),
         **({"method_facts": stats} if stats else {}),
         "load_average": before["load_average"] | {"end": machine.load_average()},
-        "gpu_state": before["gpu_state"] | {"end": machine.gpu_state(parts.loaded.lm.device)},
+        "gpu_state": before["gpu_state"] | {"end": machine.gpu_state(parts.shared.loaded.lm.device)},
     }
 
 
-def made_ahead(parts: Parts) -> dict[str, dict[str, float]]:
+def made_ahead(shared: Shared) -> dict[str, dict[str, float]]:
     """Graphs captured and functions compiled so far, and the time it took; later ones are in the measured times."""
-    lm, compiled, found = parts.loaded.lm, parts.loaded.compiled, {}
+    lm, compiled, found = shared.loaded.lm, shared.loaded.compiled, {}
     if isinstance(lm, GraphedLM):
         found["graphs"] = {"captured": lm.graphs.captured, "seconds": round(lm.graphs.seconds, 3)}
     if compiled is not None:
@@ -164,12 +186,13 @@ def _memory(parts: Parts, samples: Sequence[Sample]) -> dict[str, int | None]:
 
     The cache is that of the target, for as many rows as there were with the longest prompt and the most new tokens.
     """
-    lm, measured = parts.loaded.lm, [s for s in samples if s.phase == "measure"]
-    longest = max(s.n_prompt_tokens for s in measured) + parts.settings.limit
+    shared = parts.shared
+    lm, measured = shared.loaded.lm, [s for s in samples if s.phase == "measure"]
+    longest = max(s.n_prompt_tokens for s in measured) + shared.settings.limit
     return {
         "weights": lm.weight_bytes + lm.encoder_bytes,
         "cache": max(s.batch_size for s in measured) * longest * lm.token_bytes,
-        "floor": parts.floor_bytes,
+        "floor": shared.floor_bytes,
     }
 
 

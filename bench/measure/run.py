@@ -1,11 +1,11 @@
-"""One run from configuration to verdict; the program on one screen."""
+"""One run, or several against one baseline, from configuration to verdict."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -13,17 +13,24 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.analysis import metrics
 from bench.analysis.audit import AuditResult
 from bench.analysis.cost_curve import CostCurve
 from bench.analysis.summary import summarise
 from bench.config import instantiate
 from bench.config.identity import run_id
 from bench.config.schema import RunConfig
-from bench.errors import RunFailed
-from bench.measure import agreement, instruments, manifest, preconditions, threshold_calibration, verify_cost
-from bench.measure.interleave import Runner, Seconds
-from bench.measure.manifest import Parts
+from bench.errors import RunFailed, UserError, explain
+from bench.measure import (
+    acceptance_check,
+    agreement,
+    instruments,
+    manifest,
+    preconditions,
+    threshold_calibration,
+    verify_cost,
+)
+from bench.measure.interleave import MethodArm, Runner, Seconds
+from bench.measure.manifest import Parts, Shared
 from bench.measure.threshold_calibration import Choice, Writer
 from bench.models import artifacts, loading
 from bench.models.artifacts import Prepared
@@ -99,7 +106,78 @@ def run(
         UserError: the run is refused.
         RunFailed: it failed on its way; what was measured is kept.
     """
-    parts = prepare(cfg, given)
+    (found,) = run_together([cfg], fresh=fresh, since=since, given=given, quiet=quiet)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def run_together(
+    cfgs: Sequence[RunConfig],
+    *,
+    fresh: bool | datetime = False,
+    since: datetime | None = None,
+    given: Given | None = None,
+    quiet: bool = False,
+) -> list[RunResult | Exception]:
+    """Measure several methods against one baseline, prompt by prompt; each gets the record that it has alone.
+
+    Args:
+        cfgs: runs that differ in their method alone.
+        fresh, since, given, quiet: see ``run``.
+
+    Returns:
+        For each run its result, or why it was refused or failed; the others go on.
+
+    Raises:
+        UserError: no run can be measured, for a reason that holds for all.
+        RunFailed: likewise.
+    """
+    shared, prepared = _prepare(cfgs, given or Given())
+    done: dict[int, RunResult | Exception] = {}
+    arms: list[_Arm] = []
+    for place, (cfg, parts) in enumerate(zip(cfgs, prepared, strict=True)):
+        if isinstance(parts, Exception):
+            done[place] = parts
+            continue
+        path, again, known = _recorded(cfg, parts, fresh, since)
+        if known:
+            with run_folder.claimed(path):
+                done[place] = report(cfg, path, quiet=quiet)
+            continue
+        arms.append(_Arm(place, cfg, parts, path, bool(fresh) and not again, again))
+    if arms:
+        _calibrate_all(arms, done)
+        _measure_all([arm for arm in arms if arm.place not in done], shared, done)
+    for arm in arms:
+        if arm.place not in done:
+            if arm.beside:
+                run_folder.put_in_place(arm.path)
+            with run_folder.claimed(arm.path):
+                done[arm.place] = report(arm.cfg, arm.path, quiet=quiet)
+    return [done[place] for place in range(len(cfgs))]
+
+
+@dataclass(slots=True)
+class _Arm:
+    """A run that is to be measured.
+
+    Attributes:
+        place: among the runs asked for.
+        fresh, beside: see ``RunFolder.create``.
+    """
+
+    place: int
+    cfg: RunConfig
+    parts: Parts
+    path: Path
+    fresh: bool
+    beside: bool
+    choice: Choice | None = None
+
+
+def _recorded(cfg: RunConfig, parts: Parts, fresh: bool | datetime, since: datetime | None) -> tuple[Path, bool, bool]:
+    """The folder of a run, whether it holds a finished record, and whether that record will do."""
     decided, results = manifest.resolved(parts), Path(cfg.paths.results)
     run_folder.restore(results / run_id(cfg, decided))
     path = lookup.find(results, cfg, decided) or results / run_id(cfg, decided)
@@ -109,56 +187,88 @@ def run(
     noisy = noisy and (since is None or _started_before(since, path))
     if again and not fresh and not noisy:
         print("Already measured. Use --fresh to repeat, in Python fresh=True.", file=sys.stderr)
-        with run_folder.claimed(path):
-            return report(cfg, path, quiet=quiet)
+        return path, again, True
     if again and not fresh:
         print("Measured before, INVALID because of an unsteady machine. Measuring again.", file=sys.stderr)
-    choice = _calibrate(cfg, parts)
-    facts = manifest.manifest(cfg, parts, choice)
-    config = manifest.config_yaml(cfg)
-    with RunFolder.create(
-        path.parent, path.name, facts, config, fresh=bool(fresh) and not again, beside=again
-    ) as folder:
-        with _status(folder):
-            if choice:
-                files.write_json(folder.path / CALIBRATION, choice.to_json())
-            _measure(cfg, parts, folder)
-        found = summarise(folder.path)
-        run_folder.write_summary(folder.path, found.content)
-    if again:
-        run_folder.put_in_place(path)
-    with run_folder.claimed(path):
-        return report(cfg, path, quiet=quiet)
+    return path, again, False
 
 
 def prepare(cfg: RunConfig, given: Given | None = None) -> Parts:
-    """Build everything, and refuse what cannot be run before anything is measured."""
-    given = given or Given()
-    preconditions.require(preconditions.check(cfg))
+    """Build everything, and refuse what cannot be run before anything is measured.
+
+    Raises:
+        UserError: the run is refused.
+    """
+    _, (parts,) = _prepare([cfg], given or Given())
+    assert isinstance(parts, Parts), "what is refused alone is raised"
+    return parts
+
+
+def _prepare(cfgs: Sequence[RunConfig], given: Given) -> tuple[Shared, list[Parts | Exception]]:
+    """What runs share that differ in their method alone, and for each what it is made of, or why it is refused.
+
+    Raises:
+        UserError: all are refused; the reason of the first.
+    """
+    cfg = cfgs[0]
+    assert all(replace(other, method=cfg.method) == cfg for other in cfgs), "runs differ in their method alone"
+    refused = [_refusal(each) for each in cfgs]
+    if all(refused):
+        raise next(filter(None, refused))
     task = given.task or instantiate.build_task(cfg.dataset, cfg.paths)
     examples = list(task.load())
     preconditions.require(preconditions.check_prompts(cfg, len(examples)))
     machine.set_threads(cfg.hardware.threads)
-    stage(f"loading model {cfg.model['name']} and method {cfg.method['name']}")
+    named = [each.method["name"] for each, reason in zip(cfgs, refused, strict=True) if reason is None]
+    stage(f"loading model {cfg.model['name']} and {'method' if len(named) == 1 else 'methods'} {', '.join(named)}")
     loading.import_libraries()
     floor_bytes = instruments.settled_bytes()
     gpu_busy = machine.gpu_utilisation(loading.resolve_hardware(asdict(cfg.hardware))[0])
     if floor_bytes is not None:
         floor_bytes -= given.model_bytes
     loaded = given.loaded or loading.load(
-        cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=instantiate.needs_hf(cfg.method)
+        cfg.model,
+        asdict(cfg.hardware),
+        cfg.paths,
+        keep_hf=any(instantiate.needs_hf(each.method) for each in cfgs),
     )
     preconditions.require(preconditions.check_loaded(cfg, task, loaded))
     loading.require_languages(loaded, f"dataset={cfg.dataset['name']}", getattr(task, "languages", None))
     settings = manifest.settings(cfg, loaded)
+    examples = task.filled(examples, loaded.tokenizer)
     lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context, apart=settings.apart)
     baseline = instantiate.build_decoder(_MASK_BY_MASK if loaded.denoises else _BASELINE, loaded.lm, cfg.sampling)
-    method, part = build_method(cfg, loaded, given.drafts)
+    shared = Shared(task, examples, loaded, baseline, settings, lengths, floor_bytes, gpu_busy)
+    found = [reason or _parts(each, shared, given) for each, reason in zip(cfgs, refused, strict=True)]
+    if all(isinstance(parts, Exception) for parts in found):
+        raise next(parts for parts in found if isinstance(parts, Exception))
+    least = max(parts.method.min_warmup for parts in found if isinstance(parts, Parts))
     if settings.warmup:
-        settings = replace(settings, warmup=max(settings.warmup, method.min_warmup))
-    drawn = threshold_calibration.draw(cfg, method, loaded, examples, part, settings.context)
-    named = lookup.local_files(cfg.method)
-    return Parts(task, examples, loaded, baseline, method, settings, lengths, floor_bytes, gpu_busy, part, drawn, named)
+        shared = replace(shared, settings=replace(settings, warmup=max(settings.warmup, least)))
+    return shared, [parts if isinstance(parts, Exception) else replace(parts, shared=shared) for parts in found]
+
+
+def _refusal(cfg: RunConfig) -> UserError | None:
+    reasons = preconditions.check(cfg)
+    return UserError(" ".join(reasons)) if reasons else None
+
+
+def _parts(cfg: RunConfig, shared: Shared, given: Given) -> Parts | Exception:
+    """The method of a run; why it cannot be made, if it cannot."""
+    before = _held(shared)
+    try:
+        method, part = build_method(cfg, shared.loaded, given.drafts)
+        drawn = threshold_calibration.draw(cfg, method, shared.loaded, shared.examples, part, shared.settings.context)
+    except UserError as error:
+        return error
+    except (RuntimeError, MemoryError, OSError) as error:
+        return explain(error, f"loading method {cfg.method['name']}") or error
+    return Parts(shared, method, part, drawn, lookup.local_files(cfg.method), max(0, _held(shared) - before))
+
+
+def _held(shared: Shared) -> int:
+    """Memory that is in use now, as ``instruments.MemoryMeter`` counts it."""
+    return instruments.held_bytes(shared.loaded.lm.device)
 
 
 def build_method(cfg: RunConfig, loaded: Loaded, drafts: Mapping[str, Loaded]) -> tuple[Decoder, Prepared | None]:
@@ -176,14 +286,24 @@ def build_method(cfg: RunConfig, loaded: Loaded, drafts: Mapping[str, Loaded]) -
     return instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, folder), part
 
 
+def _calibrate_all(arms: Sequence[_Arm], done: dict[int, RunResult | Exception]) -> None:
+    """Choose the thresholds; what fails is not measured."""
+    for arm in arms:
+        try:
+            arm.choice = _calibrate(arm.cfg, arm.parts)
+        except (UserError, RunFailed) as error:
+            done[arm.place] = error
+
+
 def _calibrate(cfg: RunConfig, parts: Parts) -> Choice | None:
     """Set the method's threshold to the one that its risk target allows."""
     if parts.calibration is None:
         return None
-    settings, part = parts.settings, parts.prepared.sha256 if parts.prepared else None
-    writer = Writer(parts.loaded, settings.limit, settings.eos_ids, settings.batch_size)
+    shared, part = parts.shared, parts.prepared.sha256 if parts.prepared else None
+    settings = shared.settings
+    writer = Writer(shared.loaded, settings.limit, settings.eos_ids, settings.batch_size)
     with run_folder.machine_failures("calibration"):
-        return threshold_calibration.choose(parts.calibration, cfg, parts.baseline, parts.method, writer, part)
+        return threshold_calibration.choose(parts.calibration, cfg, shared.baseline, parts.method, writer, part)
 
 
 def report(cfg: RunConfig, path: Path, *, quiet: bool = False) -> RunResult:
@@ -209,81 +329,139 @@ def _reference(cfg: RunConfig) -> dict[str, Any] | None:
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-def _measure(cfg: RunConfig, parts: Parts, folder: RunFolder) -> None:
-    """Warm-up, cost curve, the loop, quality, agreement; each writes its results into the manifest."""
+def _measure_all(arms: Sequence[_Arm], shared: Shared, done: dict[int, RunResult | Exception]) -> None:
+    """Measure into the folders of the runs; those that fail get their error in ``done``."""
+    with ExitStack() as stack:
+        measured = []
+        for arm in arms:
+            facts = manifest.manifest(arm.cfg, arm.parts, arm.choice, [other.cfg for other in arms])
+            create = partial(RunFolder.create, arm.path.parent, arm.path.name, facts, manifest.config_yaml(arm.cfg))
+            try:
+                folder = stack.enter_context(create(fresh=arm.fresh, beside=arm.beside))
+            except (UserError, RunFailed) as error:
+                if len(arms) == 1:
+                    raise
+                done[arm.place] = error
+                continue
+            if arm.choice:
+                files.write_json(folder.path / CALIBRATION, arm.choice.to_json())
+            measured.append((arm, MethodArm(arm.parts.method, folder, arm.parts.held_bytes)))
+        try:
+            _measure([(arm.cfg, arm.parts, method) for arm, method in measured], shared)
+        except BaseException as error:
+            for arm, method in measured:
+                _end(method.folder, method.error or error)
+                done[arm.place] = method.error or error  # type: ignore[assignment]  # others are raised again
+            if len(arms) == 1 or not isinstance(error, Exception):
+                raise
+            return
+        for arm, method in measured:
+            _end(method.folder, method.error)
+            if method.error is not None:
+                done[arm.place] = method.error
+            else:
+                run_folder.write_summary(method.folder.path, summarise(method.folder.path).content)
+
+
+def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared) -> None:
+    """Warm-up, cost curve, the loop, quality, agreement; each writes its results into the manifests."""
     spent = Seconds()
     runner = Runner(
-        parts.baseline,
-        parts.method,
-        parts.task,
-        parts.examples,
-        parts.loaded.tokenizer,
-        folder,
-        parts.settings,
-        instruments.Instruments(parts.loaded.lm.device, parts.floor_bytes),
-        parts.task.spare,
+        shared.baseline,
+        [arm for _, _, arm in arms],
+        shared.task,
+        shared.examples,
+        shared.loaded.tokenizer,
+        shared.settings,
+        instruments.Instruments(shared.loaded.lm.device, shared.floor_bytes),
+        shared.task.spare,
         seconds=spent,
     )
     try:
-        stage(f"warming up, {plural(parts.settings.warmup, 'prompt')} or more by both arms")
-        warm = [] if runner.complete else runner.warm_up()
-        rates = [metrics.kept_at(sample) for sample in warm if sample.arm == "method"]
-        if rates and (doubt := parts.method.acceptance_warning(rates)):
-            print(f"warning: {doubt}", file=sys.stderr)
-            folder.update(doubt=doubt)
-        if cfg.measure.cost_curve and not parts.loaded.denoises and "cost_curve" not in folder.manifest:
-            stage("measuring the cost of a forward pass by its number of tokens")
-            with _clocked(spent, "cost_curve"):
-                folder.update(cost_curve=_cost_curve(parts, warm).to_dict())
-        ahead = manifest.made_ahead(parts)
+        stage(f"warming up, {plural(shared.settings.warmup, 'prompt')} or more by {_arms_in_words(len(arms))}")
+        warm = [[] for _ in arms] if runner.complete else runner.warm_up()
+        for (cfg, parts, arm), samples in zip(arms, warm, strict=True):
+            if doubt := acceptance_check.doubt(cfg, parts.method, parts.prepared, samples):
+                print(f"warning: {doubt}", file=sys.stderr)
+                arm.folder.update(doubt=doubt)
+        _record_cost_curve(arms, shared, spent, [sample for samples in warm for sample in samples])
+        ahead = manifest.made_ahead(shared)
         runner.measure()
-        in_all = manifest.made_ahead(parts)
-        folder.update(**{kind: {"before": ahead[kind], "in_all": in_all[kind]} for kind in ahead})
-        folder.update(**manifest.after(parts, folder.manifest, folder.samples))
-        with _clocked(spent, "quality"):
-            folder.update(**_quality(parts, folder.samples), quality_notes=parts.task.notes())
-        if cfg.measure.agreement:
-            stage("checking the outputs against the target")
-            with _clocked(spent, "agreement"):
-                folder.update(agreement=_agreement(cfg, parts, folder.samples))
+        in_all = manifest.made_ahead(shared)
+        judged: agreement.Known = {}
+        for cfg, parts, arm in arms:
+            if arm.error is not None:
+                continue
+            folder = arm.folder
+            folder.update(**{kind: {"before": ahead[kind], "in_all": in_all[kind]} for kind in ahead})
+            folder.update(**manifest.after(parts, folder.manifest, folder.samples))
+            with _clocked(spent, "quality"):
+                folder.update(**_quality(shared, folder.samples), quality_notes=shared.task.notes())
+            if cfg.measure.agreement:
+                stage(f"checking the outputs{_of(cfg, arms)} against the target")
+                with _clocked(spent, "agreement"):
+                    folder.update(agreement=_agreement(cfg, parts, folder.samples, judged))
     finally:
-        with suppress(RunFailed):  # the disk may be full: that message is on its way already
-            _note_time(folder, spent)
+        for _, _, arm in arms:
+            with suppress(RunFailed):  # the disk may be full: that message is on its way already
+                _note_time(arm.folder, spent.share(len(arms)))
 
 
-def _cost_curve(parts: Parts, warm: Sequence[Sample]) -> CostCurve:
-    """At the shortest and the longest text of the run, up to the method's largest pass."""
+def _arms_in_words(methods: int) -> str:
+    return "both arms" if methods == 1 else f"{methods} methods and the baseline"
+
+
+def _of(cfg: RunConfig, arms: Sequence[Any]) -> str:
+    return f" of {cfg.method['name']}" if len(arms) > 1 else ""
+
+
+def _record_cost_curve(
+    arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, spent: Seconds, warm: Sequence[Sample]
+) -> None:
+    """Measure the cost of target passes for the records that have none yet, up to the largest pass of any method."""
+    without = [arm for cfg, _, arm in arms if cfg.measure.cost_curve and "cost_curve" not in arm.folder.manifest]
+    if not without or shared.loaded.denoises:
+        return
+    stage("measuring the cost of a forward pass by its number of tokens")
+    with _clocked(spent, "cost_curve"):
+        curve = _cost_curve(shared, warm).to_dict()
+    for arm in without:
+        arm.folder.update(cost_curve=curve)
+
+
+def _cost_curve(shared: Shared, warm: Sequence[Sample]) -> CostCurve:
+    """At the shortest and the longest text of the run, up to the methods' largest pass."""
     most = max((nodes for sample in warm if sample.arm == "method" for nodes in sample.step_nodes), default=64)
-    contexts = (min(parts.lengths), max(parts.lengths) + parts.settings.limit)
-    batch = min(parts.settings.batch_size, len(parts.examples))
-    return verify_cost.measure(parts.loaded.lm, batch, verify_cost.grid(most), contexts)
+    contexts = (min(shared.lengths), max(shared.lengths) + shared.settings.limit)
+    batch = min(shared.settings.batch_size, len(shared.examples))
+    return verify_cost.measure(shared.loaded.lm, batch, verify_cost.grid(most), contexts)
 
 
-def _agreement(cfg: RunConfig, parts: Parts, samples: Sequence[Sample]) -> dict[str, Any]:
-    lm, greedy = parts.loaded.lm, cfg.sampling.temperature == 0.0
-    if parts.loaded.denoises:
+def _agreement(cfg: RunConfig, parts: Parts, samples: Sequence[Sample], judged: agreement.Known) -> dict[str, Any]:
+    loaded, greedy = parts.shared.loaded, cfg.sampling.temperature == 0.0
+    if loaded.denoises:
         return agreement.compare(samples, greedy=greedy, reason="a diffusion model judges no text token by token")
-    gap = agreement.near_tie_gap(lm.dtype, cfg.measure.near_tie_gap)
-    found = agreement.check_run(lm, samples, gap, greedy=greedy)
+    gap = agreement.near_tie_gap(loaded.lm.dtype, cfg.measure.near_tie_gap)
+    found = agreement.check_run(loaded.lm, samples, gap, greedy=greedy, known=judged)
     if (verifier := parts.method.reference_model()) is not None:
         found["verifier"] = agreement.check_own(verifier, samples, gap, greedy=greedy)
     return found
 
 
-def _quality(parts: Parts, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+def _quality(shared: Shared, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """Scores over all answers of an arm (first repeat), and the change from the baseline's over what both answered.
 
     A corpus metric such as BLEU is no mean of its answers' scores.
     """
-    asked = {prompts.prompt_id(e, turn): (e, turn) for e in parts.examples for turn in range(len(e.turns))}
+    asked = {prompts.prompt_id(e, turn): (e, turn) for e in shared.examples for turn in range(len(e.turns))}
     answers: dict[str, dict[str, tuple[Any, int, str]]] = {"method": {}, "baseline": {}}
     for sample in samples:
         if sample.phase == "measure" and sample.repeat == 0:
             answers[sample.arm][sample.prompt_id] = (*asked[sample.prompt_id], sample.text)
-    scores = {arm: parts.task.aggregate(given.values()) for arm, given in answers.items()}
-    shared = [name for name in answers["baseline"] if name in answers["method"]]
-    before, after = ([answers[arm][name] for name in shared] for arm in ("baseline", "method"))
-    change = {metric: asdict(found) for metric, found in parts.task.change(before, after).items()}
+    scores = {arm: shared.task.aggregate(given.values()) for arm, given in answers.items()}
+    common = [name for name in answers["baseline"] if name in answers["method"]]
+    before, after = ([answers[arm][name] for name in common] for arm in ("baseline", "method"))
+    change = {metric: asdict(found) for metric, found in shared.task.change(before, after).items()}
     return {"quality": scores, "quality_change": change}
 
 
@@ -301,18 +479,15 @@ def _clocked(spent: Seconds, stage: str) -> Iterator[None]:
         setattr(spent, stage, getattr(spent, stage) + perf_counter() - begin)
 
 
-@contextmanager
-def _status(folder: RunFolder) -> Iterator[None]:
+def _end(folder: RunFolder, error: BaseException | None) -> None:
     """Record in the manifest how the measurement ended."""
-    try:
-        yield
-    except BaseException as error:
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))  # by the user, or by a cluster that resumes later
-        status = "interrupted" if stopped else "failed"
-        with suppress(RunFailed):
-            folder.update(status=status, ended_at=manifest.now(), error=redact.text(traceback.format_exc()))
-        raise
-    folder.update(status="finished", ended_at=manifest.now())
+    if error is None:
+        folder.update(status="finished", ended_at=manifest.now())
+        return
+    stopped = isinstance(error, (KeyboardInterrupt, SystemExit))  # by the user, or by a cluster that resumes later
+    trace = "".join(traceback.format_exception(error))
+    with suppress(RunFailed):
+        folder.update(status="interrupted" if stopped else "failed", ended_at=manifest.now(), error=redact.text(trace))
 
 
 def _finished(path: Path) -> bool:

@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class Sample:
             None: one prompt per row, in lockstep.
         admitted: the step of the queue in which the prompt was read, its own step 0; None without a queue.
         order: 0 if this arm ran first on this prompt, else 1.
+        phase: ``"stalled"`` if the machine stalled, so that the pair was measured again.
         finish: ``"eos"`` or ``"length"``.
         batch_ns: request start to the moment the last row of the batch, or of the queue, had finished.
         peak_bytes: peak memory while this sample ran; None where it was not measured.
@@ -58,7 +59,7 @@ class Sample:
     repeat: int
     order: int
     arm: Arm
-    phase: Literal["warmup", "measure"]
+    phase: Literal["warmup", "measure", "stalled"]
     seed: int
     batch: int
     batch_size: int
@@ -172,6 +173,19 @@ class RunFolder:
                 raise
         self.samples.extend(samples)
         self._done |= _keys(samples)
+
+    def replace(self, samples: Sequence[Sample]) -> None:
+        """Put the rows of one batch, measured again, in the place of those recorded, which are kept as stalled.
+
+        Raises:
+            RunFailed: they could not be written; the file is as it was before.
+        """
+        again = {_unit(sample) for sample in samples}
+        kept = [replace(s, phase="stalled") if _unit(s) in again else s for s in self.samples]
+        _replace(self.path / SAMPLES, "".join(map(_line, [*kept, *samples])))
+        os.close(self._file)  # of the file that was replaced
+        self._file = os.open(self.path / SAMPLES, os.O_WRONLY | os.O_APPEND)
+        self.samples = [*kept, *samples]
 
     def done_keys(self) -> set[tuple[str, int]]:
         """``(prompt_id, repeat)`` of every measured pair."""
@@ -388,9 +402,9 @@ def _unit(sample: Sample) -> tuple[str, int, int]:
 
 
 def _complete(samples: Sequence[Sample]) -> list[Sample]:
-    """The rows of batches that hold every row of both arms."""
+    """The rows of batches that hold every row of both arms; a batch may have stalled more than once."""
     rows = Counter(map(_unit, samples))
-    return [sample for sample in samples if rows[_unit(sample)] == 2 * (sample.queue or sample.batch_size)]
+    return [sample for sample in samples if rows[_unit(sample)] % (2 * (sample.queue or sample.batch_size)) == 0]
 
 
 # ---------------------------------------------------------------------------------------------------- validating

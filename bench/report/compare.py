@@ -6,15 +6,16 @@ both arms. Their ratio and its interval are paired by prompt. Runs of different 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-from bench.analysis import pairs
+from bench.analysis import metrics, pairs, ranking
 from bench.analysis.pairs import Pairs
 from bench.config import instantiate
 from bench.errors import UserError
@@ -26,8 +27,8 @@ from bench.utils import stats
 from bench.utils.text import first_line, flatten
 
 _SAME_BASELINE = 0.01  # of the baseline's tokens: where it wrote other texts, the two speed-ups are of other work
-_SPEED = 0.10  # drift of the baseline's speed that is reported
 _N_BOOTSTRAP, _SEED = 10_000, 0
+_ARMS = ("baseline", "method")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,23 @@ def compare(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP) -> str:
     )
 
 
+def against(best: Run, others: Iterable[tuple[str, Run]], name: str) -> Iterator[str]:
+    """A line for each run: its speed-up over that of another, with the interval of the two, paired by conversation.
+
+    Args:
+        best: the run that the others are compared with, and its name.
+        others: name and run; those that cannot be compared with it are left out.
+    """
+    for label, run in others:
+        try:
+            require_comparable(best, run)
+        except UserError:
+            continue
+        found = speedup_ratio(best, run)
+        shown = terminal.interval(asdict(found))
+        yield f"{label}: {terminal.times(found.value)} of {name}, 95 % {shown}"
+
+
 def find(name: str, *folders: Path) -> Path:
     """The folder of a run: a path, an id in one of ``folders``, or a beginning that only one id has.
 
@@ -176,17 +194,24 @@ def _other_baseline(a: Run, b: Run) -> Iterator[str]:
 
 
 def speedup_ratio(a: Run, b: Run, n_resamples: int = _N_BOOTSTRAP, category: str | None = None) -> stats.Interval:
-    """Speed-up of B over speed-up of A, over the conversations that both runs finished."""
+    """Speed-up of B over speed-up of A, over the conversations that both runs finished; each of its headline's kind."""
     joined = a.pairs.units.add_suffix("_a").join(b.pairs.units.add_suffix("_b"), how="inner")
     if category is not None:
         joined = joined[joined["category_a"] == category]
-    names = ("baseline_s_b", "method_s_b", "baseline_s_a", "method_s_a")
-    return stats.ratio_of_ratios([joined[name].to_numpy(float) for name in names], n_resamples=n_resamples, seed=_SEED)
+    tokens = {end: metrics.headline(run.summary)["of"] == "per_token" for end, run in (("a", a), ("b", b))}
+    columns = [joined[f"{arm}_s_{end}"].to_numpy(float) for end in "ba" for arm in _ARMS]
+    if any(tokens.values()):
+        written = (joined[f"{arm}_tokens_{end}"] if tokens[end] else 1.0 for end in "ba" for arm in _ARMS)
+        columns += [np.broadcast_to(np.asarray(each, dtype=float), len(joined)) for each in written]
+    return stats.ratio_of_ratios(columns, n_resamples=n_resamples, seed=_SEED)
 
 
 # ---------------------------------------------------------------------------------------------------------- the text
 
-_ROWS = ("method", "guarantee", "speed-up", "95 %", "tokens/step", "tokens/s", "memory", "agreement", "result")
+_ROWS = (
+    "method", "guarantee", "speed-up", "95 %", "novel", "worst", "slower", "tokens/step", "tokens/s", "memory",
+    "agreement", "result",
+)  # fmt: skip
 
 
 def _rows(a: Run, b: Run) -> Iterator[tuple[str, str, str]]:
@@ -283,7 +308,10 @@ def _notes(a: Run, b: Run) -> Iterator[str]:
     if other := [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]]:
         yield f"note: the baselines wrote another text on {len(other)} of {len(ours)} prompts"
     speeds = [run.summary["baseline_tokens_per_s"] for run in (a, b)]
-    if all(speeds) and abs(speeds[1] / speeds[0] - 1) > _SPEED:
-        yield f"note: the machine was {speeds[1] / speeds[0]:.2f} times as fast in B; the speed-ups are free of that"
+    if all(speeds) and abs(speeds[1] / speeds[0] - 1) > ranking.SPEED_RANGE:
+        yield (
+            f"warning: the baseline wrote {speeds[0]:.0f} tokens/s in A and {speeds[1]:.0f} in B, more than "
+            f"{100 * ranking.SPEED_RANGE:.0f} % apart: not measured under the same conditions"
+        )
     if a.summary["guarantee"] != b.summary["guarantee"]:
         yield "note: the guarantees differ; weigh the speed against agreement and quality"

@@ -37,6 +37,11 @@ class Cluster(Protocol):
         ...
 
     @property
+    def one_by_one(self) -> bool:
+        """Whether jobs run one after another in this process, so that methods may share a baseline at no loss."""
+        ...
+
+    @property
     def threads(self) -> int | None:
         """CPU threads of each run; None: all."""
         ...
@@ -62,7 +67,7 @@ class Cluster(Protocol):
 class Local:
     """One after another in this process, with the output of single runs."""
 
-    here = True
+    here = one_by_one = True
     threads = None
 
     def pending(self, results: Path) -> Pending:
@@ -70,8 +75,8 @@ class Local:
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
         for place, task in enumerate(tasks):
-            print(f"\n[{place + 1}/{len(tasks)}] {' '.join(task.words)}", flush=True)
-            yield place, attempt(task.words, task.fresh)
+            print(f"\n[{place + 1}/{len(tasks)}] {task.label if task.together else ' '.join(task.words)}", flush=True)
+            yield place, attempt(task, task.fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class Process:
 
     jobs: int = 1
 
-    here = True
+    here, one_by_one = True, False
 
     def __post_init__(self) -> None:
         at_least("cluster.jobs", self.jobs, 1)
@@ -184,7 +189,7 @@ def reported(answers: Answers, tasks: Sequence[Task], folder: Path) -> Answers:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"Job logs: {folder}", flush=True)
     for done, (place, result) in enumerate(answers, start=1):
-        how = result.message or ("VALID" if result.code == 0 else "INVALID")
+        how = result.message or ("done" if result.code == 0 else "INVALID")
         print(f"[{done}/{len(tasks)}] {tasks[place].label}: {how}", flush=True)
         yield place, result
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 
 from bench.config import compose
 from bench.config.schema import RunConfig
-from bench.errors import FAILED, INTERRUPTED, INVALID, OK, classify, report_failure
+from bench.errors import BAD_INPUT, FAILED, INTERRUPTED, INVALID, OK, classify, report_failure
 from bench.utils import files
 
+ARMS = "arms"  # word of the command line: methods that are measured together
 _OURS = "DECODEBENCH_"
 
 
@@ -32,6 +33,7 @@ class Task:
 
     Attributes:
         words: its command line.
+        together: by their names, command lines of other runs that are measured with it against one baseline.
         name: of its files, unique within the sweep.
         label: its command line without what all jobs of the sweep share.
         fresh: ignore records from before ``submitted``, but not those of its own earlier attempts.
@@ -48,6 +50,12 @@ class Task:
     environment: dict[str, str] = field(
         default_factory=lambda: {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
     )
+    together: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all its runs."""
+        return [self.name, *self.together]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,11 @@ class Result:
 
     code: int
     message: str = ""
+
+
+def worst(codes: Collection[int]) -> int:
+    """The exit code of several runs."""
+    return next((code for code in (FAILED, BAD_INPUT, INVALID) if code in codes), OK)
 
 
 def execute(cfg: RunConfig, fresh: bool | datetime, *, since: datetime | None = None, as_json: bool = False) -> int:
@@ -76,12 +89,32 @@ def execute(cfg: RunConfig, fresh: bool | datetime, *, since: datetime | None = 
     return OK if found.verdict.valid else INVALID
 
 
-def attempt(words: Sequence[str], fresh: bool | datetime, since: datetime | None = None) -> Result:
+def attempt(task: Task, fresh: bool | datetime, since: datetime | None = None) -> Result:
     """``execute`` for a sweep: a failure is printed and returned instead of raised."""
     try:
-        return Result(execute(compose.compose(words), fresh, since=since))
+        cfgs = [compose.compose(words) for words in (task.words, *task.together.values())]
+        if len(cfgs) == 1:
+            return Result(execute(cfgs[0], fresh, since=since))
+        return _execute_together(cfgs, fresh, since)
     except Exception as error:
         return Result(report_failure(error), classify(error)[1])
+
+
+def _execute_together(cfgs: Sequence[RunConfig], fresh: bool | datetime, since: datetime | None) -> Result:
+    """Several runs against one baseline; those that fail are named, the worst exit code is that of all."""
+    from bench.config import instantiate
+    from bench.measure.run import run_together
+
+    for cfg in cfgs:
+        instantiate.check(cfg)
+    codes, failed = {OK}, []
+    for cfg, found in zip(cfgs, run_together(cfgs, fresh=fresh, since=since), strict=True):
+        if isinstance(found, Exception):
+            codes.add(report_failure(found))
+            failed.append(f"method={cfg.method['name']}: {classify(found)[1]}")
+        elif not found.verdict.valid:
+            codes.add(INVALID)
+    return Result(worst(codes), " ".join(failed))
 
 
 def perform(task: Task) -> Result:
@@ -89,7 +122,7 @@ def perform(task: Task) -> Result:
     os.chdir(task.folder)
     os.environ.update(task.environment)
     submitted = datetime.fromisoformat(task.submitted)
-    return attempt(task.words, submitted if task.fresh else False, since=submitted)
+    return attempt(task, submitted if task.fresh else False, since=submitted)
 
 
 def killed(how: str) -> Result:

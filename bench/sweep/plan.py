@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
 
@@ -23,7 +23,10 @@ from bench.report import terminal
 from bench.report.terminal import plural
 from bench.sweep.executors import FOLDER, Cluster, Local, Pending
 from bench.sweep.history import Archive, State
-from bench.sweep.job import Task
+from bench.sweep.job import ARMS, Task
+
+if TYPE_CHECKING:
+    from bench.report.leaderboard import ComparisonGroup
 
 Resume = Literal["auto", "unfinished", "never", "force", "only_failed"]
 _STATES: tuple[State, ...] = get_args(State)
@@ -47,12 +50,15 @@ class Options:
             measure everything again. only_failed: auto without new jobs.
         shuffle_seed: run in a random order that this number decides; None: in the order of the command line.
         dry_run: print the plan and stop.
+        baseline: shared: runs that differ in their method alone are one job, measured prompt by prompt against one
+            baseline. own: each by itself. auto: shared where jobs run one after another in this process.
         cluster: words of the command line that say where the jobs run.
     """
 
     resume: Resume = "auto"
     shuffle_seed: int | None = None
     dry_run: bool = False
+    baseline: Literal["auto", "shared", "own"] = "auto"
     cluster: tuple[str, ...] = ()
 
     @property
@@ -134,7 +140,10 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
     rest: list[str] = []
     for word in others:
         key, _, value = word.partition("=")
-        if key.lstrip("+") == compose.SWEEP:
+        if key == ARMS:
+            rest.append(_methods(value))
+            parsed = replace(parsed, baseline="shared")
+        elif key.lstrip("+") == compose.SWEEP:
             rest = [*named(value), *rest]
         elif key.startswith("hydra"):
             raise UserError(
@@ -144,6 +153,18 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
         else:
             rest.append(word)
     return parsed, rest
+
+
+def _methods(arms: str) -> str:
+    """``arms=[a,b]`` as the word of a sweep.
+
+    Raises:
+        UserError: no method, or one twice.
+    """
+    names = [name.strip() for name in arms.removeprefix("[").removesuffix("]").split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(f"{ARMS} must be different methods, got {arms or 'none'}. Set {ARMS}=[eagle,suffix].")
+    return f"method={','.join(names)}"
 
 
 def named(name: str) -> list[str]:
@@ -262,9 +283,26 @@ def duration(seconds: float) -> str:
 # ----------------------------------------------------------------------------------------------------- handing over
 
 
-def tasks(plan: Plan, *, fresh: bool) -> list[Task]:
-    """The jobs that are to run, as a cluster takes them."""
-    return [Task(job.words, job_id(job.cfg), job.label, fresh) for job in plan.to_run]
+def tasks(plan: Plan, *, fresh: bool, shared: bool = False) -> list[Task]:
+    """The jobs that are to run, as a cluster takes them.
+
+    Args:
+        shared: jobs that differ in their method alone are one task.
+    """
+    alike: dict[str, list[Job]] = {}
+    for job in plan.to_run:
+        alike.setdefault(_without_method(job.cfg) if shared else job_id(job.cfg), []).append(job)
+    return [_task(jobs, fresh) for jobs in alike.values()]
+
+
+def _without_method(cfg: RunConfig) -> str:
+    return json.dumps(replace(cfg, method={}).to_dict(), sort_keys=True)
+
+
+def _task(jobs: Sequence[Job], fresh: bool) -> Task:
+    first, *others = jobs
+    label = " | ".join(job.label for job in jobs)
+    return Task(first.words, job_id(first.cfg), label, fresh, together={job_id(job.cfg): job.words for job in others})
 
 
 def leaderboards(plan: Plan) -> str:
@@ -278,8 +316,18 @@ def leaderboards(plan: Plan) -> str:
     entries = [entry for job in plan.jobs if (entry := archives[job.cfg.paths.results].finished(job.cfg))]
     records = [Record(entry.path, entry.manifest, read_summary(entry.path)) for entry in entries]
     groups = [group for group in leaderboard.groups(records) if len(group.rows) > 1]
-    rows = ([row.summary | {"method": row.label} for row in group.rows] for group in groups)
-    return "".join(f"\n{terminal.leaderboard(each)}\n" for each in rows)
+    return "".join(f"\n{_leaderboard(group)}\n" for group in groups)
+
+
+def _leaderboard(group: ComparisonGroup) -> str:
+    """The table of a group, and how far each row is from the first, with the interval of that difference."""
+    from bench.report import compare
+
+    table = terminal.leaderboard(row.summary | {"method": row.label} for row in group.rows)
+    first, *others = group.rows
+    runs = ((row.label, compare.Run.read(row.record.path)) for row in others)
+    lines = compare.against(compare.Run.read(first.record.path), runs, first.label)
+    return "\n".join([table, "", *lines]).rstrip()
 
 
 def folder(plan: Plan) -> Path:

@@ -29,6 +29,8 @@ class Ray:
     gpus: int = 0
     retries: int = 0
 
+    one_by_one = False
+
     def __post_init__(self) -> None:
         at_least("cluster.cpus", self.cpus, 1)
         at_least("cluster.gpus", self.gpus, 0)

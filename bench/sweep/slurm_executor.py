@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from submitit import Job
     from submitit.helpers import DelayedSubmission
 
-JOBS = "slurm.json"  # in the folder of a submission: SLURM job id -> task name
+JOBS = "slurm.json"  # in the folder of a submission: SLURM job id -> names of its runs
 MOST = 1000  # jobs in an array, SLURM's own default
 _POLL, _GRACE = 2.0, 10.0  # seconds between two polls; between a job's end and its result on a shared file system
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states in which nothing runs
@@ -63,7 +63,7 @@ class Slurm:
     options: dict[str, Any] = field(default_factory=dict)
     wait: bool = True
 
-    here = False
+    here = one_by_one = False
 
     def __post_init__(self) -> None:
         for name in ("timeout_min", "cpus_per_task", "array_parallelism"):
@@ -76,14 +76,14 @@ class Slurm:
         return self.cpus_per_task
 
     def pending(self, results: Path) -> Pending:
-        submitted: dict[str, str] = {}
+        submitted: dict[str, list[str]] = {}
         for file in results.glob(f"{FOLDER}/*/{JOBS}"):
             submitted |= json.loads(file.read_text(encoding="utf-8"))
         active = _active() if submitted else None
         return {
-            submitted[job]: ("queued" if state.startswith(_WAITING) else "running", f"SLURM job {job}: {state}")
+            name: ("queued" if state.startswith(_WAITING) else "running", f"SLURM job {job}: {state}")
             for job, state in (active or {}).items()
-            if job in submitted
+            for name in submitted.get(job, [])
         }
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
@@ -119,7 +119,7 @@ class Slurm:
             for start in range(0, len(tasks), MOST):
                 with contextlib.redirect_stderr(io.StringIO()):  # the error repeats what sbatch prints
                     jobs += executor.map_array(Work(), tasks[start : start + MOST])
-                write(folder / JOBS, {job.job_id: t.name for job, t in zip(jobs, tasks, strict=False)})
+                write(folder / JOBS, {job.job_id: t.names for job, t in zip(jobs, tasks, strict=False)})
         except (FailedJobError, FailedSubmissionError) as error:
             raise self._refused(str(error)) from error
         return jobs

@@ -195,7 +195,7 @@ def queue_runner(path: Path, prompts: Sequence[str] = ("7", "3", "8", "5"), **se
     runner = make_runner(path, batch_size=2, refill=True, limit=50, **settings)
     clock = runner.instruments.clock
     assert isinstance(clock, FakeClock)
-    runner.baseline, runner.method = FakeDecoder(clock, wrap=10), FakeDecoder(clock, wrap=10, step_ns=50)
+    runner.baseline, runner.arms[0].decoder = FakeDecoder(clock, wrap=10), FakeDecoder(clock, wrap=10, step_ns=50)
     runner.examples = [FakeExample(str(number), [text]) for number, text in enumerate(prompts)]
     return runner
 
@@ -209,16 +209,16 @@ def test_a_queue_is_timed_prompt_by_prompt(tmp_path: Path) -> None:
     assert {s.output_ids[-1] for s in rows.values()} == {EOS} and rows["1/1"].output_ids == [4, 5, 6, 7, 8, 9, 0]
     assert {(s.batch_ns, s.queue, s.batch_size, s.batch) for s in rows.values()} == {(850, 4, 2, 0)}
     assert {s.batch_ns for s in measured(runner, "method")} == {50 + 100 + 50 + 50 + 50 + 200}
-    runner.folder.update(status="finished", eos_ids=[EOS])
-    runner.folder.write_summary({})
-    assert validate(runner.folder.path) == []
+    runner.arms[0].folder.update(status="finished", eos_ids=[EOS])
+    runner.arms[0].folder.write_summary({})
+    assert validate(runner.arms[0].folder.path) == []
 
 
 def test_rates_of_a_queue_by_hand(tmp_path: Path) -> None:
     runner = queue_runner(tmp_path)
     runner.measure()
     summary = metrics.summarise(
-        runner.folder.samples, guarantee="EXACT", n_bootstrap=100, cost_curve=lambda nodes, rows, context: 1e-7
+        runner.arms[0].folder.samples, guarantee="EXACT", n_bootstrap=100, cost_curve=lambda nodes, rows, context: 1e-7
     )
     base, ns = summary["baseline"], 1e-9
     assert base["tokens_per_s"] == pytest.approx(17 / (850 * ns)) and base["prompts_per_s"] == pytest.approx(
@@ -237,17 +237,17 @@ def test_rates_of_a_queue_by_hand(tmp_path: Path) -> None:
     assert speedup["latency"]["value"] == pytest.approx(1600 / (150 + 450 + 100 + 250))
     assert speedup["by_category"] == {} and summary["spread"] is None and summary["jitter"] is None
     assert summary["predicted_speedup"] == pytest.approx(1.0)  # both arms take the same rounds, whatever they took
-    found = audit(runner.folder.samples, summary, {"eos_ids": [EOS]})
+    found = audit(runner.arms[0].folder.samples, summary, {"eos_ids": [EOS]})
     assert found.valid, found.reasons
 
 
 def test_what_a_waiting_row_did_is_noticed(tmp_path: Path) -> None:
     runner = queue_runner(tmp_path)
     runner.measure()
-    summary = metrics.summarise(runner.folder.samples, guarantee="EXACT", n_bootstrap=100)
+    summary = metrics.summarise(runner.arms[0].folder.samples, guarantee="EXACT", n_bootstrap=100)
     (sample,) = (s for s in measured(runner, "method") if s.prompt_id == "1/1")
     sample.step_tokens[3:5] = [1, 0]
-    (reason,) = audit(runner.folder.samples, summary, {"eos_ids": [EOS]}).reasons
+    (reason,) = audit(runner.arms[0].folder.samples, summary, {"eos_ids": [EOS]}).reasons
     assert "although the row waited" in reason
 
 
@@ -256,7 +256,7 @@ def test_contexts_of_a_queue_are_the_means_of_its_rows(tmp_path: Path) -> None:
     runner.measure()
     seen: list[tuple[int, int, int]] = []
     metrics.predicted_speedup(
-        metrics.paired(metrics.frame(runner.folder.samples)), lambda *asked: seen.append(asked) or 1e-7
+        metrics.paired(metrics.frame(runner.arms[0].folder.samples)), lambda *asked: seen.append(asked) or 1e-7
     )
     # Before the rounds 1, 2, 4, 6, 7, 8, 9: (2 + 2) / 2, (3 + 3) / 2, (2 + 4) / 2, (2 + 5) / 2, (3 + 6) / 2,
     # (4 + 7) / 2, (5 + 8) / 2, rounded down; each price is asked for once.
@@ -276,9 +276,9 @@ def test_long_queues_are_split_evenly_and_every_turn_is_a_unit() -> None:
 def test_a_queue_that_broke_is_measured_again_as_a_whole(tmp_path: Path) -> None:
     runner = queue_runner(tmp_path, ["7", "3", "8", "5", "6", "4", "7", "2"], refill_queue=3)
     runner.measure()
-    lines = (runner.folder.path / "samples.jsonl").read_bytes().splitlines(keepends=True)
-    runner.folder.close()
-    (runner.folder.path / "samples.jsonl").write_bytes(b"".join(lines[:-3]))  # two queues of 4 prompts, twice each
+    lines = (runner.arms[0].folder.path / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    runner.arms[0].folder.close()
+    (runner.arms[0].folder.path / "samples.jsonl").write_bytes(b"".join(lines[:-3]))  # two queues of 4 prompts, twice each
     again = queue_runner(tmp_path, ["7", "3", "8", "5", "6", "4", "7", "2"], refill_queue=3)
     assert {s.prompt_id for s in measured(again)} == {f"{i}/1" for i in range(4)}
     again.measure()
@@ -287,7 +287,7 @@ def test_a_queue_that_broke_is_measured_again_as_a_whole(tmp_path: Path) -> None
 
 def test_the_warm_up_refills_too(tmp_path: Path) -> None:
     runner = queue_runner(tmp_path, warmup=1)
-    assert {s.queue for s in runner.warm_up()} == {4}
+    assert {s.queue for s in runner.warm_up()[0]} == {4}
 
 
 # ------------------------------------------------------------------------------------------------------ a whole run

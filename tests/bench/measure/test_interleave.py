@@ -19,7 +19,7 @@ from bench.contract import checks
 from bench.errors import RunFailed, UserError
 from bench.measure.agreement import check_run
 from bench.measure.instruments import Instruments
-from bench.measure.interleave import Runner, Settings, arm_order, derive_seed
+from bench.measure.interleave import MethodArm, Runner, Settings, derive_seed, random_order
 from bench.measure.timing import Row, timed_decode
 from bench.records.run_folder import RunFolder, Sample, read_samples, validate
 from bench.tasks import prompts
@@ -39,18 +39,17 @@ def make_runner(path: Path, count: int = 4, *, turns: int = 1, width: int = 3, *
     chosen: dict[str, Any] = {"seed": 7, "limit": 8, "context": 512, "eos_ids": (EOS,), "warmup": 0} | settings
     return Runner(
         baseline=FakeDecoder(clock),
-        method=FakeDecoder(clock, width=width, step_ns=130),
+        arms=[MethodArm(FakeDecoder(clock, width=width, step_ns=130), folder)],
         task=FakeTask(),
         examples=fakes.examples(count, turns),
         tokenizer=FakeTokenizer(),
-        folder=folder,
         settings=Settings(**chosen),
         instruments=fakes.instruments(clock),
     )
 
 
 def measured(runner: Runner, arm: str | None = None) -> list[Sample]:
-    return [s for s in runner.folder.samples if s.phase == "measure" and arm in (None, s.arm)]
+    return [s for s in runner.arms[0].folder.samples if s.phase == "measure" and arm in (None, s.arm)]
 
 
 # ------------------------------------------------------------------------------------------------------- cutting
@@ -162,13 +161,13 @@ def test_order_and_seeds_depend_on_the_prompt_and_not_on_what_ran_before(tmp_pat
     seen = {(s.prompt_id, s.arm): (s.seed, s.order) for s in measured(whole)}
     assert all(seen[s.prompt_id, s.arm] == (s.seed, s.order) for s in measured(tail))
     assert len({s.seed for s in measured(whole)}) == 6
-    assert all(call[2] in {s.seed for s in measured(whole)} for call in whole.method.calls)  # type: ignore[attr-defined]
+    assert all(call[2] in {s.seed for s in measured(whole)} for call in whole.arms[0].decoder.calls)  # type: ignore[attr-defined]
 
 
 def test_arm_order_is_a_fair_coin() -> None:
-    first = sum(arm_order(0, [str(i)], 0)[0] == "method" for i in range(2_000))
+    first = sum(random_order(["", "run"], 0, [str(i)], 0)[0] == "run" for i in range(2_000))
     assert abs(first - 1_000) < 4.9 * 500**0.5  # five standard deviations: one false alarm in a million seeds
-    assert arm_order(0, ["a", "b"], 1) == arm_order(0, ["a", "b"], 1)
+    assert random_order(["x", "y"], 0, ["a", "b"], 1) == random_order(["y", "x"], 0, ["a", "b"], 1)
 
 
 def test_seeds_are_pinned() -> None:
@@ -179,7 +178,7 @@ def test_seeds_are_pinned() -> None:
 
 def test_second_turn_quotes_the_baselines_first_answer_in_both_arms(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, 2, turns=2, width=2, limit=3, repeats=2)
-    runner.method = FakeDecoder(runner.instruments.clock, wrap=5)  # type: ignore[arg-type]  # answers differently
+    runner.arms[0].decoder = FakeDecoder(runner.instruments.clock, wrap=5)  # type: ignore[arg-type]  # answers differently
     runner.examples = [FakeExample("x", ["3", "7"]), FakeExample("y", ["1"])]
     runner.measure()
     second = [s for s in measured(runner) if s.prompt_id == "x/2"]
@@ -204,10 +203,10 @@ def test_batch_rows_carry_what_each_prompt_gives_alone(tmp_path: Path) -> None:
 def test_warm_up_prefers_spare_examples_and_is_recorded_as_such(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, 3, warmup=2)
     runner.spare = [FakeExample("spare", ["9 9"])]
-    assert {s.prompt_id for s in runner.warm_up()} == {"spare/1", "2/1"}
+    assert {s.prompt_id for s in runner.warm_up()[0]} == {"spare/1", "2/1"}
     assert runner.seconds.timed == 0 and not measured(runner)
     runner.measure()
-    assert Counter(s.phase for s in read_samples(runner.folder.path)) == {"warmup": 4, "measure": 6}
+    assert Counter(s.phase for s in read_samples(runner.arms[0].folder.path)) == {"warmup": 4, "measure": 6}
 
 
 def test_a_scorer_that_fails_leaves_the_times_and_says_so(tmp_path: Path) -> None:
@@ -314,15 +313,15 @@ class Fails(FakeDecoder):
 
 def test_out_of_memory_keeps_what_was_measured_and_the_same_run_goes_on(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, 4)
-    runner.method = Fails(FakeClock(), 2, RuntimeError("CUDA out of memory. Tried to allocate"))
+    runner.arms[0].decoder = Fails(FakeClock(), 2, RuntimeError("CUDA out of memory. Tried to allocate"))
     with pytest.raises(RunFailed, match=r"Out of memory at prompt 2/1 \(context 11\)\. 2 prompts are kept"):
         runner.measure()
-    runner.folder.close()
+    runner.arms[0].folder.close()
     again = make_runner(tmp_path, 4)
     again.measure()
     wanted = {(f"{i}/1", arm): 1 for i in range(4) for arm in ("method", "baseline")}
     assert Counter((s.prompt_id, s.arm) for s in measured(again)) == wanted
-    assert len(again.method.calls) == 2  # type: ignore[attr-defined]
+    assert len(again.arms[0].decoder.calls) == 2  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_says_how_many_prompts_are_kept(tmp_path: Path) -> None:
@@ -335,17 +334,17 @@ def test_ctrl_c_says_how_many_prompts_are_kept(tmp_path: Path) -> None:
 
 def test_a_bug_in_a_method_is_not_dressed_up(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, 2)
-    runner.method = Fails(FakeClock(), 0, RuntimeError("shapes do not match"))
+    runner.arms[0].decoder = Fails(FakeClock(), 0, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         runner.measure()
 
 
 def test_resume_after_a_first_turn_quotes_the_recorded_answer(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, 1, turns=2)
-    runner.method = Fails(FakeClock(), 1, MemoryError())
+    runner.arms[0].decoder = Fails(FakeClock(), 1, MemoryError())
     with pytest.raises(RunFailed):
         runner.measure()
-    runner.folder.close()
+    runner.arms[0].folder.close()
     again = make_runner(tmp_path, 1, turns=2)
     again.measure()
     assert [s.prompt_ids for s in measured(again) if s.turn == 2] == [[1, *range(2, 10), 1]] * 2
@@ -353,18 +352,18 @@ def test_resume_after_a_first_turn_quotes_the_recorded_answer(tmp_path: Path) ->
 
 def whole_run(path: str) -> None:
     runner = make_runner(Path(path), 24, turns=2, batch_size=3, repeats=2, warmup=1)
-    decode = runner.method.decode
+    decode = runner.arms[0].decoder.decode
 
     def slow(*arguments: Any) -> Any:
         time.sleep(0.002)
         return decode(*arguments)
 
-    runner.method.decode = slow  # type: ignore[method-assign]
+    runner.arms[0].decoder.decode = slow  # type: ignore[method-assign]
     runner.warm_up()
     runner.measure()
-    runner.folder.update(status="finished", eos_ids=[0])
-    runner.folder.write_summary({})
-    runner.folder.close()
+    runner.arms[0].folder.update(status="finished", eos_ids=[0])
+    runner.arms[0].folder.write_summary({})
+    runner.arms[0].folder.close()
 
 
 def kill_after(process: BaseProcess, samples: Path, rows: int, pause_s: float) -> None:
@@ -431,15 +430,15 @@ def test_real_decoders_are_measured_and_agree_with_the_target(tmp_path: Path, ba
     target = checks.tiny_target(keep_hf=False)
     runner = make_runner(tmp_path, 4, turns=2, batch_size=batch_size, limit=12, eos_ids=(17,), warmup=1)
     runner.baseline = Autoregressive(target, Sampling())
-    runner.method = PromptLookup(target, Sampling())
+    runner.arms[0].decoder = PromptLookup(target, Sampling())
     runner.instruments = Instruments(target.device)
     runner.warm_up()
     runner.measure()
     assert Counter(s.arm for s in measured(runner)) == {"method": 8, "baseline": 8}
     assert all(min(s.step_ns) > 0 and s.cpu_ns for s in measured(runner))
     assert all(s.step_tokens[0] == 1 and sum(s.step_drafted) == 0 for s in measured(runner, "baseline"))
-    found = check_run(target, runner.folder.samples, 1e-9, greedy=True)
+    found = check_run(target, runner.arms[0].folder.samples, 1e-9, greedy=True)
     assert found["exact"] == found["identical_to_baseline"] == 1.0 and found["max_gap"] == 0.0
-    runner.folder.update(status="finished", eos_ids=[17])
-    runner.folder.write_summary({})
-    assert validate(runner.folder.path) == []
+    runner.arms[0].folder.update(status="finished", eos_ids=[17])
+    runner.arms[0].folder.write_summary({})
+    assert validate(runner.arms[0].folder.path) == []

@@ -28,9 +28,10 @@ PROMPTS = [
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests keep the machine busy; noise is judged where a test says so."""
-    monkeypatch.setattr(audit, "LOAD", (9.0, 9.0))
-    monkeypatch.setattr(audit, "JITTER", (9.0, 9.0))
+    for limit in ("LOAD", "JITTER", "PROCESSOR"):
+        monkeypatch.setattr(audit, limit, (9.0, 9.0))
     monkeypatch.setattr(audit, "REPEAT_TOLERANCE", 9.0)
+    monkeypatch.setattr(audit, "STALLED_SHARE", 9.0)
 
 
 @pytest.fixture

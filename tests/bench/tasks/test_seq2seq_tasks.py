@@ -252,7 +252,7 @@ def test_pairs_are_built_from_the_command_line() -> None:
 def test_source_and_answer_each_have_the_whole_context(folder: Path, tmp_path: Path) -> None:
     lines = write(tmp_path, "own.jsonl", {"question_id": 1, "category": "own", "turns": ["x" * 155]})
     cfg = compose(folder, tmp_path, "method=prompt_lookup", "dataset=jsonl", f"dataset.path={lines}")
-    assert run.prepare(replace(cfg, max_new_tokens=160)).settings.apart
+    assert run.prepare(replace(cfg, max_new_tokens=160)).shared.settings.apart
     with pytest.raises(
         UserError, match="max_new_tokens must be at most 160, the context of.*got 161.*Set max_new_tokens=160"
     ):
