@@ -15,7 +15,7 @@ from bench.measure import manifest, preconditions
 from bench.measure.interleave import Settings
 from bench.tasks import prompts
 from decodebench.target import Target, as_target, configure, decoder
-from methods.decoder import Calibrated, Decoder, Step
+from methods.decoder import Calibrated, Decoder, Step, next_step
 from methods.decoder import generate as decode
 
 ROWS = 8  # prompts decoded together, where the method can
@@ -110,9 +110,10 @@ class _Recorded(Decoder):
         self.steps: list[Step] = []
 
     def decode(self, prompts: list[Tensor], limit: int, rng: Generator) -> Iterator[Step]:
-        for step in self.inner.decode(prompts, limit, rng):
+        steps, changes = self.inner.decode(prompts, limit, rng), None
+        while (step := next_step(steps, changes or {})) is not None:
             self.steps.append(step)
-            yield step
+            changes = yield step
 
 
 def _written(

@@ -36,6 +36,8 @@ class Guarantee(str, Enum):
 class Step:
     """What one round committed. All reported numbers derive from these counters.
 
+    Lists have an entry for every prompt of the batch; that of a row which has left it (``RowChanges``) is empty or 0.
+
     The first step of a decode is the prefill, which commits the first token(s), in our loop exactly one. With
     continuous batching (``Refillable``) every step that reads new prompts for some rows while the others wait is a
     prefill too.
@@ -53,6 +55,8 @@ class Step:
         at_ns: ``time.perf_counter_ns()`` at which the tokens became available, set only by decoders that wrap a
             blocking call; otherwise the runner reads the clock.
         admitted: rows whose next prompt was read in this step, which did nothing else; empty in any other step.
+        rows: rows computed in the pass of the target, those included that have finished and not left yet; None where
+            the method does not say.
     """
 
     tokens: list[list[int]]
@@ -66,6 +70,7 @@ class Step:
     draft_ns: int | None = None
     at_ns: int | None = None
     admitted: frozenset[int] = frozenset()
+    rows: int | None = None
 
     @classmethod
     def undrafted(cls, tokens: list[list[int]], layers: float = 1.0, **counters: Any) -> Step:
@@ -75,7 +80,8 @@ class Step:
 
 
 Prompts = Mapping[int, Tensor]  # ids by row
-Rounds = abc.Generator[Step, Prompts | None, None]  # takes the prompts that begin before the next step
+RowChanges = Mapping[int, Tensor | None]  # by row, the prompt that begins before the next step; None: its text ended
+Rounds = abc.Generator[Step, RowChanges | None, None]
 
 
 class Decoder(ABC):
@@ -100,6 +106,7 @@ class Decoder(ABC):
         checkpoint_of: the setting that names the method whose checkpoint is used.
         instead_of_checkpoint: settings that replace a checkpoint.
         min_warmup: warm-up prompts that ``acceptance_warning`` needs.
+        checked_with: settings for the check of a checkpoint, where the default ones would hardly use it.
         paper: "Authors year, arXiv number"; several separated by semicolons.
         needs: what the first run requires, for generated tables.
     """
@@ -119,6 +126,7 @@ class Decoder(ABC):
     checkpoint_of: ClassVar[str] = "name"
     instead_of_checkpoint: ClassVar[tuple[str, ...]] = ()
     min_warmup: ClassVar[int] = 0
+    checked_with: ClassVar[Mapping[str, Any]] = {}
     paper: ClassVar[str] = ""
     needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore"]] = "nothing"
 
@@ -129,6 +137,11 @@ class Decoder(ABC):
         The generator does not end before every row has committed ``limit`` tokens; the runner stops it earlier when all
         rows have produced an end-of-sequence token. A row at its limit commits nothing more. Its last step may exceed
         the limit; the runner trims it.
+
+        If the result is a generator, the runner sends it the rows whose texts have ended, ``{row: None}``, in place of
+        ``next``. Nothing more is wanted of them, so a decoder can drop them from its batch and compute only the others,
+        whose texts must not depend on it; of what is sampled, the distribution. One that ignores what is sent computes
+        all rows to the end.
 
         Args:
             prompts: token ids, one 1-D integer tensor of length >= 1 per row, ragged.
@@ -189,17 +202,29 @@ def generate(
     texts: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(texts)))
     rng = Generator(prompts[0].device).manual_seed(0) if rng is None else rng
-    for step in decoder.decode(list(prompts), limit, rng):
+    steps, ended = decoder.decode(list(prompts), limit, rng), dict[int, None]()
+    while open_rows and (step := next_step(steps, ended)) is not None:
         watch(step, open_rows)
+        ended = {}
         for row in tuple(open_rows):
             new = step.tokens[row][: limit - len(texts[row])]
             end = next((place + 1 for place, token in enumerate(new) if token in eos_ids), None)
             texts[row] += new[:end]
             if end is not None or len(texts[row]) == limit:
                 open_rows.remove(row)
-        if not open_rows:
-            break
+                ended[row] = None
     return texts
+
+
+def next_step(steps: Iterator[Step], changes: RowChanges) -> Step | None:
+    """The next step of a decode after telling it what changed; None at its end. Only a generator can be told."""
+    if not (changes and isinstance(steps, abc.Generator)):
+        return next(steps, None)
+    try:
+        step: Step = steps.send(changes)
+    except StopIteration:
+        return None
+    return step
 
 
 class Refillable(ABC):
@@ -213,7 +238,8 @@ class Refillable(ABC):
         """As ``Decoder.decode``, but new prompts may be sent in place of ``next``: each replaces the text of its row.
 
         They are read at once, in a step of their own (``Step.admitted``) that commits their first tokens. The text of a
-        row does not depend on what it or any other row held before.
+        row does not depend on what it or any other row held before. A row whose text was said to have ended, as with
+        ``Decoder.decode``, takes no prompt any more.
 
         Args:
             prompts: the first prompt of each row.

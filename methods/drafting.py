@@ -165,6 +165,16 @@ class Context:
     rng: Generator
     auxiliary_tokens: list[list[int]] = field(default_factory=list)
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        chosen = list(rows)
+        self.tokens = [self.tokens[row] for row in chosen]
+        self.root, self.output = self.root[chosen], self.output.of_rows(chosen)
+        if self.path is not None:
+            self.path = self.path[chosen]
+        if self.auxiliary_tokens:
+            self.auxiliary_tokens = [self.auxiliary_tokens[row] for row in chosen]
+
     @property
     def last_hidden(self) -> Float[Tensor, "B D"]:
         """The target's hidden state after the last kept node of the last pass, from which the root was chosen."""
@@ -196,6 +206,13 @@ class Drafter(Protocol):
         """Propose a draft for every row; an empty draft (N = 0) means a plain autoregressive round."""
         ...
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order; the texts of the others have ended.
+
+        It can come before the first proposal. The next context has the rows that stay.
+        """
+        ...
+
 
 @runtime_checkable
 class RowDrafter(Drafter, Protocol):
@@ -216,6 +233,9 @@ class StatelessDrafter:
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         """Nothing to forget."""
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Nothing to drop."""
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         """Nothing to forget."""

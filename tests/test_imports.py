@@ -53,7 +53,7 @@ LAYERS = [
     methods.speculative methods.early_exit
     methods.non_autoregressive
     methods.training
-    methods.drafting
+    methods.drafting methods.rows
     methods.decoder
     methods.engine
     """.strip().splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import abc, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from bench.errors import RunFailed
 from bench.measure.instruments import Instruments, Reading
-from methods.decoder import Decoder, Prompts, Refillable, Step
+from methods.decoder import Decoder, Refillable, RowChanges, Step, next_step
 
 
 @dataclass(slots=True)
@@ -92,6 +92,8 @@ def timed_decode(
 ) -> Timed:
     """Decode a batch, or a queue, until every row has finished, reading the clock once per step.
 
+    The decoder is told which rows have finished, so that it can drop them; what that takes is in the measured time.
+
     The device is synchronised before the first and after the last step, in between only by what the method itself
     needs; garbage is collected before and not during.
 
@@ -112,18 +114,18 @@ def timed_decode(
     with _no_collection(), instruments.watch() as reading:
         start = clock()
         decode = _begin(decoder, prompts, limit, rng, at_once if places is not None else None)
-        next_prompts: dict[int, Tensor] = {}
+        changes: dict[int, Tensor | None] = {}
         active = list(rows)
         try:
-            while (step := _next(decode, next_prompts)) is not None:
+            while (step := _next(decode, changes)) is not None:
                 ends.append(clock() if step.at_ns is None else step.at_ns)
                 steps.append(step)
-                _commit(active, step)
-                next_prompts = {}
-                for row in [row for row in active if row.finish][: len(waiting)]:
-                    active[row.place] = Row(limit, eos, row.place, len(steps))
-                    next_prompts[row.place] = waiting.popleft()
-                    rows.append(active[row.place])
+                changes = {}
+                for row in _commit(active, step):
+                    changes[row.place] = waiting.popleft() if waiting else None
+                    if changes[row.place] is not None:
+                        active[row.place] = Row(limit, eos, row.place, len(steps))
+                        rows.append(active[row.place])
                 if all(row.finish for row in active):
                     break
         finally:
@@ -148,13 +150,10 @@ def _begin(decoder: Decoder, prompts: list[Tensor], limit: int, rng: Generator, 
     return decoder.decode_refilled(prompts[:places], limit, rng, max(map(len, prompts)))
 
 
-def _next(decode: Iterator[Step], prompts: Prompts) -> Step | None:
-    """The next step, with new prompts for some rows; None if the decoder has stopped."""
-    if not prompts:
-        return next(decode, None)
-    assert isinstance(decode, abc.Generator), "rows can be given new prompts"
-    step: Step = decode.send(prompts)
-    assert step.admitted == frozenset(prompts), "prompts are read at once, in a step of their own"
+def _next(decode: Iterator[Step], changes: RowChanges) -> Step | None:
+    """The next step, after what changed was sent; None if the decoder has stopped."""
+    step, begun = next_step(decode, changes), {row for row, prompt in changes.items() if prompt is not None}
+    assert not begun or (step and step.admitted == begun), "prompts are read at once, in a step of their own"
     return step
 
 
@@ -165,9 +164,12 @@ def _close(decode: Iterator[Step]) -> None:
         close()
 
 
-def _commit(rows: list[Row], step: Step) -> None:
+def _commit(rows: list[Row], step: Step) -> list[Row]:
+    """Give every row its tokens; returns those that have finished with this step."""
+    before = [row for row in rows if not row.finish]
     for row, tokens in zip(rows, step.tokens, strict=True):
         row.take(tokens)
+    return [row for row in before if row.finish]
 
 
 @contextmanager

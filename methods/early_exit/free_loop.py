@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Guarantee, Step
+from methods.decoder import Guarantee, RowChanges, Step
 from methods.drafting import ABSENT, AcceptanceRule, Draft, Verification
 from methods.early_exit.confidence import Softmax, Vocabulary
 from methods.early_exit.exits import Reader
@@ -41,6 +41,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
 from methods.engine.stopwatch import Stopwatch
+from methods.rows import ComputedRows, of_rows
 
 Accept = Literal["all", "rollback", "verify"]
 
@@ -174,9 +175,12 @@ class ShallowDeepDecoder(ExitDecoder):
         cache = self.target.new_cache(len(prompts), longest + limit + self.options.max_pending + 1)
         rows = [prompt.to(self.target.device) for prompt in prompts]
         root = self.sampling.pick(self.target.prefill(rows, cache).logits[:, 0], rng)
-        yield Step.undrafted([[token] for token in root.tolist()])
         text = _Text(limit, [1] * len(rows), self._thresholds(len(rows)), Stopwatch(self.target.device))
+        text.rows.take((yield Step.undrafted([[token] for token in root.tolist()], rows=len(rows))))
         while text.unfinished:
+            if (stay := text.leave(self.target)) is not None:
+                cache.select(stay)
+                root = root[stay]
             root = yield from self._round(root, text, cache, rng)
 
     def _thresholds(self, rows: int) -> list[AdaptiveThreshold]:
@@ -184,7 +188,9 @@ class ShallowDeepDecoder(ExitDecoder):
         shared = self.options.threshold
         return [shared if self.options.remember else copy.deepcopy(shared) for _ in range(rows)]
 
-    def _round(self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator) -> Steps[Step, None, Tensor]:
+    def _round(
+        self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator
+    ) -> Steps[Step, RowChanges | None, Tensor]:
         """Shallow passes until a row is not sure, then the deep layers over all of them; returns the next root."""
         options, base = self.options, cache.lengths
         before = text.done
@@ -202,14 +208,14 @@ class ShallowDeepDecoder(ExitDecoder):
             if judged:
                 text.watch.stop()
             else:
-                yield self._commit_shallow(token, text)
+                text.rows.take((yield text.rows.step(self._commit_shallow(token, text))))
                 if not text.unfinished:
                     return root
             root = token
         cache.set_lengths(base)
         step, root = self._deep(passes, sure, text, cache, rng)
         cache.set_lengths([start + now - was for start, now, was in zip(base, text.done, before, strict=True)])
-        yield step
+        text.rows.take((yield text.rows.step(step)))
         return root
 
     def _shallow(self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator) -> Shallow:
@@ -241,8 +247,9 @@ class ShallowDeepDecoder(ExitDecoder):
         tokens = [[new] if is_open else [] for new, is_open in zip(token.tolist(), rows, strict=True)]
         text.commit(tokens)
         self.counters.steps += 1
+        self.counters.rows += len(rows)
         self.counters.exits[self.options.depth] += sum(rows)
-        return Step.undrafted(tokens, self.options.depth / self.target.n_layers)
+        return Step.undrafted(tokens, self.options.depth / self.target.n_layers, rows=len(rows))
 
     def _deep(
         self, passes: list[Shallow], sure: list[bool], text: _Text, cache: Cache, rng: Generator
@@ -272,6 +279,7 @@ class ShallowDeepDecoder(ExitDecoder):
             layers=[1.0] * len(rows),
             depth=nodes,
             nodes=len(passes),
+            rows=len(rows),
             draft_passes=drafted,
             draft_ns=(text.watch.ns() if drafted else 0) if judged else None,
         )
@@ -307,6 +315,7 @@ class ShallowDeepDecoder(ExitDecoder):
 
     def _count(self, kept: list[list[int]], accepted: list[int], sure: list[bool], judged: bool) -> None:
         self.counters.steps += 1
+        self.counters.rows += len(kept)
         rows = [row for row, new in enumerate(kept) if new]
         shallow = sum(accepted[row] for row in rows) if judged else sum(sure[row] for row in rows) * (not self._never)
         self.counters.exits[self.options.depth] += shallow
@@ -316,21 +325,30 @@ class ShallowDeepDecoder(ExitDecoder):
 class _Text:
     def __init__(self, limit: int, done: list[int], thresholds: list[AdaptiveThreshold], watch: Stopwatch) -> None:
         self.limit, self.done, self.thresholds, self.watch = limit, done, thresholds, watch
+        self.rows = ComputedRows(len(done))
         self._values = [0.0] * len(done)
         self.refresh()
 
     @property
     def open(self) -> list[bool]:
-        return [count < self.limit for count in self.done]
+        return self.rows.below(self.limit, self.done)
 
     @property
     def unfinished(self) -> bool:
-        return min(self.done) < self.limit
+        return any(self.open)
 
     @property
     def room(self) -> int:
         """Most tokens a row still wants."""
-        return self.limit - min(self.done)
+        return self.limit - min(count for count, is_open in zip(self.done, self.open, strict=True) if is_open)
+
+    def leave(self, target: CausalLM) -> list[int] | None:
+        """Drop rows that have ended, see ``ComputedRows.leave``."""
+        stay = self.rows.leave(target)
+        if stay is not None:
+            self.done, self._values = of_rows(self.done, stay), of_rows(self._values, stay)
+            self.thresholds = of_rows(self.thresholds, stay)
+        return stay
 
     def refresh(self) -> None:
         """Read the thresholds again."""

@@ -10,7 +10,8 @@ later token can reach are left out.
 
 Rows of a batch run in lockstep to the deepest exit. A row that has exited is frozen: it passes through the remaining
 layers with its state, which is what propagation writes, and its text is the one it would have alone. Its layers are not
-saved: ``Step.layers`` is what the batch ran, for every row.
+saved: ``Step.layers`` is what the batch ran, for every row. A row whose text has ended leaves the batch
+(``methods.rows``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import DecoderPass
+from methods.rows import ComputedRows, of_rows
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class DecodeStats:
 
     Attributes:
         steps: number of steps.
+        rows: rows they computed, over all steps.
         layers: layers run, each over all rows of a batch at once.
         fills: layers that only got keys and values.
         columns: columns of the output matrix that were multiplied, the token's own included.
@@ -47,6 +50,7 @@ class DecodeStats:
     """
 
     steps: int = 0
+    rows: int = 0
     layers: int = 0
     fills: int = 0
     columns: int = 0
@@ -66,6 +70,7 @@ class DecodeStats:
         equivalents += self.maps * map_share(target)
         return {
             "steps": self.steps,
+            "rows": self.rows,
             "tokens": sum(self.exits.values()),
             "layers_per_step": self.layers / self.steps,
             "heads_per_step": heads / self.steps,
@@ -197,11 +202,14 @@ class EarlyExitDecoder(ExitDecoder):
         cache = self.target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
         self.policy.reset(limit)
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
-        roots = root.tolist()
-        yield Step.undrafted([[token] for token in roots], self._share(self.prompt_depth))
+        roots, batch = root.tolist(), ComputedRows(len(prompts))
+        first = [[token] for token in roots]
+        batch.take((yield Step.undrafted(first, self._share(self.prompt_depth), rows=len(first))))
         done = [1] * len(prompts)
-        while min(done) < limit:
-            rows = [count < limit for count in done]
+        while any(rows := batch.below(limit, done)):
+            if (stay := batch.leave(self.target)) is not None:
+                cache.select(stay)
+                root, roots, done, rows = root[stay], of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
             logits, depth = self._forward(root, roots, cache, rows)
             new = self.sampling.pick(logits, rng)
             root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
@@ -209,7 +217,8 @@ class EarlyExitDecoder(ExitDecoder):
             cache.advance([int(is_open) for is_open in rows])
             done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
             new_tokens = [[token] if is_open else [] for token, is_open in zip(roots, rows, strict=True)]
-            yield Step.undrafted(new_tokens, self._share(depth))
+            step = Step.undrafted(new_tokens, self._share(depth), rows=len(rows))
+            batch.take((yield batch.step(step)))
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
         """Logits after the prompts; afterwards the cache holds them."""
@@ -245,6 +254,7 @@ class EarlyExitDecoder(ExitDecoder):
                 logits = decision.logits if alone else None
                 break
         self.counters.steps += 1
+        self.counters.rows += len(rows)
         self.counters.layers += walk.depth
         above = range(walk.depth, self.policy.deepest)
         target.fill(walk.state, above)

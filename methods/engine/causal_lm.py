@@ -29,6 +29,7 @@ States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # aft
 
 _PREFILL_CHUNK = 512
 _SCORE_CHUNK = 256
+_SPARSE = 0.75
 
 
 @dataclass(slots=True)
@@ -48,6 +49,12 @@ class Output:
     hidden: Float[Tensor, "B P D"]
     hidden_layers: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
     memory: Float[Tensor, "B S D"] | None = None
+
+    def of_rows(self, rows: list[int]) -> Output:
+        """The result of these rows, in this order."""
+        layers = {layer: states[rows] for layer, states in self.hidden_layers.items()}
+        memory = None if self.memory is None else self.memory[rows]
+        return Output(self.logits[rows], self.hidden[rows], layers, memory)
 
 
 @dataclass(slots=True)
@@ -182,6 +189,13 @@ class CausalLM:
             f"{self.name} without {len(view.skipped_attention)} attention and {len(view.skipped_mlp)} mlp layers"
         )
         return view
+
+    def pays_to_drop(self, kept: int, rows: int) -> bool:
+        """Whether to drop finished rows from a batch of ``rows``, so that ``kept`` are left.
+
+        A copy of the cache costs about as much as a pass over it; it pays when fewer than three quarters are left.
+        """
+        return 0 < kept < _SPARSE * rows
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, drafts in flight included."""

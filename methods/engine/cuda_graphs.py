@@ -8,6 +8,9 @@ over one cache is replayed for all texts that use it.
 The output matrix is multiplied outside, so the next pass does not overwrite logits and states. A shape is captured at
 its second use; before, and where nothing fits, a pass runs kernel by kernel. ``capture=False`` runs the same fixed form
 without a graph, for comparison in tests.
+
+A graph is of one batch size, so finished rows stay in the batch: without them each pass would need other graphs, which
+would be captured while the decode is timed, or run kernel by kernel.
 """
 
 from __future__ import annotations
@@ -191,6 +194,10 @@ class GraphedLM(CausalLM):
     def skip(self, attention: Collection[int] = (), mlp: Collection[int] = ()) -> CausalLM:
         """See ``CausalLM.skip``; the view has graphs of its own."""
         return GraphedLM.of(super().skip(attention, mlp), self.graphs.capture)
+
+    def pays_to_drop(self, kept: int, rows: int) -> bool:
+        """Never: graphs are of one batch size, and those of a smaller one would be captured during the decode."""
+        return False
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """See ``CausalLM.new_cache``; one that is free is used again."""

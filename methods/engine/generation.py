@@ -16,7 +16,6 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 
-_SPARSE = 0.75  # finished rows are dropped when fewer than this share are open
 _KEPT = ("decoder_start_token_id", "forced_bos_token_id", "bad_words_ids", "suppress_tokens")
 
 
@@ -38,7 +37,7 @@ def answer(
                     unfinished.remove(place)
         if not unfinished:
             return texts
-        if len(unfinished) < _SPARSE * len(places):
+        if target.pays_to_drop(len(unfinished), len(places)):
             left = [row for row, place in enumerate(places) if place in unfinished]
             cache.select(left)
             places, root = [places[row] for row in left], root[left]

@@ -103,6 +103,11 @@ class Memory:
     present: Bool[Tensor, "B S"] | None
     lengths: Int[Tensor, "B"]
 
+    def of_rows(self, rows: list[int]) -> Memory:
+        """The same of some rows, in this order."""
+        present = None if self.present is None else self.present[rows]
+        return Memory(self.states[rows], self.embedded[rows], present, self.lengths[rows])
+
     @property
     def content(self) -> Int[Tensor, "B"]:
         """Tokens of each source without its end; at least one."""

@@ -26,6 +26,7 @@ from methods.drafting import AuxiliaryNodes, Context, Draft, ragged
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import trie
+from methods.rows import of_rows
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -102,6 +103,9 @@ class LookaheadDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self._windows = [Window(prompt, self._width, self._levels) for prompt in prompts]
         self._pools = [self._pool(prompt) for prompt in prompts]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._windows, self._pools = of_rows(self._windows, rows), of_rows(self._pools, rows)
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():

@@ -9,11 +9,16 @@ scored.
 A row may be given another prompt between two rounds (continuous batching: Orca, Yu et al. 2022, OSDI). It is read
 whole, in a step of its own and into a small cache that is then copied into the row; row and drafter are then as after
 any prefill. Other rows wait meanwhile: prompts are not read in pieces together with the rounds of others.
+
+A row whose text has ended leaves the batch between two rounds (``methods.rows``): target and drafter compute only the
+others from then on. Their texts are what they would be with it, up to the rounding of passes over fewer rows; with a
+temperature they draw other numbers from the same distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -26,6 +31,7 @@ from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax
 from methods.engine.stopwatch import Stopwatch
+from methods.rows import ComputedRows, of_rows
 
 
 class SpeculativeDecoder(Decoder, Refillable):
@@ -62,11 +68,11 @@ class SpeculativeDecoder(Decoder, Refillable):
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
-        waiting = yield Step.undrafted(first)
-        while waiting:
-            waiting = yield self._admit(waiting, limit, ends, context, cache)
+        batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
+        yield from self._told(Step.undrafted(first, rows=len(first)), batch)
 
-        while any(len(row) < end for row, end in zip(committed, ends, strict=True)):
+        while any(batch.open):
+            self._drop(batch)
             watch.start()
             draft = drafter.propose(context)
             watch.stop()
@@ -76,31 +82,62 @@ class SpeculativeDecoder(Decoder, Refillable):
             if not draft.is_chain:
                 cache.pack(verification.path)
             tokens, accepted, context.auxiliary_tokens = _read(draft, verification, output.logits)
-            open_rows = [len(row) < end for row, end in zip(committed, ends, strict=True)]
+            open_rows = batch.open
             tokens = [new if is_open else [] for new, is_open in zip(tokens, open_rows, strict=True)]
             cache.advance([len(new) for new in tokens])
-            _extend(committed, tokens)
+            _extend(context.tokens, tokens)
             context.output, context.path = output, _rows_of(verification)
             context.root = _next_root(context.root, verification.bonus, open_rows)
-            waiting = yield _step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1])
-            while waiting:
-                waiting = yield self._admit(waiting, limit, ends, context, cache)
+            yield from self._told(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1]), batch)
+
+    def _told(self, step: Step, batch: _Batch) -> Rounds:
+        """Yield a step, and one more for each set of prompts that is sent in return."""
+        prompts = batch.rows.take((yield batch.rows.step(step)))
+        while prompts:
+            prompts = batch.rows.take((yield batch.rows.step(self._admit(prompts, batch))))
 
     @torch.inference_mode()
-    def _admit(self, prompts: Prompts, limit: int, ends: list[int], context: Context, cache: Cache) -> Step:
+    def _admit(self, prompts: Prompts, batch: _Batch) -> Step:
         """Start new prompts in some rows, with cache, context and drafter as after a prefill."""
         assert self.continuous_batching and isinstance(self.drafter, RowDrafter), "rows take no new prompts"
-        rows = list(prompts)
-        output = self.target.prefill_rows({row: prompts[row].to(self.target.device) for row in rows}, cache)
+        rows, context = list(prompts), batch.context
+        output = self.target.prefill_rows({row: prompts[row].to(self.target.device) for row in rows}, batch.cache)
         root = self.sampling.pick(output.logits[:, 0], context.rng)
         texts = {row: prompt.tolist() for row, prompt in prompts.items()}
         tokens: list[list[int]] = [[] for _ in context.tokens]
         for row, token in zip(rows, root.tolist(), strict=True):
             tokens[row], context.tokens[row] = [token], [*texts[row], token]
-            ends[row] = len(texts[row]) + limit
+            batch.ends[row] = len(texts[row]) + batch.limit
         _stand_at_root(context, rows, root, output)
         self.drafter.reset_rows(texts)
-        return Step.undrafted(tokens, admitted=frozenset(rows))
+        return Step.undrafted(tokens, admitted=frozenset(rows), rows=len(rows))
+
+    def _drop(self, batch: _Batch) -> None:
+        """Compute rows that have ended no longer, if that pays."""
+        stay = batch.rows.leave(self.target)
+        if stay is None:
+            return
+        batch.ends = of_rows(batch.ends, stay)
+        batch.cache.select(stay)
+        batch.context.keep_rows(stay)
+        self.drafter.keep_rows(stay)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the loop keeps of its rows; ``ends``: the lengths at their limits."""
+
+    rows: ComputedRows
+    ends: list[int]
+    limit: int
+    context: Context
+    cache: Cache
+
+    @property
+    def open(self) -> list[bool]:
+        """Per row, whether more of it is wanted."""
+        texts = zip(self.context.tokens, self.ends, self.rows.ended, strict=True)
+        return [len(text) < end and not ended for text, end, ended in texts]
 
 
 def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
@@ -172,6 +209,7 @@ def _step(
         accepted=[n * row for n, row in zip(accepted, open_rows, strict=True)],
         layers=[1.0] * len(tokens),
         depth=[n * row for n, row in zip(depths, open_rows, strict=True)],
+        rows=len(tokens),
         nodes=nodes,
         draft_passes=draft.passes,
         draft_ns=draft_ns,

@@ -48,6 +48,7 @@ from methods.non_autoregressive.student import (
     load_student,
     pad_sources,
 )
+from methods.rows import of_rows
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.verification import default_rule
 from methods.training.interface import require
@@ -71,6 +72,10 @@ class Continuation(Protocol):
 
     def read(self, sources: Sequence[Int[Tensor, "_"]], rng: Generator) -> int:
         """Read the sources of a batch; returns the passes that took."""
+        ...
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with some of the sources only, in this order."""
         ...
 
     def behind(self, texts: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], int]:
@@ -121,6 +126,9 @@ class OneGuess:
         self._guesses = [Alignment(text) for text in written.texts]
         return 1 + written.passes
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._guesses = of_rows(self._guesses, rows)
+
     def behind(self, texts: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], int]:
         for guess, text in zip(self._guesses, texts, strict=True):
             guess.follow(text)
@@ -145,6 +153,11 @@ class Completion:
         self._blank = student.inputs(self._memory, self._lengths, max(self._counts))
         self._present = present_up_to(self._lengths, max(self._counts))
         return 1
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        chosen = list(rows)
+        self._memory, self._counts = self._memory.of_rows(chosen), of_rows(self._counts, chosen)
+        self._lengths, self._blank, self._present = (t[chosen] for t in (self._lengths, self._blank, self._present))
 
     def behind(self, texts: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], int]:
         student, width, device = self._student, self._blank.shape[1], self._lengths.device
@@ -179,15 +192,21 @@ class StudentDrafter:
         self.nodes, self.nbytes = nodes, {"student": nbytes}
         self._continuation, self._ends = continuation, frozenset(ends)
         self._sources: list[list[int]] = []
+        self._has_read = False
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        self._sources = [list(prompt) for prompt in prompts]
+        self._sources, self._has_read = [list(prompt) for prompt in prompts], False
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._sources = of_rows(self._sources, rows)
+        if self._has_read:
+            self._continuation.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
         device, passes = context.root.device, 0
         if context.path is None:
             sources = [torch.tensor(source, device=device) for source in self._sources]
-            passes = self._continuation.read(sources, context.rng)
+            passes, self._has_read = self._continuation.read(sources, context.rng), True
         texts = [row[len(source) :] for row, source in zip(context.tokens, self._sources, strict=True)]
         rows, more = self._continuation.behind(texts, self.nodes)
         open_rows = [row if self._ends.isdisjoint(text) else [] for row, text in zip(rows, texts, strict=True)]

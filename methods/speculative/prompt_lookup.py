@@ -20,6 +20,7 @@ from typing import Literal
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.rows import of_rows
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -76,6 +77,9 @@ class PromptLookupDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self._index = [NgramIndex(self._sizes, self._pick) for _ in prompts]
         self._prompt_lengths = [len(prompt) for prompt in prompts]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._index, self._prompt_lengths = of_rows(self._index, rows), of_rows(self._prompt_lengths, rows)
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():

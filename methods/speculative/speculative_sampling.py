@@ -26,6 +26,7 @@ from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw
+from methods.rows import of_rows
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -47,6 +48,11 @@ class DraftModel:
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
         self._cache = self.model.new_cache(len(prompts), capacity)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        assert self._cache is not None, "reset comes before keep_rows"
+        self._prompt_lengths = of_rows(self._prompt_lengths, rows)
+        self._cache.select(rows)
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         assert self._cache is not None, "reset comes before renew"

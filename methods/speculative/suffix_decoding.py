@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.rows import of_rows
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -125,6 +126,9 @@ class SuffixDrafter:
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
         self._read = [len(prompt) for prompt in prompts]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._automata, self._read = of_rows(self._automata, rows), of_rows(self._read, rows)
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():

@@ -63,6 +63,7 @@ class CandidateMatrix:
         self._warm = warm
         self.nothing = vocab_size  # one line more than there are tokens: where what is not to be learnt is written
         self._lines = torch.zeros(1, vocab_size + 1, k, dtype=torch.int32, device=device)
+        self._set_rows([0])
 
     def reset(self, batch: int) -> None:
         """Make room for ``batch`` rows. A warm matrix keeps its rows; further ones start as copies of the first."""
@@ -71,11 +72,20 @@ class CandidateMatrix:
         elif batch != len(self._lines):
             more = self._lines[:1].expand(max(batch - len(self._lines), 0), -1, -1)
             self._lines = torch.cat([self._lines[:batch], more])
+        self._set_rows(range(batch))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only, in this order; a warm matrix keeps the lines of the others for later texts."""
+        self._set_rows([self._rows[row] for row in rows])
+
+    def _set_rows(self, rows: Sequence[int]) -> None:
+        self._rows = list(rows)
+        self._row = torch.tensor(self._rows, device=self._lines.device)[:, None]
 
     def forget(self, row: int) -> None:
         """Let a row know nothing, unless the matrix is warm."""
         if not self._warm:
-            self._lines[row] = 0
+            self._lines[self._rows[row]] = 0
 
     def suggest(self, row: int, text: Sequence[int]) -> None:
         """Use the bigrams of a text, latest first, as candidates of tokens that have none yet."""
@@ -87,8 +97,9 @@ class CandidateMatrix:
         k = self._lines.shape[2]
         tokens = torch.tensor(list(followers), device=self._lines.device)
         bigrams = self._lines.new_tensor([(list(found) + [0] * k)[:k] for found in followers.values()])
-        known = self._lines[row, tokens]
-        self._lines[row, tokens] = torch.where(known.any(1, keepdim=True), known, bigrams)
+        line = self._rows[row]
+        known = self._lines[line, tokens]
+        self._lines[line, tokens] = torch.where(known.any(1, keepdim=True), known, bigrams)
 
     def learn(
         self, tokens: Int[Tensor, "B M"], candidates: Int[Tensor, "B M k"], rank: Int[Tensor, "B M"] | None = None
@@ -98,11 +109,11 @@ class CandidateMatrix:
             equal = tokens[:, :, None] == tokens[:, None, :]
             beaten = (equal & (rank[:, None, :] > rank[:, :, None])).any(2)
             tokens = torch.where(beaten, self.nothing, tokens)
-        self._lines[_rows(tokens), tokens] = candidates.to(self._lines.dtype)
+        self._lines[self._row, tokens] = candidates.to(self._lines.dtype)
 
     def find(self, tokens: Int[Tensor, "B n"], ranks: Int[Tensor, "n"]) -> Int[Tensor, "B n"]:
         """The candidate of rank ``ranks[i]`` after ``tokens[:, i]``."""
-        return self._lines[_rows(tokens), tokens, ranks].long()
+        return self._lines[self._row, tokens, ranks].long()
 
 
 class RecyclingDrafter:
@@ -123,6 +134,10 @@ class RecyclingDrafter:
         for row, prompt in enumerate(prompts):
             self._matrix.suggest(row, prompt)
         self._scored = torch.tensor([[prompt[-1]] for prompt in prompts], device=self._parents.device)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._matrix.keep_rows(rows)
+        self._scored = self._scored[list(rows)]
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         for row, prompt in prompts.items():
@@ -163,10 +178,6 @@ def _authority(tokens: Int[Tensor, "B M"], path: Int[Tensor, "B P"] | None) -> I
     kept = torch.zeros(batch, count + 1, dtype=torch.bool, device=tokens.device)
     kept.scatter_(1, torch.where(path >= 0, path, count), True)
     return torch.where(kept[:, :count], count + place, -place)
-
-
-def _rows(tokens: Int[Tensor, "B n"]) -> Int[Tensor, "B 1"]:
-    return torch.arange(len(tokens), device=tokens.device)[:, None]
 
 
 class TokenRecycling(SpeculativeDecoder):

@@ -50,8 +50,8 @@ class FakeDecoder(Decoder, Refillable):
             self.clock.spend(50 * max(map(len, rows)))
             new = yield self._step(rows, ends, 1)
             while True:
-                while new:
-                    new = yield self._begin(rows, ends, new, limit)
+                while fresh := {row: prompt for row, prompt in (new or {}).items() if prompt is not None}:
+                    new = yield self._begin(rows, ends, fresh, limit)
                 self.clock.spend(self.step_ns)
                 new = yield self._step(rows, ends, self.width)
         finally:

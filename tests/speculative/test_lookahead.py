@@ -44,6 +44,9 @@ class WithScouts:
         self.drafter.reset(prompts, limit)
         self.contexts.clear()
 
+    def keep_rows(self, rows):
+        self.drafter.keep_rows(rows)
+
     def propose(self, context):
         self.contexts.append(replace(context, tokens=[list(row) for row in context.tokens]))
         draft = self.drafter.propose(context)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.contract import checks
-from methods.drafting import ABSENT, Draft
+from methods.drafting import ABSENT, Draft, StatelessDrafter
 from methods.engine.sampling import Sampling, draw
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import (
@@ -42,6 +42,9 @@ class Oracle:
         longest = limit + self.nodes + 1
         self.text = [p + checks.greedy_reference(self.target, torch.tensor(p), longest) for p in prompts]
 
+    def keep_rows(self, rows):
+        self.text = [self.text[row] for row in rows]
+
     def propose(self, context):
         rows = []
         for text, tokens in zip(self.text, context.tokens, strict=True):
@@ -70,17 +73,12 @@ def test_acceptance_ends_at_the_first_wrong_token(target, place):
     assert steps[1].accepted == [place, place]
 
 
-class RandomTrees:
+class RandomTrees(StatelessDrafter):
     """Trees of random shape; the greedy token hides in them now and then. Absent nodes at the end of some rows."""
-
-    hidden_layers = ()
 
     def __init__(self, vocab, nodes, seed=0):
         self.vocab, self.nodes = vocab, nodes
         self.generator = torch.Generator().manual_seed(seed)
-
-    def reset(self, prompts, limit):
-        pass
 
     def propose(self, context):
         batch = len(context.tokens)
@@ -116,18 +114,13 @@ def test_deterministic_trees_sample_the_target(small_vocab):
     )
 
 
-class DrawnTrees:
+class DrawnTrees(StatelessDrafter):
     """Two levels of k children each, drawn from a fixed distribution with or without replacement."""
-
-    hidden_layers = ()
 
     def __init__(self, vocab, children, replacement):
         self.vocab, self.children, self.replacement = vocab, children, replacement
         self.nodes = children + children**2
         self.probs = torch.softmax(torch.linspace(1.0, -1.0, vocab, dtype=torch.double), 0)
-
-    def reset(self, prompts, limit):
-        pass
 
     def propose(self, context):
         batch, k = len(context.tokens), self.children

@@ -63,6 +63,10 @@ class EagleDrafter:
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (growth.levels + 1) + growth.guesses
         self._reader = Reader(self.network, len(prompts), capacity)
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        assert self._reader is not None, "reset comes before keep_rows"
+        self._reader.keep_rows(rows)
+
     def propose(self, context: Context) -> Draft:
         assert self._reader is not None, "reset comes before propose"
         return self.growth.grow(self._reader, self._catch_up(context), context)

@@ -142,6 +142,10 @@ class Reader:
         """Committed pairs of each row."""
         return self._cache.lengths
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in this order; to be followed by ``read``."""
+        self._cache.select(rows)
+
     def read(
         self, feature: Float[Tensor, "B W D"], tokens: Int[Tensor, "B W"], counts: Sequence[int]
     ) -> Float[Tensor, "B 1 D"]:

@@ -25,7 +25,7 @@ Command: ``python -m bench method=self_speculative dataset=mtbench``
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from methods.engine.checkpoint_files import MissingPart
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Nodes, Parents
+from methods.rows import of_rows
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.speculative_sampling import DraftModel
 from methods.speculative.verification import default_rule
@@ -279,6 +280,11 @@ class SelfDrafter(DraftModel):
         self.threshold.reset()
         self.target.known.clear()
         self._lengths = []
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep the lengths that the acceptance is computed from; the loop drops rows from the cache."""
+        if self._lengths:  # else there was no draft yet
+            self._lengths = of_rows(self._lengths, rows)
 
     def propose(self, context: Context) -> Draft:
         cache = self._shared()

@@ -31,6 +31,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.rows import of_rows
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.specdec.network import DraftPass, load
 from methods.speculative.verification import TopBetaGap, default_rule
@@ -56,10 +57,15 @@ class SpecDrafter:
         in_flight = 3 * (self.nodes + 1)  # beyond the limit, committed since the last pass, and the block
         self._draft.make_room(len(prompts), len(self._start) + limit + in_flight)
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._sources = of_rows(self._sources, rows)
+        self._draft.keep_rows(rows)
+
     def propose(self, context: Context) -> Draft:
         if context.path is None:
-            assert context.output.memory is not None, "an encoder-decoder shows what its encoder made of the sources"
-            self._draft.read(self._sources, context.output.memory)
+            memory = context.output.memory
+            assert memory is not None, "an encoder-decoder shows what its encoder made of the sources"
+            self._draft.read(self._sources, memory[:, : max(map(len, self._sources))])  # a longer row may have left
         texts = [[*self._start, *row[len(s) :]] for row, s in zip(context.tokens, self._sources, strict=True)]
         new = [text[done:] for text, done in zip(texts, self._draft.written, strict=True)]
         filled = self._draft.fill(new, self.nodes).tolist()

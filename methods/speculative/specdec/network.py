@@ -108,6 +108,12 @@ class Sources:
     keys_values: list[KeysValues]
     present: Bool[Tensor, "B 1 S"] | None
 
+    def of_rows(self, rows: list[int]) -> Sources:
+        """The same of some rows, in this order."""
+        seen = [(keys[rows], values[rows]) for keys, values in self.keys_values]
+        present = None if self.present is None else self.present[rows]
+        return Sources(self.embeddings[rows], self.placed[rows], seen, present)
+
 
 class DraftLayer(nn.Module):
     """One layer: self-attention, attention over the source, feed-forward; norms in front of each."""
@@ -289,6 +295,14 @@ class DraftPass:
         head_dim = shape.hidden_size // shape.heads
         kind: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
         self._cache = Cache(range(shape.depth), batch, capacity, shape.heads, head_dim, **kind)
+        self._sources = None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only, in this order."""
+        assert self._cache is not None, "room is made first"
+        self._cache.select(rows)
+        if self._sources is not None:
+            self._sources = self._sources.of_rows(list(rows))
 
     def read(self, sources: Sequence[Sequence[int]], memory: Float[Tensor, "B S D"]) -> None:
         """Take the sources that all further passes translate."""

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
 from importlib.metadata import EntryPoint
@@ -30,7 +29,7 @@ from bench.report import collect, compare, tables
 from bench.utils import stats
 from methods.autoregressive import Autoregressive
 from methods.decoder import Decoder, Guarantee
-from methods.drafting import Context, Draft
+from methods.drafting import Context, Draft, StatelessDrafter
 from methods.engine.sampling import Sampling
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
@@ -491,11 +490,8 @@ class Boundless(SpeculativeDecoder):
         super().__init__(target, sampling, OneId(), default_rule(sampling, "chain", drawn=False))
 
 
-class OneId:
-    hidden_layers: Sequence[int] = ()
+class OneId(StatelessDrafter):
     nodes = 2
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None: ...
 
     def propose(self, context: Context) -> Draft:
         return Draft.chains([[1, 1] for _ in context.tokens], context.root.device)

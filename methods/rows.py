@@ -1,0 +1,80 @@
+"""Which rows of a batch are computed: a row leaves once its text has ended, if that pays the copy of the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from methods.decoder import Prompts, RowChanges, Step
+
+if TYPE_CHECKING:
+    from methods.engine.causal_lm import CausalLM
+
+T = TypeVar("T")
+
+
+class ComputedRows:
+    """The rows that a decode computes, numbered anew whenever some leave.
+
+    Attributes:
+        places: of each computed row, which one of the caller's it is.
+        ended: per computed row, whether nothing more is wanted of it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.places = list(range(count))
+        self.ended = [False] * count
+
+    def take(self, changes: RowChanges | None) -> Prompts:
+        """Note which texts have ended; returns the new prompts by computed row."""
+        prompts = {}
+        for place, prompt in (changes or {}).items():
+            assert place in self.places, f"row {place} takes no new prompt: its text was said to have ended"
+            row = self.places.index(place)
+            self.ended[row] = prompt is None
+            if prompt is not None:
+                prompts[row] = prompt
+        return prompts
+
+    def below(self, limit: int, counts: Sequence[int]) -> list[bool]:
+        """Per computed row, whether more is wanted of it: its text has not ended and has fewer tokens than allowed."""
+        return [count < limit and not ended for count, ended in zip(counts, self.ended, strict=True)]
+
+    def leave(self, lm: CausalLM) -> list[int] | None:
+        """Drop the rows that have ended, if that pays.
+
+        Returns:
+            The computed rows that stay, by their numbers so far; None: all stay.
+        """
+        if not any(self.ended):
+            return None
+        stay = [row for row, ended in enumerate(self.ended) if not ended]
+        if not lm.pays_to_drop(len(stay), len(self.ended)):
+            return None
+        self.places, self.ended = of_rows(self.places, stay), [False] * len(stay)
+        return stay
+
+    def step(self, step: Step) -> Step:
+        """A step of the computed rows with an entry for each of the caller's, in which nothing happened to others."""
+        if len(self.places) == self._count:
+            return step
+        return replace(
+            step,
+            tokens=[tokens or [] for tokens in self._spread(step.tokens)],
+            drafted=[count or 0 for count in self._spread(step.drafted)],
+            accepted=[count or 0 for count in self._spread(step.accepted)],
+            layers=[share or 0.0 for share in self._spread(step.layers)],
+            depth=[count or 0 for count in self._spread(step.depth)],
+            admitted=frozenset(self.places[row] for row in step.admitted),
+        )
+
+    def _spread(self, values: Sequence[T]) -> list[T | None]:
+        own = dict(zip(self.places, values, strict=True))
+        return [own.get(place) for place in range(self._count)]
+
+
+def of_rows(values: Sequence[T], rows: Sequence[int]) -> list[T]:
+    """The values of some rows, in the order of ``rows``."""
+    return [values[row] for row in rows]
