@@ -1,36 +1,63 @@
-"""Checks whether the numbers of a run can be trusted. A *reason* makes a run INVALID, a *warning* does not."""
+"""Checks whether the numbers of a run can be trusted, and whether they show anything.
+
+A *reason* makes a run INVALID. Without one, a speed-up that noise could have made is INCONCLUSIVE. A *warning* changes
+nothing.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
-from bench.analysis import metrics
+from bench.analysis import metrics, stalls
 from bench.records.run_folder import Sample
+from bench.utils import stats
 
 JITTER = LOAD = (0.10, 0.25)  # warn above the first, invalid above the second
+PROCESSOR = (0.05, 0.15)  # likewise, of the processor time; a quiet machine takes less than 0.01
 DRIFT = 0.10  # warn above
 LENGTH_TOLERANCE = REPEAT_TOLERANCE = 0.10
+EXACT_LENGTH_TOLERANCE = 0.02
 HARNESS_SHARE = 0.02
+SAME = (0.98, 1.02)  # speed-ups that mean as fast as the baseline
+WIDEST = 2.0  # upper over lower end of an interval that says how fast a method is
+STALLED_SHARE = 0.02  # of an arm's time: more moves the speed-up out of SAME
+DISAGREEMENT = 0.05  # between two averages of one speed-up; warn above
 _FEWEST_REPEATED = 3  # batches measured more than once; the median of fewer is one hiccup
 _FULL_PRECISION = ("float32", "float64")
+_LOAD_WINDOWS_S = (60, 300, 900)  # over which the system averages its load
+_MORE = "Measure more prompts (dataset.limit), on a quieter machine"
+
+Result = Literal["VALID", "INCONCLUSIVE", "INVALID"]
+RESULTS: tuple[Result, ...] = ("VALID", "INCONCLUSIVE", "INVALID")  # the best first
 
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """Whether the numbers of a run can be trusted; if not, why, and what to do.
+    """Whether the numbers of a run can be trusted, and what they show; if not, why, and what to do.
 
     Attributes:
+        valid: there is no reason against the numbers; what they show may still be INCONCLUSIVE.
         noisy: INVALID, and nothing but an unsteady or busy machine is the reason: the same run may be VALID next time.
+        inconclusive: why the speed-up shows nothing, see ``doubts``.
     """
 
     valid: bool
     reasons: list[str]
     warnings: list[str]
     noisy: bool = False
+    inconclusive: list[str] = field(default_factory=list)
+
+    @property
+    def result(self) -> Result:
+        """The outcome in one word."""
+        return outcome(self.valid, self.inconclusive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +67,14 @@ class Evidence:
     Attributes:
         measured: the measured rows of both arms, failed ones included.
         rows: those that count, see ``bench.analysis.metrics.paired``.
+        batches: of these rows, see ``bench.analysis.metrics.batches``.
         summary: what was derived from them.
         manifest: facts of the run, as far as present.
     """
 
     measured: list[Sample]
     rows: pd.DataFrame
+    batches: pd.DataFrame
     summary: Mapping[str, Any]
     manifest: Mapping[str, Any]
 
@@ -75,14 +104,66 @@ def audit(
     """Check a run: its samples, what ``bench.analysis.metrics.summarise`` made of them, and its manifest."""
     rows = [sample if isinstance(sample, Sample) else Sample(**sample) for sample in samples]
     measured = [sample for sample in rows if sample.phase == "measure"]
-    evidence = Evidence(measured, metrics.paired(metrics.frame(rows)), summary, manifest or {})
+    paired = metrics.paired(metrics.frame(rows))
+    evidence = Evidence(measured, paired, metrics.batches(paired), summary, manifest or {})
     found, by_noise = _Findings(), 0
     for check in CHECKS:
         before = len(found.reasons)
         check(evidence, found)
         by_noise += len(found.reasons) - before if check in NOISE else 0
     noisy = 0 < len(found.reasons) == by_noise
-    return AuditResult(not found.reasons, found.reasons, found.warnings, noisy)
+    return AuditResult(not found.reasons, found.reasons, found.warnings, noisy, doubts(summary))
+
+
+def result(summary: Mapping[str, Any]) -> Result:
+    """The outcome of a run from its summary.json; an older one is judged by the numbers it holds.
+
+    INVALID, too, where the summary has no verdict.
+    """
+    verdict = summary.get("verdict") or {}
+    inconclusive = verdict.get("inconclusive")
+    return outcome(bool(verdict.get("valid")), doubts(summary) if inconclusive is None else inconclusive)
+
+
+def explained(summary: Mapping[str, Any]) -> list[str]:
+    """Why a run is INVALID or INCONCLUSIVE; empty if it is VALID, or has no verdict."""
+    verdict = summary.get("verdict")
+    if verdict is None or verdict["reasons"]:
+        return [] if verdict is None else list(verdict["reasons"])
+    return list(verdict["inconclusive"] if "inconclusive" in verdict else doubts(summary))
+
+
+def outcome(valid: bool, inconclusive: Sequence[str]) -> Result:
+    """In one word, from whether there is no reason against the numbers, and the doubts about what they show."""
+    return "INVALID" if not valid else "INCONCLUSIVE" if inconclusive else "VALID"
+
+
+def doubts(summary: Mapping[str, Any]) -> list[str]:
+    """Why noise could have made the headline; empty if it shows that the method is faster, slower, or as fast.
+
+    It must have an interval, whose ends are less than a factor of ``WIDEST`` apart. A value within ``SAME`` means as
+    fast; any other must have an interval outside of it. That it leaves out 1 is not enough: of 20 comparisons of the
+    baseline with itself one does, and more if the noise is skewed.
+    """
+    headline = metrics.headline(summary)
+    value, low, high, n = (headline.get(name) for name in ("value", "low", "high", "n"))
+    if value is None:
+        return []
+    if low is None or high is None or (n is not None and n < stats.FEWEST_PAIRS):
+        why, _, advice = (headline.get("reason") or stats.few_pairs(n or 0)).partition("; ")
+        return [f"The speed-up of {value:.2f}x has no interval: {why}. {_sentence(advice) or _MORE}."]
+    found = []
+    if not SAME[0] <= value <= SAME[1] and low <= SAME[1] and high >= SAME[0]:
+        found.append(
+            f"The speed-up of {value:.2f}x, 95 % {low:.2f} to {high:.2f}, shows neither faster nor slower, for the "
+            f"interval reaches into {SAME[0]:.2f} to {SAME[1]:.2f}, which is as fast. {_MORE}."
+        )
+    if high > WIDEST * low:
+        found.append(
+            f"The 95 % interval from {low:.2f} to {high:.2f} is wider than a factor of {WIDEST:g}: it does not say how "
+            f"fast the method is. {_MORE}."
+        )
+    return found
 
 
 def check_complete(evidence: Evidence, found: _Findings) -> None:
@@ -145,26 +226,32 @@ def check_ids(evidence: Evidence, found: _Findings) -> None:
 
 
 def check_length(evidence: Evidence, found: _Findings) -> None:
-    """Both arms write about the same number of tokens; otherwise total times compare different work."""
+    """Both arms write about as much; otherwise total times compare different work, or quality was lost."""
     written = evidence.rows.groupby("arm")["n_output_tokens"].sum()
     if len(written) < 2 or not written["baseline"]:
         return
-    if abs(written["method"] - written["baseline"]) <= LENGTH_TOLERANCE * written["baseline"]:
+    share, headline = written["method"] / written["baseline"], metrics.headline(evidence.summary)
+    off = round(abs(share - 1), 6)
+    if headline.get("of") == "total" and off > LENGTH_TOLERANCE:
+        found.warnings.append(
+            f"The method wrote {share:.0%} of the baseline's tokens. Its time does not grow with them, so the speed-up "
+            "stays, but words are missing or repeated. Judge it by the scores of its text."
+        )
+    if headline.get("of") == "total" or off <= (EXACT_LENGTH_TOLERANCE if evidence.exact else LENGTH_TOLERANCE):
         return
-    share = written["method"] / written["baseline"]
+    total = evidence.summary["speedup"]["total"]["value"]
     text = (
-        f"Tokens of the method must be {1 - LENGTH_TOLERANCE:.0%} to {1 + LENGTH_TOLERANCE:.0%} of the baseline's for "
-        f"total times to compare, got {share:.0%}. Use speedup.per_token instead"
+        f"The method wrote {share:.1%} of the baseline's tokens, so that total time ({total:.2f}x) compares different "
+        f"work; the speed-up is per token ({headline['value']:.2f}x)."
     )
-    if evidence.exact:
-        found.warnings.append(f"{text}, or measure more prompts.")
-    else:
-        found.reasons.append(f"{text}, or set a max_new_tokens that both arms reach.")
+    if off > LENGTH_TOLERANCE:
+        text += " So far apart, prompts and long contexts weigh more in one arm, which tokens do not correct."
+    found.warnings.append(f"{text} Set measure.ignore_eos=true to time texts of one length.")
 
 
 def check_repeats(evidence: Evidence, found: _Findings) -> None:
     """A repeated prompt is not decoded faster: nothing is carried over, and the machine was warm."""
-    done = metrics.batches(evidence.rows)
+    done = evidence.batches
     pace = done.assign(pace=done["batch_ns"] / done["tokens"], again=done["repeat"] > 0)
     table = pace.pivot_table(index=["arm", "batch"], columns="again", values="pace", aggfunc="mean")
     if True not in table.columns:
@@ -213,12 +300,43 @@ def check_steadiness(evidence: Evidence, found: _Findings) -> None:
         )
 
 
+def check_stalls(evidence: Evidence, found: _Findings) -> None:
+    """No batch was held up for long, see ``bench.analysis.stalls``; those that were have been measured again."""
+    held = stalls.held_up(evidence.batches)
+    if held.empty:
+        return
+    lost = (held["batch_ns"] - held["expected_ns"]).groupby(held["arm"]).sum()
+    share = (lost / evidence.batches.groupby("arm")["batch_ns"].sum()).max()
+    worst = held.iloc[0]
+    prompts = [sample.prompt_id for sample in evidence.measured if sample.batch == worst["batch"]]
+    text = (
+        f"The machine stalled in {_counted(len(held), 'batch', 'batches')}, worst at prompt {prompts[0]} "
+        f"({worst['arm']}, {worst['factor']:.1f} times as long as its rounds explain). That is {share:.1%} of the "
+        f"arm's time; above {STALLED_SHARE:.0%} is INVALID. Close other programs and repeat the command."
+    )
+    (found.reasons if share > STALLED_SHARE else found.warnings).append(text)
+
+
+def check_averages(evidence: Evidence, found: _Findings) -> None:
+    """Totals, medians and geometric means of the pairs agree; where not, a few pairs decide the speed-up."""
+    speedup, headline = evidence.summary["speedup"], metrics.headline(evidence.summary)["value"]
+    pairs = [(headline, speedup.get("median"), "the median of the pairs")]
+    pairs += [(speedup["total"]["value"], speedup.get("geometric"), "the geometric mean of the pairs")]
+    for value, other, name in pairs:
+        if value and other and abs(math.log(value / other)) > math.log(1 + DISAGREEMENT):
+            found.warnings.append(
+                f"The speed-up of {value:.2f}x is one of sums, {name} is {other:.2f}x: a few prompts decide it, or "
+                "long ones gain more, or less, than short ones. Look at each: python -m bench collect what=samples"
+            )
+            return
+
+
 def check_load(evidence: Evidence, found: _Findings) -> None:
-    """Other programs did not use the device: on a CPU by the load of the last minute, on a GPU before the run."""
+    """Other programs did not use the device: on a CPU by the load during the run, on a GPU before it."""
     manifest = evidence.manifest
-    facts, load = manifest.get("hardware") or {}, (manifest.get("load_average") or {}).get("end")
-    if load and facts.get("threads") and facts.get("logical_cores"):
-        others = max(0.0, load[0] - facts["threads"])
+    facts, load = manifest.get("hardware") or {}, _load(manifest)
+    if load is not None and facts.get("threads") and facts.get("logical_cores"):
+        others = max(0.0, load - facts["threads"])
         text = (
             f"Other programs kept {others:.1f} of {facts['logical_cores']} cores busy; up to {LOAD[0]:.0%} is quiet, "
             f"above {LOAD[1]:.0%} is INVALID. Close them and repeat the command."
@@ -233,11 +351,24 @@ def check_load(evidence: Evidence, found: _Findings) -> None:
         found.judge(busy / 100, LOAD, text)
 
 
-def check_interval(evidence: Evidence, found: _Findings) -> None:
-    """The headline has an interval."""
-    total = evidence.summary["speedup"]["total"]
-    if total["value"] is not None and total["low"] is None:
-        found.warnings.append(f"The speed-up has no interval: {total['reason']}.")
+def check_processor(evidence: Evidence, found: _Findings) -> None:
+    """On a CPU the process was not kept from its processors: batches of an arm get the processor time of most others.
+
+    Most, and at least one processor, as some thread always computes. What one batch uses of several threads depends on
+    the method and the machine, so it is no norm.
+    """
+    if (evidence.manifest.get("hardware") or {}).get("gpu"):
+        return
+    known = evidence.batches[evidence.batches["cpu_ns"].notna()]
+    for arm, part in known.groupby("arm"):
+        used, wall = part["cpu_ns"].to_numpy(float), part["batch_ns"].to_numpy(float)
+        missing = 1 - used.sum() / (max(1.0, float(np.median(used / wall))) * wall.sum())
+        text = (
+            f"The {arm} got {1 - missing:.0%} of its processor time, as other programs ran or the process was stopped; "
+            f"below {1 - PROCESSOR[0]:.0%} is busy, below {1 - PROCESSOR[1]:.0%} INVALID. Close other programs and "
+            "repeat the command."
+        )
+        found.judge(missing, PROCESSOR, text)
 
 
 def check_harness(evidence: Evidence, found: _Findings) -> None:
@@ -259,11 +390,38 @@ CHECKS: tuple[Callable[[Evidence, _Findings], None], ...] = (
     check_repeats,
     check_acceptance,
     check_steadiness,
+    check_stalls,
+    check_averages,
     check_load,
-    check_interval,
+    check_processor,
     check_harness,
 )
-NOISE = frozenset({check_repeats, check_steadiness, check_load})  # they judge the machine, not the method
+# They judge the machine, not the method.
+NOISE = frozenset({check_repeats, check_steadiness, check_stalls, check_load, check_processor})
+
+
+def _load(manifest: Mapping[str, Any]) -> float | None:
+    """The highest mean load during the run, over its last minute, and over 5 and 15 where it took that long.
+
+    The system's averages fade exponentially: what was there at the start has a share of exp(-seconds / window) in the
+    one at the end.
+    """
+    averages = manifest.get("load_average") or {}
+    start, end = averages.get("start"), averages.get("end")
+    if not end:
+        return None
+    seconds, loads = _seconds(manifest), [end[0]]
+    for place, window in enumerate(_LOAD_WINDOWS_S):
+        if start and place and seconds >= window:
+            before = math.exp(-seconds / window)
+            loads.append((end[place] - before * start[place]) / (1 - before))
+    return float(max(loads))
+
+
+def _seconds(manifest: Mapping[str, Any]) -> float:
+    """Of the run; 0 if unknown."""
+    begin, end = manifest.get("started_at"), manifest.get("ended_at")
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
 
 
 def _id_faults(sample: Sample, ends: frozenset[int]) -> Iterator[str]:
@@ -292,6 +450,14 @@ def _counter_faults(sample: Sample, exact: bool) -> Iterator[str]:
             yield f"round {step} accepted {accepted} of a path of {depth} among {drafted} nodes"
         elif exact and step and not (kept == accepted + 1 or (step == last and kept <= accepted + 1)):
             yield f"round {step} kept {kept} tokens with {accepted} accepted"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _counted(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"
 
 
 def _name(sample: Sample) -> str:

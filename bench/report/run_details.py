@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from bench.analysis import audit
 from bench.config import compose, overrides
 from bench.config.identity import MOVED_NAMES
 from bench.errors import UserError
@@ -49,7 +50,7 @@ def details(row: Row) -> dict[str, Any]:
     summary = row.summary
     verdict = summary.get("verdict") or {}
     return {
-        "reasons": verdict.get("reasons", []),
+        "reasons": audit.explained(summary),
         "warnings": verdict.get("warnings", []),
         "command": _command(row.record.path),
         "agreement": list(_agreement(summary.get("agreement") or {})),
