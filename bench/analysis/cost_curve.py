@@ -79,6 +79,16 @@ class CostSurface:
         below = self.curves[place - 1].seconds(nodes, batches[place - 1], context)
         return _interpolate(batches[place - 1 : place + 1], (below, above), batch)
 
+    def to_manifest(self) -> dict[str, Any]:
+        """For the manifest of a run: the curve of the most rows, and with it those of fewer."""
+        *fewer, most = self.curves
+        return most.to_dict() | ({"fewer_rows": [curve.to_dict() for curve in fewer]} if fewer else {})
+
+    @classmethod
+    def from_manifest(cls, stored: dict[str, Any]) -> CostSurface:
+        """The inverse of ``to_manifest``; an older record has one curve."""
+        return cls.from_dict([stored, *stored.get("fewer_rows", ())])
+
     def to_dict(self) -> list[dict[str, Any]]:
         """For a record."""
         return [curve.to_dict() for curve in self.curves]

@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bench.analysis.cost_curve import CostCurve
+from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.records.run_folder import Sample
 from bench.utils import stats
 
@@ -62,7 +62,7 @@ def summarise(
     *,
     guarantee: str,
     agreement: Mapping[str, Any] | None = None,
-    cost_curve: CostCurve | Price | None = None,
+    cost_curve: CostCurve | CostSurface | Price | None = None,
     cost_over_layers: float = 1.0,
     one_pass: bool = False,
     n_bootstrap: int = 10_000,
@@ -178,13 +178,14 @@ def _queue(members: pd.DataFrame) -> dict[str, Any]:
     begins: list[int] = members["admitted"].astype(int).tolist()
     prompts: Iterable[Any] = members.itertuples()
     count = max(begin + len(steps) for begin, steps in zip(begins, members["step_ns"], strict=True))
-    shared: dict[str, list[Any]] = {name: [None] * count for name in ("step_ns", "step_nodes", "step_draft_ns")}
+    columns = ("step_ns", "step_nodes", "step_draft_ns", "step_rows")
+    shared: dict[str, list[Any]] = {name: [None] * count for name in columns}
     passes, draft_passes, layers = np.zeros(count, int), np.zeros(count, int), np.zeros(count)
     lengths, rows = np.zeros(count), np.zeros(count)
     for begin, prompt in zip(begins, prompts, strict=True):
         own = slice(begin, begin + len(prompt.step_ns))
         for name, values in shared.items():
-            values[own] = getattr(prompt, name)
+            values[own] = getattr(prompt, name) or [None] * len(prompt.step_ns)
         passes[own] = np.maximum(passes[own], prompt.step_target_passes)
         draft_passes[own] = prompt.step_draft_passes
         layers[own] = np.maximum(layers[own], prompt.step_layers)
@@ -194,6 +195,7 @@ def _queue(members: pd.DataFrame) -> dict[str, Any]:
     passes[reads] = 0
     return {
         **shared,
+        "step_rows": None if None in shared["step_rows"] else shared["step_rows"],
         "prefill_ns": float(sum(shared["step_ns"][step] for step in reads)),
         "step_target_passes": passes.tolist(),
         "step_draft_passes": draft_passes.tolist(),
@@ -394,7 +396,7 @@ def _conversations(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def predicted_speedup(
-    rows: pd.DataFrame, cost_curve: CostCurve | Price | None, cost_over_layers: float = 1.0
+    rows: pd.DataFrame, cost_curve: CostCurve | CostSurface | Price | None, cost_over_layers: float = 1.0
 ) -> float | None:
     """The speed-up of the recorded rounds at the measured cost of target passes; the rest is the method's overhead.
 
@@ -404,7 +406,8 @@ def predicted_speedup(
     """
     if cost_curve is None or rows.empty:
         return None
-    price = lru_cache(maxsize=None)(cost_curve.seconds if isinstance(cost_curve, CostCurve) else cost_curve)
+    round_s = cost_curve.seconds if isinstance(cost_curve, CostCurve | CostSurface) else cost_curve
+    price = lru_cache(maxsize=None)(round_s)
     done = batches(rows)
     over = {"method": cost_over_layers, "baseline": 1.0}
     predicted = [_predicted_s(batch, price, over[str(batch.arm)]) for batch in done.itertuples()]
@@ -427,14 +430,17 @@ def cost_over_layers(manifest: Mapping[str, Any]) -> float:
 def _predicted_s(batch: Any, price: Price, cost_over_layers: float) -> float:
     """Predicted seconds of a batch; NaN if the time of draft passes is unknown.
 
-    A pass that ran a share of the layers costs that share, times ``cost_over_layers``.
+    A pass costs what it costs over the rows that it computed. One that ran a share of the layers costs that share,
+    times ``cost_over_layers``.
     """
     total = batch.prefill_ns / _NS
+    known = isinstance(batch.step_rows, list)
+    rows = batch.step_rows if known else [batch.batch_size] * len(batch.step_ns)
     for step in range(1, len(batch.step_ns)):
         draft_ns, layers = batch.step_draft_ns[step], min(1.0, batch.step_layers[step])
         if draft_ns is None and batch.step_draft_passes[step]:
             return float("nan")
-        pass_s = price(batch.step_nodes[step], batch.batch_size, int(batch.contexts[step - 1]))
+        pass_s = price(batch.step_nodes[step], rows[step], int(batch.contexts[step - 1]))
         total += batch.step_target_passes[step] * layers * cost_over_layers * pass_s + (draft_ns or 0) / _NS
     return float(total)
 
@@ -579,8 +585,9 @@ def steadiness(rows: pd.DataFrame) -> dict[str, float | None]:
     a straight line (Theil-Sen, robust to outliers). ``spread`` is the IQR of what remains. Slow drift affects both arms
     equally, but a change between batches disturbs a pair: ``jitter`` is the IQR of the differences between consecutive
     batches over the square root of 2, which equals the spread for independent values and is far less for a drift.
-    Smaller batches than the largest and those with fewer than 8 rounds do not count. None if fewer than 4 batches
-    remain, and with continuous batching, whose contexts change within a round.
+    Rounds after the first finished rows left the batch, smaller batches than the largest, and those with fewer than 8
+    rounds do not count. None if fewer than 4 batches remain, and with continuous batching, whose contexts change within
+    a round.
     """
     from scipy.stats import iqr, theilslopes
 
@@ -588,18 +595,29 @@ def steadiness(rows: pd.DataFrame) -> dict[str, float | None]:
     if rows["queue"].notna().any():
         return unknown
     done = batches(rows[rows["arm"] == "baseline"]).sort_values(["repeat", "batch"])  # as they were measured
-    n_rounds = done["step_ns"].map(len).astype(int) - 1
-    full = done[(done["batch_size"] == done["batch_size"].max()) & (n_rounds >= _FEWEST_ROUNDS)]
+    n_rounds = pd.Series([_whole_rounds(batch) for batch in done.itertuples()], index=done.index, dtype=int)
+    full = done.assign(n_rounds=n_rounds)[
+        (done["batch_size"] == done["batch_size"].max()) & (n_rounds >= _FEWEST_ROUNDS)
+    ]
     if len(full) < _FEWEST_BATCHES:
         return unknown
-    round_s = np.array([np.mean(steps[1:]) / _NS for steps in full["step_ns"]])
-    contexts = (full["n_prompt_tokens"] + full["n_output_tokens"] / 2).to_numpy(float)
+    counted = zip(full["step_ns"], full["n_rounds"], strict=True)
+    round_s = np.array([np.mean(steps[1 : 1 + count]) / _NS for steps, count in counted])
+    written = np.minimum(full["n_output_tokens"], full["n_rounds"] + 1)
+    contexts = (full["n_prompt_tokens"] + written / 2).to_numpy(float)
     slope = theilslopes(round_s, contexts).slope if np.ptp(contexts) else 0.0
     level = round_s - slope * (contexts - np.median(contexts))
     return {
         "spread": float(iqr(level) / np.median(level)),
         "jitter": float(iqr(np.diff(level)) / np.sqrt(2) / np.median(level)),
     }
+
+
+def _whole_rounds(batch: Any) -> int:
+    """Rounds behind the prefill that computed every row of the batch; they are the first ones."""
+    if not isinstance(batch.step_rows, list):
+        return len(batch.step_ns) - 1
+    return sum(rows == batch.batch_size for rows in batch.step_rows[1:])
 
 
 # -------------------------------------------------------------------------------------------------------- arithmetic

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.analysis import audit, metrics, pairs, ranking
+from bench.analysis import audit, calibration, metrics, pairs, ranking
 from bench.analysis.audit import AuditResult
-from bench.analysis.cost_curve import CostCurve
+from bench.analysis.cost_curve import CostSurface
 from bench.analysis.degeneration import degeneration
 from bench.records import run_folder
 
@@ -31,7 +31,7 @@ def summarise(path: Path) -> Summary:
         samples,
         guarantee=manifest["guarantee"],
         agreement=manifest.get("agreement"),
-        cost_curve=CostCurve.from_dict(stored) if stored else None,
+        cost_curve=CostSurface.from_manifest(stored) if stored else None,
         cost_over_layers=metrics.cost_over_layers(manifest),
         one_pass=metrics.one_pass(manifest),
         n_bootstrap=manifest["measure"]["bootstrap_samples"],
@@ -40,8 +40,10 @@ def summarise(path: Path) -> Summary:
     for arm, part in (("method", rates), ("baseline", rates["baseline"])):
         part["quality"] |= manifest.get("quality", {}).get(arm, {})
     content = _names(manifest) | rates | {"degeneration": degeneration(samples)}
+    if choice := manifest.get("calibration"):
+        content["calibration"] = choice | {"measured": calibration.measured(samples, choice)}
     verdict = audit.audit(samples, content, manifest)
-    content["verdict"] = asdict(verdict)
+    content["verdict"] = asdict(verdict) | {"result": verdict.result}
     alike = pairs.similarity([sample for sample in samples if sample.phase == "measure"])
     content["ranking"] = asdict(ranking.ranking(content, None if alike is None else 1 - alike))
     return Summary(content, verdict, manifest)
@@ -57,7 +59,7 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "method": manifest["method"]["name"],
         "model": manifest["model"]["name"],
         "model_revision": manifest["model"]["revision"],
-        "dataset": manifest["dataset"]["name"],
+        "dataset": data_set(manifest["dataset"]),
         "dataset_revision": manifest["dataset"]["revision"],
         "hardware": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
         "dtype": manifest["dtype"],
@@ -73,9 +75,14 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "own_bytes": manifest.get("own_bytes", {}),
         "quality_notes": manifest.get("quality_notes", {}),
         "quality_change": manifest.get("quality_change", {}),
-        **({"calibration": manifest["calibration"]} if "calibration" in manifest else {}),
         **({"method_facts": _per_token(manifest)} if "method_facts" in manifest else {}),
     }
+
+
+def data_set(dataset: Mapping[str, Any]) -> str:
+    """Name of the data set; prompts that were filled to a length are another one, in every table and heading."""
+    fill = (dataset["revision"] or {}).get("fill")
+    return f"{dataset['name']}, synthetic fill to {fill['tokens']:,} tokens" if fill else str(dataset["name"])
 
 
 def _per_token(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +90,8 @@ def _per_token(manifest: Mapping[str, Any]) -> dict[str, Any]:
     facts = dict(manifest["method_facts"])
     if not (facts.get("steps") and facts.get("tokens")):
         return facts
-    rows = min(manifest["batch_size"], manifest["n_prompts"])  # a step is one of all rows, and each bears its cost
-    share = facts["steps"] * rows / facts["tokens"]
+    together = min(manifest["batch_size"], manifest["n_prompts"])
+    rows = facts.get("rows", facts["steps"] * together)  # over all steps; each row of a step bears its cost
+    share = rows / facts["tokens"]
     per_step = [key for key in facts if key.endswith("_per_step")]
     return facts | {key.replace("_per_step", "_per_token"): facts[key] * share for key in per_step}

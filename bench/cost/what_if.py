@@ -97,9 +97,9 @@ def _with_drafts(sample: Sample, drafting: Drafting) -> Sample:
 def lockstep(samples: Sequence[Sample], batch: int, *, per_batch: bool = False) -> list[Sample]:
     """Regroup the samples into batches of another size, as a run of that size would form them.
 
-    Consecutive prompts of one turn form a batch. A round of the new batch scores the nodes of its widest row. Its
-    proposal takes the sum of the rows' times if they are searched for row by row on the host, and the maximum if a
-    model drafts or the times already are those of a batch.
+    Consecutive prompts of one turn form a batch; rows leave it as in a run. A round of the new batch scores the nodes
+    of its widest row. Its proposal takes the sum of the rows' times if they are searched for row by row on the host,
+    and the maximum if a model drafts or the times already are those of a batch.
 
     Args:
         samples: measured ones, of both arms.
@@ -138,6 +138,7 @@ def _together(rows: Sequence[Sample], number: int, per_batch: bool) -> list[Samp
         _draft_of([row.step_draft_ns[step] for row in some], per_batch or bool(shared["step_draft_passes"][step]))
         for step, some in enumerate(open_rows)
     ]
+    shared["step_rows"] = _computed(list(map(len, open_rows)))
     return [
         replace(
             row,
@@ -147,6 +148,16 @@ def _together(rows: Sequence[Sample], number: int, per_batch: bool) -> list[Samp
         )
         for row in rows
     ]
+
+
+def _computed(open_rows: Sequence[int]) -> list[int]:
+    """Rows that each round computes: finished ones leave when the model drops them."""
+    from methods.engine.causal_lm import pays_to_drop
+
+    computed = list(open_rows[:1])
+    for count in open_rows[1:]:
+        computed.append(count if pays_to_drop(count, computed[-1]) else computed[-1])
+    return computed
 
 
 def _draft_of(times: Sequence[int | None], at_once: bool) -> int | None:

@@ -406,6 +406,7 @@ def _measured(timed: Timed, row: int) -> dict[str, Any]:
         "step_accepted": [step.accepted[place] for step in steps],
         "step_depth": [step.depth[place] for step in steps],
         "step_nodes": [step.nodes for step in steps],
+        "step_rows": None if any(step.rows is None for step in steps) else [step.rows for step in steps],
         "step_layers": [float(step.layers[place]) for step in steps],
         "step_draft_ns": [step.draft_ns for step in steps],
         "step_target_passes": [0 if _waits(step, place) else step.target_passes for step in steps],

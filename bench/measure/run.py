@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from bench.analysis.audit import AuditResult
-from bench.analysis.cost_curve import CostCurve
+from bench.analysis.cost_curve import CostSurface
 from bench.analysis.summary import summarise
 from bench.config import instantiate
 from bench.config.identity import run_id
@@ -424,17 +424,17 @@ def _record_cost_curve(
         return
     stage("measuring the cost of a forward pass by its number of tokens")
     with _clocked(spent, "cost_curve"):
-        curve = _cost_curve(shared, warm).to_dict()
+        curve = _cost_curve(shared, warm).to_manifest()
     for arm in without:
         arm.folder.update(cost_curve=curve)
 
 
-def _cost_curve(shared: Shared, warm: Sequence[Sample]) -> CostCurve:
+def _cost_curve(shared: Shared, warm: Sequence[Sample]) -> CostSurface:
     """At the shortest and the longest text of the run, up to the methods' largest pass."""
     most = max((nodes for sample in warm if sample.arm == "method" for nodes in sample.step_nodes), default=64)
     contexts = (min(shared.lengths), max(shared.lengths) + shared.settings.limit)
     batch = min(shared.settings.batch_size, len(shared.examples))
-    return verify_cost.measure(shared.loaded.lm, batch, verify_cost.grid(most), contexts)
+    return verify_cost.measure_rows(shared.loaded.lm, batch, verify_cost.grid(most), contexts)
 
 
 def _agreement(cfg: RunConfig, parts: Parts, samples: Sequence[Sample], judged: agreement.Known) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from bench.analysis.cost_curve import CostCurve
+from bench.analysis.cost_curve import CostCurve, CostSurface
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,14 @@ NODES = (1, 2, 4, 8, 16, 32, 64)
 def grid(most: int) -> tuple[int, ...]:
     """Node counts to measure for a method whose largest pass has ``most`` nodes."""
     return tuple(nodes for nodes in NODES if nodes < most) + ((most,) if most else ())
+
+
+def measure_rows(
+    target: CausalLM, batch: int, nodes: Sequence[int], contexts: Sequence[int], repeats: int = 7
+) -> CostSurface:
+    """As ``measure``, with all rows of a batch, a quarter of them and one; with all alone where finished rows stay."""
+    sizes = {1, batch // 4 or 1, batch} if target.pays_to_drop(1, batch) else {batch}
+    return CostSurface(tuple(measure(target, size, nodes, contexts, repeats) for size in sorted(sizes)))
 
 
 def measure(

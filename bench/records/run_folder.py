@@ -49,6 +49,8 @@ class Sample:
         phase: ``"stalled"`` if the machine stalled, so that the pair was measured again.
         finish: ``"eos"`` or ``"length"``.
         batch_ns: request start to the moment the last row of the batch, or of the queue, had finished.
+        step_rows: rows that each step's pass computed, those included that have finished and are still in the batch;
+            None where the method does not say, and in older records.
         peak_bytes: peak memory while this sample ran; None where it was not measured.
         quality: scores of the text against the reference, by metric name.
     """
@@ -88,6 +90,7 @@ class Sample:
     error: str | None = None
     queue: int | None = None
     admitted: int | None = None
+    step_rows: list[int] | None = None
     schema_version: int = SCHEMA_VERSION
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -459,7 +462,8 @@ def _faults(sample: Sample, eos: set[int]) -> Iterator[str]:
     if not sample.n_output_tokens == len(sample.output_ids) == sum(sample.step_tokens):
         counts = f"{len(sample.output_ids)} ids, {sum(sample.step_tokens)} tokens in steps"
         yield f"n_output_tokens is {sample.n_output_tokens}, but there are {counts}"
-    lengths = {len(getattr(sample, name)) for name in _FIELDS if name.startswith("step_")}
+    steps = (getattr(sample, name) for name in _FIELDS if name.startswith("step_"))
+    lengths = {len(values) for values in steps if values is not None}
     if len(lengths) != 1 or lengths == {0}:
         yield f"the step lists have lengths {sorted(lengths)}; they must be equal and not 0"
     elif sample.prefill_ns != sample.step_ns[0]:

@@ -193,9 +193,9 @@ class CausalLM:
     def pays_to_drop(self, kept: int, rows: int) -> bool:
         """Whether to drop finished rows from a batch of ``rows``, so that ``kept`` are left.
 
-        A copy of the cache costs about as much as a pass over it; it pays when fewer than three quarters are left.
+        A model whose passes are bound to a batch size never drops any.
         """
-        return 0 < kept < _SPARSE * rows
+        return pays_to_drop(kept, rows)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` rows of up to ``capacity`` tokens, drafts in flight included."""
@@ -512,6 +512,14 @@ def rotate_(heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> None:
     turned = heads if width == heads.shape[-1] else heads[..., :width]
     swapped = turned.roll(width // 2, -1).mul_(sin)
     turned.mul_(cos).add_(swapped)
+
+
+def pays_to_drop(kept: int, rows: int) -> bool:
+    """Whether passes over ``kept`` instead of ``rows`` rows save what the copy of the cache costs.
+
+    That is about one pass over the cache, so fewer than three quarters of the rows must be left.
+    """
+    return 0 < kept < _SPARSE * rows
 
 
 def padded_rows(rows: Sequence[Int[Tensor, "_"]], device: torch.device) -> Int[Tensor, "B T"]:
