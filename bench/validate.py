@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.analysis import pairs
+from bench.analysis import audit, pairs
 from bench.cost import records as cost_records
 from bench.errors import UserError
 from bench.records import run_folder, schemas
@@ -17,7 +17,7 @@ from bench.utils.files import read_json
 
 RUN, LOSSLESS, COSTS = "run", "lossless record", "cost curve"
 _RESULT, _LOSSLESS, _COSTS, _REFERENCE = "result.json", "lossless", "costs", "reference"
-_EXPERIMENTS = ("greedy", "sampling", "joint", "served")
+_EXPERIMENTS = ("greedy", "sampling", "rounds", "joint", "served")
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,15 @@ def _holds_records(folder: Path) -> bool:
 
 
 def _run_problems(folder: Path) -> list[str]:
-    """The problems that ``run_folder.validate`` finds, and a speed-up that does not follow from the samples."""
+    """The problems that ``run_folder.validate`` finds, and a verdict or a speed-up that does not follow."""
     if problems := run_folder.validate(folder):
         return problems
     summary = read_json(folder / run_folder.SUMMARY)
     if wrong := schemas.problem("summary", summary):
         return [f"{run_folder.SUMMARY} is damaged: {wrong}; derive it again with report rebuild=true"]
     assert summary is not None, "that is a problem of the schema"
+    if wrong := _verdict_problem(summary.get("verdict") or {}):
+        return [f"{run_folder.SUMMARY} {wrong}; derive it again with report rebuild=true"]
     total = summary["speedup"]["total"]
     try:
         units = pairs.read(folder).units
@@ -97,6 +99,14 @@ def _run_problems(folder: Path) -> list[str]:
     return [
         f"{run_folder.SUMMARY} has speed-up {stored}, the samples {value}; derive it again with report rebuild=true"
     ]
+
+
+def _verdict_problem(verdict: dict[str, Any]) -> str:
+    """How a verdict contradicts its own reasons; empty if it does not."""
+    if verdict and verdict["valid"] is bool(verdict["reasons"]):
+        return f"has verdict.valid: {str(verdict['valid']).lower()} and {len(verdict['reasons'])} reasons"
+    stored, found = verdict.get("result"), audit.outcome(verdict.get("valid", False), verdict.get("inconclusive") or ())
+    return f"has verdict.result: {stored}, its reasons give {found}" if stored not in (None, found) else ""
 
 
 def _lossless_problems(folder: Path) -> Iterator[str]:
@@ -125,11 +135,10 @@ def _passed(experiment: str, result: dict[str, Any]) -> bool:
     if experiment == "served":
         deviates = any(row["violation"] or row["cut"] for row in result["prompts"])
         return not deviates and all(cell["p_value"] > result["bound"] for cell in result["cells"])
-    if experiment == "joint":
-        return all(cell["p_value"] > result["bound"] for cell in result["cells"])
-    fails = {(cell["rule"], cell["exact"]): False for cell in result["cells"]}
+    fails: dict[tuple[str, bool], bool] = {}
     for cell in result["cells"]:
-        fails[cell["rule"], cell["exact"]] |= cell["p_value"] <= result["bound"]
+        key = cell.get("rule", ""), cell.get("exact", True)  # the decoder's own rule where none is named
+        fails[key] = fails.get(key, False) or cell["p_value"] <= result["bound"]
     return all(failed is not exact for (_, exact), failed in fails.items())  # a wrong rule must fail
 
 

@@ -1,4 +1,4 @@
-"""``python -m bench lossless experiment=greedy|sampling|joint method=... model=... draws=...``"""
+"""``python -m bench lossless experiment=greedy|sampling|rounds|joint method=... model=... draws=...``"""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ Tests on any exact method and model whether its output is the target's own.
 Experiments:
   greedy     the target alone and the method at temperature 0 over the same prompts, token by token
   sampling   the first token of four prompts by every verification rule that fits; known-wrong rules must be detected
+  rounds     the first tokens (levels + 1) of rounds over drafts of several levels, against their exact joint
+             distribution; needs sampling.top_k, and a method that draws its drafts
   joint      short continuations by the whole decoder, against the target's exact joint distribution
 
 url=http://HOST:PORT/v1 instead tests a server (vLLM, SGLang, llama.cpp, ...) against the target: its texts at
@@ -29,7 +31,8 @@ Exit code 3: an exact rule failed, or a wrong one was not detected."""
 _EXAMPLES = (
     "python -m bench lossless experiment=greedy method=prompt_lookup",
     "python -m bench lossless experiment=sampling method=speculative_sampling draws=100000",
-    "python -m bench lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64",
+    "python -m bench lossless experiment=rounds method=speculative_sampling sampling.top_k=4 draws=200000",
+    "python -m bench lossless experiment=joint method=medusa openings=true sampling.top_k=3 draws=20000 batch_size=64",
     "python -m bench lossless url=http://localhost:8000/v1 model=smollm2 hardware=cpu_fp32",
 )
 
@@ -65,7 +68,8 @@ def split(words: Sequence[str]) -> tuple[str, LosslessConfig, list[str]]:
     """
     if not any(word.startswith("experiment=") for word in words):
         raise UserError(
-            "experiment is needed. Choose one: experiment=greedy|sampling|joint (python -m bench lossless --help)"
+            "experiment is needed. Choose one: experiment=greedy|sampling|rounds|joint "
+            "(python -m bench lossless --help)"
         )
     choice, others = options.parse(Choice, words)
     config, overrides = options.parse(LosslessConfig, others)
@@ -96,6 +100,7 @@ def run(experiment: str, config: LosslessConfig, cfg: RunConfig) -> int:
     work = {
         "greedy": experiments.greedy_identity,
         "sampling": experiments.first_token_sampling,
+        "rounds": experiments.round_sampling,
         "joint": experiments.joint_sampling,
     }[experiment]
     begin = datetime.now(timezone.utc)

@@ -1,4 +1,4 @@
-"""The three experiments: from a loaded model to a result for JSON."""
+"""The four experiments: from a loaded model to a result for JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from bench.config import instantiate
 from bench.config.schema import RunConfig, SamplingConfig
 from bench.errors import UserError
-from bench.lossless import continuations, greedy, wrong_rules
+from bench.lossless import continuations, greedy, rounds, wrong_rules
 from bench.lossless.sampling import LIMIT, Arrangement, first_tokens, root_distributions
-from bench.lossless.settings import LosslessConfig
-from bench.lossless.statistics import Comparison, compare
+from bench.lossless.settings import OWN, LosslessConfig
+from bench.lossless.statistics import Comparison, compare, deviation_shown
 from bench.measure import agreement
 from bench.models import artifacts, loading
 from bench.models.source import Loaded
@@ -39,7 +39,7 @@ PROMPTS = (
     "Write a short poem about the sea at night.",
     "Explain to a child why the leaves of many trees turn red in autumn.",
 )
-"""The first is from the article whose question the experiments answer."""
+"""The first follows one of the article whose question the experiments answer, with two words changed."""
 MORE_PROMPTS = (
     "List five things to pack for a week in the mountains.",
     "Write a Python function that returns the second largest number of a list.",
@@ -59,8 +59,21 @@ MORE_SENTENCES = (
     "Three workers in yellow helmets repair the roof.",
     "An old man is reading a newspaper on a bench.",
 )
+OPENINGS = ("Once", "The old man", "In the morning", "She said")
+"""Raw text of a few tokens, in place of ``PROMPTS`` where prompts are read anew for every draw."""
+_MOST_KEPT = 8  # tokens after a prefix whose continuations can still all be computed
+_EXACT_RULES = ("chain", "block", "tree_with_replacement", "tree_without_replacement", "deterministic_tree")
 _A_CHANCE = 1e-9  # a lower probability may be rounding
 _TOP = 12  # tokens per prompt whose three bars are recorded
+_MEANS = (
+    "standard_deviation",
+    "expected_deviation",
+    "standard_deviation_shown",
+    "expected_deviation_shown",
+    "total_variation",
+    "expected_total_variation",
+    "kept",
+)  # of a rule's cells
 
 
 def require_exact(decoder: Decoder, name: str) -> None:
@@ -105,11 +118,7 @@ def first_token_sampling(cfg: RunConfig, config: LosslessConfig, loaded: Loaded)
     cells = list(_cells(cfg, config, loaded))
     with Progress("sampling", len(cells)) as progress:
         rows = _in_parallel(cells, progress)
-    bound = config.level / max(1, sum(row["exact"] for row in rows))
-    for row in rows:
-        row["passed"] = row["p_value"] > bound
-    table = _by_rule(rows)
-    return {"bound": bound, "cells": rows, "rules": table, "passed": all(r["as_it_should"] for r in table)}
+    return _judged(rows, config.level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +235,21 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     counts = first_tokens(target, draft, cell.arrangement, cell.draws, rng, given)
     seconds = time.process_time() - begin
     found: Comparison = compare(counts.double().numpy(), cell.target.astype(np.float64))
-    overlap = float(np.minimum(cell.target, cell.draft).sum())
-    top = [
+    return {
+        "prompt": cell.prompt,
+        "temperature": cell.temperature,
+        "rule": cell.arrangement.name,
+        "exact": cell.arrangement.exact,
+        "overlap": float(np.minimum(cell.target, cell.draft).sum()),
+        **asdict(found),
+        "cpu_s": round(seconds, 1),
+        **_shown(cell, counts),
+    }
+
+
+def _shown(cell: Cell, counts: torch.Tensor) -> dict[str, Any]:
+    """The bars of the picture, and the deviation over their tokens alone."""
+    top: list[dict[str, Any]] = [
         {
             "id": token,
             "text": text,
@@ -237,20 +259,12 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         }
         for token, text in cell.texts.items()
     ]
-    return {
-        "prompt": cell.prompt,
-        "temperature": cell.temperature,
-        "rule": cell.arrangement.name,
-        "exact": cell.arrangement.exact,
-        "overlap": overlap,
-        **asdict(found),
-        "cpu_s": round(seconds, 1),
-        "top": top,
-    }
+    found, expected = deviation_shown([t["target"] for t in top], [t["empirical"] for t in top], cell.draws)
+    return {"standard_deviation_shown": found, "expected_deviation_shown": expected, "top": top}
 
 
-def _by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per rule: mean standard deviation and that of exact sampling, smallest p-value, number of failed cells."""
+def by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per rule: means over its cells, the smallest p-value, and the number of failed cells."""
     table = []
     for rule in dict.fromkeys(row["rule"] for row in rows):
         mine = [row for row in rows if row["rule"] == rule]
@@ -262,14 +276,112 @@ def _by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "exact": exact,
                 "cells": len(mine),
                 "failed": failed,
-                "standard_deviation": float(np.mean([row["standard_deviation"] for row in mine])),
-                "expected_deviation": float(np.mean([row["expected_deviation"] for row in mine])),
-                "total_variation": float(np.mean([row["total_variation"] for row in mine])),
+                **{key: float(np.mean([row[key] for row in mine])) for key in _MEANS if key in mine[0]},
                 "smallest_p": min(row["p_value"] for row in mine),
+                **({"smallest_first_p": min(r["first_p_value"] for r in mine)} if "first_p_value" in mine[0] else {}),
                 "as_it_should": failed == 0 if exact else failed > 0,
             }
         )
     return table
+
+
+def _judged(rows: list[dict[str, Any]], level: float) -> dict[str, Any]:
+    """The result of an experiment: a cell passes above the level shared by all cells of exact rules (Bonferroni)."""
+    bound = level / max(1, sum(row["exact"] for row in rows))
+    for row in rows:
+        row["passed"] = row["p_value"] > bound
+    table = by_rule(rows)
+    return {"bound": bound, "cells": rows, "rules": table, "passed": all(row["as_it_should"] for row in table)}
+
+
+# ------------------------------------------------------------------------------------------------------------- rounds
+
+
+def round_sampling(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> dict[str, Any]:
+    """The first tokens of rounds over drafts of several levels, by every rule for drawn drafts and by wrong ones."""
+    _check_rounds(cfg, config, loaded)
+    rows = []
+    fitting = [*arrangements(True, 0, config), *deep_controls(config)]
+    cells = [(t, text) for t in config.temperatures for text in _prompts(loaded)[: config.prompts]]
+    hot = max(config.temperatures)
+    used = {t: [each for each in fitting if each.exact or t == hot] for t in config.temperatures}
+    with Progress("rounds", sum(len(used[temperature]) for temperature, _ in cells)) as progress:
+        for number, (temperature, text) in enumerate(cells):
+            tables = _tables(cfg, config, loaded, temperature, text)
+            for arrangement in used[temperature]:
+                seed = _seed(cfg.seed, temperature, number, arrangement.name)
+                found = round_cell(tables, arrangement, config.draws, seed)
+                for token in found["top"]:
+                    token["text"] = _text(loaded, token.pop("ids"))
+                rows.append({"prompt": text, "temperature": temperature, **found})
+                progress.advance()
+    return _judged(rows, config.level)
+
+
+def _check_rounds(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> None:
+    if loaded.kind == "seq2seq":
+        raise UserError(
+            f"experiment=rounds needs a decoder-only model, got '{cfg.model['name']}', an encoder-decoder. Use "
+            "experiment=sampling or experiment=joint."
+        )
+    if not config.children <= cfg.sampling.top_k <= _MOST_KEPT:
+        raise UserError(
+            f"sampling.top_k must be between {config.children} (children) and {_MOST_KEPT} for experiment=rounds, "
+            f"which computes every continuation, got {cfg.sampling.top_k}. Set sampling.top_k=4."
+        )
+
+
+def _tables(cfg: RunConfig, config: LosslessConfig, loaded: Loaded, temperature: float, text: str) -> rounds.Tables:
+    decoder = _decoder(cfg, cfg.method, temperature, loaded)
+    ids = _encode(loaded, text, LIMIT + config.levels)
+    sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
+
+    def distributions(prefix: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = None
+        if isinstance(decoder, SpeculativeDecoder):
+            target, found, _ = root_distributions(decoder, ids + prefix, sampling, cfg.seed)
+        if found is None:
+            raise UserError(
+                f"experiment=rounds needs a method that draws its drafts, got '{cfg.method['name']}'. Use "
+                "method=speculative_sampling, method=eagle method.tree=static method.draw=true, or experiment=joint."
+            )
+        return target, found
+
+    return rounds.tables_of(distributions, config.levels)
+
+
+def deep_controls(config: LosslessConfig) -> list[Arrangement]:
+    """Wrong rules whose first token is right."""
+    if not config.controls or config.levels == 1:
+        return []
+    return [
+        Arrangement("block, residual of the chain", "chain", wrong_rules.BlockWithChainResidual(), exact=False),
+        Arrangement(
+            "tree, judged behind the root only",
+            "without_replacement",
+            wrong_rules.JudgedBehindRoot(),
+            config.children,
+            exact=False,
+        ),
+    ]
+
+
+def round_cell(tables: rounds.Tables, arrangement: Arrangement, draws: int, seed: int) -> dict[str, Any]:
+    """Rounds of one rule behind one prompt, compared with the joint distribution."""
+    counted, kept = rounds.rounds(tables, arrangement, draws, torch.Generator().manual_seed(seed))
+    counts, exact = counted.double().numpy(), tables.joint().numpy()
+    first = compare(counts.reshape(tables.width, -1).sum(1), exact.reshape(tables.width, -1).sum(1))
+    ids = list(tables.continuations())
+    best = np.argsort(-exact, kind="stable")[:_TOP].tolist()
+    return {
+        "rule": arrangement.name,
+        "exact": arrangement.exact,
+        "continuations": int((exact > 0).sum()),
+        "kept": kept,
+        **asdict(compare(counts, exact)),
+        "first_p_value": first.p_value,
+        "top": [{"ids": ids[i], "target": float(exact[i]), "empirical": float(counts[i]) / draws} for i in best],
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- joint
@@ -278,18 +390,37 @@ def _by_rule(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def joint_sampling(cfg: RunConfig, config: LosslessConfig, loaded: Loaded) -> dict[str, Any]:
     """Whole short continuations by the full decoder, against the target's exact joint distribution."""
     rows = []
-    texts = _prompts(loaded)
-    n_tests = len(config.temperatures) * len(texts)
-    with Progress("joint", config.draws * n_tests) as progress:
+    texts = _joint_prompts(config, loaded)
+    with Progress("joint", config.draws * len(config.temperatures) * len(texts)) as progress:
         for temperature in config.temperatures:
-            decoder = _decoder(cfg, cfg.method, temperature, loaded)
+            decoder, exact = _ruled(_decoder(cfg, cfg.method, temperature, loaded), config.rule, cfg.method["name"])
             sampling = Sampling(temperature, cfg.sampling.top_k, cfg.sampling.top_p)
-            for text in texts:
-                rows.append(_joint_row(cfg, config, loaded, decoder, sampling, text, progress.advance))
-    bound = config.level / n_tests
-    for row in rows:
-        row["passed"] = row["p_value"] > bound
-    return {"bound": bound, "cells": rows, "passed": all(row["passed"] for row in rows)}
+            for text, ids in texts.items():
+                row = _joint_row(cfg, config, loaded, decoder, sampling, ids, progress.advance)
+                rows.append({"prompt": text, "rule": config.rule, "exact": exact, **row})
+    return _judged(rows, config.level)
+
+
+def _joint_prompts(config: LosslessConfig, loaded: Loaded) -> dict[str, list[int]]:
+    if not config.openings:
+        return {text: _encode(loaded, text, config.horizon) for text in _prompts(loaded)[: config.prompts]}
+    if loaded.kind == "seq2seq":
+        raise UserError("openings=true needs a decoder-only model, got an encoder-decoder. Leave it out.")
+    return {text: list(loaded.tokenizer.encode(text)) for text in OPENINGS[: config.prompts]}
+
+
+def _ruled(decoder: Decoder, name: str, method: str) -> tuple[Decoder, bool]:
+    """The decoder with the named rule, and whether that rule is exact."""
+    if name == OWN:
+        return decoder, True
+    wrong = {key: rule for key, (rule, _) in (wrong_rules.CONTROLS | wrong_rules.DEEP_CONTROLS).items()}
+    exact = {key: verification.RULES[key] for key in _EXACT_RULES}
+    if name not in exact | wrong:
+        raise UserError(f"rule must be one of {', '.join((OWN, *exact, *wrong))}, got '{name}'. Set rule=NAME.")
+    if not isinstance(decoder, SpeculativeDecoder):
+        raise UserError(f"rule={name} needs a method with a drafter, got '{method}'. Leave rule out.")
+    rule = (exact | wrong)[name]()
+    return SpeculativeDecoder(decoder.target, decoder.sampling, decoder.drafter, rule), name in exact
 
 
 def _joint_row(
@@ -298,10 +429,10 @@ def _joint_row(
     loaded: Loaded,
     decoder: Decoder,
     sampling: Sampling,
-    text: str,
+    ids: list[int],
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    ids, lm = _encode(loaded, text, config.horizon), loaded.lm
+    lm = loaded.lm
     exact = continuations.likely_continuations(lm, ids, sampling, config.horizon, config.floor)
     counts = continuations.drawn_continuations(
         decoder, ids, config.horizon, config.draws, cfg.seed, cfg.batch_size, lm.device, progress
@@ -310,7 +441,6 @@ def _joint_row(
     best = sorted(exact, key=lambda sequence: -exact[sequence])[:_TOP]
     top = [{"text": _text(loaded, s), "target": exact[s], "empirical": counts.get(s, 0) / config.draws} for s in best]
     return {
-        "prompt": text,
         "temperature": sampling.temperature,
         "continuations": len(exact),
         "mass": sum(exact.values()),

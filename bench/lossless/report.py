@@ -74,7 +74,7 @@ def write(
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:
     """The result as text."""
-    table = {"greedy": _greedy, "sampling": rules_table, "joint": _joint}[experiment]
+    table = {"greedy": _greedy, "sampling": rules_table, "rounds": rounds_table, "joint": _joint}[experiment]
     verdict = "as promised" if result["passed"] else "NOT as promised"
     head = f"{cfg.model['name']}   {experiment}   method {cfg.method['name']}"
     return "\n".join([head, "", *table(result), "", f"RESULT: {verdict}     {shown(folder)}/"])
@@ -92,7 +92,19 @@ _RULES = {
     "rule": "{rule}",
     "std deviation": "{standard_deviation:.3e}",
     "expected": "{expected_deviation:.3e}",
+    "of shown": "{standard_deviation_shown:.2e}",
+    "exp. of shown": "{expected_deviation_shown:.2e}",
     "TV": "{total_variation:.4f}",
+    "smallest p": "{smallest_p:.2e}",
+    "failed": "{failed} of {cells}",
+    "verdict": "{verdict}",
+}
+_ROUNDS = {
+    "rule": "{rule}",
+    "kept": "{kept:.3f}",
+    "TV": "{total_variation:.4f}",
+    "expected": "{expected_total_variation:.4f}",
+    "first token p": "{smallest_first_p:.2e}",
     "smallest p": "{smallest_p:.2e}",
     "failed": "{failed} of {cells}",
     "verdict": "{verdict}",
@@ -127,13 +139,28 @@ def _greedy(result: dict[str, Any]) -> list[str]:
 
 
 def rules_table(result: dict[str, Any]) -> list[str]:
-    """The table of a sampling experiment, as lines."""
-    rows = [row | {"verdict": _VERDICTS[row["exact"], row["as_it_should"]]} for row in result["rules"]]
-    return [*_table(_RULES, rows), f"  A cell fails when p <= {result['bound']:.2e} (all exact tests together)."]
+    """The table of a sampling experiment, as lines: the first token."""
+    rest = "Std deviation: over the whole vocabulary; of shown: over the most likely tokens, those of the bar charts."
+    return [*_table(_RULES, _with_verdicts(result)), f"  {rest}", _bound(result)]
+
+
+def rounds_table(result: dict[str, Any]) -> list[str]:
+    """The table of an experiment with drafts of several levels, as lines: the first tokens together."""
+    rest = "Kept: drafted tokens per round; smallest p: of all tokens together; first token p: of the first alone."
+    return [*_table(_ROUNDS, _with_verdicts(result)), f"  {rest}", _bound(result)]
+
+
+def _with_verdicts(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row | {"verdict": _VERDICTS[row["exact"], row["as_it_should"]]} for row in result["rules"]]
+
+
+def _bound(result: dict[str, Any]) -> str:
+    return f"  A cell fails when p <= {result['bound']:.2e} (all exact tests together)."
 
 
 def _joint(result: dict[str, Any]) -> list[str]:
-    return _table(_JOINT, result["cells"])
+    lines = _table(_JOINT, result["cells"])
+    return lines if all(row["exact"] for row in result["cells"]) else [*lines, "  A wrong rule: it must be rejected."]
 
 
 def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +64,16 @@ def compare(counts: Array, probs: Array) -> Comparison:
         p_value=p_value,
         impossible=int(counts[probs == 0].sum()),
     )
+
+
+def deviation_shown(target: Sequence[float], empirical: Sequence[float], draws: int) -> tuple[float, float]:
+    """Root mean square of frequency - probability over the tokens of a bar chart alone, and that of an exact sampler.
+
+    Over few likely tokens it is far larger than over a vocabulary of mostly unlikely ones: at n draws over V outcomes
+    an exact sampler cannot exceed sqrt(1 / (n V)) on average.
+    """
+    p, seen = np.asarray(target), np.asarray(empirical)
+    return float(np.sqrt(np.mean((seen - p) ** 2))), float(np.sqrt(np.mean(p * (1 - p)) / draws))
 
 
 def mean_absolute_deviation(probs: Array, draws: int) -> Array:

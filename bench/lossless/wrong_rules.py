@@ -1,7 +1,8 @@
 """Verification rules that are WRONG: they look like the exact ones and change the distribution.
 
-All but the last are from published implementations. They are negative controls of the tests and of ``bench lossless``.
-Each claims ``EXACT`` and is not. No decoder uses them and no config can name them.
+Those of ``CONTROLS`` but the last are from published implementations. All are negative controls of the tests and of
+``bench lossless``. Each claims ``EXACT`` and is not. No decoder uses them and no config can name them. Those of
+``DEEP_CONTROLS`` give the first token the right distribution: only a test of several tokens can reject them.
 
 A rule is wrong for the draft that ``CONTROLS`` names: "top" offers the most likely tokens of q, "top_as_drawn" the
 same with q attached as if they had been drawn from it. Mean total variation to the target, exact, over 60 random pairs
@@ -10,6 +11,7 @@ same with q attached as if they had been drawn from it. Mean total variation to 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,7 +20,15 @@ from torch import Generator, Tensor
 
 from methods.drafting import Draft, Verification
 from methods.engine.sampling import draw
-from methods.speculative.verification import ChainRejection, ExactRule, TreeWithReplacement, Walk, values_at
+from methods.speculative.verification import (
+    BlockRejection,
+    ChainRejection,
+    ExactRule,
+    TreeWithoutReplacement,
+    TreeWithReplacement,
+    Walk,
+    values_at,
+)
 
 
 class IndependentPaths(ExactRule):
@@ -82,3 +92,36 @@ CONTROLS: dict[str, tuple[type[ExactRule], Literal["top", "top_as_drawn", "witho
     "uncorrected_rejection": (UncorrectedRejection, "chain"),
 }
 """Name -> the rule and the draft it is wrong for."""
+
+
+class BlockWithChainResidual(BlockRejection):
+    """WRONG from the second token on. Keeps what block verification keeps, then draws from max(p - q, 0).
+
+    The residual of a block is max(w p - q, 0), where w is the weight of the kept prefix; the chain's has w = 1.
+    """
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
+        assert draft.probs is not None
+        right = super().judge(draft, probs, rng)
+        p, length = values_at(probs, right.accepted), draft.tokens.shape[1]
+        ended = (right.accepted == length)[:, None]
+        q = values_at(draft.probs, right.accepted.clamp(max=length - 1))
+        left = torch.where(ended, p, (p - q).clamp(min=0))
+        return replace(right, bonus=draw(torch.where(left.sum(1, keepdim=True) > 0, left, p), rng))
+
+
+class JudgedBehindRoot(TreeWithoutReplacement):
+    """WRONG from the second token on. All levels of a tree are judged by the target's distribution after the root.
+
+    What a decoder does that reads the logits of the wrong row, or whose tree mask hides the path.
+    """
+
+    def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
+        return super().judge(draft, probs[:, :1].expand_as(probs), rng)
+
+
+DEEP_CONTROLS: dict[str, tuple[type[ExactRule], Literal["chain", "without_replacement"]]] = {
+    "block_with_chain_residual": (BlockWithChainResidual, "chain"),
+    "judged_behind_root": (JudgedBehindRoot, "without_replacement"),
+}
+"""Right in the first token, wrong in the next: name -> the rule and the draft it is wrong for."""
