@@ -158,7 +158,7 @@ def test_a_job_that_dies_takes_no_other_with_it(
     assert "Signal 9 (SIGKILL)" in found[0].message and "memory" in found[0].message
     assert "Signal 11 (SIGSEGV)" in found[2].message and "memory" not in found[2].message
     assert "exit code 7" in found[3].message
-    assert "[2/4] seed=fine: VALID" in capsys.readouterr().out
+    assert "[2/4] seed=fine: done" in capsys.readouterr().out
 
 
 def test_as_many_run_side_by_side_as_asked_for(stand_in: Callable[[str], None], tmp_path: Path) -> None:
