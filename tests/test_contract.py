@@ -23,6 +23,7 @@ from methods.early_exit.static_depth import StaticDepth
 from methods.engine.sampling import Sampling
 from methods.external.flashspec import FlashSpec
 from methods.external.transformers_generate import HFAssisted, HFCompiled, HFGenerate, HFPromptLookup
+from methods.rows import ComputedRows
 from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
@@ -33,18 +34,25 @@ from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
 from methods.speculative.verification import ChainRejection
-from tests.helpers.tiny_eagle import eagle
+from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
 
 
 @dataclass(frozen=True)
 class Row:
-    """A decoder under test. ``batch``: takes more than one row; ``samples``: its sampling is checked here."""
+    """A decoder under test.
+
+    Attributes:
+        batch: takes more than one row.
+        samples: its sampling is checked here.
+        leaves: rows whose texts have ended leave its batch.
+    """
 
     make: checks.Make
     batch: bool = True
     samples: bool = True
+    leaves: bool = True
 
 
 def other_model(target, sampling, **options):
@@ -133,6 +141,10 @@ DECODERS = {
     "eagle_2": Row(lambda t, s: eagle(t, s, 2, texts_of(t), 6, depth=4, top_k=2, nodes=4)),
     "eagle_random": Row(lambda t, s: eagle(t, s, 3, depth=2, top_k=4, nodes=7)),
     "eagle_one": Row(lambda t, s: eagle(t, s, 3, depth=1, top_k=1, nodes=1)),
+    "hybrid": Row(lambda t, s: hybrid(t, s, texts_of(t), min_match=1, depth=3, top_k=3, nodes=8)),
+    "hybrid_expected": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="expected", min_match=1)),
+    "hybrid_union": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="union", min_match=1, budget=9)),
+    "hybrid_random": Row(lambda t, s: hybrid(t, s, (), policy="union", lookup="prompt_lookup", gamma=4)),
     "calm_full": Row(lambda t, s: Calm(t, s, 1.0, exits=[1, 3], head="lens", decay="paper")),
     "static_depth_full": Row(lambda t, s: StaticDepth(t, s, depth=t.n_layers)),
     "free_full": Row(lambda t, s: Free(t, s, 2, 1.0, head="lens")),
@@ -143,8 +155,10 @@ DECODERS = {
         lambda t, s: Free(t, s, 3, 0.2, "verify", head="lens", rule=ChainRejection(), vocabulary=t.vocab_size // 2)
     ),
     "hash_ee_full": Row(hash_ee_full),
-    "hf_generate": Row(HFGenerate, samples=False),
-    "hf_compiled": Row(lambda target, sampling: HFCompiled(target, sampling, cache_length=64), samples=False),
+    "hf_generate": Row(HFGenerate, samples=False, leaves=False),
+    "hf_compiled": Row(
+        lambda target, sampling: HFCompiled(target, sampling, cache_length=64), samples=False, leaves=False
+    ),
     "hf_prompt_lookup": Row(HFPromptLookup, batch=False, samples=False),
     **({"flashspec": Row(FlashSpec, batch=False, samples=False)} if find_spec("flashspec") else {}),
     "hf_assisted": Row(lambda t, s: HFAssisted(t, s, gamma=4, skip_layers=[2]), batch=False, samples=False),
@@ -176,12 +190,17 @@ def test_no_state_leaks(row, target):
 
 
 @every_decoder
-def test_batch_rows_equal_single_rows(row, target):
+def test_batch_rows_equal_single_rows(row, target, monkeypatch):
     if not row.batch:
         with pytest.raises(ValueError, match="batch_size=1"):
             checks.check_batch(row.make, target)
         return
+    left = []
+    leave = ComputedRows.leave
+    monkeypatch.setattr(ComputedRows, "leave", lambda rows, lm: left.append(leave(rows, lm)) or left[-1])
     checks.check_batch(row.make, target)
+    if row.leaves:
+        assert 2 in [len(stay) for stay in left if stay], "of four rows two leave before the first draft"
 
 
 @every_decoder

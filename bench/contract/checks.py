@@ -56,9 +56,11 @@ def prompts(vocab_size: int, lengths: Sequence[int], seed: int = 1) -> list[Tens
     return made
 
 
-def outputs(decoder: Decoder, batch: list[Tensor], limit: int, seed: int = 0) -> list[list[int]]:
-    """Ids of each row, cut at the limit."""
-    return generate(decoder, batch, limit, rng=torch.Generator().manual_seed(seed))
+def outputs(
+    decoder: Decoder, batch: list[Tensor], limit: int, seed: int = 0, eos_ids: Sequence[int] = ()
+) -> list[list[int]]:
+    """Ids of each row, cut behind the first of ``eos_ids`` and at the limit."""
+    return generate(decoder, batch, limit, eos_ids, torch.Generator().manual_seed(seed))
 
 
 def greedy_reference(target: CausalLM, prompt: Tensor, limit: int) -> list[int]:
@@ -96,13 +98,18 @@ def check_no_leak(make: Make, target: CausalLM, limit: int = 12) -> None:
 
 
 def check_batch(make: Make, target: CausalLM, limit: int = 11) -> None:
-    """Each row of a ragged batch equals the text of its prompt alone."""
+    """Each row of a ragged batch equals the text of its prompt alone; also where others end and leave the batch.
+
+    Of its four rows two end with their first token, and later one or both of the others.
+    """
     decoder = make(target, Sampling())
     batch = prompts(target.vocab_size, (5, 1, 14, 8))
-    together = outputs(decoder, batch, limit)
-    for row, prompt in enumerate(batch):
-        alone = outputs(decoder, [prompt], limit)[0]
-        assert together[row] == alone, f"row {row} of the batch: {together[row]}, alone: {alone}"
+    alone = [outputs(decoder, [prompt], limit)[0] for prompt in batch]
+    for eos_ids in ((), (alone[0][0], alone[2][0], alone[1][limit // 2])):
+        together = outputs(decoder, batch, limit, eos_ids=eos_ids)
+        for row, text in enumerate(alone):
+            wanted = text[: next((place for place, token in enumerate(text, 1) if token in eos_ids), limit)]
+            assert together[row] == wanted, f"row {row} of the batch: {together[row]}, alone: {wanted}"
 
 
 def check_counters(make: Make, target: CausalLM, limit: int = 10, batch: bool = True) -> None:
