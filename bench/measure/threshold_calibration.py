@@ -1,9 +1,10 @@
 """Choose the threshold of a run on calibration prompts, before anything is timed.
 
 The prompts come from a corpus, without those of the run and, where that is known, without those that the exits were
-trained on. The target answers each, then the method at one threshold after another, the safest first, with the
-settings of the run. This module measures what each text loses; ``methods.decoder.Calibrator`` chooses by the losses.
-They are cached by threshold, for other tolerances and for resuming.
+trained on or that chose among checkpoints of the training. The target answers each, then the method at one threshold
+after another, the safest first, with the settings of the run. This module measures what each text loses;
+``methods.decoder.Calibrator`` chooses by the losses. They are cached by threshold, for other tolerances and for
+resuming.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from bench.config import instantiate
 from bench.config.schema import RunConfig, sanitise
 from bench.errors import UserError
+from bench.models import artifacts
 from bench.models.artifacts import Prepared
+from bench.models.trained import TrainedModel
 from bench.scoring import SCORERS
 from bench.scoring.rouge import rouge_l
 from bench.tasks import corpus, prompts
@@ -36,10 +40,13 @@ _FORM = 1  # of the cached losses
 _USUAL = {"causal": "rougeL", "seq2seq": "bleu"}
 _USUAL_CORPUS = "dolly"
 _OF_ONE_ANSWER = ("rouge", "translation", "gsm8k")  # scorers that need nothing but a reference
-_NOT_APART = (
-    "The exits may have been trained on some calibration prompts, which the risk target rules out. Train the exits "
-    "with corpus_limit=N, or use other prompts: method.calibration.corpus=NAME or FILE.jsonl."
-)
+_NOT_APART = {
+    "training": "The exits may have been trained on some calibration prompts, which the risk target rules out. Train "
+    "the exits with corpus_limit=N, or use other prompts: method.calibration.corpus=NAME or FILE.jsonl.",
+    "selection": "Checkpoints of the model were chosen by the calibration prompts, which the risk target rules out. "
+    "Train it with some of them only, such as train.validation=multi30k_val:507, or use other prompts: "
+    "method.calibration.corpus=NAME or FILE.jsonl.",
+}
 
 Losses = Float[np.ndarray, "prompts tried"]
 
@@ -108,21 +115,29 @@ def draw(
     unasked = [dialogue for dialogue in texts.dialogues if dialogue.said[-1].strip() not in asked]
     room = context if loaded.kind == "seq2seq" else context - cfg.max_new_tokens
     order = random.Random(target.seed).sample(unasked, len(unasked))
-    learnt = _learnt(part, sources)
-    apart: bool | None = None if learnt is None else True
-    rows = _take([dialogue for dialogue in order if dialogue.digest not in (learnt or ())], wanted, loaded, room)
-    if learnt and len(rows) < wanted:
-        rows, apart = _take(order, wanted, loaded, room), False
+    cards = [card for card in (part and part.card, _card_of_model(cfg)) if card]
+    known = {"training": _read(cards, _trained_on, sources), "selection": _read(cards, _chosen_by, sources)}
+    least = target.prompts or calibrator.fewest
+    left, apart = order, dict.fromkeys(known)
+    for what, digests in known.items():
+        if digests is None:
+            continue
+        others = [dialogue for dialogue in left if dialogue.digest not in digests]
+        apart[what] = not digests or len(_take(others, least, loaded, room)) == least
+        left = others if apart[what] else left
+    rows = _take(left, wanted, loaded, room)
     _require(len(rows), wanted, name, calibrator)
-    if part and not apart:
-        print(f"warning: {_NOT_APART}", file=sys.stderr)
+    for what, is_apart in apart.items():
+        if is_apart is False or (is_apart is None and cards and what == "training"):
+            print(f"warning: {_NOT_APART[what]}", file=sys.stderr)
     encoded = [ids for _, ids in rows]
     facts = {
         "names": list(texts.names),
         "content": texts.sha256,
         "dialogues": len(texts.dialogues),
         "also_asked": len(texts.dialogues) - len(unasked),
-        "apart_from_training": apart,
+        "apart_from_training": apart["training"],
+        "apart_from_selection": apart["selection"],
         "wanted": wanted,
         "prompts": len(rows),
         "seed": target.seed,
@@ -146,15 +161,46 @@ def _corpus_of(cfg: RunConfig, kind: str) -> str:
     )
 
 
-def _learnt(part: Prepared | None, sources: Sources) -> set[bytes] | None:
-    """Digests of what the exits were trained on, read again as their card says; None if unknown."""
-    card = (part and part.card) or {}
-    facts = card.get("corpus") or {}
+def _card_of_model(cfg: RunConfig) -> dict[str, Any] | None:
+    """The card of a target that was trained here, by name or by folder."""
+    folder = Path(str(cfg.model["name"]))
+    if cfg.model.get("_target_") == f"{TrainedModel.__module__}.{TrainedModel.__name__}":
+        folder = instantiate.build_model(cfg.model).find(Path(cfg.paths.cache))
+    return artifacts.read_card(folder)
+
+
+def _read(
+    cards: Sequence[Mapping[str, Any]],
+    read: Callable[[Mapping[str, Any], Sources], corpus.Texts | None],
+    sources: Sources,
+) -> set[bytes] | None:
+    """Digests of what the cards name, read again; None where there is no card, or one names what cannot be read."""
     try:
-        texts = corpus.read(str(facts.get("asked", "")), facts.get("limit"), card.get("seed") or 0, sources)
+        texts = [read(card, sources) for card in cards]
     except UserError:
         return None
-    return {dialogue.digest for dialogue in texts.dialogues} if texts.sha256 == facts.get("sha256") else None
+    return {dialogue.digest for each in texts if each for dialogue in each.dialogues} if texts else None
+
+
+def _trained_on(card: Mapping[str, Any], sources: Sources) -> corpus.Texts:
+    facts = card.get("corpus") or {}
+    texts = corpus.read(str(facts.get("asked", "")), facts.get("limit"), card.get("seed") or 0, sources)
+    if texts.sha256 != facts.get("sha256"):
+        raise UserError("The corpus has changed since the training. Restore it.")
+    return texts
+
+
+def _chosen_by(card: Mapping[str, Any], sources: Sources) -> corpus.Texts | None:
+    """Validation pairs that chose among checkpoints; None if there were none."""
+    definition = card.get("definition") or {}
+    if not (digest := definition.get("validation")):
+        return None
+    names = (card.get("corpus") or {}).get("names") or [""]
+    wanted = (definition.get("train") or {}).get("validation") or corpus.validation_of(names[0]) or ""
+    texts = corpus.read(wanted, sources=sources)
+    if files.json_sha256(corpus.pairs(texts)) != digest:
+        raise UserError("The validation pairs have changed since the training. Restore them.")
+    return texts
 
 
 def _take(dialogues: Sequence[Dialogue], wanted: int, loaded: Any, room: int) -> list[tuple[Dialogue, list[int]]]:
@@ -211,6 +257,8 @@ def choose(
     record = drawn.calibrator.choose(_table(columns, len(drawn.rows)))
     if part and not drawn.facts["apart_from_training"]:
         record["explanation"] += "; its exits may have been trained on these prompts"
+    if drawn.facts["apart_from_selection"] is False:
+        record["explanation"] += "; its checkpoints were chosen by these prompts"
     method.set_threshold(record["threshold"])
     costs = [kept.measured[repr(threshold)]["layer_equivalents"] for threshold in record["thresholds"]]
     metric = None if target.against == "textual" else target.metric or _USUAL[writer.loaded.kind]

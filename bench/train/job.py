@@ -21,7 +21,7 @@ import torch
 from bench.config import compose, identity, instantiate
 from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, sanitise
 from bench.errors import UserError
-from bench.measure import preconditions
+from bench.measure import acceptance_check, preconditions
 from bench.models import artifacts, loading
 from bench.models.artifacts import CARD, CURVES, LOCK, LOG, PLAN
 from bench.models.source import Loaded
@@ -73,6 +73,7 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
             print(publish(job.folder, settings.publish, without, texts, cfg), file=sys.stderr)
         elif not made:
             return f"{job.folder} is already there. Set force=true to train again."
+        job.check_acceptance()
     return job.report()
 
 
@@ -233,6 +234,17 @@ class TrainingJob:
         self._summary = facts.pop("summary", [])
         files.write_json(self.folder / CARD, redact.tree(self._card(facts)))
         (self.folder / PLAN).unlink(missing_ok=True)
+
+    def check_acceptance(self) -> None:
+        """Write what the checkpoint does on fixed prompts into its card, by which a wrong loading is noticed later."""
+        makes_model = self.trainable.makes == "model"
+        model = {"name": str(self.folder)} if makes_model else self.cfg.model
+        try:
+            loaded = None if makes_model else self.model
+            loaded = loaded or loading.load(model, asdict(self.cfg.hardware), self.cfg.paths)
+            acceptance_check.write(self.folder, loaded)
+        except (UserError, ValueError) as error:
+            print(f"warning: the card has no {acceptance_check.ENTRY}: {error}", file=sys.stderr)
 
     def report(self) -> str:
         """Where the result is, and the command that uses it."""

@@ -1,9 +1,13 @@
-"""Store a finished checkpoint in fewer bits per weight, and note in its card what that costs."""
+"""Store a finished checkpoint in fewer bits per weight, and note in its card what that costs.
+
+``python -m bench.train.publish FOLDER ...`` writes the ``acceptance_check`` of finished checkpoints into their cards.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +18,8 @@ import torch
 
 from bench.config import compose, instantiate
 from bench.config.schema import RunConfig, SamplingConfig
-from bench.errors import UserError
-from bench.measure import agreement
+from bench.errors import OK, UserError, guard
+from bench.measure import acceptance_check, agreement
 from bench.models import artifacts, loading
 from bench.models.source import Loaded
 from bench.scoring.translation import TranslationScorer
@@ -33,7 +37,6 @@ FORMS: dict[str, tuple[int, int | None]] = {  # bits of a weight, weights that s
     "int4": (4, 64),
 }
 _PAIRS, _PROMPTS, _ROWS, _TOKENS = 300, 16, 32, 64  # judged by, decoded at once, and most of a text
-_MODEL = "model.safetensors"
 
 
 def publish(folder: Path, form: str, without: Sequence[str], texts: Texts, cfg: RunConfig) -> str:
@@ -87,7 +90,7 @@ def _measure(
     folder: Path, card: dict[str, Any], cfg: RunConfig, dialogues: Sequence[Dialogue]
 ) -> tuple[dict[str, float], list[list[int]]]:
     """Quality and steps of what a checkpoint writes, and the ids of every text."""
-    is_model = (folder / _MODEL).is_file()
+    is_model = (folder / acceptance_check.MODEL_FILE).is_file()
     model = {"name": str(folder)} if is_model else cfg.model
     loaded = loading.load(model, asdict(cfg.hardware), cfg.paths)
     method = "autoregressive" if is_model else card["definition"]["method"]
@@ -119,3 +122,28 @@ def _ids(dialogue: Dialogue, loaded: Loaded) -> list[int]:
     if dialogue.said[0]:
         return prompts.encode(loaded.tokenizer, dialogue.messages)[-loaded.lm.max_positions // 2 :]
     return list(loaded.tokenizer(dialogue.answer)["input_ids"][:_TOKENS])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the ``acceptance_check`` of the folders named, and write it into their cards; returns the exit code."""
+    return guard(
+        lambda: _check_again([Path(word) for word in (sys.argv[1:] if argv is None else argv)]), measures=False
+    )
+
+
+def _check_again(folders: Sequence[Path]) -> int:
+    missing = [str(folder) for folder in folders if not artifacts.read_card(folder)]
+    if missing or not folders:
+        raise UserError(
+            f"bench.train.publish needs folders with a card, got {', '.join(missing) or 'none'}. Name some: "
+            "python -m bench.train.publish data/checkpoints/*"
+        )
+    paths = compose.compose([]).paths
+    for folder in folders:
+        loaded = acceptance_check.load(folder, artifacts.read_card(folder) or {}, paths)
+        print(f"{folder}: {acceptance_check.write(folder, loaded).text()}", flush=True)
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

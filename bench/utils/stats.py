@@ -170,6 +170,18 @@ def geometric_mean(numerator: Values, denominator: Values) -> Interval:
     return Interval(value, float(low), float(high), len(logs), "t")
 
 
+def mean(values: Values) -> Interval:
+    """Mean of independent values, which may be 0, with its t interval."""
+    found = np.asarray(values, dtype=float)
+    if not len(found):
+        return Interval(None, reason="nothing was measured")
+    value = float(found.mean())
+    if len(found) < FEWEST_PAIRS:
+        return Interval(value, n=len(found), reason=few_pairs(len(found), "value"))
+    low, high = _t_interval(found)
+    return Interval(value, float(low), float(high), len(found), "equal" if low == high else "t")
+
+
 def _checked(numerator: Values, denominator: Values, noun: str = "times") -> tuple[Array, Array]:
     top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
     if top.shape != bottom.shape or top.ndim != 1:

@@ -27,6 +27,7 @@ from bench.records import run_folder
 from bench.scoring.rouge import common_subsequence, rouge_l
 from bench.sweep.history import Archive
 from bench.tasks import corpus
+from bench.utils.files import json_sha256
 from methods.autoregressive import Autoregressive
 from methods.decoder import Calibrated, Guarantee
 from methods.early_exit.calibrator import GRID, RiskTarget
@@ -125,7 +126,13 @@ def test_a_calibrated_run_has_the_choice_and_all_it_rests_on_in_its_record(
     assert found["corpus"]["prompts"] == 20 and found["corpus"]["also_asked"] == 1
     captured = capsys.readouterr()
     assert found["explanation"] in captured.err and "promise" in captured.out
-    assert outcome.summary["calibration"] == found and run_folder.validate(outcome.path) == []
+    summed, here = outcome.summary["calibration"], outcome.summary["calibration"]["measured"]
+    assert {k: v for k, v in summed.items() if k != "measured"} == found and run_folder.validate(outcome.path) == []
+    samples = [s for s in run_folder.read_samples(outcome.path) if s.phase == "measure"]
+    texts = {arm: {s.prompt_id: s.output_ids for s in samples if s.arm == arm} for arm in ("baseline", "method")}
+    lost = [1 - rouge_l(full, texts["method"][name]) for name, full in texts["baseline"].items()]
+    assert here["value"] == pytest.approx(np.mean(lost)) and here["n"] == 4 and here["tolerance"] == 0.3
+    assert f"loss on these prompts {here['value']:.3f}, promised at most 0.3" in " ".join(captured.out.split())
     assert (manifest["guarantee"] == "EXACT") == (found["threshold"] == 1)
     assert Archive.read(Path(cfg.paths.results), here=True).state(cfg)[0] in ("done", "noisy"), (
         "a sweep would not find it"
@@ -246,6 +253,35 @@ def test_prompts_that_the_exits_learnt_from_are_left_out(
     assert drawn(name, None).facts["apart_from_training"] is False, "it learnt from all of them"
     assert "may have been trained on some calibration prompts" in capsys.readouterr().err
     assert drawn("gone.jsonl", 8).facts["apart_from_training"] is None
+
+
+@pytest.mark.parametrize(("chosen_by", "apart"), [(10, True), (None, False)])
+def test_prompts_that_chose_the_model_are_left_out(
+    chosen_by: int | None,
+    apart: bool,
+    cfg: RunConfig,
+    loaded: Any,
+    files: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The card of a model says by which pairs the best of its checkpoints were chosen."""
+    name, learnt = str(files / "others.jsonl"), tmp_path / "learnt.jsonl"
+    learnt.write_text(json.dumps({"prompt": "Hello", "answer": "hello"}) + "\n")
+    asked = f"{name}:{chosen_by}" if chosen_by else name
+    selection, texts = corpus.read(asked), corpus.read(str(learnt))
+    definition = {"train": {"validation": asked}, "validation": json_sha256(corpus.pairs(selection))}
+    facts = {"asked": str(learnt), "names": [learnt.name], "limit": None, "sha256": texts.sha256}
+    (tmp_path / "card.json").write_text(json.dumps({"definition": definition, "corpus": facts, "seed": 0}))
+    own = replace(cfg, model={"name": str(tmp_path)})
+    promise = RiskTarget(tolerance=0.3, corpus=name, prompts=30)
+    found = threshold_calibration.draw(
+        own, Calm(loaded.lm, GREEDY, head="lens", calibration=promise), loaded, [], None, 512
+    )
+    assert found is not None
+    assert (found.facts["apart_from_training"], found.facts["apart_from_selection"]) == (True, apart)
+    assert bool({d.answer for d in selection.dialogues} & set(found.references)) != apart
+    assert ("Checkpoints of the model were chosen by the calibration prompts" in capsys.readouterr().err) != apart
 
 
 # --------------------------------------------------------------------------------------------------- what is refused
