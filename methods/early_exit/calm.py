@@ -92,6 +92,7 @@ class Calm(EarlyExitDecoder, Calibrated):
     """
 
     paper = "Schuster et al. 2022, arXiv 2207.07061"
+    checked_with = {"threshold": 0.3}  # at the default one, exits are seldom sure
 
     def __init__(
         self,

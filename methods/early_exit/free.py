@@ -70,6 +70,7 @@ class Free(ShallowDeepDecoder, Calibrated):
     """
 
     paper = "Bae et al. 2023, arXiv 2310.05424; Elhoushi et al. 2024, arXiv 2404.16710"
+    checked_with = {"threshold": 0.3}  # at the default one, exits are seldom sure
 
     def __init__(
         self,
