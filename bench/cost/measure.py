@@ -397,7 +397,8 @@ def _batches(cost: CostRun) -> list[int]:
 
 def _rows(cost: CostRun, task: Any) -> list[list[int]]:
     """The first turns of the first prompts."""
-    examples, limit = task.load()[: cost.grid.prompts], cost.cfg.max_new_tokens
+    limit = cost.cfg.max_new_tokens
+    examples = task.filled(task.load()[: cost.grid.prompts], cost.loaded.tokenizer)
     context = min(cost.lm.max_positions, cost.cfg.max_context or cost.lm.max_positions)
     rows = [prompts.encode(cost.loaded.tokenizer, task.messages(example, 0, [])) for example in examples]
     for example, row in zip(examples, rows, strict=True):

@@ -18,6 +18,7 @@ from bench.config import compose, instantiate
 from bench.config.schema import RunConfig
 from bench.errors import UserError
 from bench.models import artifacts, in_memory, loading
+from bench.models.architectures import ARCHITECTURES
 from bench.models.source import Loaded
 from methods.decoder import Calibrated, Decoder
 
@@ -205,6 +206,21 @@ def _kind_of_model(model: Mapping[str, Any]) -> str | None:
     return "seq2seq" if is_seq2seq(config) else "causal"
 
 
+def _filled(cfg: RunConfig) -> str | None:
+    """Whether prompts that are filled to a length leave room for the answer."""
+    if (length := cfg.dataset.get("fill_to")) is None:
+        return None
+    known = ARCHITECTURES.get(str(cfg.model.get("like") or cfg.model["name"]))
+    context = min(filter(None, (cfg.max_context, known and known.max_positions)), default=None)
+    if context is None or length + cfg.max_new_tokens <= context:
+        return None
+    return (
+        f"dataset.fill_to={length} and max_new_tokens={cfg.max_new_tokens} need a context of "
+        f"{length + cfg.max_new_tokens:,} tokens, and model={cfg.model['name']} has {context:,}. Lower dataset.fill_to "
+        f"to {max(1, context - cfg.max_new_tokens)}, or choose a model with a longer context."
+    )
+
+
 def _models(cfg: RunConfig) -> str | None:
     """A model of this project that is not trained yet, or a draft model that is missing or does not fit."""
     from bench.models.trained import TrainedModel
@@ -283,6 +299,7 @@ _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the 
     _refill: ("method", "batch_size", "measure"),
     _device: ("method", "hardware"),
     _kind: ("method", "dataset", "model"),
+    _filled: ("dataset", "model", "max_new_tokens", "max_context"),
     _models: ("method", "model", "paths"),
     _weights: ("method", "dataset", "model", "paths"),
     _sampling: ("method", "sampling"),

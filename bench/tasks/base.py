@@ -13,13 +13,15 @@ from typing import Any, ClassVar, Literal
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
 from bench.scoring import Scorer
+from bench.tasks import fill
 from bench.tasks.sources import Revision, Sources
 from bench.utils.files import sha256
 from bench.utils.stats import Interval
 
-Subset = Literal["first", "random"]
+Subset = Literal["first", "random", "stratified"]
 Message = dict[str, str]
 ANY = "*"
+_MOST_SPARE = 16  # examples for the warm-up that are filled, which takes a while
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,18 @@ class Task(ABC):
     """A data set, how its prompts are written and how its answers are scored; subclasses are dataclasses.
 
     Attributes:
-        limit: most examples; None: all. They are spread evenly over the categories, in the order of the file.
-        seed: decides which examples ``random`` takes.
-        subset: take the ``first`` examples of each category, or ``random`` ones. A smaller limit takes a subset
-            of what a larger one takes.
+        limit: most examples; None: all. They are spread over the categories, in the order of the file.
+        seed: decides which examples ``random`` and ``stratified`` take, and which text ``fill_to`` adds.
+        subset: take the ``first`` examples of each category, or ``random`` ones, as many of each; ``stratified`` takes
+            random ones, of each category the share that it has in the file. A smaller limit takes a subset of what a
+            larger one takes.
         categories: only these; None: all.
+        fill_to: tokens of every prompt, reached by unrelated articles before it (``bench.tasks.fill``); the first turn
+            of each example alone is asked. None: the prompts as they are.
         kind: what sort of target the prompts are for; the user's own may be for any.
         revision: what ``load`` read: ``files`` (``bench.tasks.sources.Revision``), ``content`` (sha256 of the chosen
-            examples, the same wherever they came from), ``available`` and ``chosen`` (their numbers), ``warnings``.
+            examples before they are filled, the same wherever they came from), ``available`` and ``chosen`` (their
+            numbers), ``warnings``; ``subset`` and ``seed`` where examples were drawn; ``fill`` where they are filled.
         spare: examples for a warm-up, which ``load`` did not choose; none is longer than half of the chosen ones, so
             that it fits where these fit.
     """
@@ -67,14 +73,21 @@ class Task(ABC):
     seed: int = 0
     subset: Subset = "first"
     categories: Sequence[str] | None = None
+    fill_to: int | None = None
     revision: dict[str, Any] = field(default_factory=dict, init=False)
     spare: list[Example] = field(default_factory=list, init=False)
+    _articles: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise UserError(f"dataset.limit must be at least 1, or null for all, got {self.limit}.")
         if self.categories is not None and not self.categories:
             raise UserError("dataset.categories must name at least one category, or be null for all, got [].")
+        if self.fill_to is not None and (self.fill_to < 1 or self.kind == "seq2seq"):
+            raise UserError(
+                "dataset.fill_to must be at least 1, or null, and needs prompts for a causal model, got "
+                f"{self.fill_to} for {self.name}. Set dataset.fill_to=null."
+            )
 
     @abstractmethod
     def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
@@ -101,9 +114,10 @@ class Task(ABC):
             sources: of the data; None: as the environment says.
 
         Raises:
-            UserError: see ``read``; or a category that does not exist.
+            UserError: see ``read``; a category that does not exist; or no text to fill prompts with.
         """
-        found, files = self.read(sources or Sources())
+        sources = sources or Sources()
+        found, files = self.read(sources)
         wanted = self._of_categories(found)
         chosen = choose(wanted, self.limit, self.subset, self.seed)
         self.spare = _spare(wanted, chosen)
@@ -114,7 +128,31 @@ class Task(ABC):
             "chosen": len(chosen),
             "warnings": [file.warning for file in files if file.warning],
         }
+        if self.limit is not None and self.subset != "first":
+            self.revision |= {"subset": self.subset, "seed": self.seed}
+        if self.fill_to is not None:
+            self._articles, source = fill.read(sources)
+            self.revision["fill"] = {"synthetic": True, "tokens": self.fill_to, "seed": self.seed, **asdict(source)}
         return chosen
+
+    def filled(self, examples: Sequence[Example], tokenizer: Any) -> list[Example]:
+        """The examples of ``load`` as they are asked: with ``fill_to`` behind other text, else as they are.
+
+        ``spare`` is filled likewise, and ``revision`` gets the number of prompts that were as long already.
+
+        Args:
+            tokenizer: the target's, whose tokens are counted.
+
+        Raises:
+            UserError: there is not enough text.
+        """
+        if self.fill_to is None:
+            return list(examples)
+        made = fill.fill(self, examples, self._articles, tokenizer, self.fill_to)
+        self.spare = fill.fill(self, self.spare[:_MOST_SPARE], self._articles, tokenizer, self.fill_to)
+        pairs = zip(examples, made, strict=True)
+        self.revision["fill"]["longer"] = sum(before.turns[0] == after.turns[0] for before, after in pairs)
+        return made
 
     def messages(self, example: Example, turn: int, history: Sequence[str]) -> list[Message]:
         """The conversation up to and including what the user says in ``turn``.
@@ -191,18 +229,21 @@ def choose(examples: Sequence[Example], limit: int | None, subset: Subset, seed:
 
     One of each category is taken, then a second of each, and so on; with fewer places than categories, some get
     none. ``random`` orders categories and examples by a hash of seed and name, so that a choice does not depend on
-    the rest of the file and grows with the limit.
+    the rest of the file and grows with the limit. ``stratified`` orders likewise, but the k-th of the n examples of a
+    category comes at (k - 1/2) / n, so that after any number of examples each category has its share, to within one.
     """
     order = list(range(len(examples)))
-    categories = list(dict.fromkeys(example.category for example in examples))
-    if subset == "random":
+    sizes = Counter(example.category for example in examples)
+    categories = list(sizes)
+    if subset != "first":
         order.sort(key=lambda index: _lot(seed, examples[index].id))
         categories.sort(key=lambda category: _lot(seed, category))
     seen: Counter[str] = Counter()
-    places: list[tuple[int, int, int]] = []  # rank within the category, place of the category, index
+    places: list[tuple[float, int, int]] = []  # rank within the category, place of the category, index
     for index in order:
         category = examples[index].category
-        places.append((seen[category], categories.index(category), index))
+        rank = (seen[category] + 0.5) / sizes[category] if subset == "stratified" else seen[category]
+        places.append((rank, categories.index(category), index))
         seen[category] += 1
     return [examples[index] for index in sorted(index for _, _, index in sorted(places)[:limit])]
 

@@ -86,7 +86,7 @@ def test_a_limit_is_spread_evenly_over_categories_in_order(limit: int, counts: l
     assert [Counter(example.category for example in chosen)[name] for name in "abc"] == counts
 
 
-@pytest.mark.parametrize("subset", ["first", "random"])
+@pytest.mark.parametrize("subset", ["first", "random", "stratified"])
 def test_a_smaller_limit_takes_a_part_of_a_larger_one(subset: Any) -> None:
     examples = examples_of("abacbabaa" * 4)
     taken = [{example.id for example in choose(examples, limit, subset, 3)} for limit in range(1, 37)]
@@ -105,9 +105,35 @@ def test_random_subsets_spread_over_categories_too() -> None:
     assert len({e.category for e in choose(examples_of("aaaaaaaabbbbbbbbc"), 3, "random", 5)}) == 3
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_stratified_subsets_keep_the_share_of_every_category(seed: int) -> None:
+    """To within one, after every number of draws."""
+    examples = examples_of("abacbaabab" * 6 + "a" * 24 + "b" * 12 + "c" * 4)
+    sizes = Counter(example.category for example in examples)
+    assert sizes == {"a": 54, "b": 36, "c": 10}
+    for limit in range(1, len(examples) + 1):
+        taken = Counter(example.category for example in choose(examples, limit, "stratified", seed))
+        assert all(abs(taken[name] - limit * size / len(examples)) <= 1 for name, size in sizes.items())
+
+
+def test_stratified_subsets_follow_the_seed_and_are_recorded() -> None:
+    task = Demo(limit=5, subset="stratified", seed=3)
+    chosen = task.load()
+    assert task.revision | {"subset": "stratified", "seed": 3, "chosen": 5} == task.revision
+    assert [example.id for example in Demo(limit=5, subset="stratified", seed=3).load()] == [e.id for e in chosen]
+    assert any(
+        {e.id for e in Demo(limit=5, subset="stratified", seed=seed).load()} != {e.id for e in chosen}
+        for seed in range(4, 9)
+    )
+    whole = Demo(limit=5)
+    whole.load()
+    assert "subset" not in whole.revision
+
+
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
+        ({"fill_to": 0}, "fill_to must be at least 1"),
         ({"limit": 0}, "limit must be at least 1, or null for all, got 0"),
         ({"categories": []}, "name at least one category, or be null for all, got"),
     ],
