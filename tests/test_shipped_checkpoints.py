@@ -44,6 +44,8 @@ def test_a_part_is_what_its_card_says(folder: Path) -> None:
     assert sum(card["bytes"].values()) < MOST_BYTES
     method, model = card["definition"]["method"], card["model"]["name"]
     assert folder.name == f"{method}-{model}" and f"method={method}" in card["command"]
+    checked = card["acceptance_check"]
+    assert len(checked["prompts"]) == 5 and checked["dtype"] == "float32", "python -m bench.train.publish FOLDER"
     assert card["git"]["dirty"] is False and card["seconds"] > 0 and card["corpus"]["dialogues"] > 0
 
 

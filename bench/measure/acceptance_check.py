@@ -172,8 +172,9 @@ def measure(
     decoder = instantiate.build_decoder(method, loaded.lm, SamplingConfig(), checkpoint=own)
     names, rows = fixed_prompts(loaded)
     texts = _decode(decoder, rows, loaded)
-    references = (entry.get("texts") or [text.ids for text in texts]) if is_model else full or full_texts(loaded)
-    for text, reference in zip(texts, references, strict=True):
+    if is_model:
+        full = [list(map(int, ids.split())) for ids in entry.get("texts", ())] or [text.ids for text in texts]
+    for text, reference in zip(texts, full or full_texts(loaded), strict=True):
         text.reference = list(reference)
     facts = {"prompts": names, "max_new_tokens": NEW_TOKENS, "dtype": str(loaded.lm.dtype).removeprefix("torch.")}
     return Entry(facts, method, count(texts), [text.ids for text in texts] if is_model else None)
@@ -189,7 +190,7 @@ class Entry:
     texts: list[list[int]] | None
 
     def to_json(self) -> dict[str, Any]:
-        own = {"texts": self.texts} if self.texts else {}
+        own = {"texts": [" ".join(map(str, ids)) for ids in self.texts]} if self.texts else {}
         return self.facts | {"settings": self.settings} | asdict(self.seen) | own
 
 
@@ -307,7 +308,7 @@ def _drafts(card: Seen, seen: Seen, same_prompts: bool) -> tuple[str, str] | Non
 
 def _writes(card: Seen, seen: Seen, same_prompts: bool) -> tuple[str, str] | None:
     """The same for texts and, on the same prompts, the layers; there more than the card says is wrong, too."""
-    n = min(seen.tokens, card.tokens) / _RUN_OF_TOKENS
+    n = min(seen.tokens, card.tokens) // _RUN_OF_TOKENS
     if not n:
         return None
     least, most = _least(card.similarity, n, same_prompts), 1 - _least(1 - card.similarity, n, same_prompts)
@@ -318,7 +319,7 @@ def _writes(card: Seen, seen: Seen, same_prompts: bool) -> tuple[str, str] | Non
     return None
 
 
-def _least(share: float, n: float, same_prompts: bool) -> float:
+def _least(share: float, n: int, same_prompts: bool) -> float:
     """The lowest share of ``n`` that is believed where the card has ``share``."""
     expected = share if same_prompts else _OTHER_PROMPTS * share
     return expected - _ERRORS * math.sqrt(expected * (1 - expected) / n)
