@@ -109,6 +109,22 @@ def ragged(rows: Sequence[list[int]], device: torch.device) -> Int[Tensor, "B N"
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """What a search in the text found to follow, on the host.
+
+    Attributes:
+        tokens: ids, in order; empty if nothing was found.
+        match: tokens of the ending of the text that occurred before.
+        expected: tokens of the path that will be kept, if the text goes on as it did: the sum over the path of the
+            relative frequencies up to each token (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975, sec. 4).
+    """
+
+    tokens: list[int]
+    match: int = 0
+    expected: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What a verification rule decided, still on the device.
 
@@ -239,3 +255,24 @@ class StatelessDrafter:
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
         """Nothing to forget."""
+
+    def skip(self, context: Context) -> None:
+        """Nothing to read."""
+
+
+@runtime_checkable
+class Lookup(Drafter, Protocol):
+    """A drafter that searches the text so far."""
+
+    def find(self, row: int, tokens: list[int]) -> Continuation:
+        """What may follow the text of a row."""
+        ...
+
+
+@runtime_checkable
+class SkippableDrafter(Drafter, Protocol):
+    """A drafter that need not propose in every round."""
+
+    def skip(self, context: Context) -> None:
+        """Read what the last pass committed, in the place of ``propose``."""
+        ...

@@ -104,6 +104,7 @@ DECODERS = {
     "self_speculative_adaptive": Row(lambda t, s: SelfSpeculative(t, s, 6, 0.4, acceptance=0.5, layer_exit=3)),
     "draft_model": Row(lambda t, s: other_model(t, s, gamma=4)),
     "draft_model_confident": Row(lambda t, s: other_model(t, s, gamma=5, confidence=0.6)),
+    "draft_model_block": Row(lambda t, s: other_model(t, s, gamma=3, block=True)),
     "draft_model_one": Row(lambda t, s: other_model(t, s, gamma=1)),
     "lookahead": Row(lambda t, s: Lookahead(t, s, window=4, ngram=4, guesses=3)),
     "lookahead_prompt": Row(
@@ -136,6 +137,7 @@ DECODERS = {
     "eagle": Row(lambda t, s: eagle(t, s, 3, texts_of(t), depth=3, top_k=3, nodes=8)),
     "eagle_chain": Row(lambda t, s: eagle(t, s, 3, texts_of(t), 6, tree="chain", gamma=3)),
     "eagle_chain_drawn": Row(lambda t, s: eagle(t, s, 1, texts_of(t), tree="chain", gamma=2, draw=True)),
+    "eagle_chain_block": Row(lambda t, s: eagle(t, s, 1, texts_of(t), tree="chain", gamma=3, draw=True, block=True)),
     "eagle_1": Row(lambda t, s: eagle(t, s, 1, texts_of(t), tree="static", shape="paper")),
     "eagle_1_drawn": Row(lambda t, s: eagle(t, s, 1, texts_of(t), 6, shape=[[3], [2, 1]], draw=True)),
     "eagle_2": Row(lambda t, s: eagle(t, s, 2, texts_of(t), 6, depth=4, top_k=2, nodes=4)),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from methods.drafting import Context, Draft
+from methods.drafting import Context, Continuation, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
@@ -46,12 +46,12 @@ class NgramIndex:
                         self._places[gram] = follower
         self._seen = stop
 
-    def find(self, tokens: list[int]) -> int | None:
-        """Index of the token after an earlier occurrence of the longest known ending of ``tokens``."""
+    def find(self, tokens: list[int]) -> tuple[int, int] | None:
+        """Index of the token after an earlier occurrence of the longest known ending of ``tokens``, and its length."""
         for size in self._sizes:
             place = self._places.get(tuple(tokens[-size:]))
             if place is not None:
-                return place
+                return place, size
         return None
 
 
@@ -87,21 +87,23 @@ class PromptLookupDrafter:
             self._prompt_lengths[row] = len(prompt)
 
     def propose(self, context: Context) -> Draft:
-        drafts = [self._draft(row, tokens) for row, tokens in enumerate(context.tokens)]
+        drafts = [self.find(row, tokens).tokens for row, tokens in enumerate(context.tokens)]
         return Draft.chains(drafts, context.root.device)
 
-    def _draft(self, row: int, tokens: list[int]) -> list[int]:
+    def find(self, row: int, tokens: list[int]) -> Continuation:
+        """What followed the ending of the text at the one occurrence that counts."""
         end = len(tokens) if self._scope == "text" else self._prompt_lengths[row]
         self._index[row].extend(tokens, end)
-        place = self._index[row].find(tokens)
-        if place is None:
-            return []
+        found = self._index[row].find(tokens)
+        if found is None:
+            return Continuation([])
+        place, size = found
         draft: list[int] = []
         for source in range(place, place + self.nodes):
             if source >= len(tokens) + len(draft):
                 break
             draft.append(tokens[source] if source < len(tokens) else draft[source - len(tokens)])
-        return draft
+        return Continuation(draft, size, float(len(draft)))
 
 
 class PromptLookup(SpeculativeDecoder):

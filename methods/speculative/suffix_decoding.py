@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from methods.drafting import Context, Draft
+from methods.drafting import Context, Continuation, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
@@ -135,25 +135,27 @@ class SuffixDrafter:
             self._automata[row], self._read[row] = SuffixAutomaton(prompt), len(prompt)
 
     def propose(self, context: Context) -> Draft:
-        drafts = [self._draft(row, tokens) for row, tokens in enumerate(context.tokens)]
+        drafts = [self.find(row, tokens).tokens for row, tokens in enumerate(context.tokens)]
         return Draft.chains(drafts, context.root.device)
 
-    def _draft(self, row: int, tokens: list[int]) -> list[int]:
+    def find(self, row: int, tokens: list[int]) -> Continuation:
+        """What followed most often the longest ending of the text that occurred before."""
         automaton = self._automata[row]
         automaton.extend(tokens[self._read[row] :])
         self._read[row] = len(tokens)
         state, length = automaton.match()
         if length < self._min_match:
-            return []
+            return Continuation([])
         draft: list[int] = []
-        prob = 1.0
+        prob, expected = 1.0, 0.0
         for _ in range(min(self.nodes, int(self._factor * length))):
             token, state, share = automaton.likeliest(state)
             prob *= share
             if prob < self._min_prob:
                 break
             draft.append(token)
-        return draft
+            expected += prob
+        return Continuation(draft, length, expected)
 
 
 class SuffixDecoding(SpeculativeDecoder):

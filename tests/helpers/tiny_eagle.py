@@ -16,6 +16,7 @@ from methods.engine.sampling import Sampling
 from methods.speculative.eagle.checkpoint import Part
 from methods.speculative.eagle.decoder import Eagle
 from methods.speculative.eagle.training import EagleLearner, spec_of
+from methods.speculative.hybrid import Hybrid
 from tests.helpers.tiny_heads import batch_of, learn_by_heart
 
 
@@ -61,3 +62,10 @@ def eagle(
     with tempfile.TemporaryDirectory() as folder:
         part_of(target, 3 if version == 3 else 1, tuple(map(tuple, texts)), vocabulary).save(Path(folder))
         return Eagle(target, sampling, version, checkpoint=Path(folder), **options)
+
+
+def hybrid(target: CausalLM, sampling: Sampling, texts: Sequence[Sequence[int]] = (), **options: Any) -> Hybrid:
+    """A lookup beside such a network."""
+    with tempfile.TemporaryDirectory() as folder:
+        part_of(target, 3, tuple(map(tuple, texts)), None).save(Path(folder))
+        return Hybrid(target, sampling, checkpoint=Path(folder), **options)

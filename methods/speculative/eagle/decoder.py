@@ -71,6 +71,10 @@ class EagleDrafter:
         assert self._reader is not None, "reset comes before propose"
         return self.growth.grow(self._reader, self._catch_up(context), context)
 
+    def skip(self, context: Context) -> None:
+        """Read the committed tokens; their features are not in the next context."""
+        self._catch_up(context)
+
     def _catch_up(self, context: Context) -> Float[Tensor, "B 1 D"]:
         """Read the pairs that the last pass completed; the feature after the one with the root.
 
@@ -109,6 +113,7 @@ class Eagle(HeadsDecoder):
         top_k: of a dynamic tree: candidates of a node, and nodes that are expanded on a level.
         nodes: of a dynamic tree.
         draw: at a temperature, draw the nodes of a chain or a static tree.
+        block: at a temperature, judge a drawn chain as a block (Sun et al. 2024, arXiv 2403.10444).
         checkpoint: folder of a trained network, or a published one by path or hub id; None: the one prepared for this
             model.
 
@@ -131,6 +136,7 @@ class Eagle(HeadsDecoder):
         top_k: int = 10,
         nodes: int = 59,
         draw: bool = False,
+        block: bool = False,
         checkpoint: str | Path | None = None,
     ) -> None:
         folder = own_folder("eagle", "draft network", checkpoint)
@@ -139,7 +145,12 @@ class Eagle(HeadsDecoder):
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
         growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
         drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1)
-        rule = default_rule(sampling, "chain" if kind == "chain" else "tree", draw)
+        if block and not (kind == "chain" and draw):
+            raise ValueError(
+                f"block=true needs tree=chain and draw=true, got tree={tree}, draw={draw}. Set method.tree=chain and "
+                "method.draw=true, or method.block=false."
+            )
+        rule = default_rule(sampling, "chain" if kind == "chain" else "tree", draw, block=block)
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
 
 
