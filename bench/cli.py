@@ -186,6 +186,12 @@ def _cost(words: list[str]) -> int:
     return command.main(words)
 
 
+def _acceptance(words: list[str]) -> int:
+    from bench.cost import acceptance
+
+    return acceptance.main(words)
+
+
 def _lossless(words: list[str]) -> int:
     from bench.lossless import command
 
@@ -542,6 +548,11 @@ _COMMANDS: dict[str, Command] = {
     ),
     "train": Command(_train, "train method=NAME ...", "train or build what a method needs"),
     "cost": Command(_cost, "cost model=NAME ... | what-if RUN", "the cost of a forward pass, and predictions from it"),
+    "acceptance": Command(
+        _acceptance,
+        "acceptance export RUN | import FILE ...",
+        "accepted lengths as files, for and from vLLM, SGLang and others",
+    ),
     "lossless": Command(_lossless, "lossless experiment=NAME ...", "test whether sampling keeps the distribution"),
     "fetch": Command(
         _fetch, "fetch {models,data} NAME ...", "download models or data sets", "fetch data mtbench", FetchOptions

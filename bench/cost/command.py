@@ -57,10 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     if words and words[0] == WHAT_IF:
-        from bench.cost import mixtures, what_if
+        from bench.cost import acceptance, mixtures, what_if
 
         asked = query(words[1:])
-        print(what_if.answer(asked) if asked.run else mixtures.answer(asked))
+        if asked.run and asked.run.is_file():
+            print(acceptance.answer(asked))
+        else:
+            print(what_if.answer(asked) if asked.run else mixtures.answer(asked))
     else:
         _measure(words)
     return OK

@@ -20,6 +20,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -353,17 +354,28 @@ def answer(asked: WhatIfQuery) -> str:
         f"curve of {curve.where}",
         "",
     ]
+    sizes = asked.batch or (int(manifest["batch_size"]),)
+    found = partial(forecast, samples, manifest, curve, asked)
+    return "\n".join([*lines, table(sizes, asked.gamma or (None,), curve, found)])
+
+
+def table(
+    sizes: Sequence[int], lengths: Sequence[int | None], curve: Recorded, found: Callable[[int, int | None], Forecast]
+) -> str:
+    """One line for each batch size and draft length.
+
+    Raises:
+        UserError: a batch size beyond the curve, or a prediction that cannot be made.
+    """
     header = ["rows", "draft length", "tokens/round", "draft (ms)", "speed-up of decoding"]
     rows = []
-    sizes = asked.batch or (int(manifest["batch_size"]),)
-    lengths: tuple[int | None, ...] = asked.gamma or (None,)
     try:
         for size in sizes:
             _check_batch(size, curve)
-            rows += [_row(size, gamma, forecast(samples, manifest, curve, asked, size, gamma)) for gamma in lengths]
+            rows += [_row(size, gamma, found(size, gamma)) for gamma in lengths]
     except ValueError as error:
         raise UserError(str(error)) from error
-    return "\n".join([*lines, textwrap.indent(tables.aligned(header, rows, range(len(header))), "  ")])
+    return textwrap.indent(tables.aligned(header, rows, range(len(header))), "  ")
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Sample]]:
@@ -465,5 +477,5 @@ def _row(size: int, gamma: int | None, found: Forecast) -> list[str]:
     length = "as recorded" if gamma is None else str(gamma)
     tokens = "as recorded" if found.tokens is None else f"{found.tokens:.2f}"
     draft = "recorded" if found.draft_s is None else f"{found.draft_s * 1e3:.3f}"
-    speed = "unknown: the drafts of this run were not timed" if found.speedup is None else f"{found.speedup:.2f}x"
+    speed = "unknown: the drafts were not timed; set draft_ms" if found.speedup is None else f"{found.speedup:.2f}x"
     return [str(size), length, tokens, draft, speed]

@@ -25,7 +25,7 @@ from methods.engine.sampling import Sampling
 
 KEY = "DECODEBENCH_API_KEY"
 """Environment variable with the key of the server; it is never recorded."""
-AT_ONCE = 100  # texts per request
+AT_ONCE = 20  # texts per request; all of them read the prompt at the same time, later requests find it cached
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _NOT_ENDED = ("length", None)  # finish reasons of a text that is not complete
 _DENIED = (401, 403)
