@@ -8,17 +8,19 @@ from typing import Any
 
 import pandas as pd
 
+from bench.analysis import audit, metrics
 from bench.report import terminal
 
 MOST_ROWS, MOST_LETTERS = 10, 160
 _CELL = "text-align:left;vertical-align:top;padding:.2em .8em .2em 0;border-top:1px solid rgba(128,128,128,.4)"
 _HEAD = f"{_CELL};white-space:nowrap"
+_FRAMES = {"VALID": "solid #2e9e5b", "INCONCLUSIVE": "dotted #b58900", "INVALID": "dashed #d9534f"}
 _FACTS = ("tokens/step", "tokens/s", "memory", "agreement")
 
 
 def measurement(summary: Mapping[str, Any], table: pd.DataFrame) -> str:
     """The speed-up, what else was measured, and the first prompts with both texts."""
-    total = summary["speedup"]["total"]
+    found = metrics.headline(summary)
     facts = [f"{terminal.COLUMNS[name](summary)} {name}" for name in _FACTS]
     if summary["acceptance_rate"] is not None:
         facts.insert(1, f"{terminal.number(summary['acceptance_rate'])} acceptance")
@@ -27,7 +29,7 @@ def measurement(summary: Mapping[str, Any], table: pd.DataFrame) -> str:
     rows = zip(shown["prompt"], shown["text"], before, shown["speed-up"].map(terminal.times), strict=True)
     more = len(table) - len(shown)
     return _block(
-        f"<b>{escape(str(summary['method']))}: {terminal.times(total['value'])}</b>, 95 % {terminal.interval(total)} "
+        f"<b>{escape(str(summary['method']))}: {terminal.times(found['value'])}</b>, 95 % {terminal.interval(found)} "
         f"{_verdict(summary)}",
         _lines([*_place(summary), *facts]),
         *_reasons(summary),
@@ -37,9 +39,11 @@ def measurement(summary: Mapping[str, Any], table: pd.DataFrame) -> str:
 
 
 def leaderboard(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """One row per method, in this order."""
+    """One row per method, the fastest first, those without a rank last, and why they have none."""
+    summaries = terminal.ordered(summaries)
     rows = [[column(each).replace(terminal.MISSING, "-") for column in terminal.COLUMNS.values()] for each in summaries]
-    return _block(_lines(_place(summaries[0])), _table(list(terminal.COLUMNS), rows))
+    notes = [f"<small>not ranked: {escape(line)}</small>" for line in terminal.without_rank(summaries)]
+    return _block(_lines(_place(summaries[0])), _table(list(terminal.COLUMNS), rows), *notes)
 
 
 def _place(summary: Mapping[str, Any]) -> list[str]:
@@ -49,13 +53,12 @@ def _place(summary: Mapping[str, Any]) -> list[str]:
 
 def _verdict(summary: Mapping[str, Any]) -> str:
     """Framed, in words: colours differ between themes."""
-    valid = summary["verdict"]["valid"]
-    frame = "solid #2e9e5b" if valid else "dashed #d9534f"
-    return f'<span style="border:2px {frame};padding:0 .4em">{"VALID" if valid else "INVALID"}</span>'
+    result = audit.result(summary)
+    return f'<span style="border:2px {_FRAMES[result]};padding:0 .4em">{result}</span>'
 
 
 def _reasons(summary: Mapping[str, Any]) -> Iterable[str]:
-    found = summary["verdict"]["reasons"]
+    found = audit.explained(summary)
     return [f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in found)}</ul>"] if found else []
 
 

@@ -8,15 +8,19 @@ texts (half of the layers, hash tables) lose 0.75 and more, 0.5 and more, 0.18, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
+
+from bench.analysis import audit, metrics
 
 SCORE_LOSS = 0.05  # of the baseline's score: twice the half of the 95 % interval that 1,000 paired translations give
 TEXT_LOSS = 0.35  # 1 - ROUGE-L to the baseline's ids: what rounding alone reaches
 LOGPROB_LOSS = 0.06  # nats per token under the target: twice what rounding alone reaches
 DISTINCT_LOSS = LINES_GAIN = 0.05  # shares, see ``bench.analysis.degeneration``
 LOOP_GAIN = 5.0  # tokens
+SPEED_RANGE = 0.15  # of the median speed of a table's baselines: beyond, a run saw the machine in another state
 NAMES = {
     "bleu": "BLEU", "chrf": "chrF", "rougeL": "ROUGE-L", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2",
     "exact_match": "exact match", "exact_match_strict": "exact match, strict",
@@ -48,17 +52,35 @@ def ranking(summary: Mapping[str, Any], text_loss: float | None = None) -> Ranki
     """
     if text_loss is None:
         text_loss = (summary.get("ranking") or {}).get("text_loss")
-    reason = _standing(summary.get("verdict") or {})
-    if not reason and summary["guarantee"] != "EXACT":
-        reason = "; ".join(_losses(summary, text_loss))
+    if (result := audit.result(summary)) != "VALID":
+        reason: str = result
+    elif metrics.headline(summary)["value"] is None:
+        reason = "no speed-up"
+    else:
+        reason = "" if summary["guarantee"] == "EXACT" else "; ".join(_losses(summary, text_loss))
     return Ranking(not reason, reason, text_loss)
 
 
-def _standing(verdict: Mapping[str, Any]) -> str:
-    """A run that is not VALID has no rank."""
-    if not verdict.get("valid"):
-        return "INVALID"
-    return "INCONCLUSIVE" if verdict.get("inconclusive") else ""
+def in_table(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why each run of a table has no rank in it; empty for those that have one.
+
+    Besides its own reasons: its baseline was more than ``SPEED_RANGE`` faster or slower than the table's median.
+    """
+    reasons, apart = [ranking(summary).reason for summary in summaries], other_conditions(summaries)
+    return [reason or other for reason, other in zip(reasons, apart, strict=True)]
+
+
+def other_conditions(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each run of a table whose baseline was faster or slower than most, by how much; else empty."""
+    rates = [summary.get("baseline_tokens_per_s") for summary in summaries]
+    sound = [rate for rate, run in zip(rates, summaries, strict=True) if rate and audit.result(run) != "INVALID"]
+    middle = median(sound or [rate for rate in rates if rate] or [1.0])
+    return [
+        ""
+        if not rate or abs(rate / middle - 1) <= SPEED_RANGE
+        else f"baseline {rate:.0f} tokens/s, the table's {middle:.0f}: not measured under the same conditions"
+        for rate in rates
+    ]
 
 
 def _losses(summary: Mapping[str, Any], text_loss: float | None) -> Iterator[str]:

@@ -6,17 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.analysis.ranking import NAMES as SCORES
+from bench.analysis.ranking import first_score
 from bench.report import leaderboard
 from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.style import COLOURS, style_of
 from bench.utils.files import read_json
 
-SCORES = {
-    "bleu": "BLEU", "chrf": "chrF", "rougeL": "ROUGE-L", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2",
-    "exact_match": "exact match", "exact_match_strict": "exact match, strict",
-    "exact_match_flexible": "exact match, flexible", "contains_answer": "contains the answer", "pass@1": "pass@1",
-    "length_ratio": "length ratio", "repetition": "repetition",
-}  # fmt: skip
 _COSTS = "costs"
 _MEMORY, _ARITHMETIC = ("triad", "sum"), "matmul"  # probes of a cost record
 
@@ -58,10 +54,7 @@ def quality(row: Row) -> tuple[str, float, float] | None:
     """
     if len(row.summary["speedup"].get("by_category", {})) > 1:
         return None
-    before = row.summary["baseline"].get("quality") or {}
-    scores = (row.summary.get("quality") or {}).items()
-    known = ((name, value, before.get(name)) for name, value in scores)
-    return next(((name, float(v), float(was)) for name, v, was in known if v is not None and was is not None), None)
+    return first_score(row.summary)
 
 
 def sources(group: ComparisonGroup) -> str:
@@ -92,7 +85,7 @@ def _judged(row: Row, name: str | None) -> float | None:
 
 
 def _point(row: Row, ids: Mapping[Path, str]) -> dict[str, Any]:
-    summary, total = row.summary, row.summary["speedup"]["total"]
+    summary, found = row.summary, row.headline
     return {
         "run": ids[row.record.path],
         "label": row.label,
@@ -101,7 +94,12 @@ def _point(row: Row, ids: Mapping[Path, str]) -> dict[str, Any]:
         "guarantee": row.guarantee,
         "source": row.record.source,
         "batch": summary.get("batch_size"),
-        **{key: _brief(total[key]) for key in ("value", "low", "high")},
+        **{key: _brief(found[key]) for key in ("value", "low", "high")},
+        "novel": _brief((summary["speedup"].get("novel") or {}).get("value")),
+        "worst": _brief((summary["speedup"].get("floor") or {}).get("minimum")),
+        "repeated": _brief((summary.get("predictability") or {}).get("mean_share")),
+        "rank": row.rank,
+        "reason": row.reason,
         "steps": _brief(summary.get("tokens_per_step")),
         "categories": {
             name: [*(_brief(found[key]) for key in ("value", "low", "high")), found["n"]]

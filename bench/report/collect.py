@@ -1,7 +1,7 @@
 """``python -m bench collect``: one table of all recorded runs, filtered, to the terminal or into a file.
 
 A row is the flattened summary of a run plus facts of its manifest, columns named by dotted keys
-(``speedup.total.value``). Unfinished runs have a row without numbers.
+(``speedup.headline.value``). Unfinished runs have a row without numbers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import json
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from bench.analysis import audit, metrics, ranking
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
 from bench.records import run_folder, schemas
@@ -102,8 +103,9 @@ def row(record: Record) -> FlatRow:
         "source": record.source,
         "status": manifest.get("status"),
         **named,
+        "result": None if summary is None else result(summary),
         "valid": None if summary is None else is_valid(summary),
-        "reasons": record.problem or "; ".join((summary or {}).get("verdict", {}).get("reasons", [])),
+        "reasons": record.problem or "; ".join(audit.explained(summary or {})),
         "started_at": manifest.get("started_at"),
         "seed": manifest.get("seed"),
         "measure": (manifest.get("measure") or {}).get("name"),
@@ -111,14 +113,24 @@ def row(record: Record) -> FlatRow:
         "part": (manifest.get("part") or {}).get("sha256"),
     }
     settings = {f"method.{key}": _cell(value) for key, value in _settings(manifest)}
-    return (
-        facts | settings | {key: _cell(value) for key, value in flatten(summary or {}, whole=_MANY) if key not in facts}
-    )
+    measured = flatten(_as_today(summary) if summary else {}, whole=_MANY)
+    return facts | settings | {key: _cell(value) for key, value in measured if key not in facts}
+
+
+def _as_today(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """An older summary with the headline and the ranking that it would have now."""
+    speedup = {**summary["speedup"], "headline": dict(metrics.headline(summary))}
+    return {**summary, "speedup": speedup, "ranking": asdict(ranking.ranking(summary))}
+
+
+def result(summary: Mapping[str, Any]) -> audit.Result:
+    """VALID, INCONCLUSIVE or INVALID; summaries from before the second one are judged by the numbers they hold."""
+    return audit.result(summary)
 
 
 def is_valid(summary: Mapping[str, Any]) -> bool:
-    """Whether the audit found the run VALID."""
-    return bool((summary.get("verdict") or {}).get("valid"))
+    """Whether the run is VALID: nothing is wrong with it, and noise alone does not explain its speed-up."""
+    return result(summary) == "VALID"
 
 
 def _settings(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -240,25 +252,13 @@ def text(rows: Sequence[FlatRow], width: int | None = None) -> str:
         lines = [*textwrap.wrap("All: " + ", ".join(map(" ".join, shared.items())), width), ""]
     if not any(columns.get("setting", ["-"])):
         del columns["setting"]
-    if "run" in columns and max(map(len, _aligned(columns))) > width:
+    if "run" in columns and tables.fitting(columns, width, _LEAST)[1]:
         columns["run"] = [name.rpartition("-")[2] for name in columns["run"]]  # that of no other run
-    left_out = []
-    while (table := _aligned(columns)) and max(map(len, table)) > width and (least := _least(columns)):
-        left_out.append(least)
-        del columns[least]
-    lines += [line if len(line) <= width else f"{line[: width - 2]}.." for line in table]
+    table, left_out = tables.fitting(columns, width, _LEAST)
+    lines += [line if len(line) <= width else f"{line[: width - 2]}.." for line in table.splitlines()]
     if left_out:
         lines += ["", *textwrap.wrap(f"Not shown: {', '.join(left_out)}. A file has all columns: out=runs.csv", width)]
     return "\n".join(lines)
-
-
-def _aligned(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    return tables.aligned(list(columns), list(zip(*columns.values(), strict=True))).splitlines()
-
-
-def _least(columns: Mapping[str, Any]) -> str | None:
-    """The column that is missed least."""
-    return next((name for name in _LEAST if name in columns), None)
 
 
 def _shown_table(rows: Sequence[FlatRow]) -> tuple[list[str], list[list[str]]]:
@@ -284,12 +284,11 @@ def _shown_table(rows: Sequence[FlatRow]) -> tuple[list[str], list[list[str]]]:
 
 def _result(each: FlatRow) -> str:
     """The verdict; without one the status of the run."""
-    valid = each.get("valid")
-    return str(each.get("status")) if valid is None else "VALID" if valid else "INVALID"
+    return str(each.get("result") or each.get("status"))
 
 
 def _interval(each: FlatRow) -> str:
-    found = {name: each.get(f"speedup.total.{name}") for name in ("low", "high", "n")}
+    found = {name: each.get(f"speedup.headline.{name}") for name in ("low", "high", "n")}
     return terminal.interval(found).replace(terminal.MISSING, "-")
 
 
@@ -310,23 +309,39 @@ _ALIKE = {
     "source": "source",
 }
 _MEASURED: dict[str, tuple[str, Callable[[FlatRow], str]]] = {
-    "speed-up": ("speedup.total.value", lambda each: terminal.times(each["speedup.total.value"])),
-    "95 %": ("speedup.total.low", _interval),
+    "speed-up": ("speedup.headline.value", lambda each: terminal.times(each["speedup.headline.value"])),
+    "95 %": ("speedup.headline.low", _interval),
+    "novel": ("speedup.novel.value", lambda each: terminal.times(each["speedup.novel.value"])),
     "tokens/step": ("tokens_per_step", lambda each: terminal.number(each["tokens_per_step"])),
     "tokens/s": ("tokens_per_s", lambda each: terminal.rate_number(each["tokens_per_s"])),
     "agreement": ("agreement.exact", lambda each: f"{each['agreement.exact']:.1%}"),
 }
 # Left out in this order where the terminal is narrow.
-_LEAST = ("source", "compile", "refill", "agreement", "tokens/step", "tokens/s", "run", "dtype", "batch", "95 %")
+_LEAST = (
+    "source",
+    "compile",
+    "refill",
+    "novel",
+    "agreement",
+    "tokens/step",
+    "tokens/s",
+    "run",
+    "dtype",
+    "batch",
+    "95 %",
+)
 
 
 def groups(summaries: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Comparable runs (``bench.report.terminal.JOIN_KEYS``); in each group the fastest first."""
+    """Comparable runs (``bench.report.terminal.JOIN_KEYS``); in each group the fastest first, runs without a rank last.
+
+    Of these the VALID ones come first, then the INCONCLUSIVE and then the INVALID ones.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         found.setdefault(repr([terminal.join_value(summary, key) for key in terminal.JOIN_KEYS]), []).append(summary)
     for group in found.values():
-        group.sort(key=lambda run: (not is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
+        group[:] = terminal.ordered(group)
     return sorted(found.values(), key=lambda group: _order(group[0]))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.analysis import pairs
+from bench.analysis import metrics, pairs
 from bench.errors import UserError
 from bench.report import collect, tables, terminal
 from bench.report.collect import Record, Source
@@ -40,7 +40,7 @@ class Point:
         run_id, method, guarantee, valid: of the run.
         source: whose record it is.
         setting: the settings of the method in which its points differ.
-        speed: speed-up over the autoregressive baseline of the same run, total time.
+        speed: speed-up over the autoregressive baseline of the same run, the headline.
         low, high: its 95 % interval; None where it has none.
         per_token: speed-up by tokens per second.
         quality: in the units of ``metric``.
@@ -130,6 +130,7 @@ def _frontier(
     original: str | None,
     metric: str | None,
 ) -> Frontier:
+    group = sorted(group, key=lambda run: (not collect.is_valid(run), -(metrics.headline(run)["value"] or 0.0)))
     scored = _metric(group, metric)
     shown = settings([by_summary[id(run)] for run in group])
     points = [_point(by_summary[id(run)], scored, shown[str(run["run_id"])]) for run in group]
@@ -159,7 +160,7 @@ def _metric(group: Sequence[Mapping[str, Any]], wanted: str | None) -> str:
 def _point(record: Record, metric: str, setting: str) -> Point:
     summary = record.summary
     assert summary is not None, "only finished runs have a point"
-    total, similarity = summary["speedup"]["total"], similarity_to_baseline(record.path)
+    found, similarity = metrics.headline(summary), similarity_to_baseline(record.path)
     scores = {"rouge_l": similarity} | (summary.get("quality") or {})
     full = {"rouge_l": 1.0} | (summary["baseline"].get("quality") or {})
     tokens, before = summary.get("n_output_tokens"), summary["baseline"].get("n_output_tokens")
@@ -171,9 +172,9 @@ def _point(record: Record, metric: str, setting: str) -> Point:
         guarantee=str(summary["guarantee"]),
         valid=collect.is_valid(summary),
         setting=setting,
-        speed=total["value"],
-        low=total["low"],
-        high=total["high"],
+        speed=found["value"],
+        low=found["low"],
+        high=found["high"],
         per_token=summary["speedup"].get("per_token"),
         metric=metric,
         quality=scores.get(metric),

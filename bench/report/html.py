@@ -17,13 +17,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bench.analysis import audit
+from bench.analysis.ranking import SCORE_LOSS
 from bench.report import chart_data, leaderboard, run_details, terminal
 from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.style import style_of
 
 TITLE = "DecodeBench: results"
 EXACT = leaderboard.GUARANTEES[0]
-KEPT = 0.99  # of the baseline's score, from here on quality is kept
 _PAGE = Path(__file__).parent / "page"
 _SCRIPTS = ("vendor/d3/d3.min.js", "vendor/plot/plot.umd.min.js", "charts.js", "report.js")
 _STYLE_OF_PLOT = re.compile(r'append\("style"\)\.text\(`(:where\(\.\$\{\w\}\) \{.*?)`\)')
@@ -81,7 +82,8 @@ def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str]) -> str:
 
 _INTRODUCTION = """<p>Each table holds runs that share model, data, machine, type, sampling, batch size and limit.
 Speed-ups are over a baseline measured in the same run, with 95 % intervals over the prompts. Ranks count within one
-guarantee; INVALID runs have none and come last, however the table is sorted. <em>own</em> runs were measured here,
+guarantee, <em>tie</em> marks an interval that overlaps that of the row above. Runs that are INVALID, that show nothing,
+or that lost quality have none, and come last, however the table is sorted. <em>own</em> runs were measured here,
 <em>reference</em> records are part of the project.</p>"""
 
 _CHARTS = """<section id="charts" hidden aria-label="Charts">
@@ -122,21 +124,21 @@ def _unfinished(open_runs: Sequence[str]) -> str:
 
 
 def _tiles(groups: Sequence[ComparisonGroup], ids: Ids) -> str:
-    ranked = [row for group in groups for row in group.valid]
+    ranked = [row for group in groups for row in group.ranked]
     exact = [row for row in ranked if row.guarantee == EXACT]
-    kept = [row for row in ranked if row.guarantee != EXACT and _keeps_quality(row)]
+    kept = [row for row in ranked if row.guarantee != EXACT and chart_data.quality(row)]
     rows = [row for group in groups for row in group.rows]
-    valid = sum(row.valid for row in rows)
+    results = Counter(audit.result(row.summary) for row in rows)
     by_source = Counter(row.record.source for row in rows)
     machines = Counter(str(row.summary.get("hardware")) for row in rows)
     types = Counter(_FILTERS["hardware"](row) for row in rows)
     tiles = [
         _best("Best exact speed-up", exact, ids, ""),
-        _best("Best at kept quality", kept, ids, f"at least {KEPT:.0%} of the baseline's score".replace("%", " %")),
+        _best("Best at kept quality", kept, ids, f"at least {100 * (1 - SCORE_LOSS):.0f} % of the baseline's score"),
         _tile(
             "Records",
             str(len(rows)),
-            f"{valid} VALID, {len(rows) - valid} INVALID",
+            ", ".join(f"{results[result]} {result}" for result in audit.RESULTS if results[result]),
             ", ".join(f"{count} {source}" for source, count in sorted(by_source.items())),
         ),
         _tile(
@@ -150,12 +152,12 @@ def _tiles(groups: Sequence[ComparisonGroup], ids: Ids) -> str:
 
 def _best(name: str, among: Sequence[Row], ids: Ids, rule: str) -> str:
     """The run whose interval begins highest, an own one if there is any: few prompts give wide intervals."""
-    sure = [row for row in among if row.summary["speedup"]["total"]["low"]]
+    sure = [row for row in among if row.headline["low"]]
     own = [row for row in sure if row.record.source == "own"]
     if not sure:
-        return _tile(name, "-", "no VALID run with an interval", rule)
-    row = max(own or sure, key=lambda row: row.summary["speedup"]["total"]["low"])
-    total, summary = row.summary["speedup"]["total"], row.summary
+        return _tile(name, "-", "no ranked run with an interval", rule)
+    row = max(own or sure, key=lambda row: float(row.headline["low"]))
+    total, summary = row.headline, row.summary
     score = chart_data.quality(row) if rule else None
     judged = f"{chart_data.SCORES.get(score[0], score[0])} {score[1]:.1f} (baseline {score[2]:.1f}); " if score else ""
     return _tile(
@@ -172,11 +174,6 @@ def _tile(name: str, value: str, *lines: str) -> str:
     """A line that begins with a link is markup already."""
     shown = "".join(f"<span>{line if line.startswith('<a ') else escape(line)}</span>" for line in lines if line)
     return f"<li><h2>{escape(name)}</h2><strong>{escape(value)}</strong>{shown}</li>\n"
-
-
-def _keeps_quality(row: Row) -> bool:
-    found = chart_data.quality(row)
-    return found is not None and found[1] >= KEPT * found[2]
 
 
 # --------------------------------------------------------------------------------------------- filters and contents
@@ -222,21 +219,25 @@ _Number = Callable[[Row], Any]
 # By heading: the value to sort by, None for text.
 _SORTED: dict[str, _Number] = {
     "speed-up": lambda row: row.speed,
+    "novel": lambda row: (row.summary["speedup"].get("novel") or {}).get("value"),
+    "worst": lambda row: (row.summary["speedup"].get("floor") or {}).get("minimum"),
+    "slower": lambda row: (row.summary["speedup"].get("floor") or {}).get("slower_share"),
     "predicted": lambda row: row.summary.get("predicted_speedup"),
     "tokens/step": lambda row: row.summary.get("tokens_per_step"),
     "tokens/s": lambda row: row.summary.get("tokens_per_s"),
     "memory": lambda row: row.summary.get("peak_memory_bytes"),
     "agreement": lambda row: (row.summary.get("agreement") or {}).get("exact"),
+    "identical": lambda row: (row.summary.get("agreement") or {}).get("identical_to_baseline"),
     "quality": lambda row: next(iter((row.summary.get("quality") or {}).values()), None),
 }
-_RANK, _SETTING = "rank", "setting"
+_RANK, _SETTING, _REASON = "rank", "setting", "not ranked"
 _COLUMNS = (
-    _SETTING, "method", _RANK, "guarantee", "speed-up", "95 %", "tokens/step", "tokens/s", "agreement", "quality",
-    "result", "run", "family", "predicted", "memory", "source",
+    _SETTING, "method", _RANK, "guarantee", "speed-up", "95 %", "novel", "worst", "slower", "tokens/step", "tokens/s",
+    "agreement", "identical", "quality", "result", _REASON, "run", "family", "predicted", "memory", "source",
 )  # fmt: skip
-_HIDDEN = ("family", "predicted", "memory", "source")  # until they are chosen
+_HIDDEN = ("slower", "identical", "family", "predicted", "memory", "source")  # until they are chosen
 _ON_A_PHONE = ("speed-up", "95 %", "result")  # besides the method
-_ASCENDING = (_RANK, "memory")  # numbers of which the least comes first
+_ASCENDING = (_RANK, "memory", "slower")  # numbers of which the least comes first
 
 
 def _css(column: str) -> str:
@@ -256,7 +257,8 @@ def _cells(row: Row, setting: str, metric: str | None) -> dict[str, str]:
     shown = "" if name == metric else f"{chart_data.SCORES.get(str(name), name)} "
     cells = {name: cell(row.summary) for name, cell in terminal.COLUMNS.items()} | {
         _SETTING: setting,
-        _RANK: "-" if row.rank is None else str(row.rank),
+        _RANK: leaderboard.rank(row),
+        _REASON: row.note,
         "method": row.label,
         "family": row.family,
         "guarantee": row.guarantee.replace("_MODEL", ""),
@@ -289,7 +291,7 @@ def _tables(groups: Sequence[ComparisonGroup]) -> Iterator[tuple[str, list[Compa
 
 
 def _facts(group: ComparisonGroup) -> str:
-    best = max((row for row in group.valid if row.guarantee == EXACT), key=lambda row: row.speed or 0.0, default=None)
+    best = max((row for row in group.ranked if row.guarantee == EXACT), key=lambda row: row.speed or 0.0, default=None)
     fastest = f"best EXACT {best.label} {terminal.times(best.speed)}" if best else ""
     facts = [chart_data.sources(group), terminal.plural(len(group.rows), "run"), fastest]
     return " · ".join(filter(None, facts))
@@ -330,7 +332,7 @@ def _table_row(row: Row, place: int, name: str, span: Span, columns: Sequence[st
     words = " ".join([row.name, *texts.values(), *facts.values()]).lower()
     data = {**facts, "words": words, "place": str(place), "name": f"{row.label}, {texts['speed-up']}"}
     attributes = " ".join(f'data-{key}="{escape(value)}"' for key, value in data.items())
-    kind = "run" if row.valid else "run invalid"
+    kind = "run invalid" if not row.valid else "run" if row.rank else "run unranked"
     return f'<tr class="{kind}" id="{name}" {attributes}><td></td>{cells}</tr>'
 
 
@@ -339,9 +341,8 @@ def _cell(column: str, texts: Mapping[str, str], row: Row, place: int, span: Spa
     if column == "95 %":
         return f'<td class="{kind} number">{escape(texts[column])} {_interval(row, span)}</td>'
     if column == "run":
-        reasons = (row.summary.get("verdict") or {}).get("reasons", [])
-        why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
-        note = f"<details><summary>why INVALID</summary><ul>{why}</ul></details>" if why else ""
+        why = "".join(f"<li>{escape(reason)}</li>" for reason in audit.explained(row.summary))
+        note = f"<details><summary>why {texts['result']}</summary><ul>{why}</ul></details>" if why else ""
         short = escape(row.name.rpartition("-")[2][:6])
         return f'<td class="{kind}"><code title="{escape(row.name)}">{short}</code>{note}</td>'
     if column == "method":
@@ -365,9 +366,9 @@ def _span(rows: Sequence[Row]) -> Span:
 
 
 def _interval(row: Row, span: Span) -> str:
-    """Dot and interval on the table's logarithmic axis, with a line at 1; empty for a run without a rank."""
-    total = row.summary["speedup"]["total"]
-    if row.rank is None or not total["value"]:
+    """Dot and interval on the table's logarithmic axis, with a line at 1; empty for an INVALID run."""
+    total = row.headline
+    if not row.valid or not total["value"]:
         return f'<svg width="{_WIDE}" height="{_HIGH}" aria-hidden="true"></svg>'
     low, high = (total["value"], total["value"]) if not total["low"] else (total["low"], total["high"])
     a, b, x, one = (round(_place(value, span), 1) for value in (low, high, total["value"], 1.0))

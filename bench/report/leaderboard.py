@@ -1,7 +1,7 @@
 """Recorded runs as ranked groups, for RESULTS.md, the report and the notebooks.
 
 A group holds the runs that may be in one table (``bench.report.terminal.JOIN_KEYS``). Methods of different guarantees
-are ranked separately; INVALID runs come last and have no rank.
+are ranked separately; runs without a rank (``bench.analysis.ranking``) come last, with the reason.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from bench.analysis import audit, metrics
+from bench.analysis import ranking as rules
 from bench.analysis.cost_curve import CostCurve
 from bench.report import collect, frontier, terminal
 from bench.report.collect import Record
@@ -42,7 +44,9 @@ class Row:
     Attributes:
         summary: of the record.
         setting: the settings of its method in which it differs from others on the group.
-        rank: among the valid runs of its guarantee, from 1; None where it is INVALID.
+        rank: among the ranked runs of its guarantee, from 1; None where it has none.
+        reason: why it has no rank; empty where it has one.
+        tie: whether its interval overlaps that of the next better rank, so that their order is not shown.
     """
 
     record: Record
@@ -50,6 +54,8 @@ class Row:
     family: str
     setting: str
     rank: int | None
+    reason: str = ""
+    tie: bool = False
 
     @property
     def name(self) -> str:
@@ -72,14 +78,24 @@ class Row:
         return collect.is_valid(self.summary)
 
     @property
+    def headline(self) -> Mapping[str, Any]:
+        """The speed-up with its interval."""
+        return metrics.headline(self.summary)
+
+    @property
     def speed(self) -> float | None:
-        value = self.summary["speedup"]["total"]["value"]
+        value = self.headline["value"]
         return None if value is None else float(value)
+
+    @property
+    def note(self) -> str:
+        """Why a VALID run has no rank; empty for others, whose result says it."""
+        return self.reason if audit.result(self.summary) == "VALID" else ""
 
 
 @dataclass(frozen=True)
 class ComparisonGroup:
-    """Comparable runs by guarantee and rank, INVALID ones last; the heading is unique."""
+    """Comparable runs by guarantee and rank, those without a rank last; the heading is unique."""
 
     heading: str
     rows: list[Row]
@@ -91,7 +107,12 @@ class ComparisonGroup:
 
     @property
     def valid(self) -> list[Row]:
-        """The runs that may be ranked, those with a speed-up."""
+        """The runs whose speed-up can be trusted, with a rank or without."""
+        return [row for row in self.rows if row.valid and row.speed is not None]
+
+    @property
+    def ranked(self) -> list[Row]:
+        """The runs that have a rank."""
         return [row for row in self.rows if row.rank is not None]
 
 
@@ -130,15 +151,26 @@ def _heading(first: Mapping[str, Any]) -> str:
 
 def _rows(records: Sequence[Record]) -> list[Row]:
     """Of the records of a group, the fastest first."""
-    settings, ranks, rows = _settings(records), dict.fromkeys(GUARANTEES, 0), []
-    for record in records:
-        summary = record.summary
-        assert summary is not None, "only finished runs are grouped"
-        ranked = collect.is_valid(summary) and summary["speedup"]["total"]["value"] is not None
-        ranks[summary["guarantee"]] += ranked
-        rank = ranks[summary["guarantee"]] if ranked else None
-        rows.append(Row(record, summary, family(record.manifest), settings[record.path.name], rank))
-    return sorted(rows, key=lambda e: (e.rank is None, GUARANTEES.index(e.guarantee)))
+    settings, ranks = _settings(records), dict.fromkeys(GUARANTEES, 0)
+    summaries = [record.summary for record in records if record.summary is not None]
+    above: dict[str, Row] = {}
+    rows = []
+    for record, summary, reason in zip(records, summaries, rules.in_table(summaries), strict=True):
+        row = Row(record, summary, family(record.manifest), settings[record.path.name], None, reason)
+        if not reason:
+            ranks[row.guarantee] += 1
+            row = replace(row, rank=ranks[row.guarantee], tie=_tie(above.get(row.guarantee), row))
+            above[row.guarantee] = row
+        rows.append(row)
+    return sorted(rows, key=lambda e: (e.rank is None, e.rank is not None and GUARANTEES.index(e.guarantee)))
+
+
+def _tie(above: Row | None, row: Row) -> bool:
+    """Whether the intervals of two neighbours overlap; an interval that is not known overlaps with all."""
+    if above is None:
+        return False
+    low, high = above.headline["low"], row.headline["high"]
+    return low is None or high is None or bool(low <= high)
 
 
 def _settings(records: Sequence[Record]) -> dict[str, str]:
@@ -163,7 +195,8 @@ def ranking(group: ComparisonGroup) -> pd.DataFrame:
     judged = any(row.guarantee != GUARANTEES[0] or terminal.translates(row.summary) for row in group.rows)
     named = (name for row in group.rows for name in row.summary.get("quality") or {})
     scores = list(dict.fromkeys(named)) if judged else []
-    return pd.DataFrame([_ranking_row(row, scores[:1]) for row in group.rows])
+    frame = pd.DataFrame([_ranking_row(row, scores[:1]) for row in group.rows])
+    return frame if frame["not ranked"].any() else frame.drop(columns="not ranked")
 
 
 def _ranking_row(row: Row, scores: Sequence[str]) -> dict[str, str]:
@@ -171,7 +204,7 @@ def _ranking_row(row: Row, scores: Sequence[str]) -> dict[str, str]:
     cells = {name: cell(row.summary) for name, cell in terminal.COLUMNS.items() if name not in ("method", "guarantee")}
     return {
         "guarantee": row.guarantee,
-        "rank": "-" if row.rank is None else str(row.rank),
+        "rank": rank(row),
         "family": row.family,
         "method": row.label,
         **{name: cell for name, cell in cells.items() if name != "result"},
@@ -181,12 +214,18 @@ def _ranking_row(row: Row, scores: Sequence[str]) -> dict[str, str]:
             for name in scores
         },
         "result": cells["result"],
+        "not ranked": row.note,
         "run": row.name,
     }
 
 
+def rank(row: Row) -> str:
+    """The rank as text: ``2``, ``2 tie`` or ``-``."""
+    return "-" if row.rank is None else f"{row.rank}{' tie' if row.tie else ''}"
+
+
 def winners(found: Sequence[ComparisonGroup]) -> pd.DataFrame:
-    """The fastest valid run of each family and guarantee in each group, and how many have no rank."""
+    """The fastest ranked run of each family and guarantee in each group, and how many have no rank."""
     import pandas as pd
 
     return pd.DataFrame([line for group in found for line in _winners(group)])
@@ -204,8 +243,8 @@ def _winners(group: ComparisonGroup) -> Iterator[dict[str, Any]]:
             "guarantee": kind[1],
             "fastest": best.label if best else "-",
             "speed-up": terminal.times(best.speed) if best else "-",
-            "95 %": terminal.interval(best.summary["speedup"]["total"]) if best else "-",
-            "valid runs": len(ranked),
+            "95 %": terminal.interval(best.headline) if best else "-",
+            "ranked": len(ranked),
             "not ranked": len(runs) - len(ranked),
         }
 
@@ -220,9 +259,9 @@ def categories(group: ComparisonGroup, *, least: int = 1) -> pd.DataFrame:
 
 
 def fastest(group: ComparisonGroup) -> ComparisonGroup:
-    """Of each method and guarantee only the fastest valid run, the user's and the reference ones separately."""
+    """Of each method and guarantee only the fastest ranked run, the user's and the reference ones separately."""
     kept: dict[tuple[str, str, str], Row] = {}
-    for row in sorted(group.valid, key=lambda row: -(row.speed or 0.0)):
+    for row in sorted(group.ranked, key=lambda row: -(row.speed or 0.0)):
         kept.setdefault((row.method, row.guarantee, row.record.source), row)
     return ComparisonGroup(group.heading, list(kept.values()))
 
@@ -274,7 +313,7 @@ def _quality_speed_plot(rows: Sequence[Row], metric: str) -> QualitySpeedPlot:
     models = sorted({str(row.summary["model"]) for row in rows})
     summary = rows[0].summary
     facts = [summary.get("dataset"), summary.get("hardware"), summary.get("dtype"), terminal.how(summary)]
-    front = pareto({p.row.name: (p.rate, p.quality) for p in points if p.row.rank is not None})
+    front = pareto({p.row.name: (p.rate, p.quality) for p in points if p.row.valid})
     return QualitySpeedPlot(f"{', '.join(map(str, facts))}; models: {', '.join(models)}", metric, points, front)
 
 
@@ -283,7 +322,7 @@ def _baseline_rates(rows: Sequence[Row]) -> dict[Any, float]:
     found: dict[Any, dict[bool, list[float]]] = {}
     for row in rows:
         if rate := row.summary["baseline"].get("prompts_per_s"):
-            found.setdefault(row.summary["model"], {}).setdefault(row.rank is not None, []).append(float(rate))
+            found.setdefault(row.summary["model"], {}).setdefault(row.valid, []).append(float(rate))
     return {model: median(rates.get(True) or rates[False]) for model, rates in found.items()}
 
 
@@ -326,7 +365,7 @@ def batch_coverage(found: Sequence[ComparisonGroup], sizes: Sequence[int]) -> li
 def _recorded(row: Row | None) -> str:
     if row is None:
         return "-"
-    return terminal.times(row.speed) if row.valid else "INVALID"
+    return terminal.times(row.speed) if row.valid else audit.result(row.summary)
 
 
 def _by_batch(

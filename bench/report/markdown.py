@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bench.analysis import audit
 from bench.analysis.summary import summarise
 from bench.errors import UserError
 from bench.records import run_folder
@@ -80,12 +81,12 @@ def _index(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
     header = ["table", "runs", "ranked", "fastest EXACT", "fastest of the others"]
     cells = []
     for group in groups:
-        exact = [row for row in group.valid if row.guarantee == leaderboard.GUARANTEES[0]]
-        others = [row for row in group.valid if row not in exact]
-        fastest = (max(group, key=lambda row: row.speed or 0.0, default=None) for group in (exact, others))
+        exact = [row for row in group.ranked if row.guarantee == leaderboard.GUARANTEES[0]]
+        others = [row for row in group.ranked if row not in exact]
+        fastest = (max(rows, key=lambda row: row.speed or 0.0, default=None) for rows in (exact, others))
         link = f"[{_plain(group.heading)}](#{_anchor(group.heading)})"
         best = (f"{_plain(row.label)} {terminal.times(row.speed)}" if row else "-" for row in fastest)
-        cells.append([link, str(len(group.rows)), str(len(group.valid)), *best])
+        cells.append([link, str(len(group.rows)), str(len(group.ranked)), *best])
     yield tables.markdown(header, cells)
 
 
@@ -102,9 +103,16 @@ def _section(group: ComparisonGroup, folder: str) -> str:
         for line in frame.itertuples(index=False)
     ]
     body = f"## {_plain(group.heading)}\n\n{tables.markdown([*header, 'run'], cells)}"
-    reasons = ((row, (row.summary.get("verdict") or {}).get("reasons", [])) for row in group.rows)
-    notes = [f"- {_plain(row.name)}: {_plain(reason)}" for row, every in reasons for reason in every]
-    return body + ("\n\nINVALID:\n\n" + "\n".join(notes) if notes else "")
+    return "\n\n".join([body, *_notes(group)])
+
+
+def _notes(group: ComparisonGroup) -> Iterator[str]:
+    """Why runs are INCONCLUSIVE or INVALID."""
+    for result in audit.RESULTS[1:]:
+        rows = [row for row in group.rows if audit.result(row.summary) == result]
+        notes = [f"- {_plain(row.name)}: {_plain(reason)}" for row in rows for reason in audit.explained(row.summary)]
+        if notes:
+            yield f"{result}:\n\n" + "\n".join(notes)
 
 
 def _link(name: str, folder: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.analysis import pairs
+from bench.analysis import metrics, pairs
 from bench.errors import UserError
 from bench.report import leaderboard
 from bench.report.leaderboard import ComparisonGroup, QualitySpeedPlot, QualitySpeedPoint, Row
@@ -95,31 +95,31 @@ def _one(ax: Axes, *, vertical: bool) -> None:
 
 
 def _speed(row: Row) -> float:
-    assert row.speed is not None, "only ranked runs are drawn"
+    assert row.speed is not None, "only runs with a speed-up are drawn"
     return row.speed
 
 
 def _ends(row: Row) -> tuple[float, float]:
     """The interval, or the value where it has none."""
-    total = row.summary["speedup"]["total"]
-    return (total["value"], total["value"]) if total["low"] is None else (total["low"], total["high"])
+    found = row.headline
+    return (found["value"], found["value"]) if found["low"] is None else (found["low"], found["high"])
 
 
 # ---- one row for each run
 
 
 def intervals(ax: Axes, group: ComparisonGroup, hollow: str = "white") -> None:
-    """Speed-up with its 95 % interval, a row for each valid run, the fastest above; numbers on the right.
+    """Speed-up with its 95 % interval, a row for each ranked run, the fastest above; numbers on the right.
 
     Args:
         hollow: the colour inside the marks of runs that are not EXACT.
     """
-    rows = sorted(group.valid, key=_speed, reverse=True)
+    rows = sorted(group.ranked, key=_speed, reverse=True)
     for place, row in enumerate(rows):
         low, high = _ends(row)
         ax.plot([low, high], [place, place], color=style_of(row.method, row.family).colour, linewidth=2)
         ax.plot(_speed(row), place, linestyle="", markersize=7, **_mark(row, hollow))
-        known = row.summary["speedup"]["total"]["low"] is not None
+        known = row.headline["low"] is not None
         text = f"{_speed(row):.2f}×" + (f" ({low:.2f}–{high:.2f})" if known else "")
         ax.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=_SMALL)
     _one(ax, vertical=True)
@@ -136,12 +136,12 @@ def _names(ax: Axes, rows: Sequence[Row]) -> None:
 
 
 def prompt_speedups(row: Row) -> Any:
-    """Baseline seconds over method seconds of each conversation, ascending; empty where the samples are gone."""
+    """Speed-up of each conversation, of the headline's kind, ascending; empty where the samples are gone."""
     try:
         units = pairs.read(row.record.path).units
     except UserError:
         return np.empty(0)
-    return np.sort((units["baseline_s"] / units["method_s"]).to_numpy(float))
+    return np.sort(metrics.unit_ratios(units, row.headline["of"]).to_numpy(float))
 
 
 def conversations(ax: Axes, group: ComparisonGroup) -> None:
@@ -222,7 +222,7 @@ def pareto(ax: Axes, plot: QualitySpeedPlot) -> None:
 
     Thin lines join the settings of one method; the fastest one and those on the front are named.
     """
-    points = [point for point in plot.points if point.row.rank is not None]
+    points = [point for point in plot.points if point.row.valid]
     names = []
     for same in _by_method(points):
         front = {point.row.name for point in same} & plot.front
@@ -359,13 +359,13 @@ def speedup_svg(group: ComparisonGroup) -> str:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(look)
-        inches = 0.26 * len(group.valid) + 1.3
+        inches = 0.26 * len(group.ranked) + 1.3
         figure = Figure((8, inches))
         ax = figure.add_axes((0.22, 0.95 / inches, 0.6, 1 - 1.3 / inches))
         intervals(ax, group, hollow="none")
         ax.spines[["top", "right"]].set_visible(False)
         figure.text(0.03, 1 - 0.2 / inches, group.heading)
-        legend(figure, group.valid)
+        legend(figure, group.ranked)
         stream = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
@@ -376,12 +376,13 @@ def categories(ax: Axes, summary: Mapping[str, Any]) -> None:
     """Speed-up of one run with its 95 % interval: of each category of prompts, and below them of all prompts."""
     speedup, shown = summary["speedup"], style_of(summary["method"])
     named = {f"{name}  (n = {ratio['n']})": ratio for name, ratio in speedup["by_category"].items()}
-    everything = named | {"all": speedup["total"]}
+    whole = metrics.headline(summary)
+    everything = named | {"all": whole}
     ratios = {name: ratio for name, ratio in everything.items() if ratio["value"] is not None}
     ends = [1.0]
     for place, ratio in enumerate(ratios.values()):
         interval = [ratio["value"] if ratio[end] is None else ratio[end] for end in ("low", "high")]
-        colour = _GREY if ratio is speedup["total"] else shown.colour
+        colour = _GREY if ratio is whole else shown.colour
         ax.plot(interval, [place, place], color=colour, linewidth=2)
         ax.plot(ratio["value"], place, linestyle="", marker=shown.mark, markersize=7, color=colour)
         ends += interval

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.analysis import audit, metrics, ranking
 from bench.config import overrides
 from bench.errors import UserError
 from bench.report import tables
@@ -71,26 +72,45 @@ def render(
         *(line for row in _ROWS for line in row(summary)),
         *(_reference(reference, summary) if reference else []),
         "",
-        *_result(summary.get("verdict"), shown),
+        *_result(summary, shown),
         *_next(config, shown),
     ]
     return "\n".join(lines)
 
 
 def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
-    """Several runs, the fastest first, INVALID ones last.
+    """Several runs, the fastest first, those without a rank last, and why they have none.
 
     Raises:
         UserError: no run, or runs that differ in what makes numbers comparable.
     """
     runs = list(summaries)
     _check_comparable(runs)
-    runs.sort(key=lambda run: (not _is_valid(run), -(run["speedup"]["total"]["value"] or 0.0)))
-    columns = COLUMNS | (_TRANSLATION if all(map(translates, runs)) else {})
-    right = [place for place, name in enumerate(columns) if name not in _LEFT]
-    cells = [[shown.replace(MISSING, "-") for shown in (column(run) for column in columns.values())] for run in runs]
+    runs = ordered(runs)
+    chosen = COLUMNS | (_TRANSLATION if all(map(translates, runs)) else {})
+    columns = {name: [column(run).replace(MISSING, "-") for run in runs] for name, column in chosen.items()}
+    table, _ = tables.fitting(columns, width(), _LEAST, [name for name in columns if name not in _LEFT])
     head = _pack([place(runs[0]), str(runs[0].get("dataset")), how(runs[0])])
-    return "\n".join([*head, "", tables.aligned(list(columns), cells, right)])
+    notes = without_rank(runs)
+    lines = textwrap.wrap(f"Not ranked: {'; '.join(notes)}", width(), subsequent_indent="  ") if notes else []
+    return "\n".join([*head, "", table, *([""] if lines else []), *lines])
+
+
+def ordered(runs: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Comparable runs, the fastest first; then those without a rank, VALID ones first and INVALID ones last."""
+    reasons = {id(run): reason for run, reason in zip(runs, ranking.in_table(runs), strict=True)}
+
+    def place_of(run: Mapping[str, Any]) -> tuple[bool, int, float]:
+        known = audit.RESULTS.index(audit.result(run))
+        return bool(reasons[id(run)]), known, -(metrics.headline(run)["value"] or 0.0)
+
+    return sorted(runs, key=place_of)
+
+
+def without_rank(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """VALID runs of a table that have no rank in it, each with the reason."""
+    reasons = zip(runs, ranking.in_table(runs), strict=True)
+    return [f"{run.get('method')} ({reason})" for run, reason in reasons if reason and audit.result(run) == "VALID"]
 
 
 # ---------------------------------------------------------------------------------------------------------- one run
@@ -129,18 +149,47 @@ def _repeats(summary: Mapping[str, Any]) -> str:
 
 
 def _speed_up(summary: Mapping[str, Any]) -> list[str]:
-    speedup, total = summary["speedup"], summary["speedup"]["total"]
+    speedup, found = summary["speedup"], metrics.headline(summary)
+    of, other = ("per token", "total") if found["of"] == "per_token" else ("total time", "per_token")
     details = [
-        f"95 % {_interval(total)}",
-        "total time" if interval(total) == MISSING else f"total time, {plural(total['n'], 'pair')}",
+        f"95 % {_interval(found)}",
+        of if interval(found) == MISSING else f"{of}, {plural(found['n'], 'pair')}",
         f"predicted {times(summary['predicted_speedup'])}",
     ]
-    per_token = speedup.get("per_token")
-    if per_token and total["value"] and abs(per_token / total["value"] - 1) > _LENGTHS_DIFFER:
-        details.append(f"per token {times(per_token)}")
+    beside = speedup["total"]["value"] if other == "total" else speedup.get(other)
+    if beside and found["value"] and abs(beside / found["value"] - 1) > _LENGTHS_DIFFER:
+        details.append(f"{'total time' if other == 'total' else 'per token'} {times(beside)}")
     if latency := speedup.get("latency"):
         details.append(f"latency {times(latency['value'])}, 95 % {_interval(latency)}")
-    return _row("speed-up", times(total["value"]), details)
+    return _row("speed-up", times(found["value"]), details)
+
+
+def _spread(summary: Mapping[str, Any]) -> list[str]:
+    """How far the speed-up depends on the conversation: on those without repetition, and on the slowest."""
+    speedup, floor = summary["speedup"], summary["speedup"].get("floor")
+    if not floor or floor["minimum"] is None:
+        return []
+    details = [f"worst {times(floor['minimum'])}", f"{_share(floor['slower_share'])} of the conversations slower"]
+    if (novel := speedup.get("novel")) and novel["value"] is not None:
+        return _row("novel text", times(novel["value"]), [f"95 % {_interval(novel)}", *details])
+    return _row("conversations", "", details)
+
+
+def _repetition(summary: Mapping[str, Any]) -> list[str]:
+    """Repetition in the texts, where the method may change them."""
+    found = summary.get("degeneration")
+    if not found or summary["guarantee"] == "EXACT":
+        return []
+    own, before = found["method"], found["baseline"]
+    details = [
+        f"{name} {form(own[key])} (was {form(before[key])})"
+        for key, name, form in (
+            ("distinct_4", "distinct 4-grams", number),
+            ("longest_loop", "loops of tokens", rate_number),
+            ("repeated_lines", "repeated lines", _percent),
+        )
+    ]
+    return _row("repetition", "", details)
 
 
 def _steps(summary: Mapping[str, Any]) -> list[str]:
@@ -169,8 +218,16 @@ def _exits(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _promise(summary: Mapping[str, Any]) -> list[str]:
-    found = summary.get("calibration")
-    return _row("promise", "", [found["explanation"]]) if found else []
+    if not (found := summary.get("calibration")):
+        return []
+    here = found.get("measured")
+    loss = [f"loss on these prompts {_loss(here)}, promised at most {here['tolerance']:.3g}"] if here else []
+    return _row("promise", "", [found["explanation"], *loss])
+
+
+def _loss(measured: Mapping[str, Any]) -> str:
+    between = "" if measured["low"] is None else f" ({measured['low']:.3f}-{measured['high']:.3f})"
+    return f"{measured['value']:.3f}{between}"
 
 
 def _rate(summary: Mapping[str, Any]) -> list[str]:
@@ -255,6 +312,7 @@ def _change(found: Mapping[str, Any] | None) -> str:
 
 _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
     _speed_up,
+    _spread,
     _steps,
     _layers,
     _promise,
@@ -265,16 +323,18 @@ _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
     _energy,
     _agreement,
     _quality,
+    _repetition,
 )
 
 
-def _result(verdict: Mapping[str, Any] | None, path: str) -> Iterator[str]:
+def _result(summary: Mapping[str, Any], path: str) -> Iterator[str]:
+    verdict = summary.get("verdict")
     if verdict is None:
         yield f"RESULT: not judged     {path}"
         return
-    reasons = verdict["reasons"]
-    outcome = "VALID" if verdict["valid"] else f"INVALID - {plural(len(reasons), 'reason')}"
-    yield f"RESULT: {outcome}     {path}"
+    outcome, reasons = audit.result(summary), audit.explained(summary)
+    counted = f" - {plural(len(reasons), 'reason')}" if reasons else ""
+    yield f"RESULT: {outcome}{counted}     {path}"
     for number, reason in enumerate(reasons, start=1):
         yield from textwrap.wrap(reason, width(), initial_indent=f"  {number}. ", subsequent_indent="     ")
     for warning in verdict.get("warnings") or []:
@@ -296,13 +356,13 @@ def _next(config: Mapping[str, Any] | None, path: str) -> list[str]:
 
 def _reference(reference: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
     """What the project measured, and in what its run was different."""
-    total = reference["speedup"]["total"]
-    details = [f"95 % {interval(total)}", f"measured on {place(reference).partition('(')[2].rstrip(')')}"]
+    found = metrics.headline(reference)
+    details = [f"95 % {interval(found)}", f"measured on {place(reference).partition('(')[2].rstrip(')')}"]
     if reference["n_prompts"] != summary["n_prompts"]:
         details.append(plural(reference["n_prompts"], "prompt"))
     if reference.get("max_new_tokens") != summary.get("max_new_tokens"):
         details.append(f"up to {reference['max_new_tokens']} tokens each")
-    return _row("reference", times(total["value"]), details)
+    return _row("reference", times(found["value"]), details)
 
 
 def _row(label: str, value: str, details: Sequence[str]) -> list[str]:
@@ -328,20 +388,25 @@ def _pack(parts: Sequence[str], indent: int = 0) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ several runs
 
 
-def _is_valid(run: Mapping[str, Any]) -> bool:
-    return bool((run.get("verdict") or {}).get("valid"))
+def _identical(run: Mapping[str, Any]) -> str:
+    """Share of the texts that are the baseline's to the token, of methods that promise it."""
+    return _share((run.get("agreement") or {}).get("identical_to_baseline") if run["guarantee"] == "EXACT" else None)
 
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "method": lambda run: str(run.get("method")),
     "guarantee": lambda run: str(run["guarantee"]).replace("INDEPENDENT_MODEL", "INDEPENDENT"),
-    "speed-up": lambda run: times(run["speedup"]["total"]["value"]),
-    "95 %": lambda run: interval(run["speedup"]["total"]),
+    "speed-up": lambda run: times(metrics.headline(run)["value"]),
+    "95 %": lambda run: interval(metrics.headline(run)),
+    "novel": lambda run: times((run["speedup"].get("novel") or {}).get("value")),
+    "worst": lambda run: times((run["speedup"].get("floor") or {}).get("minimum")),
+    "slower": lambda run: _share((run["speedup"].get("floor") or {}).get("slower_share")),
     "tokens/step": lambda run: number(run["tokens_per_step"]),
     "tokens/s": lambda run: rate_number(run["tokens_per_s"]),
     "memory": lambda run: _quantity(run["peak_memory_bytes"], ".0f", " MiB", scale=2**20),
     "agreement": lambda run: _percent((run.get("agreement") or {}).get("exact")),
-    "result": lambda run: "VALID" if _is_valid(run) else "INVALID",
+    "identical": _identical,
+    "result": audit.result,
 }
 _TRANSLATION: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "BLEU": lambda run: number(run["quality"]["bleu"]),
@@ -349,6 +414,8 @@ _TRANSLATION: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "sentences/s": lambda run: rate_number(run.get("prompts_per_s")),
 }
 _LEFT = ("method", "guarantee", "result")
+# Left out in this order where a table would be too wide.
+_LEAST = ("memory", "identical", "slower", "tokens/s", "worst", "tokens/step", "agreement")
 
 
 def _check_comparable(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -378,6 +445,10 @@ def times(value: Number | None) -> str:
 
 def _percent(share: Number | None) -> str:
     return _quantity(share, ".1f", " %", scale=0.01)
+
+
+def _share(share: Number | None) -> str:
+    return _quantity(share, ".0f", " %", scale=0.01)
 
 
 def rate_number(value: Number | None) -> str:

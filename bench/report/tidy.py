@@ -51,10 +51,11 @@ def facts(record: Record, setting: str) -> FlatRow:
 
 def metrics(record: Record) -> Iterator[FlatRow]:
     """Every number of the summary by its dotted name, with its interval if it has one; places of lists count from 1."""
-    for path, found in _numbers(record.summary or {}, ()):
+    summary = record.summary or {}
+    for path, found in _numbers(summary, ()):
         category, shown = ALL, list(path)
         if path[:2] == ("speedup", "by_category"):
-            category, shown = path[2], ["speedup", "total"]
+            category, shown = path[2], ["speedup", "headline" if "headline" in summary["speedup"] else "total"]
         yield {"category": category, "metric": ".".join(shown), **found}
 
 

@@ -136,18 +136,18 @@ def _tags(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
     measure = (manifest.get("measure") or {}).get("name")
     named = [str(summary[key]) for key in _TAGS if summary.get(key)]
     settings = {"batch_size": summary.get("batch_size"), "measure": measure}
-    verdict = "VALID" if collect.is_valid(summary) else "INVALID"
     return [
-        *named, leaderboard.family(manifest), *(f"{key}={value}" for key, value in settings.items() if value), verdict
+        *named, leaderboard.family(manifest), *(f"{key}={value}" for key, value in settings.items() if value),
+        collect.result(summary),
     ]  # fmt: skip
 
 
 def _speed_up(summary: Mapping[str, Any]) -> list[Any]:
     """The row of SPEED_UP_COLUMNS; without an interval both of its ends are the value."""
-    total = summary["speedup"]["total"]
-    ends = [total["value"] if total[end] is None else total[end] for end in ("low", "high")]
+    found = metrics.headline(summary)
+    ends = [found["value"] if found[end] is None else found[end] for end in ("low", "high")]
     series = ", ".join(str(summary[key]) for key in ("method", "model", "dataset"))
-    return [summary["run_id"], summary["method"], series, summary["batch_size"], total["value"], *ends]
+    return [summary["run_id"], summary["method"], series, summary["batch_size"], found["value"], *ends]
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts

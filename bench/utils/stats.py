@@ -81,8 +81,8 @@ def ratio_of_ratios(columns: Sequence[Values], *, n_resamples: int, seed: int) -
         return Interval(None, reason="no conversation was finished in both runs")
 
     def ratio(*parts: Array, axis: int = -1) -> Any:
-        seconds = _per_unit(*parts[:4], axis=axis)
-        return seconds / _per_unit(*parts[4:], axis=axis) if parts[4:] else seconds
+        quotients = [_per_unit(*parts[i : i + 4], axis) for i in range(0, len(parts), 4)]
+        return quotients[0] / quotients[1] if len(quotients) > 1 else quotients[0]
 
     return _interval(arrays, ratio, n_resamples, seed, few_pairs(len(arrays[0]), "conversation"))
 

@@ -27,7 +27,7 @@ const charts = (() => {
     o: "circle", s: polygon(4, turned), D: polygon(4, 0), d: polygon(2, 0, 0.55), p: polygon(5, 0), h: polygon(6, 0),
     H: polygon(6, Math.PI / 6), 8: polygon(8, Math.PI / 8), "^": polygon(3, 0), v: polygon(3, Math.PI),
     "<": polygon(3, -Math.PI / 2), ">": polygon(3, Math.PI / 2), "*": polygon(5, 0, 0.45), P: "cross",
-    X: polygon(4, turned, 0.4),
+    X: polygon(4, turned, 0.4), 1: polygon(3, Math.PI, 0.3),
   }));
   const GLYPHS = { o: "\u25cf", s: "\u25a0", "^": "\u25b2", D: "\u25c6", v: "\u25bc" };
   const colour = (row) => data.colours[row.family] ?? data.colours.other;
@@ -40,7 +40,10 @@ const charts = (() => {
   function title(row) {
     const facts = [`${times(row.value)}, ${span(row)}`, `${row.family}, ${row.guarantee}, ${row.source}`];
     if (row.steps !== null) facts.push(`${row.steps.toFixed(2)} tokens per step`);
+    if (row.novel !== null) facts.push(`${times(row.novel)} on novel text`);
+    if (row.worst !== null) facts.push(`${times(row.worst)} on the slowest prompt`);
     if (row.quality != null) facts.push(`quality ${row.quality.toFixed(1)}`);
+    if (row.rank === null) facts.push(`not ranked: ${row.reason}`);
     return [name(row), ...facts].join("\n");
   }
 
@@ -80,7 +83,10 @@ const charts = (() => {
 
   // --------------------------------------------------------------------------------------------------- charts
 
-  function speedups(table, rows, width) {
+  const ranked = (_, rows) => rows.filter((row) => row.rank !== null);
+
+  function speedups(table, all, width) {
+    const rows = ranked(table, all);
     const narrow = width < NARROW;
     const left = narrow ? 12 : margin(rows);
     const x = ratios(ends(rows), width - left - 48, "speed-up over the baseline, with 95 % interval \u2192");
@@ -148,6 +154,24 @@ const charts = (() => {
     });
   }
 
+  function novel(table, all, width) {
+    const rows = all.filter((row) => row.novel !== null);
+    const place = { x: "value", y: "novel" };
+    const [from, to] = d3.extent(rows.flatMap((row) => [row.value, row.novel]));
+    const equal = [from, to].map((end) => ({ value: end, novel: end }));
+    return draw(width, {
+      height: 400, marginBottom: 40, marginLeft: 48, marginRight: 24, marginTop: 28,
+      x: ratios(rows.map((row) => row.value), width, "speed-up on all text \u2192"),
+      y: ratios(rows.map((row) => row.novel), 500, "\u2191 speed-up on novel text"),
+      ariaLabel: `Speed-up on novel text against all text, ${table.heading}; the values are in the table`,
+      marks: [
+        Plot.ruleY([1], { stroke: "var(--soft)", strokeDasharray: "3 3" }),
+        Plot.line(equal, { ...place, stroke: "var(--soft)", strokeWidth: 1 }),
+        dots(rows, place), labels(rows, place), tips(rows, place),
+      ],
+    });
+  }
+
   function categories(table, rows, width) {
     const cells = rows.flatMap((row) =>
       Object.entries(row.categories).map(([category, [value, low, high, n]]) => ({ row, category, value, low, high, n })),
@@ -195,6 +219,17 @@ const charts = (() => {
         tips(rows, place),
       ],
     });
+  }
+
+  // Where the advantage of each method ends: the largest batch size up to which every interval is above 1.
+  function lasting(rows) {
+    const lines = d3.group(d3.sort(rows, (row) => row.batch), name);
+    const ends = [...lines].map(([label, line]) => {
+      const lost = line.findIndex((row) => row.low === null || row.low <= 1);
+      const last = lost < 0 ? line.at(-1) : line[lost - 1];
+      return `${label} ${last ? last.batch : "none"}${lost < 0 ? " (the largest measured)" : ""}`;
+    });
+    return ends.join(", ");
   }
 
   // Batch sizes by colour, contexts by mark.
@@ -286,14 +321,19 @@ const charts = (() => {
   // title; what there is to choose from; whether there is enough of it to draw; the drawing; a caption
   const enough = (of) => (_, rows) => new Set(rows.map(of).filter((value) => value !== null)).size > 1;
   const FIGURES = [
-    { title: "Speed-up", from: "tables", fits: (_, rows) => rows.length > 0, make: speedups },
+    { title: "Speed-up", from: "tables", fits: (table, rows) => ranked(table, rows).length > 0, make: speedups,
+      note: "Runs with a rank only." },
     { title: "Quality against speed", from: "tables", make: quality, fits: enough((row) => row.quality),
       note: "The line joins the runs that none beats in both; a cross is the baseline." },
     { title: "Speed-up by category of prompts", from: "tables", make: categories,
       fits: (_, rows) => new Set(rows.flatMap((row) => Object.keys(row.categories))).size > 1,
       note: "n is the number of conversations; a few give an impression only." },
+    { title: "Speed-up on novel text", from: "tables", make: novel, fits: enough((row) => row.novel),
+      note: "Novel are conversations in which the baseline repeats at most a tenth of its tokens in stretches of 8 or " +
+        "more, from the prompt or from itself. Below the line a method gains less there than on all text." },
     { title: "Tokens per step and speed-up", from: "tables", make: steps, fits: enough((row) => row.steps) },
-    { title: "Speed-up over batch size", from: "batches", choose: "series", make: batches, fits: enough((row) => row.batch) },
+    { title: "Speed-up over batch size", from: "batches", choose: "series", make: batches, fits: enough((row) => row.batch),
+      note: (rows) => `Faster than the baseline, with the whole interval, up to batch size: ${lasting(rows)}.` },
     { title: "Roofline", from: "roofs", choose: "machine", fits: () => true, make: (roof, _, width) => roofline(roof, width),
       note: "Each mark is a pass over as many nodes as its number says, the lines are the measured limits of the machine " +
         "(python -m bench cost).",
@@ -354,7 +394,8 @@ const charts = (() => {
       figure.plot.replaceChildren(svg);
       figure.plot.classList.toggle("scrolls", svg.clientWidth > figure.plot.clientWidth);
       if (figure.entries) legend(figure.legend, figure.entries(source));
-      figure.caption.textContent = `${origin(source)}: ${source.heading}. ${figure.note ?? ""}`;
+      const note = typeof figure.note === "function" ? figure.note(rows) : figure.note;
+      figure.caption.textContent = `${origin(source)}: ${source.heading}. ${note ?? ""}`;
       for (const link of svg.querySelectorAll("a")) link.setAttribute("tabindex", "-1"); // the table has them, too
       if (svg.querySelector(".ends")) spread(svg);
       else arrange(svg);

@@ -60,7 +60,7 @@
     for (const other of table.tHead.rows[0].cells) if (other.ariaSort) other.ariaSort = "none";
     heading.ariaSort = up ? "ascending" : "descending";
     const rows = [...table.tBodies[0].querySelectorAll("tr.run")];
-    const last = (row) => Number(row.classList.contains("invalid")); // never ranked, in whatever order
+    const last = (row) => 2 * row.classList.contains("invalid") + row.classList.contains("unranked"); // whatever the order
     const sorted = rows
       .map((row) => ({ row, key: key(row, heading.cellIndex) }))
       .sort((a, b) => {

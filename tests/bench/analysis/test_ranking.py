@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 
+from bench.analysis import ranking as rules
 from bench.analysis.ranking import LOGPROB_LOSS, TEXT_LOSS, ranking
 
 GOOD = {"distinct_4": 0.7, "longest_loop": 20.0, "repeated_lines": 0.1}
+
+SEVERAL = {"headline": {"value": 1.5}, "by_category": {"a": {}, "b": {}}}
 
 
 def summary(guarantee: str = "RELAXED", **changes: Any) -> dict[str, Any]:
     """A valid run without references whose text is almost the baseline's."""
     return {
         "guarantee": guarantee,
-        "verdict": {"valid": True, "reasons": []},
-        "speedup": {"by_category": {}},
+        "verdict": {"valid": True, "reasons": [], "inconclusive": []},
+        "speedup": {"headline": {"value": 1.5}, "by_category": {}},
         "quality": {},
         "baseline": {"quality": {}},
         "agreement": {"mean_logprob": -0.5, "baseline": {"mean_logprob": -0.48}},
@@ -38,8 +41,9 @@ def repeating(**worse: float) -> dict[str, Any]:
     [
         (summary(), ""),
         (summary("EXACT", degeneration={}, ranking={}), ""),
-        (summary("EXACT", verdict={"valid": False, "reasons": ["x"]}), "INVALID"),
+        (summary("EXACT", verdict={"valid": False, "reasons": ["x"], "inconclusive": []}), "INVALID"),
         (summary("EXACT", verdict={"valid": True, "reasons": [], "inconclusive": ["x"]}), "INCONCLUSIVE"),
+        (summary("EXACT", speedup={"headline": {"value": None}}), "no speed-up"),
         (summary(ranking={}), "quality unknown"),
         (summary(degeneration={}), "quality unknown"),
         (summary(agreement=None), "quality unknown"),
@@ -62,7 +66,7 @@ def repeating(**worse: float) -> dict[str, Any]:
         (scored(18.9, 20.0), "quality lost: BLEU 18.90, was 20.00"),
         (scored(19.9, 20.0, **repeating(longest_loop=26.0)), "degenerate: loops of 26 tokens, was 20"),
         (scored(0.0, 0.0, ranking={}), "quality unknown"),  # a score that says nothing
-        (scored(20.0, 20.0, speedup={"by_category": {"a": {}, "b": {}}}, ranking={}), "quality unknown"),
+        (scored(20.0, 20.0, speedup=SEVERAL, ranking={}), "quality unknown"),
         (scored(18.0, 20.0, guarantee="INDEPENDENT_MODEL"), "quality lost: BLEU 18.00, was 20.00"),
     ],
 )
@@ -74,3 +78,15 @@ def test_only_kept_quality_is_ranked(run: dict[str, Any], reason: str) -> None:
 def test_a_measured_loss_counts_before_the_recorded_one() -> None:
     assert ranking(summary(), text_loss=0.9).text_loss == 0.9 and not ranking(summary(), text_loss=0.9).ranked
     assert ranking(summary()).text_loss == 0.1
+
+
+def test_a_table_has_one_state_of_the_machine() -> None:
+    rates = [500.0, 510.0, 420.0, 430.0, 844.0, None]
+    runs = [summary("EXACT", baseline_tokens_per_s=rate) for rate in rates]
+    runs.append(
+        summary("EXACT", baseline_tokens_per_s=9.0, verdict={"valid": False, "reasons": ["x"], "inconclusive": []})
+    )
+    reasons = rules.in_table(runs)
+    text = "baseline 844 tokens/s, the table's 500: not measured under the same conditions"
+    assert reasons == ["", "", text.replace("844", "420"), "", text, "", "INVALID"]
+    assert rules.other_conditions([]) == []

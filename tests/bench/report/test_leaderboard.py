@@ -51,10 +51,13 @@ def run(method: str, speed: float = 1.5, *, valid: bool = True, settings: Any = 
         "run_id": name, "method": method, "guarantee": GUARANTEES.get(method, "EXACT"), "schema_version": 1,
         "model": "m", "model_revision": "1", "dataset": "multi30k", "batch_size": 1, "max_new_tokens": 64,
         "dataset_revision": {"content": "c", "files": [name]}, "hardware": "A CPU", "dtype": "float32", "threads": 2,
-        "sampling": {"temperature": 0.0}, "verdict": {"valid": valid, "reasons": [], "warnings": []},
+        "sampling": {"temperature": 0.0},
+        "verdict": {"valid": valid, "reasons": [], "warnings": [], "inconclusive": []},
+        "agreement": {"exact": 1.0, "mean_logprob": -1.0, "baseline": {"mean_logprob": -1.0}},
+        "degeneration": {"method": {}, "baseline": {"longest_loop": 3.0}}, "ranking": {"text_loss": 0.0},
         "prompts_per_s": rate, "quality": {} if bleu is None else {"bleu": bleu},
     }  # fmt: skip
-    summary["speedup"]["total"] |= {"value": speed, "low": speed - 0.1, "high": speed + 0.1}
+    summary["speedup"]["headline"] |= {"value": speed, "low": speed - 0.1, "high": speed + 0.1}
     summary["baseline"] |= {"prompts_per_s": 8.0, "quality": {} if bleu is None else {"bleu": 33.0}}
     manifest = {"method": {"name": method, "_target_": TARGETS[method], **(settings or {})}, "status": "finished"}
     return Record(Path("results") / name, manifest, summary | changes)
@@ -70,7 +73,7 @@ def methods(rows: list[leaderboard.Row]) -> list[str]:
 
 def test_ranks_count_within_a_guarantee_and_invalid_runs_have_none() -> None:
     (group,) = leaderboard.groups(
-        [run("suffix", 1.2), run("calm", 3.0), run("hf_generate", 9.0, valid=False), run("autoregressive", 1.4)]
+        [run("suffix", 1.2), run("calm", 3.0), run("hf_generate", 9.0, valid=False), run("autoregressive", 1.5)]
     )
     assert [(e.method, e.guarantee, e.rank) for e in group.rows] == [
         ("autoregressive", "EXACT", 1), ("suffix", "EXACT", 2), ("calm", "RELAXED", 1), ("hf_generate", "EXACT", None),
@@ -78,7 +81,27 @@ def test_ranks_count_within_a_guarantee_and_invalid_runs_have_none() -> None:
     assert methods(group.valid) == ["autoregressive", "suffix", "calm"]
     frame = leaderboard.ranking(group)
     assert frame["rank"].tolist() == ["1", "2", "1", "-"] and frame["result"].tolist()[-1] == "INVALID"
-    assert frame["speed-up"].tolist() == ["1.40x", "1.20x", "3.00x", "9.00x"]
+    assert frame["speed-up"].tolist() == ["1.50x", "1.20x", "3.00x", "9.00x"]
+    assert "not ranked" not in frame, "the result says it"
+
+
+def test_lost_quality_and_another_state_of_the_machine_have_no_rank() -> None:
+    rows = [
+        run("suffix", 1.2), run("mine", 1.3), run("autoregressive", 1.0), run("nat", 9.0, bleu=20.0),
+        run("calm", 2.0, ranking={"text_loss": None}), run("hf_generate", 8.0, baseline_tokens_per_s=900.0),
+        run("calm", 3.0, valid=False),
+    ]  # fmt: skip
+    (group,) = leaderboard.groups(rows)
+    assert methods(group.rows) == ["mine", "suffix", "autoregressive", "nat", "hf_generate", "calm", "calm"]
+    assert methods(group.ranked) == methods(group.rows)[:3] and methods(group.valid) == methods(group.rows)[:6]
+    frame = leaderboard.ranking(group)
+    assert frame["rank"].tolist() == ["1", "2 tie", "3 tie", *"----"]
+    assert frame["not ranked"].tolist() == [
+        "", "", "", "quality lost: BLEU 20.00, was 33.00",
+        "baseline 900 tokens/s, the table's 100: not measured under the same conditions", "quality unknown", "",
+    ]  # fmt: skip
+    (line,) = (each for each in leaderboard.winners([group]).to_dict("records") if each["family"] == "peer")
+    assert (line["fastest"], line["ranked"], line["not ranked"]) == ("-", 0, 1)
 
 
 @pytest.mark.parametrize("key", [key for key in terminal.JOIN_KEYS if key != "dataset_revision"])
@@ -124,8 +147,8 @@ def test_labels_tell_runs_of_one_method_apart() -> None:
 def test_winners_are_valid_ones() -> None:
     rows = [run("suffix", 1.2), run("suffix", 9.0, valid=False), run("calm", 1.1, valid=False)]
     frame = leaderboard.winners(leaderboard.groups(rows)).set_index("family")
-    assert frame.loc["speculative", ["speed-up", "valid runs", "not ranked"]].tolist() == ["1.20x", 1, 1]
-    assert frame.loc["early exit", ["fastest", "speed-up", "valid runs"]].tolist() == ["-", "-", 0]
+    assert frame.loc["speculative", ["speed-up", "ranked", "not ranked"]].tolist() == ["1.20x", 1, 1]
+    assert frame.loc["early exit", ["fastest", "speed-up", "ranked"]].tolist() == ["-", "-", 0]
 
 
 def test_categories_are_those_of_the_summary() -> None:

@@ -79,7 +79,8 @@ smollm2 (Some(R) Processor(TM) 8481C CPU @ 2.70GHz, bfloat16, 2 threads)   mtben
 greedy, batch 1
 eagle vs autoregressive, interleaved
 
-  speed-up        1.46x      95 % 1.44-1.47   total time, 8 pairs   predicted 1.48x
+  speed-up        1.46x      95 % 1.44-1.47   per token, 8 pairs   predicted 1.48x
+  conversations              worst 1.43x   0 % of the conversations slower
   tokens/step     3.00       acceptance 0.50   by position 1.00 0.67 0.33 0.00
   tokens/s        34.2       was 23.5   TTFT 0.21 s  TPOT 9.17 ms  p90 step 29 ms
   memory          480 MiB    +43 MiB against the baseline
@@ -102,7 +103,7 @@ def test_columns_are_aligned_and_narrow() -> None:
     assert not any(line != line.rstrip() for line in lines)
     assert "\x1b" not in "".join(lines)
     values = [line for line in lines if line.startswith("  ") and line[2:3].isalpha()]
-    assert all(line[17] == " " != line[18] for line in values) and len(values) == 7
+    assert all(line[17] == " " != line[18] for line in values) and len(values) == 8
     purposes = [line.index(word) for line in lines for word in ("all runs on", "check the") if word in line]
     assert len(purposes) == 2 and purposes[0] == purposes[1]
 
@@ -138,11 +139,15 @@ def test_agreement_of_drawn_tokens_gives_the_reason() -> None:
 
 def test_sampling_and_lengths_are_named() -> None:
     drawn = summary(sampling={"temperature": 0.7, "top_k": 50, "top_p": 0.9}, batch_size=8, n_repeats=3)
-    drawn["speedup"]["per_token"] = 1.2
+    drawn["speedup"]["total"]["value"] = 1.2
     text = terminal.render(drawn, PATH)
     assert "temperature 0.7, top-k 50, top-p 0.9, batch 8" in text
-    assert "interleaved, 3 repeats" in text and "per token 1.20x" in text
-    assert "per token" not in terminal.render(summary(), PATH)
+    assert "interleaved, 3 repeats" in text and "total time 1.20x" in text
+    assert "total time" not in terminal.render(summary(), PATH)
+    of_texts = summary()
+    of_texts["speedup"]["headline"]["of"], of_texts["speedup"]["per_token"] = "total", 1.3
+    text = terminal.render(of_texts, PATH)
+    assert "total time, 8 pairs" in text and "per token 1.30x" in text
 
 
 def test_a_method_that_drafts_nothing_and_skips_layers() -> None:
@@ -159,8 +164,8 @@ def test_paths_are_relative_to_where_the_user_is(tmp_path: Path, monkeypatch: py
 
 def test_leaderboard_ranks_and_marks() -> None:
     slow, broken = copy.deepcopy(summary(method="lookup")), copy.deepcopy(summary(method="wrong"))
-    slow["speedup"]["total"] |= {"value": 1.1, "low": None, "high": None}
-    broken["speedup"]["total"]["value"] = 9.0
+    slow["speedup"]["headline"] |= {"value": 1.1, "low": None, "high": None}
+    broken["speedup"]["headline"]["value"] = 9.0
     broken["verdict"] = {"valid": False, "reasons": ["x"], "warnings": []}
     lines = terminal.leaderboard([broken, slow, summary()]).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("method"))
@@ -168,6 +173,30 @@ def test_leaderboard_ranks_and_marks() -> None:
     assert [line.split()[-1] for line in lines[header:]] == ["result", "VALID", "VALID", "INVALID"]
     assert "1.46x" in lines[header + 1] and " - " in lines[header + 2]
     assert max(map(len, lines)) <= terminal.width()
+
+
+def test_a_leaderboard_says_why_a_valid_run_has_no_rank_and_fits() -> None:
+    names = ("a_method_of_a_long_name_and_settings=4", "b", "c", "d")
+    runs = [summary(method=name) for name in names]
+    runs[1]["baseline_tokens_per_s"] = 99.0
+    runs[2] |= {"guarantee": "RELAXED"}
+    text = terminal.leaderboard(runs)
+    assert "Not ranked: b (baseline 99 tokens/s, the table's 23: not measured under the same conditions); c" in text
+    assert "c (quality unknown)" in " ".join(text.split()) and max(map(len, text.splitlines())) <= terminal.width()
+    header = next(line.split() for line in text.splitlines() if line.startswith("method"))
+    assert "novel" in header and "memory" not in header and "memory" in terminal.COLUMNS
+    assert "Not ranked" not in terminal.leaderboard(runs[:1])
+
+
+def test_novel_text_and_repetition_are_shown() -> None:
+    relaxed = summary(guarantee="RELAXED")
+    relaxed["speedup"]["novel"] |= {"value": 1.07, "low": 1.01, "high": 1.12, "n": 9}
+    arm = {"distinct_4": 0.53, "longest_loop": 38.7, "repeated_lines": 0.2}
+    relaxed["degeneration"] = {"method": arm, "baseline": arm | {"longest_loop": None}}
+    lines = [" ".join(line.split()) for line in terminal.render(relaxed, PATH).splitlines()]
+    assert "novel text 1.07x 95 % 1.01-1.12 worst 1.43x 0 % of the conversations slower" in lines
+    assert any(line.startswith("repetition distinct 4-grams 0.53 (was 0.53) loops of tokens 38.7") for line in lines)
+    assert terminal.COLUMNS["novel"](relaxed) == "1.07x"
 
 
 @pytest.mark.parametrize("key", terminal.JOIN_KEYS)
@@ -183,8 +212,8 @@ def test_no_runs_make_no_leaderboard() -> None:
 
 def test_few_pairs_have_no_interval_and_no_change_of_memory_has_a_plus() -> None:
     found = summary()
-    total = found["speedup"]["total"] | {"n": 2, "low": 0.03, "high": 89.75}  # as earlier versions recorded it
-    found |= {"speedup": found["speedup"] | {"total": total}, "peak_memory_bytes": 437 * 2**20 - 9}
+    total = found["speedup"]["total"] | {"n": 2, "low": 0.03, "high": 89.75}
+    found |= {"speedup": {"total": total}, "peak_memory_bytes": 437 * 2**20 - 9}
     text = terminal.render(found, PATH)
     assert "95 % not measured (2 pairs)   total time   predicted" in text
     assert "437 MiB    +0 MiB against the baseline" in text
