@@ -373,6 +373,15 @@ def test_prediction_by_hand() -> None:
     assert found["draft_share"] == pytest.approx(2 / 38)
 
 
+def test_a_round_is_priced_at_the_rows_it_computed() -> None:
+    # 5 ms and 1 ms per row; a row leaves after the first round
+    left = [replace(sample, step_rows=[2, 2, 1, 1][: len(sample.step_ns)]) for sample in BATCH]
+    whole, dropped = (summary(s, cost_curve=lambda nodes, rows, context: (5 + rows) / 1000) for s in (BATCH, left))
+    # prefill 10 ms, then rounds of 7, 6 and 6 ms in place of 7 each; the method: prefill 12 ms and one round of 7
+    assert whole["predicted_speedup"] == pytest.approx((10 + 3 * 7) / (12 + 7))
+    assert dropped["predicted_speedup"] == pytest.approx((10 + 7 + 6 + 6) / (12 + 7))
+
+
 def test_the_prediction_is_of_the_same_work_as_the_headline() -> None:
     def cost(nodes: int, batch: int, context: int) -> float:
         return 0.010
@@ -542,6 +551,18 @@ def test_the_machine_is_not_blamed_for_long_contexts() -> None:
     # From 10 to 20 ms over the contexts, exactly on a line
     found = steadiness(steady([10] * 6, slope_ms=2))
     assert found == pytest.approx({"spread": 0, "jitter": 0}, abs=1e-9)
+
+
+def test_rounds_of_fewer_rows_are_no_unsteadiness() -> None:
+    def shrinking(index: int) -> Sample:
+        steps = [10.0] * (9 + index) + [3.0] * (20 - index)  # the later rows leave, the longer rounds are dear
+        rows = [2] * (9 + index) + [1] * (20 - index)
+        return row("baseline", f"{index + 1}/1", ms=steps, batch_size=2, step_rows=rows)
+
+    samples = [s for index in range(6) for s in (shrinking(index), row("method", f"{index + 1}/1", batch_size=2))]
+    assert steadiness(samples) == pytest.approx({"spread": 0, "jitter": 0}, abs=1e-9)
+    older = steadiness([replace(sample, step_rows=None) for sample in samples])
+    assert older["spread"] > 0.05
 
 
 def test_steadiness_needs_4_batches_of_8_rounds_and_one_size() -> None:

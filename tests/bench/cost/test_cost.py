@@ -142,6 +142,14 @@ def test_a_surface_is_linear_between_batch_sizes() -> None:
     assert CostSurface.from_dict(list(reversed(surface.to_dict()))) == surface
 
 
+def test_a_run_records_the_curve_of_all_rows_and_beside_it_those_of_fewer() -> None:
+    surface = CostSurface((ONE, FOUR))
+    stored = json.loads(json.dumps(surface.to_manifest()))
+    assert CostCurve.from_dict(stored) == FOUR, "readers of one curve find that of the batch"
+    assert CostSurface.from_manifest(stored) == surface
+    assert CostSurface.from_manifest(FOUR.to_dict()) == CostSurface((FOUR,)), "as older records have it"
+
+
 # ---------------------------------------------------------------------------------------------------- the what-if
 
 
@@ -204,14 +212,14 @@ def test_regrouping_by_hand() -> None:
     assert made["method", "1/1"].step_nodes == [1, 3, 1] and made["method", "2/1"].step_nodes == [1, 3]
     assert made["method", "1/1"].step_draft_ns == [None, 5 * MS, 1 * MS], "row by row, on the host"
     assert made["baseline", "2/1"].step_nodes == [1, 1]
+    assert made["baseline", "1/1"].step_rows == [2, 2, 1, 1], "the other row leaves when its text has ended"
 
     def flat(nodes: int, batch: int, context: int) -> float:
-        assert batch == 2
-        return (10 + nodes) / 1000
+        return (10 + nodes * batch) / 1000
 
-    # The longest row sees all rounds. Baseline: 3 x 11 ms; method: 13 + 5 and 11 + 1.
-    assert replay(two_prompts(), flat, batch=2) == pytest.approx(33 / 30)
-    assert replay(two_prompts(), flat, batch=2, drafting=Drafting(0.001)) == pytest.approx(33 / 26), "of a batch"
+    # The longest row sees all rounds. Baseline: 12 and 2 x 11 ms; method: 16 + 5 and 11 + 1.
+    assert replay(two_prompts(), flat, batch=2) == pytest.approx(34 / 33)
+    assert replay(two_prompts(), flat, batch=2, drafting=Drafting(0.001)) == pytest.approx(34 / 29), "of a batch"
 
 
 def test_drafts_of_a_model_are_made_for_all_rows_at_once() -> None:

@@ -12,6 +12,7 @@ from bench.analysis import cost_curve
 from bench.contract import checks
 from bench.measure import agreement, verify_cost
 from bench.measure.agreement import check, check_run, near_tie_gap
+from methods.engine.cuda_graphs import GraphedLM
 from tests.bench.records.test_run_folder import sample
 
 
@@ -125,6 +126,14 @@ def test_measuring_takes_the_median_of_what_the_clock_says(batch: int) -> None:
         checks.tiny_target(), batch, (2, 1), (20, 8), repeats=3, clock=lambda: next(ticks) * 1000
     )
     assert curve == cost_curve.CostCurve((1, 2), batch, (8, 20), ((1e-6, 1e-6), (1e-6, 1e-6)))
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (2, [1, 2]), (9, [1, 2, 9])])
+def test_fewer_rows_are_measured_too_where_rows_can_leave(batch: int, sizes: list[int]) -> None:
+    target = checks.tiny_target(layers=1)
+    for lm, wanted in ((target, sizes), (GraphedLM.of(target, capture=False), [batch])):
+        surface = verify_cost.measure_rows(lm, batch, (1,), (8,), repeats=1)
+        assert [curve.batch for curve in surface.curves] == wanted
 
 
 def test_a_wider_pass_takes_longer() -> None:

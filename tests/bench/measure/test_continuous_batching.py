@@ -75,7 +75,7 @@ def refilled(
     assert isinstance(decoder, Refillable) and decoder.continuous_batching
     found: list[list[Round]] = [[] for _ in queue]
     waiting, places = deque(range(rows, len(queue))), list(range(rows))
-    longest = max(map(len, queue))
+    longest, told = max(map(len, queue)), set[int]()
     decode = decoder.decode_refilled(list(queue[:rows]), LIMIT, torch.Generator().manual_seed(0), longest)
     step = next(decode)
     while True:
@@ -87,13 +87,16 @@ def refilled(
         if all(_written(rounds) >= want for rounds, want in zip(found, wanted, strict=True)):
             return found
         done = [row for row, place in enumerate(places) if _written(found[place]) >= wanted[place]]
-        fresh = {}
+        fresh: dict[int, Tensor | None] = {}
         for row in done:
             if waiting and (len(done) == rows or schedule.random() < 0.7):
                 places[row] = waiting.popleft()
                 fresh[row] = queue[places[row]]
+            elif not waiting and row not in told and schedule.random() < 0.7:
+                fresh[row] = None  # it ended, and may leave
+                told.add(row)
         step = decode.send(fresh) if fresh else next(decode)
-        assert step.admitted == frozenset(fresh)
+        assert step.admitted == {row for row, prompt in fresh.items() if prompt is not None}
 
 
 def _written(rounds: list[Round]) -> int:
@@ -278,11 +281,12 @@ def test_a_queue_that_broke_is_measured_again_as_a_whole(tmp_path: Path) -> None
     runner.measure()
     lines = (runner.arms[0].folder.path / "samples.jsonl").read_bytes().splitlines(keepends=True)
     runner.arms[0].folder.close()
-    (runner.arms[0].folder.path / "samples.jsonl").write_bytes(b"".join(lines[:-3]))  # two queues of 4 prompts, twice each
+    file = runner.arms[0].folder.path / "samples.jsonl"
+    file.write_bytes(b"".join(lines[:-3]))  # two queues of 4 prompts, twice each
     again = queue_runner(tmp_path, ["7", "3", "8", "5", "6", "4", "7", "2"], refill_queue=3)
     assert {s.prompt_id for s in measured(again)} == {f"{i}/1" for i in range(4)}
     again.measure()
-    assert len(measured(again)) == 16 and len(again.method.calls) == 1  # type: ignore[attr-defined]
+    assert len(measured(again)) == 16 and len(again.arms[0].decoder.calls) == 1  # type: ignore[attr-defined]
 
 
 def test_the_warm_up_refills_too(tmp_path: Path) -> None:
