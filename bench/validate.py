@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.analysis import audit, pairs
+from bench.analysis import audit, metrics, pairs
 from bench.cost import records as cost_records
 from bench.errors import UserError
 from bench.records import run_folder, schemas
 from bench.utils.files import read_json
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 RUN, LOSSLESS, COSTS = "run", "lossless record", "cost curve"
 _RESULT, _LOSSLESS, _COSTS, _REFERENCE = "result.json", "lossless", "costs", "reference"
@@ -87,18 +90,24 @@ def _run_problems(folder: Path) -> list[str]:
     assert summary is not None, "that is a problem of the schema"
     if wrong := _verdict_problem(summary.get("verdict") or {}):
         return [f"{run_folder.SUMMARY} {wrong}; derive it again with report rebuild=true"]
-    total = summary["speedup"]["total"]
     try:
         units = pairs.read(folder).units
     except UserError as error:
         return [str(error)]
-    value = None if units.empty else float(units["baseline_s"].sum() / units["method_s"].sum())
-    stored = total.get("value")
-    if stored == value or (stored and value and math.isclose(stored, value, rel_tol=1e-6)):
-        return []
-    return [
-        f"{run_folder.SUMMARY} has speed-up {stored}, the samples {value}; derive it again with report rebuild=true"
-    ]
+    shown = {"speed-up": metrics.headline(summary), "total speed-up": summary["speedup"]["total"] | {"of": "total"}}
+    return [wrong for name, found in shown.items() if (wrong := _speedup_problem(name, found, units))]
+
+
+def _speedup_problem(name: str, shown: Mapping[str, Any], units: pd.DataFrame) -> str:
+    """How a speed-up is another one than that of the conversations; empty if it is theirs."""
+    sums = units.drop(columns="category").astype(float).sum(skipna=False)
+    value = None if units.empty else float(sums["baseline_s"] / sums["method_s"])
+    if value and shown["of"] == "per_token":
+        value *= float(sums["method_tokens"] / sums["baseline_tokens"])
+    stored = shown.get("value")
+    if stored == value or (stored and value and (math.isnan(value) or math.isclose(stored, value, rel_tol=1e-6))):
+        return ""  # not a number where an older record did not keep the tokens
+    return f"{run_folder.SUMMARY} has {name} {stored}, the samples {value}; derive it again with report rebuild=true"
 
 
 def _verdict_problem(verdict: dict[str, Any]) -> str:
