@@ -48,7 +48,8 @@ def test_the_committed_records_are_sound() -> None:
 @pytest.mark.parametrize(
     ("pattern", "file", "edit", "message"),
     [
-        ("prompt", "summary.json", lambda s: s["speedup"]["total"].update(value=9.0), "speed-up 9.0, the samples 1."),
+        ("prompt", "summary.json", lambda s: s["speedup"]["total"].update(value=9.0), "total speed-up 9.0, the "),
+        ("prompt", "summary.json", lambda s: s["speedup"]["headline"].update(value=9.0), "has speed-up 9.0, the "),
         ("prompt", "manifest.json", lambda m: m.update(status="failed"), "not finished: status 'failed'"),
         ("greedy", "result.json", lambda r: r["prompts"][0].update(violation=1), "True, its figures give False"),
         ("joint", "result.json", lambda r: r["cells"][0].update(p_value=0.0), "its figures give False"),
