@@ -22,8 +22,7 @@ Experiments:
   rounds     the first tokens (levels + 1) of rounds over drafts of several levels, against their exact joint
              distribution; needs sampling.top_k, and a method that draws its drafts
   joint      short continuations by the whole decoder, against the target's exact joint distribution
-
-url=http://HOST:PORT/v1 instead tests a server (vLLM, SGLang, llama.cpp, ...) against the target: its texts at
+Instead, url=http://HOST:PORT/v1 tests a server (vLLM, SGLang, llama.cpp, ...) against the target: its texts at
 temperature 0, its first tokens, and whether top_p and top_k hold.
 
 method, model, sampling, hardware, seed, max_new_tokens and batch_size are as in python -m bench.

@@ -77,9 +77,9 @@ class ServedConfig:
     Attributes:
         url: base URL of an OpenAI-compatible server, as in http://localhost:8000/v1
         served_model: name of the model at the server; default: the only one it lists
-        prompts: of the fixed prompts, how many are written greedily; first tokens follow the first four of them
-        n: first tokens drawn per prompt, each for temperature alone, with top_p and with top_k
-        temperature: at which first tokens are drawn
+        prompts: texts written greedily; first tokens follow the first four of these prompts
+        n: first tokens drawn per prompt and draw
+        temperature: of the first draw, and of all others
         top_p: nucleus of the second draw
         top_k: most likely tokens of the third draw
         level: probability of a false alarm over all tests together (Bonferroni)
