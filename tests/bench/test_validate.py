@@ -49,6 +49,9 @@ def test_the_committed_records_are_sound() -> None:
     ("pattern", "file", "edit", "message"),
     [
         ("prompt", "summary.json", lambda s: s["speedup"]["total"].update(value=9.0), "total speed-up 9.0, the "),
+        ("prompt", "summary.json", lambda s: s["verdict"].update(valid=False), "verdict.valid: false and 0 reasons"),
+        ("prompt", "summary.json", lambda s: s["verdict"].update(reasons=["x"]), "verdict.valid: true and 1 reasons"),
+        ("prompt", "summary.json", lambda s: s["verdict"].update(result="VALID", inconclusive=["x"]), "give INCONCLUS"),
         ("prompt", "summary.json", lambda s: s["speedup"]["headline"].update(value=9.0), "has speed-up 9.0, the "),
         ("prompt", "manifest.json", lambda m: m.update(status="failed"), "not finished: status 'failed'"),
         ("greedy", "result.json", lambda r: r["prompts"][0].update(violation=1), "True, its figures give False"),

@@ -346,8 +346,9 @@ def test_a_stall_is_a_warning_until_it_moves_the_speed_up() -> None:
 
 @pytest.mark.parametrize(("key", "said"), [("median", "the median"), ("geometric", "the geometric mean")])
 def test_averages_that_disagree_are_a_warning(key: str, said: str) -> None:
-    derived = metrics.summarise(GOOD, guarantee="EXACT", agreement=AGREEMENT, n_bootstrap=100)
-    value = derived["speedup"]["total"]["value"]
+    one_pass = key == "geometric"  # it is one of total times
+    derived = metrics.summarise(GOOD, guarantee="RELAXED", one_pass=one_pass, n_bootstrap=100)
+    value = metrics.headline(derived)["value"]
     for ratio, warned in ((1.04, 0), (1.06, 1), (0.94, 1)):
         summary = derived | {"speedup": derived["speedup"] | {key: value * ratio}}
         warnings = audit(GOOD, summary, MANIFEST).warnings

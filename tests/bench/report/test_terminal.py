@@ -119,6 +119,16 @@ def test_an_invalid_run_says_why() -> None:
     assert "INVALID - 1 reason  " in terminal.render(summary(verdict=verdict | {"reasons": reasons[:1]}), PATH)
 
 
+def test_an_inconclusive_run_says_why() -> None:
+    """Also one from before this outcome, by its numbers."""
+    text = terminal.render(summary(verdict={"valid": True, "reasons": [], "inconclusive": ["Too few. Do more."]}), PATH)
+    assert f"RESULT: INCONCLUSIVE - 1 reason     {PATH}/" in text and "  1. Too few. Do more." in text
+    wide = summary(verdict={"valid": True, "reasons": []})
+    wide["speedup"]["headline"] |= {"value": 1.4, "low": 0.56, "high": 3.53, "n": 20}
+    assert "RESULT: INCONCLUSIVE - 2 reasons" in terminal.render(wide, PATH)
+    assert terminal.leaderboard([wide]).splitlines()[-1].split()[-1] == "INCONCLUSIVE"
+
+
 def test_null_is_not_measured_and_never_a_zero() -> None:
     kept = {key: summary()[key] for key in ("n_prompts", "guarantee", "verdict")}
     text = terminal.render(NAMES | with_nulls(summary()) | NAMES | kept | {"n_repeats": 1, "quality": {}}, PATH)
