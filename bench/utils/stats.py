@@ -80,9 +80,12 @@ def ratio_of_ratios(columns: Sequence[Values], *, n_resamples: int, seed: int) -
     if not len(arrays[0]):
         return Interval(None, reason="no conversation was finished in both runs")
 
-    def ratio(*parts: Array, axis: int = -1) -> Any:
-        quotients = [_per_unit(*parts[i : i + 4], axis) for i in range(0, len(parts), 4)]
-        return quotients[0] / quotients[1] if len(quotients) > 1 else quotients[0]
+    def ratio(a: Array, b: Array, c: Array, d: Array, *tokens: Array, axis: int = -1) -> Any:
+        seconds = _per_unit(a, b, c, d, axis)
+        if not tokens:
+            return seconds
+        e, f, g, h = tokens
+        return seconds / _per_unit(e, f, g, h, axis)
 
     return _interval(arrays, ratio, n_resamples, seed, few_pairs(len(arrays[0]), "conversation"))
 
