@@ -211,7 +211,8 @@ def _filled(cfg: RunConfig) -> str | None:
     if (length := cfg.dataset.get("fill_to")) is None:
         return None
     known = ARCHITECTURES.get(str(cfg.model.get("like") or cfg.model["name"]))
-    context = min(filter(None, (cfg.max_context, known and known.max_positions)), default=None)
+    limits = [cfg.max_context, known.max_positions if known else None]
+    context = min((limit for limit in limits if limit is not None), default=None)
     if context is None or length + cfg.max_new_tokens <= context:
         return None
     return (

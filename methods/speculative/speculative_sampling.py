@@ -128,6 +128,7 @@ class SpeculativeSampling(SpeculativeDecoder):
         draft_model: the model that drafts; None: the target without the sub-layers below.
         skip_attention, skip_mlp: 0-based layers whose sub-layer the draft leaves out, if there is no ``draft_model``.
         confidence: stop drafting once no row's most likely draft token has this probability; 0 never stops.
+        block: at a temperature, judge the draft as a block (Sun et al. 2024, arXiv 2403.10444), not token by token.
 
     Raises:
         ValueError: no drafter named, vocabularies of different size, or an option out of range.
@@ -146,6 +147,7 @@ class SpeculativeSampling(SpeculativeDecoder):
         skip_attention: Collection[int] = (),
         skip_mlp: Collection[int] = (),
         confidence: float = 0.0,
+        block: bool = False,
     ) -> None:
         if gamma < 1 or not 0.0 <= confidence < 1.0:
             raise ValueError(
@@ -153,7 +155,7 @@ class SpeculativeSampling(SpeculativeDecoder):
                 f"confidence={confidence}."
             )
         draft = _drafter(target, draft_model, skip_attention, skip_mlp)
-        rule = default_rule(sampling, "chain", drawn=True)
+        rule = default_rule(sampling, "chain", drawn=True, block=block)
         super().__init__(target, sampling, DraftModel(draft, target.vocab_size, gamma, confidence), rule)
         self._own = weights_of(draft_model)
 

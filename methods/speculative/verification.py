@@ -315,19 +315,24 @@ RULES: dict[str, type] = {
 }
 
 
-def default_rule(sampling: Sampling, shape: Literal["chain", "tree"], drawn: bool) -> AcceptanceRule:
+def default_rule(
+    sampling: Sampling, shape: Literal["chain", "tree"], drawn: bool, *, block: bool = False
+) -> AcceptanceRule:
     """The exact rule for a draft.
 
     Args:
         sampling: greedy decoding needs no other rule.
         shape: of the drafts.
         drawn: whether it draws from a distribution it reports (``Draft.probs``).
+        block: judge a drawn chain as a block, not token by token.
     """
     if sampling.greedy:
         return Greedy()
     if not drawn:
         return DeterministicTree()
-    return ChainRejection() if shape == "chain" else TreeWithoutReplacement()
+    if shape == "tree":
+        return TreeWithoutReplacement()
+    return BlockRejection() if block else ChainRejection()
 
 
 # -- walking down a tree ----------------------------------------------------------------------------------------------

@@ -659,6 +659,7 @@ def test_a_missing_part_names_the_command(target):
         ({"tree": "dynamic", "top_k": 41}, r"tree=dynamic needs .*got .*top_k=41.*\. Correct"),
         ({"tree": "dynamic", "depth": 6, "nodes": 5}, r"tree=dynamic needs .*got .*nodes=5.*\. Correct"),
         ({"tree": "dynamic", "depth": 2, "top_k": 2, "nodes": 7}, r"tree=dynamic needs .*got .*nodes=7.*\. Correct"),
+        ({"block": True}, r"block=true needs tree=chain and draw=true, got tree=auto, draw=False"),
         ({"tree": "dynamic", "draw": True}, r"draw=True.* set method\.tree=static to draw"),
     ],
 )

@@ -474,7 +474,8 @@ def test_the_named_sweeps() -> None:
     assert (
         set(NAMED)
         == {"smoke", "all_methods", "draft_length", "batch", "batch_refilled", "pareto", "translation", "peers"}
-        | {"translation_draft_model"}
+        | {"translation_draft_model", "contexts", "full_chat", "full_spec_bench"}
+        | {"temperatures", "temperatures_block", "temperatures_block_eagle"}
         | early_exit
     )
     assert "sweep" not in compose.groups(), "a sweep is no part of a run"
@@ -486,6 +487,28 @@ def test_a_named_sweep_composes_and_names_methods_that_exist(name: str, results:
     plan = planned(words)
     assert len(plan.jobs) > 3
     assert {job.cfg.method["name"] for job in plan.jobs} <= set(compose.groups()["method"])
+
+
+def test_lengths_of_the_contexts_leave_room_for_the_answer_and_longer_ones_are_refused(results: Path) -> None:
+    words = ["sweep=contexts", "method=autoregressive", f"paths.results={results}", "hardware=cpu_fp32"]
+    assert set(states(planned(sweep.read_words(words)[1])).values()) == {"new"}
+    found = planned(sweep.read_words([*words, "dataset.fill_to=8064,8065"])[1])
+    assert states(found) == {"dataset.fill_to=8064": "new", "dataset.fill_to=8065": "incompatible"}
+    assert [job.cfg.dataset["limit"] for job in found.jobs] == [10, 10]
+
+
+def test_temperatures_leave_out_what_is_greedy_by_definition(results: Path) -> None:
+    words = ["sweep=temperatures", "method=autoregressive,free,hf_beam", f"paths.results={results}"]
+    found = states(planned(sweep.read_words([*words, "model=multi30k_4_4", "dataset=multi30k"])[1]))
+    assert {found[f"method=hf_beam sampling.temperature={at}"] for at in ("0.7", "1.0")} == {"incompatible"}
+    assert found["method=hf_beam sampling.temperature=0"] != "incompatible"
+
+
+def test_blocks_are_judged_beside_tokens(results: Path) -> None:
+    for name in ("temperatures_block", "temperatures_block_eagle"):
+        plan = planned(sweep.read_words([f"sweep={name}", f"paths.results={results}", "hardware=cpu_fp32"])[1])
+        assert [job.cfg.method["block"] for job in plan.jobs] == [False, False, True, True]
+        assert {job.cfg.sampling.temperature for job in plan.jobs} == {0.7, 1.0}
 
 
 @pytest.mark.parametrize("name", NAMED)
