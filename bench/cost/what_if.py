@@ -382,11 +382,16 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Sample]]:
     """Manifest and samples of a run whose rounds can be priced.
 
     Raises:
-        UserError: no such run, none of its prompts is measured, or its rows were refilled.
+        UserError: no such run, one without rounds, none of its prompts is measured, or its rows were refilled.
     """
     manifest, samples = read_manifest(folder), read_samples(folder)
     if manifest is None:
         raise UserError(f"{folder} has no manifest.json. Name the folder of a run.")
+    if metrics.one_pass(manifest):
+        raise UserError(
+            f"{folder} must be of a method that writes in rounds, got {manifest['method']['name']}, which writes "
+            "a text in one go. Name another run."
+        )
     if any(sample.queue for sample in samples):
         raise UserError(
             f"{folder} was measured with continuous batching (measure.refill=true); only rounds in lockstep can be "
@@ -460,8 +465,8 @@ def _known(run: Path) -> str:
     from bench.utils.files import read_json
 
     summary = read_json(run / "summary.json") or {}
-    total = ((summary.get("speedup") or {}).get("total") or {}).get("value")
-    parts = [("measured", total), ("predicted by its own curve, prefill included", summary.get("predicted_speedup"))]
+    measured = metrics.headline(summary).get("value") if summary.get("speedup") else None
+    parts = [("measured", measured), ("predicted by its own curve, prefill included", summary.get("predicted_speedup"))]
     return ", ".join(f"{name} {value:.2f}x" for name, value in parts if value is not None) or "no summary yet"
 
 

@@ -185,8 +185,8 @@ def test_replay_prices_a_drafter_by_its_passes() -> None:
 @pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
 def test_replay_is_the_prediction_of_a_run_from_its_own_curve(folder: Path) -> None:
     manifest, summary = read_manifest(folder) or {}, json.loads((folder / "summary.json").read_text())
-    if manifest.get("cost_curve") is None:
-        pytest.skip("measured no curve")
+    if manifest.get("cost_curve") is None or metrics.one_pass(manifest):
+        pytest.skip("measured no curve, or has no rounds to price")
     curve = what_if.own_curve(folder, manifest)
     over = metrics.cost_over_layers(manifest)
     found = replay(read_samples(folder), curve.price.seconds, prefill=True, cost_over_layers=over)
@@ -694,6 +694,12 @@ def test_bad_input_is_one_message_and_exit_code_2(
 ) -> None:
     assert main(words) == 2
     assert said in (message := capsys.readouterr().err) and len(message.strip().splitlines()) == 1
+
+
+def test_what_writes_in_one_go_has_no_rounds_to_price() -> None:
+    folder = next(file.parent for file in ROOT.glob("results/reference/glat-*/samples.jsonl.gz"))
+    with pytest.raises(UserError, match="must be of a method that writes in rounds, got glat"):
+        what_if.read_run(folder)
 
 
 def test_words_become_a_grid_and_a_query() -> None:
