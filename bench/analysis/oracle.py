@@ -323,7 +323,7 @@ class Row:
 
     Attributes:
         oracle: what is assumed.
-        method: whose drafts; empty where it is nobody's.
+        method: whose drafts; empty where no run's are used.
         runs: names of the runs whose rounds are used.
         speedup: over autoregression on the shared texts, prefill included, as the ``predicted_speedup`` of a run.
         decode_speedup: without the prefill.
@@ -356,8 +356,8 @@ def oracle_rows(runs: Sequence[Run], curve: Curve | None = None) -> list[dict[st
 
     Args:
         runs: over the same prompts, with the same model on the same machine.
-        curve: prices all rows; None: rows of one run have its own curve, of several that of the first, and nobody's
-            draft the curve with most nodes, up to which its length is chosen.
+        curve: prices all rows; None: rows of one run have its own curve, of several that of the first, and the free
+            perfect drafter the one with most nodes, up to which its length is chosen.
     """
     fit = [run for run in runs if not run.unfit() and (curve or run.curve)]
     mixes = [_Mix((run,), found, known) for run in fit if (known := curve or run.curve) and (found := texts([run]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -151,7 +152,12 @@ class Task(ABC):
         made = fill.fill(self, examples, self._articles, tokenizer, self.fill_to)
         self.spare = fill.fill(self, self.spare[:_MOST_SPARE], self._articles, tokenizer, self.fill_to)
         pairs = zip(examples, made, strict=True)
-        self.revision["fill"]["longer"] = sum(before.turns[0] == after.turns[0] for before, after in pairs)
+        longer = sum(before.turns[0] == after.turns[0] for before, after in pairs)
+        self.revision["fill"]["longer"] = longer
+        if longer:
+            print(
+                f"warning: {longer} of {len(made)} prompts have {self.fill_to} tokens or more already", file=sys.stderr
+            )
         return made
 
     def messages(self, example: Example, turn: int, history: Sequence[str]) -> list[Message]:

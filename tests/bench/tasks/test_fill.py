@@ -50,7 +50,9 @@ def asked(task: Any, examples: Sequence[Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tokens", [100, 257, 1000])
-def test_every_prompt_reaches_the_length_and_ends_with_its_request(sources: Sources, tokens: int) -> None:
+def test_every_prompt_reaches_the_length_and_ends_with_its_request(
+    sources: Sources, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     task, plain = Demo(fill_to=tokens), Demo().load()
     filled = task.filled(task.load(sources), Words())
     lengths = [len(ids) for ids in asked(task, filled)]
@@ -61,6 +63,8 @@ def test_every_prompt_reaches_the_length_and_ends_with_its_request(sources: Sour
     ]
     assert {len(each.turns) for each in filled} == {1}, "a later turn would hold an answer"
     assert task.revision["fill"] | {"synthetic": True, "tokens": tokens, "longer": sum(longer)} == task.revision["fill"]
+    told = f"warning: {sum(longer)} of 12 prompts have {tokens} tokens or more already" in capsys.readouterr().err
+    assert told == any(longer)
 
 
 def test_no_five_words_occur_twice(sources: Sources) -> None:
