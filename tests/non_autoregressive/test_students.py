@@ -32,6 +32,7 @@ from methods.non_autoregressive.cmlm import Cmlm, CmlmStudent, MaskPredict
 from methods.non_autoregressive.ctc import Ctc, CtcStudent, CtcTraining, join
 from methods.non_autoregressive.decoder_inputs import SoftCopy, UniformCopy
 from methods.non_autoregressive.depa import Depa, DepaStudent
+from methods.non_autoregressive.diffusion import Diffusion
 from methods.non_autoregressive.glat import Glat, GlatStudent, GlatTraining
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.nat import FertilityPass, Nat, NatStudent, NatTraining, copies
@@ -441,6 +442,19 @@ def test_every_method_says_what_its_speed_hides(name: str, target: Seq2SeqLM, tm
     whole = target.weight_bytes + target.encoder_bytes
     assert set(used.memory()) == {"student", "of_the_teacher"}
     assert (used.memory()["of_the_teacher"] == whole) is rescored
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_passes_do_not_grow_with_the_text(name: str, target: Seq2SeqLM, tmp_path: Path) -> None:
+    """What ``one_pass`` says, by which a speed-up is of seconds and not of seconds per token."""
+    decoder, kind, options = DECODERS[name]
+    part = save(student(KINDS[kind][0], target, **KINDS[kind][1]), tmp_path, target)
+    used, passes = decoder(target, Sampling(), checkpoint=part, **options), dict[int, int]()
+    for source in SOURCES:
+        (step,) = used.decode([source], 48, rng())
+        passes[len(step.tokens[0])] = step.draft_passes + step.target_passes
+    assert len(passes) > 1 and max(passes.values()) <= options.get("iterations", 4) + used.rescore, passes
+    assert used.one_pass and not Diffusion.one_pass
 
 
 def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> None:
