@@ -51,6 +51,8 @@ class MeasureConfig:
             as a near-tie; None is the rounding of the model's type.
         refill: of more prompts than ``batch_size``, one that waits takes the place of a row that has ended.
         refill_queue: with ``refill``, the fewest prompts that are measured in one go; None: all.
+        sort_by_length: batches of conversations of similar length, the shortest first, in place of the data set's
+            order, for all arms alike; not with ``refill``.
         ignore_eos: an end-of-sequence token does not end a text, so that all arms write exactly ``max_new_tokens``: for
             speed alone, as the texts go on behind their ends.
     """
@@ -65,6 +67,7 @@ class MeasureConfig:
     refill: bool = False
     refill_queue: int | None = None
     ignore_eos: bool = False
+    sort_by_length: bool = False
 
     def __post_init__(self) -> None:
         _within("measure.repeats", self.repeats, low=1)
@@ -76,6 +79,11 @@ class MeasureConfig:
             raise UserError(
                 f"measure.refill_queue needs measure.refill=true, got {self.refill_queue} without it. Set both, or "
                 "neither."
+            )
+        if self.sort_by_length and self.refill:
+            raise UserError(
+                "measure.sort_by_length must be false with measure.refill=true, which forms no batches, got true. Set "
+                "one of the two."
             )
 
 

@@ -216,7 +216,7 @@ def _prepare(cfgs: Sequence[RunConfig], given: Given) -> tuple[Shared, list[Part
     if all(refused):
         raise next(filter(None, refused))
     task = given.task or instantiate.build_task(cfg.dataset, cfg.paths)
-    examples = list(task.load())
+    examples = prompts.by_length(task.load()) if cfg.measure.sort_by_length else list(task.load())
     preconditions.require(preconditions.check_prompts(cfg, len(examples)))
     machine.set_threads(cfg.hardware.threads)
     named = [each.method["name"] for each, reason in zip(cfgs, refused, strict=True) if reason is None]

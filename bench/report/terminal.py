@@ -32,6 +32,7 @@ JOIN_KEYS = (
     "batch_size",
     "refill",
     "refill_queue",
+    "sort_by_length",
     "max_new_tokens",
 )
 _LABEL, _GAP = 16, "   "
@@ -108,9 +109,10 @@ def ordered(runs: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def without_rank(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """VALID runs of a table that have no rank in it, each with the reason."""
+    """VALID runs of a table that have no rank in it, each with the first reason."""
     reasons = zip(runs, ranking.in_table(runs), strict=True)
-    return [f"{run.get('method')} ({reason})" for run, reason in reasons if reason and audit.result(run) == "VALID"]
+    apart = [(run, reason) for run, reason in reasons if reason and audit.result(run) == "VALID"]
+    return [f"{run.get('method')} ({reason.partition('; ')[0]})" for run, reason in apart]
 
 
 # ---------------------------------------------------------------------------------------------------------- one run
@@ -128,6 +130,7 @@ def how(summary: Mapping[str, Any]) -> str:
         f"batch {summary.get('batch_size') or MISSING}",
         "refilled" if summary.get("refill") else "",
         f"queues of {queue} or more" if (queue := summary.get("refill_queue")) else "",
+        "prompts by length" if summary.get("sort_by_length") else "",
         "compiled" if summary.get("compile") else "",
     ]
     return ", ".join([*_sampling(summary.get("sampling")), *filter(None, kinds)])

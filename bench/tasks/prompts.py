@@ -33,6 +33,11 @@ def prompt_id(example: Any, turn: int) -> str:
     return f"{example.id}/{turn + 1}"
 
 
+def by_length(examples: Iterable[Any]) -> list[Any]:
+    """By the characters of all turns, the shortest first; equal ones in the data set's order."""
+    return sorted(examples, key=lambda example: sum(map(len, example.turns)))
+
+
 def plan(examples: Sequence[Any], batch_size: int) -> list[Batch]:
     """The batches of a run in the order they are measured; a function of the data set alone, so it can be resumed.
 

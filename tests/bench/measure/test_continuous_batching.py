@@ -29,10 +29,11 @@ from bench.measure.instruments import Instruments
 from bench.measure.interleave import Runner
 from bench.measure.run import run
 from bench.measure.timing import timed_decode
-from bench.records.run_folder import read_samples, validate
+from bench.records.run_folder import read_manifest, read_samples, validate
 from bench.report import terminal
 from bench.sweep import plan
-from bench.tasks.prompts import plan_queues
+from bench.tasks.prompts import by_length, plan_queues
+from bench.tasks.prompts import plan as plan_batches
 from methods.decoder import Decoder, Refillable, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -274,6 +275,35 @@ def test_long_queues_are_split_evenly_and_every_turn_is_a_unit() -> None:
     assert len(whole.examples) == 5
     turns = plan_queues([FakeExample("a", ["1", "2"]), FakeExample("b", ["1"]), FakeExample("c", ["3", "4"])], None)
     assert [batch.prompt_ids for batch in turns] == [["a/1", "b/1", "c/1"], ["a/2", "c/2"]]
+
+
+def test_batches_of_similar_length_keep_conversations_and_the_order_of_equals() -> None:
+    given = [
+        FakeExample("a", ["1 2 3", "4"]),
+        FakeExample("b", ["1"]),
+        FakeExample("c", ["2"]),
+        FakeExample("d", ["5 6"]),
+    ]
+    assert [example.id for example in by_length(given)] == ["b", "c", "d", "a"]
+    found = [batch.prompt_ids for batch in plan_batches(by_length(given), 2)]
+    assert found == [["b/1", "c/1"], ["d/1", "a/1"], ["a/2"]]
+    with pytest.raises(UserError, match=r"sort_by_length must be false with measure\.refill=true"):
+        compose.compose(["measure.sort_by_length=true", "measure.refill=true", "batch_size=2"])
+
+
+def test_a_run_over_prompts_by_length(cfg: RunConfig) -> None:
+    sorted_run = run(with_measure(cfg, refill=False, sort_by_length=True))
+    samples = [s for s in read_samples(sorted_run.path) if (s.phase, s.turn, s.arm) == ("measure", 1, "method")]
+    first_turns: dict[int, set[str]] = {}
+    for sample in samples:
+        first_turns.setdefault(sample.batch, set()).add(sample.prompt_id)
+    # of the even ones by their first turns, of the odd ones with a second one of 10 characters: 0 2 1 4 3 6 5
+    assert list(first_turns.values()) == [{"0/1", "1/1", "2/1"}, {"3/1", "4/1", "6/1"}, {"5/1"}]
+    assert validate(sorted_run.path) == [] and sorted_run.summary["sort_by_length"] is True
+    assert "prompts by length" in terminal.render(sorted_run.summary, sorted_run.path)
+    manifest = read_manifest(sorted_run.path)
+    assert manifest is not None and [curve["batch"] for curve in manifest["cost_curve"]["fewer_rows"]] == [1]
+    assert all(len(s.step_rows or ()) == len(s.step_ns) for s in samples)
 
 
 def test_a_queue_that_broke_is_measured_again_as_a_whole(tmp_path: Path) -> None:
