@@ -33,9 +33,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+import yaml
 from IPython.display import Markdown, display
 
-from bench.report import notebook
+from bench.config import compose, instantiate
+from bench.lossless.statistics import deviation_shown
+from bench.report import leaderboard, notebook
+from bench.report.style import COLOURS
 
 notebook.theme()
 plt.rcParams["hatch.linewidth"] = 0.6
@@ -55,9 +59,10 @@ def read_records(experiment: str) -> list[dict]:
 
 
 # %%
-SAMPLING, JOINT, GREEDY = (read_records(experiment) for experiment in ("sampling", "joint", "greedy"))
+SAMPLING, ROUNDS, JOINT, GREEDY = (read_records(experiment) for experiment in ("sampling", "rounds", "joint", "greedy"))
 # Records without draws of a draft distribution (a deterministic draft, or none) have no q to show.
 WITH_DRAFT = [r for r in SAMPLING if any(cell["rule"] == "chain" for cell in r["cells"])]
+JOINT.sort(key=lambda r: not r["cells"][0].get("exact", True))  # a wrong rule is not the one to draw
 if not WITH_DRAFT:
     raise SystemExit(
         "No sampling record with a draft distribution was found. Make one: "
@@ -65,6 +70,10 @@ if not WITH_DRAFT:
     )
 RECORD = WITH_DRAFT[0]
 CELLS = pd.DataFrame(RECORD["cells"])
+CELLS[["standard_deviation_shown", "expected_deviation_shown"]] = [
+    deviation_shown([token["target"] for token in cell["top"]], [token["empirical"] for token in cell["top"]], cell["draws"])
+    for cell in RECORD["cells"]
+]
 LAB = RECORD["manifest"]["lab"]
 pd.DataFrame(
     [
@@ -75,9 +84,9 @@ pd.DataFrame(
             "type": r["manifest"]["dtype"],
             "draws per cell": f"{r['manifest']['lab']['draws']:,}",
             "as promised": "yes" if r["passed"] else "no",
-            "shown below": "yes" if r is RECORD or r in JOINT[:1] + GREEDY else "",
+            "shown below": "yes" if r is RECORD or r in ROUNDS[:1] + JOINT[:1] + GREEDY else "",
         }
-        for r in SAMPLING + JOINT + GREEDY
+        for r in SAMPLING + ROUNDS + JOINT + GREEDY
     ]
 ).style.hide()
 
@@ -120,7 +129,64 @@ pd.DataFrame(
 #
 # ### The proof as a picture
 #
-# Five tokens, $p$ in blue and $q$ in orange.
+# First with two continuous densities, because curves show the products best. Then with five tokens, then with a real prompt.
+
+# %%
+def bell(x: np.ndarray, centre: float, width: float) -> np.ndarray:
+    return np.exp(-0.5 * ((x - centre) / width) ** 2) / (width * np.sqrt(2 * np.pi))
+
+
+def draw_densities() -> None:
+    x = np.linspace(-4, 4.6, 1200)
+    p = 0.6 * bell(x, -1.1, 0.7) + 0.4 * bell(x, 1.8, 0.6)
+    q = bell(x, 0.3, 1.15)
+    both, residual = np.minimum(p, q), np.maximum(p - q, 0)
+    alpha = np.trapezoid(both, x)
+    figure, panels = plt.subplots(2, 2, figsize=(13, 8), sharex=True, layout="constrained")
+    (two, accepted), (rejected, total) = panels
+    two.plot(x, p, color=TARGET, linewidth=2)
+    two.plot(x, q, color=DRAFT, linewidth=2)
+    two.fill_between(x, both, color="0.8")
+    two.text(-1.9, 0.3, "target p", color=TARGET, ha="right")
+    two.text(0.4, 0.355, "draft q", color=DRAFT, ha="center")
+    two.text(-0.95, 0.05, f"overlap\nα = {alpha:.2f}", ha="center")
+    two.set(title="Two distributions", ylabel="density", ylim=(0, 0.4))
+    accepted.plot(x, q, color=DRAFT, linewidth=1.5)
+    accepted.plot(x, np.minimum(1, p / q), color="0.35", linestyle="--", linewidth=1.5)
+    accepted.plot(x, both, color="black", linewidth=2.5)
+    accepted.fill_between(x, both, color="0.8")
+    accepted.text(0.4, 0.37, "draft q", color=DRAFT, ha="center")
+    accepted.text(0.4, 1.04, "min(1, p / q): probability of being kept", color="0.35", ha="center")
+    accepted.text(1.95, 0.14, "product:\nmin(p, q)", color="black")
+    accepted.set(title="Accepted: q times min(1, p / q)", ylabel="density, probability", ylim=(0, 1.15))
+    rejected.plot(x, residual / (1 - alpha), color=RESIDUAL, linestyle="--", linewidth=1.5)
+    rejected.plot(x, residual, color=RESIDUAL, linewidth=2.5)
+    rejected.fill_between(x, residual, color=RESIDUAL, alpha=0.25)
+    rejected.axhline(1 - alpha, color=REJECTED, linewidth=1.5, linestyle=":")
+    rejected.text(4.5, 1 - alpha + 0.012, f"probability of a rejection: 1 − α = {1 - alpha:.2f}", color=REJECTED, ha="right")
+    rejected.text(-1.0, 0.52, "residual, normalised: area 1", color=RESIDUAL)
+    rejected.text(0.42, 0.1, "product:\nmax(p − q, 0)", color=RESIDUAL, ha="center")
+    rejected.set(title="Rejected: 1 − α times the normalised residual", xlabel="x", ylabel="density, probability", ylim=(0, 0.6))
+    total.stackplot(x, both, residual, colors=["0.8", RESIDUAL], alpha=0.7)
+    total.plot(x, p, color=TARGET, linewidth=2)
+    total.text(-1.9, 0.3, "sum: target p", color=TARGET, ha="right")
+    total.text(-0.95, 0.05, "accepted", ha="center")
+    total.text(2.55, 0.2, "drawn from\nthe residual", color=RESIDUAL)
+    total.set(title="Both together", xlabel="x", ylabel="density", ylim=(0, 0.4))
+    figure.suptitle("Acceptance gives the overlap, rejection gives the rest: what comes out is p", fontsize=12)
+    plt.show()
+    assert np.isclose(np.trapezoid(residual, x), 1 - alpha, atol=1e-3)
+
+
+draw_densities()
+
+# %% [markdown]
+# *Figure 1. Two made-up densities. Top right: the draft's density times the probability of being kept is the overlap of
+# both. Bottom left: the probability of a rejection times the normalised residual is exactly what is missing. The article
+# that asked the question of this notebook writes p for the draft and q for the target; here it is the other way round,
+# as in the papers.*
+#
+# The same over five tokens, $p$ in blue and $q$ in orange.
 
 
 # %%
@@ -167,7 +233,7 @@ TOY_P, TOY_Q = np.array([0.45, 0.25, 0.15, 0.10, 0.05]), np.array([0.20, 0.40, 0
 draw_proof(["llama", "knight", "rain", "neon", "."], TOY_P, TOY_Q, "A made-up pair: the rejected mass equals the residual")
 
 # %% [markdown]
-# *Figure 1. Left: target and draft over five tokens. Middle: each draft bar is split into the part that is accepted
+# *Figure 2. Left: target and draft over five tokens. Middle: each draft bar is split into the part that is accepted
 # (grey) and the part that is rejected (hatched, 0.3 in all). Right: the same grey part with the residual on top
 # (dotted, again 0.3 in all) reaches exactly up to the target's marks.*
 #
@@ -195,7 +261,7 @@ draw_proof(*whole_picture(shown), f"{RECORD['manifest']['model']['name']}, T = {
 # %%
 display(
     Markdown(
-        f"*Figure 2. The first token after a real prompt, at temperature {shown['temperature']:g}. Draft and target overlap "
+        f"*Figure 3. The first token after a real prompt, at temperature {shown['temperature']:g}. Draft and target overlap "
         f"by {shown['overlap']:.3f}, which is the probability that the first drafted token is kept; the remaining "
         f"{1 - shown['overlap']:.3f} is rejected, and the residual gives back the same mass where the draft was too low. "
         "The two bars on the right stand for all other tokens: half of what they overlap is put into each, with the "
@@ -234,7 +300,7 @@ else:
     print("No greedy record here. Make one: python -m bench lossless experiment=greedy method=speculative_sampling")
 
 # %% [markdown]
-# ## 2. The measurement: three bars per token
+# ## 2. The measurement of the first token: three bars per token
 #
 # For each prompt $p$ and $q$ were computed once by the models. Then the first token was drawn again and again through
 # the verification code that decoding itself runs, and counted. If the proof holds for the *code*, the counts are draws
@@ -269,7 +335,7 @@ draw_bars(
 )
 
 # %% [markdown]
-# *Figure 3. One panel per prompt. Blue: the target's probability; orange, hatched: the draft's; the third, dotted bar:
+# *Figure 4. One panel per prompt. Blue: the target's probability; orange, hatched: the draft's; the third, dotted bar:
 # how often speculative sampling generated the token. The third bar is as high as the first throughout, also where the draft
 # is far off.*
 #
@@ -278,9 +344,12 @@ draw_bars(
 # With $\hat p$ the frequencies of $n$ draws over a vocabulary of $V$ tokens:
 #
 # * **Standard deviation** $\sqrt{\frac1V \sum_x (\hat p(x) - p(x))^2}$. It is never 0. Drawing from $p$ itself gives
-#   $\sqrt{\sum_x p(x)(1 - p(x)) / (nV)}$ on average (root mean square). The number means nothing without that second
-#   one: it shrinks with the sample and with the vocabulary. Numbers from other vocabularies and samples do
-#   not compare; compare the columns below with each other only.
+#   $\sqrt{\sum_x p(x)(1 - p(x)) / (nV)}$ on average (root mean square), at most $1/\sqrt{nV}$. The number means nothing
+#   without that second one: it shrinks with the sample and with the number of tokens it is taken over. So it is given
+#   twice, over the whole vocabulary and over the tokens of the bar charts alone. The article reports 9.694e-5 for a
+#   million draws from a vocabulary of 128,256 tokens. Over that whole vocabulary an exact sampler cannot exceed
+#   $1/\sqrt{10^6 \cdot 128{,}256} = 2.8 \cdot 10^{-6}$ on average, so the article's number must be taken over the few
+#   tokens that its charts show; it is then of the size of the second pair of columns.
 # * **Total variation** $\frac12 \sum_x |\hat p(x) - p(x)|$: the largest error in the probability of any set of tokens.
 # * **Chi-square**: the one that decides. Its p-value is the chance that exact sampling strays at least so far. Tokens
 #   with fewer than 5 expected draws are joined into one.
@@ -293,6 +362,8 @@ columns = {
     "overlap": "overlap of p and q",
     "standard_deviation": "standard deviation",
     "expected_deviation": "expected of exact sampling",
+    "standard_deviation_shown": "of tokens shown",
+    "expected_deviation_shown": "expected of shown",
     "total_variation": "total variation",
     "expected_total_variation": "expected TV",
     "p_value": "chi-square p",
@@ -304,6 +375,8 @@ formats = {
     "overlap of p and q": "{:.3f}",
     "standard deviation": "{:.3e}",
     "expected of exact sampling": "{:.3e}",
+    "of tokens shown": "{:.2e}",
+    "expected of shown": "{:.2e}",
     "total variation": "{:.5f}",
     "expected TV": "{:.5f}",
     "chi-square p": "{:.3g}",
@@ -379,20 +452,67 @@ figure.suptitle("Exact rules stay at the dashed lines, wrong ones do not", fonts
 plt.show()
 
 # %% [markdown]
-# *Figure 4. One mark per prompt and temperature. Left, on a logarithmic axis: the standard deviation divided by what
+# *Figure 5. One mark per prompt and temperature. Left, on a logarithmic axis: the standard deviation divided by what
 # exact sampling gives; the dashed line is 1. It scatters, for a few likely tokens decide it. Right: the p-value as powers
 # of ten; to the right of the dashed line a cell fails. Circles are exact rules, crosses wrong ones. The deviation alone
 # would let the subtlest wrong rule through, while chi-square, which weighs each token by its own noise, need not.*
 #
-# ## 4. Whole continuations through the full decoder
+# ## 4. Drafts of two levels: the first three tokens of a round
 #
-# The experiment above tests the rule at one position. The decoder around it can still go wrong: a cache that keeps a
-# rejected token, a draft that sees another text than the target. So whole short continuations are drawn by the complete
-# decoder, and compared with the product of the target's own conditional probabilities. Continuations that are too
-# unlikely to be told apart are one outcome, "other".
+# At one position block verification *is* the chain rule, and a tree is a set of siblings. What they add shows only from
+# the second token on. So $p$ and $q$ are computed after every prefix of two tokens that a draft or the target can
+# produce, where both keep a few most likely tokens (top-k). Then rounds over drafts of two levels are drawn and judged by
+# the same rules, completed by the target to three tokens, and compared with the exact joint distribution
+# $p(x_1)\, p(x_2 \mid x_1)\, p(x_3 \mid x_1 x_2)$. Two more rules are wrong here on purpose. Their first token is right, so
+# no test of the first token can reject them:
+#
+# * **block, residual of the chain**: keeps what block verification keeps, and then draws from $\max(p - q, 0)$ instead of
+#   $\max(w\,p - q, 0)$, where $w$ is the weight of the kept prefix.
+# * **tree, judged behind the root only**: reads the target's distribution after the root for every level of the tree.
+
+# %%
+if ROUNDS:
+    deep = pd.DataFrame(ROUNDS[0]["rules"])
+    deep["verdict"] = deep.apply(verdict, axis=1)
+    deep["failed cells"] = deep["failed"].astype(str) + " of " + deep["cells"].astype(str)
+    named = {
+        "rule": "rule", "kept": "drafted tokens kept", "total_variation": "total variation",
+        "expected_total_variation": "expected TV", "smallest_first_p": "first token alone: smallest p",
+        "smallest_p": "three tokens: smallest p", "failed cells": "failed cells", "verdict": "verdict",
+    }
+    small = "{:.2e}"
+    shapes = {"drafted tokens kept": "{:.3f}", "total variation": "{:.5f}", "expected TV": "{:.5f}"}
+    shapes |= {"first token alone: smallest p": small, "three tokens: smallest p": small}
+    display(deep[list(named)].rename(columns=named).style.hide().format(shapes))
+    lab, model = ROUNDS[0]["manifest"]["lab"], ROUNDS[0]["manifest"]["model"]["name"]
+    print(f"{model}, drafts of {lab['levels']} levels, {lab['draws']:,} rounds per cell; a cell fails when p <= {ROUNDS[0]['bound']:.2e}.")
+else:
+    print("No record of rounds here. Make one: python -m bench lossless experiment=rounds method=speculative_sampling sampling.top_k=4 draws=200000")
+
+# %% [markdown]
+# ## 5. Whole continuations through the full decoder
+#
+# The experiments above test the rules on drafts made for them. The decoder around a rule can still go wrong: a cache
+# that keeps a rejected token, a tree mask that hides the path, a draft that sees another text than the target. So the
+# first tokens of a text are drawn by the complete decoder, and compared with the product of the target's own conditional
+# probabilities. Continuations that are too unlikely to be told apart are one outcome, "other".
 
 # %%
 if JOINT:
+    every = [
+        {
+            "method": r["manifest"]["config"]["method"]["name"],
+            "rule": r["cells"][0].get("rule", "own"),
+            "model": r["manifest"]["model"]["name"],
+            "tokens": r["manifest"]["lab"]["horizon"],
+            "draws each": f"{r['manifest']['lab']['draws']:,}",
+            "tests": len(r["cells"]),
+            "smallest p": f"{min(cell['p_value'] for cell in r['cells']):.3g}",
+            "as promised": "yes" if r["passed"] else "no",
+        }
+        for r in JOINT
+    ]
+    display(pd.DataFrame(every).style.hide())
     joint = pd.DataFrame(JOINT[0]["cells"])
     view = joint.assign(prompt=joint["prompt"].str.slice(0, 40) + "…")[
         ["temperature", "prompt", "continuations", "mass", "total_variation", "expected_total_variation", "p_value"]
@@ -413,19 +533,71 @@ if JOINT:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     plt.show()
     method, count = JOINT[0]["manifest"]["config"]["method"]["name"], len(points)
-    display(Markdown(f"*Figure 5. The {count} likeliest continuations of all prompts, decoded by {method}: probability against frequency, both logarithmic. About one mark in twenty may leave the grey band by chance.*"))
+    display(Markdown(f"*Figure 6. The {count} likeliest continuations of all prompts, decoded by {method}: probability against frequency, both logarithmic. About one mark in twenty may leave the grey band by chance.*"))
 else:
     print("No joint record here. Make one: python -m bench lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64")
 
 # %% [markdown]
-# ## 5. What this does not prove
+# ## 6. Where losslessness ends: families and what they promise
+#
+# Surveys of faster generation order methods by what they change. This is what is implemented here, read from the
+# configuration of every method: its family, and what its default settings promise. EXACT methods write the target's
+# own text or distribution, RELAXED ones may leave it by a declared tolerance, INDEPENDENT_MODEL ones are models of their
+# own. Whether what is left of the quality is enough has to be measured for the last two; for EXACT ones it follows.
+
+# %%
+def catalogue() -> pd.DataFrame:
+    """Name, family and guarantee of every method of the configuration."""
+    rows = []
+    for name in compose.every_group()["method"]:
+        settings = yaml.safe_load(compose.config_file("method", name).read_text(encoding="utf-8"))
+        decoder = instantiate.method_class(settings)
+        family = leaderboard.family({"method": settings})
+        rows.append({"name": name, "family": family, "guarantee": decoder.guarantee.value})
+    return pd.DataFrame(rows)
+
+
+def draw_taxonomy(methods: pd.DataFrame) -> None:
+    columns = [each for each in leaderboard.GUARANTEES if each in set(methods["guarantee"])]
+    families = [each for each in COLOURS if each in set(methods["family"])]
+    cells = {(f, g): list(part["name"]) for (f, g), part in methods.groupby(["family", "guarantee"])}
+    heights = [max(-(-len(cells.get((family, g), [])) // 2) for g in columns) + 0.9 for family in families]
+    figure, axes = plt.subplots(figsize=(13, 0.3 * sum(heights) + 1), layout="constrained")
+    top = 0.0
+    for family, height in zip(families, heights, strict=True):
+        axes.text(-0.03, top + height / 2, family, ha="right", va="center", color=COLOURS[family], fontsize=12, weight="bold")
+        for place, guarantee in enumerate(columns):
+            names = cells.get((family, guarantee), [])
+            box = plt.Rectangle((place + 0.01, top + 0.08), 0.98, height - 0.16, color=COLOURS[family] if names else "0.9", alpha=0.16)
+            axes.add_patch(box)
+            for number, name in enumerate(names):
+                x, y = place + 0.05 + 0.5 * (number % 2), top + 0.7 + number // 2
+                axes.text(x, y, name, va="center", fontsize=10, color="0.15")
+        top += height
+    for place, guarantee in enumerate(columns):
+        axes.text(place + 0.5, -0.35, f"{guarantee} ({sum(methods['guarantee'] == guarantee)})", ha="center", fontsize=12, weight="bold")
+    axes.set(xlim=(-0.36, len(columns)), ylim=(top, -0.8))
+    axes.axis("off")
+    figure.suptitle(f"The {len(methods)} methods by what they change (rows) and what they promise (columns)", fontsize=12)
+    plt.show()
+
+
+draw_taxonomy(catalogue())
+
+# %% [markdown]
+# *Figure 7. Every method of the configuration with its default settings; some have a setting that moves them to another
+# column (`method.acceptance=typical` makes `medusa` RELAXED, a threshold of 1 makes `calm` EXACT). "peer" are
+# implementations of others behind the same interface.*
+
+# %% [markdown]
+# ## 7. What this does not prove
 #
 # * **A finite sample has finite sight.** A bias well below the total variation that exact sampling shows by itself
 #   (the column "expected TV") passes. The proof closes this gap for the rule; for the code only more draws narrow it.
 # * **It is about the target as computed here.** The $p$ that is compared with is the one from the same engine in the same
 #   number type. That the engine computes the model correctly is tested elsewhere, against the original implementation.
 #   In 16 bit a pass over several tokens rounds differently from a pass over one; the draws follow the rounded $p$.
-# * **A few prompts, the first tokens.** An error that needs a long text, a full cache or an end of sequence to appear
+# * **A few prompts, the first three tokens at most.** An error that needs a long text, a full cache or an end of sequence to appear
 #   is not looked for here.
 # * **The target's own quality is left as it is.** Lossless means no worse than the target, with all its mistakes.
 # * **Relaxed rules are outside.** Typical acceptance and its like give up exactness for speed, and have to be judged by

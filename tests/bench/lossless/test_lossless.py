@@ -18,7 +18,7 @@ from bench.lossless import continuations, experiments, greedy, report
 from bench.lossless.experiments import Cell, arrangements, run_cell
 from bench.lossless.sampling import Arrangement, _Source, first_tokens, root_distributions
 from bench.lossless.settings import LosslessConfig
-from bench.lossless.statistics import compare, goodness_of_fit, mean_absolute_deviation
+from bench.lossless.statistics import compare, deviation_shown, goodness_of_fit, mean_absolute_deviation
 from bench.lossless.wrong_rules import UncorrectedRejection
 from methods.autoregressive import Autoregressive
 from methods.engine.sampling import Sampling
@@ -42,6 +42,14 @@ def test_deviation_total_variation_and_chi_square_by_hand():
     assert found.total_variation == pytest.approx(0.1)
     assert found.chi_square == pytest.approx(4.0) and found.degrees == 1  # 10^2 / 50 twice
     assert found.p_value == pytest.approx(0.0455, abs=1e-4)
+
+
+def test_the_deviation_over_shown_tokens_by_hand():
+    found, expected = deviation_shown([0.5, 0.2], [0.6, 0.2], 100)
+    assert found == pytest.approx(math.sqrt(0.01 / 2)) and expected == pytest.approx(math.sqrt((0.25 + 0.16) / 2 / 100))
+    widest = 1 / math.sqrt(1e6 * 128_256)  # what an exact sampler cannot exceed over a vocabulary of that size
+    assert compare(np.ones(128_256), np.ones(128_256) / 128_256).expected_deviation <= 1 / 128_256
+    assert widest < 9.694e-5 < deviation_shown([0.01] * 10, [0.01] * 10, 1_000_000)[1]
 
 
 def test_an_outcome_that_cannot_be_has_p_value_zero():
@@ -146,6 +154,8 @@ def test_a_cell_reports_what_the_picture_needs():
     assert row["overlap"] == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-6)
     assert [bar["id"] for bar in row["top"]] == [3, 4]
     assert row["top"][0]["target"] == pytest.approx(float(p[3]))
+    gaps = [bar["empirical"] - bar["target"] for bar in row["top"]]
+    assert row["standard_deviation_shown"] == pytest.approx(math.sqrt(sum(gap**2 for gap in gaps) / 2))
     assert abs(row["top"][0]["empirical"] - float(p[3])) < 5 * math.sqrt(float(p[3]) / 2000)
     assert row["cpu_s"] >= 0
     assert run_cell(cell) | {"cpu_s": 0} == row | {"cpu_s": 0}  # the seed decides
@@ -296,7 +306,7 @@ def test_joint_from_the_command_line(tmp_path, capsys):
     ("said", "answer"),
     [
         (["experiment=samplng"], "Did you mean 'sampling'"),
-        ([], "experiment=greedy|sampling|joint"),
+        ([], "experiment=greedy|sampling|rounds|joint"),
         (["experiment=sampling", "draws=0"], "draws must be at least 1, got 0"),
         (["experiment=sampling", "draws=many"], "draws"),
         (["experiment=sampling", "temperatures=[0.0]"], "experiment=greedy for temperature 0"),
@@ -326,6 +336,7 @@ def test_a_relaxed_method_is_refused(target):
 
 def test_a_failed_experiment_says_so():
     row = {"rule": "chain", "exact": True, "cells": 4, "failed": 1, "standard_deviation": 1e-3}
+    row |= {"standard_deviation_shown": 2e-3, "expected_deviation_shown": 3e-4}
     row |= {"expected_deviation": 1e-4, "total_variation": 0.1, "smallest_p": 1e-9, "as_it_should": False}
     table = "\n".join(report.rules_table({"rules": [row, {**row, "exact": False}], "bound": 1e-4}))
     assert "exact: FAILS" in table and "wrong rule: MISSED" in table
