@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from bench.analysis import ranking
 from bench.config import compose, instantiate
 from bench.config.schema import checkout
 from bench.report import collect, leaderboard, markdown, plots, tables, terminal
@@ -26,7 +27,7 @@ BLOCK = re.compile(
 )
 FIGURE = Path("docs/figures/speedup_mtbench.svg")
 _WORDS = re.compile(r"<text[^>]*>([^<]*)</text>")
-_SHORT = ("speed-up", "tokens/step", "tokens/s", "memory", "agreement", "RESULT")
+_SHORT = ("speed-up", "novel text", "conversations", "tokens/step", "tokens/s", "memory", "agreement", "RESULT")
 _FAMILIES = (
     "baseline",
     "speculative",
@@ -125,7 +126,9 @@ def results_page(results: Path) -> str:
     found = collect.read(results)
     body = markdown.to_markdown(leaderboard.groups(found), markdown.unfinished(found), _FOLDER.as_posix())
     title, _, tables = body.partition("\n\n")
-    return f"{title}\n\n{_PREFACE}\n\n{tables}{_laboratory(results)}"
+    limits = {"speed": 100 * ranking.SPEED_RANGE, "score": 100 * ranking.SCORE_LOSS, "text": 1 - ranking.TEXT_LOSS}
+    preface = _PREFACE.format(**limits, nats=ranking.LOGPROB_LOSS)
+    return f"{title}\n\n{preface}\n\n{tables}{_laboratory(results)}"
 
 
 _PREFACE = """\
@@ -135,8 +138,16 @@ validate results` checks the records, `python -m bench report` makes a page of t
 
 Each table holds runs that share model, data, machine, number type, sampling, batch size and limit; nothing is ranked
 across tables. Ranks count within one guarantee: EXACT methods write the target's own text, RELAXED ones may change it,
-INDEPENDENT_MODEL ones are models of their own. INVALID runs have no rank. Speed-ups are over a baseline that was
-measured interleaved in the same run, with 95 % intervals over the prompts; after a score is the baseline's."""
+INDEPENDENT_MODEL ones are models of their own. Speed-ups are over a baseline that was measured interleaved in the
+same run, per token, of one-pass methods in total time, with 95 % intervals over the conversations; after a score is
+the baseline's. **novel** counts only conversations in which the baseline repeats at most a tenth of its tokens,
+**worst** is the slowest conversation, **slower** the share of those below 1, **identical** the share of texts that
+equal the baseline's; **tie** marks an interval that overlaps that of the rank above.
+
+A run has no rank if it is INVALID or INCONCLUSIVE, if its baseline was more than {speed:.0f} % faster or slower than
+the table's median, or if the method may change the text and quality is unknown or lost: more than {score:.0f} % of
+the baseline's score; without a score, a ROUGE-L to the baseline's text below {text:.2f}, a log-probability per token
+that is {nats} lower, or more repetition (`bench/analysis/ranking.py`)."""
 
 
 def _laboratory(results: Path) -> str:
@@ -160,16 +171,18 @@ def _laboratory(results: Path) -> str:
 
 
 _EXPERIMENTS = """\
-[docs/lossless.md](docs/lossless.md) explains the experiments. Greedy texts that are not identical part at a near-tie,
-where 16-bit rounding decides between two tokens; a violation would be a token outside that gap. Smallest p: of all
-tests of exact rules, which pass above the level that keeps false alarms of all of them together at 1 %."""
+[docs/lossless.md](docs/lossless.md) explains the experiments. Where a greedy text is not identical, rounding decided
+between two tokens at some place. A violation is a token whose log-probability is further below that of the target's
+choice than the near-tie gap. The decoder's passes and the check round independently, so a violation in 16 bit has to be
+looked at in float32, where all texts must be identical. Smallest p: of all tests of exact rules, which pass above the
+level that keeps false alarms of all of them together at 1 %."""
 
 
 def _found(manifest: dict[str, Any], result: dict[str, Any]) -> str:
     """What an experiment counted, in one cell of a table."""
     if "identical" in result:
         texts = len(result["prompts"])
-        return f"{result['identical']} of {texts} texts identical; {result['violations']} violations"
+        return f"{result['identical']} of {texts} texts identical, violations: {result['violations']}"
     if not (cells := result.get("cells")):
         return ""
     exact = [cell["p_value"] for cell in cells if cell.get("exact", True)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.analysis.ranking import NAMES as SCORES
 from bench.analysis.ranking import first_score
-from bench.report import leaderboard
+from bench.report import leaderboard, terminal
 from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.style import COLOURS, style_of
 from bench.utils.files import read_json
@@ -95,7 +95,7 @@ def _point(row: Row, ids: Mapping[Path, str]) -> dict[str, Any]:
         "source": row.record.source,
         "batch": summary.get("batch_size"),
         **{key: _brief(found[key]) for key in ("value", "low", "high")},
-        "novel": _brief((summary["speedup"].get("novel") or {}).get("value")),
+        "novel": _brief(terminal.novel(summary)),
         "worst": _brief((summary["speedup"].get("floor") or {}).get("minimum")),
         "repeated": _brief((summary.get("predictability") or {}).get("mean_share")),
         "rank": row.rank,

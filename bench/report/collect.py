@@ -287,6 +287,11 @@ def _result(each: FlatRow) -> str:
     return str(each.get("result") or each.get("status"))
 
 
+def _novel(each: FlatRow) -> str:
+    found = {name: each.get(f"speedup.novel.{name}") for name in ("value", "n")}
+    return terminal.times(terminal.novel({"speedup": {"novel": found}})).replace(terminal.MISSING, "-")
+
+
 def _interval(each: FlatRow) -> str:
     found = {name: each.get(f"speedup.headline.{name}") for name in ("low", "high", "n")}
     return terminal.interval(found).replace(terminal.MISSING, "-")
@@ -311,7 +316,7 @@ _ALIKE = {
 _MEASURED: dict[str, tuple[str, Callable[[FlatRow], str]]] = {
     "speed-up": ("speedup.headline.value", lambda each: terminal.times(each["speedup.headline.value"])),
     "95 %": ("speedup.headline.low", _interval),
-    "novel": ("speedup.novel.value", lambda each: terminal.times(each["speedup.novel.value"])),
+    "novel": ("speedup.novel.value", _novel),
     "tokens/step": ("tokens_per_step", lambda each: terminal.number(each["tokens_per_step"])),
     "tokens/s": ("tokens_per_s", lambda each: terminal.rate_number(each["tokens_per_s"])),
     "agreement": ("agreement.exact", lambda each: f"{each['agreement.exact']:.1%}"),

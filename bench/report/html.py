@@ -219,7 +219,7 @@ _Number = Callable[[Row], Any]
 # By heading: the value to sort by, None for text.
 _SORTED: dict[str, _Number] = {
     "speed-up": lambda row: row.speed,
-    "novel": lambda row: (row.summary["speedup"].get("novel") or {}).get("value"),
+    "novel": lambda row: terminal.novel(row.summary),
     "worst": lambda row: (row.summary["speedup"].get("floor") or {}).get("minimum"),
     "slower": lambda row: (row.summary["speedup"].get("floor") or {}).get("slower_share"),
     "predicted": lambda row: row.summary.get("predicted_speedup"),

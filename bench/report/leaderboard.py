@@ -89,8 +89,8 @@ class Row:
 
     @property
     def note(self) -> str:
-        """Why a VALID run has no rank; empty for others, whose result says it."""
-        return self.reason if audit.result(self.summary) == "VALID" else ""
+        """The first reason why a VALID run has no rank; empty for others, whose result says it."""
+        return self.reason.partition("; ")[0] if audit.result(self.summary) == "VALID" else ""
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def leaderboard(summaries: Iterable[Mapping[str, Any]]) -> str:
     runs = ordered(runs)
     chosen = COLUMNS | (_TRANSLATION if all(map(translates, runs)) else {})
     columns = {name: [column(run).replace(MISSING, "-") for run in runs] for name, column in chosen.items()}
+    columns = {name: cells for name, cells in columns.items() if name not in _SELDOM or set(cells) != {"-"}}
     table, _ = tables.fitting(columns, width(), _LEAST, [name for name in columns if name not in _LEFT])
     head = _pack([place(runs[0]), str(runs[0].get("dataset")), how(runs[0])])
     notes = without_rank(runs)
@@ -173,9 +174,15 @@ def _spread(summary: Mapping[str, Any]) -> list[str]:
     if not floor or floor["minimum"] is None:
         return []
     details = [f"worst {times(floor['minimum'])}", f"{_share(floor['slower_share'])} of the conversations slower"]
-    if (novel := speedup.get("novel")) and novel["value"] is not None:
-        return _row("novel text", times(novel["value"]), [f"95 % {_interval(novel)}", *details])
+    if (value := novel(summary)) is not None:
+        return _row("novel text", times(value), [f"95 % {_interval(speedup['novel'])}", *details])
     return _row("conversations", "", details)
+
+
+def novel(summary: Mapping[str, Any]) -> Number | None:
+    """The speed-up on novel text; None over fewer conversations than an interval takes, which show nothing."""
+    found = summary["speedup"].get("novel") or {}
+    return found.get("value") if (found.get("n") or 0) >= stats.FEWEST_PAIRS else None
 
 
 def _repetition(summary: Mapping[str, Any]) -> list[str]:
@@ -393,7 +400,7 @@ def _pack(parts: Sequence[str], indent: int = 0) -> list[str]:
 
 def _identical(run: Mapping[str, Any]) -> str:
     """Share of the texts that are the baseline's to the token, of methods that promise it."""
-    return _share((run.get("agreement") or {}).get("identical_to_baseline") if run["guarantee"] == "EXACT" else None)
+    return _share((run.get("agreement") or {}).get("identical_to_baseline")) if run["guarantee"] == "EXACT" else "-"
 
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -401,7 +408,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "guarantee": lambda run: str(run["guarantee"]).replace("INDEPENDENT_MODEL", "INDEPENDENT"),
     "speed-up": lambda run: times(metrics.headline(run)["value"]),
     "95 %": lambda run: interval(metrics.headline(run)),
-    "novel": lambda run: times((run["speedup"].get("novel") or {}).get("value")),
+    "novel": lambda run: times(novel(run)),
     "worst": lambda run: times((run["speedup"].get("floor") or {}).get("minimum")),
     "slower": lambda run: _share((run["speedup"].get("floor") or {}).get("slower_share")),
     "tokens/step": lambda run: number(run["tokens_per_step"]),
@@ -417,6 +424,7 @@ _TRANSLATION: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "sentences/s": lambda run: rate_number(run.get("prompts_per_s")),
 }
 _LEFT = ("method", "guarantee", "result")
+_SELDOM = ("novel", "worst", "slower", "identical")  # left out where no run has them
 # Left out in this order where a table would be too wide.
 _LEAST = ("memory", "identical", "slower", "tokens/s", "worst", "tokens/step", "agreement")
 

@@ -190,6 +190,8 @@ def test_a_leaderboard_says_why_a_valid_run_has_no_rank_and_fits() -> None:
     runs = [summary(method=name) for name in names]
     runs[1]["baseline_tokens_per_s"] = 99.0
     runs[2] |= {"guarantee": "RELAXED"}
+    assert "novel" not in terminal.leaderboard(runs), "no text here is known to be novel"
+    runs[0]["speedup"]["novel"] |= {"value": 1.1, "n": 9}
     text = terminal.leaderboard(runs)
     assert "Not ranked: b (baseline 99 tokens/s, the table's 23: not measured under the same conditions); c" in text
     assert "c (quality unknown)" in " ".join(text.split()) and max(map(len, text.splitlines())) <= terminal.width()
