@@ -27,6 +27,7 @@
 
 # %%
 import json
+import warnings
 from textwrap import shorten
 
 import matplotlib.pyplot as plt
@@ -41,6 +42,7 @@ from bench.lossless.statistics import deviation_shown
 from bench.report import leaderboard, notebook
 from bench.report.style import COLOURS
 
+warnings.filterwarnings("ignore", message="IProgress not found")  # some methods load a progress bar that is not used here
 notebook.theme()
 plt.rcParams["hatch.linewidth"] = 0.6
 TARGET, DRAFT, RESIDUAL, REJECTED, EMPIRICAL = (sns.color_palette("colorblind")[i] for i in (0, 1, 2, 3, 4))
@@ -161,7 +163,7 @@ def draw_densities() -> None:
     accepted.set(title="Accepted: q times min(1, p / q)", ylabel="density, probability", ylim=(0, 1.15))
     rejected.plot(x, residual / (1 - alpha), color=RESIDUAL, linestyle="--", linewidth=1.5)
     rejected.plot(x, residual, color=RESIDUAL, linewidth=2.5)
-    rejected.fill_between(x, residual, color=RESIDUAL, alpha=0.25)
+    rejected.fill_between(x, residual, color=RESIDUAL, alpha=0.7)
     rejected.axhline(1 - alpha, color=REJECTED, linewidth=1.5, linestyle=":")
     rejected.text(4.5, 1 - alpha + 0.012, f"probability of a rejection: 1 − α = {1 - alpha:.2f}", color=REJECTED, ha="right")
     rejected.text(-1.0, 0.52, "residual, normalised: area 1", color=RESIDUAL)
