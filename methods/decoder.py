@@ -217,7 +217,7 @@ def generate(
 
 
 def next_step(steps: Iterator[Step], changes: RowChanges) -> Step | None:
-    """The next step of a decode after telling it what changed; None at its end. Only a generator can be told."""
+    """The next step of a decode after sending it what changed; None at its end. Only a generator receives it."""
     if not (changes and isinstance(steps, abc.Generator)):
         return next(steps, None)
     try:

@@ -59,7 +59,7 @@ LAYERS = [
     """.strip().splitlines()
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-SHARED = {"decoder", "drafting", "engine", "training"}  # what every method and the benchmark may use
+SHARED = {"decoder", "drafting", "rows", "engine", "training"}  # what every method and the benchmark may use
 # The baseline is the speculative loop with an empty draft, and the denominator of every run.
 # A student drafts for its teacher. Models trained here can have exits.
 ALSO = {

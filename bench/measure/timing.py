@@ -92,7 +92,7 @@ def timed_decode(
 ) -> Timed:
     """Decode a batch, or a queue, until every row has finished, reading the clock once per step.
 
-    The decoder is told which rows have finished, so that it can drop them; what that takes is in the measured time.
+    The decoder is sent the rows that have finished, so that it can drop them; what that takes is in the measured time.
 
     The device is synchronised before the first and after the last step, in between only by what the method itself
     needs; garbage is collected before and not during.

@@ -69,7 +69,7 @@ class SpeculativeDecoder(Decoder, Refillable):
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
-        yield from self._told(Step.undrafted(first, rows=len(first)), batch)
+        yield from self._answered(Step.undrafted(first, rows=len(first)), batch)
 
         while any(batch.open):
             self._drop(batch)
@@ -88,9 +88,9 @@ class SpeculativeDecoder(Decoder, Refillable):
             _extend(context.tokens, tokens)
             context.output, context.path = output, _rows_of(verification)
             context.root = _next_root(context.root, verification.bonus, open_rows)
-            yield from self._told(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1]), batch)
+            yield from self._answered(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1]), batch)
 
-    def _told(self, step: Step, batch: _Batch) -> Rounds:
+    def _answered(self, step: Step, batch: _Batch) -> Rounds:
         """Yield a step, and one more for each set of prompts that is sent in return."""
         prompts = batch.rows.take((yield batch.rows.step(step)))
         while prompts:

@@ -1,4 +1,4 @@
-"""Which rows a decode computes: the clock tells the decoder whose texts have ended, and these rows leave."""
+"""Which rows a decode computes: the decoder is sent those whose texts have ended, and they leave."""
 
 from __future__ import annotations
 
@@ -116,6 +116,6 @@ class DeafIterator(Deaf):
 
 
 @pytest.mark.parametrize("decoder", [Deaf(), DeafIterator()], ids=["generator", "iterator"])
-def test_a_decoder_may_ignore_what_it_is_told(decoder: Decoder) -> None:
+def test_a_decoder_may_ignore_what_it_is_sent(decoder: Decoder) -> None:
     found = timed(decoder, [torch.tensor([1]), torch.tensor([2])], (3,))
     assert [row.ids[-1] for row in found.rows] == [3, 3]
