@@ -363,15 +363,22 @@ def check_processor(evidence: Evidence, found: _Findings) -> None:
     if (evidence.manifest.get("hardware") or {}).get("gpu"):
         return
     known = evidence.batches[evidence.batches["cpu_ns"].notna()]
-    for arm, part in known.groupby("arm"):
-        used, wall = part["cpu_ns"].to_numpy(float), part["batch_ns"].to_numpy(float)
-        missing = 1 - used.sum() / (max(1.0, float(np.median(used / wall))) * wall.sum())
+    lost = {str(arm): _lost_processor(part) for arm, part in known.groupby("arm")}
+    for arm, share in lost.items():
+        uneven = share - min(lost.values()) > PROCESSOR[0]  # this moves the speed-up, a loss of both arms does not
         text = (
-            f"The {arm} got {1 - missing:.0%} of its processor time, as other programs ran or the process was stopped; "
-            f"below {1 - PROCESSOR[0]:.0%} is busy, below {1 - PROCESSOR[1]:.0%} INVALID. Close other programs and "
+            f"The {arm} got {1 - share:.0%} of its processor time{', the other arm more' if uneven else ''}, as other "
+            f"programs ran or the process was stopped; below {1 - PROCESSOR[0]:.0%} is busy, below "
+            f"{1 - PROCESSOR[1]:.0%}, or with {PROCESSOR[0]:.0%} between the arms, INVALID. Close other programs and "
             "repeat the command."
         )
-        found.judge(missing, PROCESSOR, text)
+        found.judge(math.inf if uneven else share, PROCESSOR, text)
+
+
+def _lost_processor(batches: pd.DataFrame) -> float:
+    """Share of the processor time of an arm that its batches did not get."""
+    used, wall = batches["cpu_ns"].to_numpy(float), batches["batch_ns"].to_numpy(float)
+    return float(1 - used.sum() / (max(1.0, float(np.median(used / wall))) * wall.sum()))
 
 
 def check_harness(evidence: Evidence, found: _Findings) -> None:

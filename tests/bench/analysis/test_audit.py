@@ -293,12 +293,13 @@ def test_load_over_the_whole_run(start: list[float], end: list[float], minutes: 
     assert found.valid or f"kept {load - 2:.1f} of 4 cores" in only_reason(found)
 
 
-def timed(cpu_ms: list[float], **manifest: Any) -> AuditResult:
-    """A run whose baseline took this processor time in each batch of 100 ms."""
+def timed(cpu_ms: list[float], method_ms: float | None = None, **manifest: Any) -> AuditResult:
+    """A run whose arms took this processor time in each batch of 100 ms."""
+    other = {} if method_ms is None else {"cpu_ns": round(method_ms * MS)}
     samples = [
         sample
         for i, cpu in enumerate(cpu_ms, start=1)
-        for sample in both(f"{i}/1", {"ms": [50] * 2, "cpu_ns": round(cpu * MS)}, {"ms": [50] * 2})
+        for sample in both(f"{i}/1", {"ms": [50] * 2, "cpu_ns": round(cpu * MS)}, {"ms": [50] * 2} | other)
     ]
     return verdict(samples, manifest=manifest)
 
@@ -321,6 +322,13 @@ def test_processor_time_that_others_took(cpu_ms: list[float], outcome: str) -> N
         share = sum(cpu_ms) / 1000 / max(1, sorted(cpu_ms)[5] / 100)
         assert f"The baseline got {share:.0%} of its processor time" in [*found.reasons, *found.warnings][0]
         assert found.noisy is (outcome == "invalid")
+
+
+@pytest.mark.parametrize(("method_ms", "outcome"), [(92, "ok"), (99, "invalid")])
+def test_processor_time_that_one_arm_lost_moves_the_speed_up(method_ms: float, outcome: str) -> None:
+    found = timed([90] * 10, method_ms)
+    assert found.valid == (outcome == "ok")
+    assert found.valid or "The baseline got 90% of its processor time, the other arm more" in only_reason(found)
 
 
 def test_processor_time_says_nothing_where_a_gpu_computes() -> None:
