@@ -1,13 +1,15 @@
 """Does another engine write what the target writes? A certificate for an OpenAI-compatible server.
 
 The suite's own engine loads the target. The server writes texts at temperature 0, which the target reads again, and
-draws first tokens, which are compared with the target's distribution. A sampler that is right for any first token is
-right for any token, since each is the first one after a longer prompt.
+draws tokens at a temperature, which are compared with the target's distribution.
 
 - Greedy: every token must be the target's argmax or a near-tie of it. ``regret`` is the log-probability that the
   tokens lose against the target's argmax, each given the server's own text before it.
 - Sampling: chi-square over the tokens, or over what their texts distinguish if the server returns only text; Bonferroni
   over all tests.
+- Later tokens, which a speculative server draws by its verification rule: each is turned into its place in the target's
+  distribution after the text before it, drawn within the step of the token (the randomised probability integral
+  transform; Rosenblatt 1952, Annals of Mathematical Statistics 23(3)). The places are uniform if all tokens are right.
 - top_p and top_k: no token may be from outside the set. Tokens at its edge, where rounding decides, do not count.
 """
 
@@ -55,6 +57,8 @@ _NO_EFFECT = {
 }
 _EDGE = 0.02  # most of the nucleus' mass that rounding may move, in 16 bit
 _UNSURE = 4.6  # tokens expected outside a set, below which a server that ignores it stays undetected in 1 of 100 cases
+_LATER = 8  # tokens of a drawn text
+_BINS = 20  # of the places of later tokens
 _HOTTEST = 5.0  # bounds of the temperature that is fitted
 _COLDEST = 0.05
 
@@ -324,19 +328,62 @@ def first_tokens(
     config: ServedConfig,
     gap: float,
 ) -> list[dict[str, Any]]:
-    """A cell for each test and prompt; top_k only if the server takes it."""
+    """A cell for each test and prompt; top_k only if the server takes it, later tokens only if it returns ids."""
     tests = {"temperature": Sampling(config.temperature), "top_p": Sampling(config.temperature, top_p=config.top_p)}
     if server.takes("top_k"):
         tests["top_k"] = Sampling(config.temperature, top_k=config.top_k)
     cells = []
-    with Progress("first tokens", len(tests) * len(texts) * config.n) as progress:
+    with Progress("drawn tokens", (len(tests) + 1) * len(texts) * config.n) as progress:
         for test, sampling in tests.items():
             for prompt in texts:
                 drawn = server.complete(prompt, sampling, 1, config.n)
                 logits = _logits(loaded, prompt.ids)
                 cells.append({"test": test, "prompt": prompt.message, **cell(drawn, logits, sampling, reader, gap)})
                 progress.advance(config.n)
+        for prompt in texts:
+            drawn = server.complete(prompt, Sampling(config.temperature), _LATER, max(1, config.n // _LATER))
+            if found := later_cell(drawn, loaded, prompt, Sampling(config.temperature), reader):
+                cells.append({"test": "later", "prompt": prompt.message, **found})
+            progress.advance(config.n)
     return cells
+
+
+def later_cell(
+    drawn: Sequence[Completion], loaded: Loaded, prompt: Prompt, sampling: Sampling, reader: Reader
+) -> dict[str, Any] | None:
+    """Places of the tokens after the first in the target's distributions, against uniform ones.
+
+    Returns:
+        The figures of ``statistics.Comparison`` over the bins; None if the server returns no ids, or no such token.
+    """
+    luck = np.random.default_rng(0)
+    places, how = [], ""
+    for found in drawn:
+        ids, how = reader.ids(found)
+        if ids is None:
+            return None
+        if len(ids) > 1:
+            places.append(_places(loaded, prompt.ids, ids, sampling, luck))
+    if not places:
+        return None
+    every = np.concatenate(places)
+    bins = int(np.clip(len(every) // 10, 1, _BINS))
+    counts = np.bincount((every * bins).astype(int).clip(max=bins - 1), minlength=bins).astype(float)
+    return {"tokens_by": how, **asdict(compare(counts, np.full(bins, 1 / bins))), "outside": 0}
+
+
+@torch.inference_mode()
+def _places(
+    loaded: Loaded, prompt: list[int], ids: list[int], sampling: Sampling, luck: np.random.Generator
+) -> npt.NDArray:
+    """Place of each token but the first: the mass of likelier tokens, and a random part of its own."""
+    read = torch.tensor([*prompt, *ids[:-1]], device=loaded.lm.device)
+    probs = sampling.probs(loaded.lm.score(read, start=len(prompt))).double()
+    own = probs.gather(1, torch.tensor(ids[1:], device=probs.device)[:, None])
+    likelier = (probs * (probs > own)).sum(1).cpu().numpy()
+    # tokens that are exactly as likely form one step
+    step = (probs * (probs == own)).sum(1).cpu().numpy()
+    return likelier + luck.random(len(step)) * step
 
 
 def cell(drawn: Sequence[Completion], logits: Tensor, sampling: Sampling, reader: Reader, gap: float) -> dict[str, Any]:
@@ -418,16 +465,17 @@ def fitted_temperature(logits: Tensor, labels: npt.NDArray, counts: Array) -> fl
 def verdict(test: str, cells: Sequence[dict[str, Any]], bound: float, config: ServedConfig) -> dict[str, Any]:
     """State of a test over its prompts, and why.
 
-    ``state`` is consistent or not for the temperature; for top_p and top_k it is held, ignored, violated, or unsure if
-    too few draws would show a server that ignores the setting; not consistent if all draws are inside the set and do
-    not follow its distribution.
+    ``state`` is consistent or not for first and later tokens; for top_p and top_k it is held, ignored, violated, or
+    unsure if too few draws would show a server that ignores the setting; not consistent if all draws are inside the set
+    and do not follow its distribution.
     """
     mine = [each for each in cells if each["test"] == test]
     draws, outside = (sum(each[name] for each in mine) for name in ("draws", "outside"))
     smallest, passed = min(each["p_value"] for each in mine), all(each["p_value"] > bound for each in mine)
     facts = {"draws": draws, "outside": outside, "smallest_p": smallest, "tests": len(mine)}
-    if test == "temperature":
-        return {"state": "consistent" if passed else "not consistent", **facts, "why": "" if passed else _why(mine)}
+    if test in ("temperature", "later"):
+        why = "" if passed or test == "later" else _why(mine)
+        return {"state": "consistent" if passed else "not consistent", **facts, "why": why}
     expected = sum(each["if_ignored"] for each in mine)
     facts["if_ignored"] = expected
     if passed:
@@ -518,6 +566,14 @@ def _verdicts(result: dict[str, Any]) -> str:
         f"sampling: {plain['state']}: smallest p {plain['smallest_p']:.2g} of {plain['tests']} prompts, a test fails "
         f"at {result['bound']:.1e}" + (f"; {plain['why']}" if plain["why"] else "")
     )
+    if "later" in found:
+        later = found["later"]
+        lines.append(
+            f"later tokens: {later['state']}: smallest p {later['smallest_p']:.2g} of {later['tests']} prompts, "
+            f"{later['draws']:,} tokens"
+        )
+    else:
+        lines.append("later tokens: not tested: the server returns no token ids")
     for test in ("top_p", "top_k"):
         state = _STATES[found[test]["state"]].format(**found[test]) if test in found else "not tested: refused"
         lines.append(f"{test}: {state}")

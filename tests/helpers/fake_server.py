@@ -35,6 +35,7 @@ class Behaviour:
         wrong_token: place in a greedy text where it writes the second most likely token.
         cut: it stops greedy texts after so many tokens and calls that the limit.
         temperature: factor on the temperature; 0 decodes greedily.
+        later_temperature: factor on that of all tokens but the first, as a wrong verification rule changes them.
         ignores: fields that it takes and does not use.
         key: that it wants.
         status: HTTP error of every completion; ``models_status``: of the list of models.
@@ -50,6 +51,7 @@ class Behaviour:
     wrong_token: int | None = None
     cut: int | None = None
     temperature: float = 1.0
+    later_temperature: float = 1.0
     ignores: tuple[str, ...] = ()
     key: str | None = None
     status: int = 0
@@ -94,11 +96,22 @@ class _Engine:
         used = {name: value for name, value in body.items() if name not in self.how.ignores}
         temperature = used["temperature"] * self.how.temperature
         limit = min(body["max_tokens"], self.how.cut or body["max_tokens"])
-        if limit > 1:
-            assert n == 1 and temperature == 0, "the tests draw first tokens only"
-            return [self.greedy(ids, limit)]
+        if limit > 1 and temperature == 0:
+            return [self.greedy(ids, limit)] * n
         sampling = Sampling(temperature, max(0, used.get("top_k", 0)), used.get("top_p", 1.0))
+        if limit > 1:
+            return self.drawn(ids, limit, n, sampling)
         return [[token] for token in sampling.pick(self.after(ids).expand(n, -1), self.rng).tolist()]
+
+    def drawn(self, ids: list[int], limit: int, n: int, sampling: Sampling) -> list[list[int]]:
+        """The first tokens at the right temperature, the others as the behaviour says."""
+        lm = self.loaded.lm
+        later = Sampling(sampling.temperature * self.how.later_temperature)
+        firsts = sampling.pick(self.after(ids).expand(n, -1), self.rng).tolist()
+        rows = [torch.tensor([*ids, first]) for first in firsts]
+        rest = generate(Autoregressive(lm, later), rows, limit - 1, lm.eos_ids, self.rng)
+        ends = lm.eos_ids
+        return [[first, *(() if first in ends else more)] for first, more in zip(firsts, rest, strict=True)]
 
     def greedy(self, ids: list[int], limit: int) -> list[int]:
         wrong = self.how.wrong_token

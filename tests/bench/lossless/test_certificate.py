@@ -56,13 +56,15 @@ def ask(loaded, tmp_path, capsys):
     [("token_ids", "token ids"), ("token_id", "token ids"), ("llama.cpp", "token ids"), ("text", "text")],
 )
 def test_an_exact_server_passes_however_it_returns_tokens(ask, tokens, tokens_by):
-    code, record, text = ask(Behaviour(tokens=tokens))
+    code, record, text = ask(Behaviour(tokens=tokens), "n=120")
     assert code == 0 and record["passed"] and record["server"]["owner"] == "fake"
     assert record["server"]["tokens_by"] == [tokens_by] and record["server"]["prompts_as"] == "token ids"
     assert sum(row["identical"] for row in record["prompts"]) == 4 and all(
         row["regret"] == 0 for row in record["prompts"]
     )
-    assert len(record["cells"]) == 12 and all(cell["draws"] == 200 for cell in record["cells"])
+    drawn = [cell for cell in record["cells"] if cell["test"] != "later"]
+    assert len(drawn) == 12 and all(cell["draws"] == 120 for cell in drawn)
+    assert ("later" in record["verdicts"]) == (tokens != "text") == ("later tokens: consistent" in text)
     assert {record["verdicts"][test]["state"] for test in ("top_p", "top_k")} == {"held"}
     assert "greedy: as the target: 4 of 4 texts identical" in text and "sampling: consistent" in text
 
@@ -79,7 +81,7 @@ def test_a_server_of_text_alone_that_refuses_other_fields_passes(ask):
     assert "top_k: not tested: refused" in text and "encoded again" in text
     assert set(record["server"]["refused"]) >= {"top_k", "return_token_ids"}
     draws = [body for body in how.asked if body["temperature"] == 1.0]
-    assert len(draws) == 2 * 4 * 10 and [body for body in draws if "n" in body] == draws[:1]
+    assert len(draws) == 2 * 4 * 10 + 4 * 1 and [body for body in draws if "n" in body] == draws[:1]
 
 
 def test_a_server_with_chat_alone_is_asked_through_its_template(ask):
@@ -124,10 +126,16 @@ def test_a_server_that_ignores_a_truncation_is_named(ask, field, state):
 
 
 def test_a_wrong_temperature_is_caught_and_found(ask):
-    code, record, text = ask(Behaviour(temperature=0.4), "n=1000")
+    code, record, text = ask(Behaviour(temperature=0.4), "n=400", "prompts=2")
     assert code == 3 and record["verdicts"]["greedy"] and "sampling: not consistent" in text
     found = float(record["verdicts"]["temperature"]["why"].split()[-1])
     assert 0.3 < found < 0.5
+
+
+def test_a_wrong_rule_for_later_tokens_is_caught(ask):
+    code, record, text = ask(Behaviour(later_temperature=0.3), "n=320", "prompts=2")
+    assert code == 3 and record["verdicts"]["temperature"]["state"] == "consistent" and record["verdicts"]["greedy"]
+    assert "later tokens: not consistent" in text
 
 
 def test_a_server_that_never_samples_is_named(ask):
