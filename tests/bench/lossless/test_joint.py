@@ -17,7 +17,7 @@ from bench.contract import checks
 from bench.lossless import command as lossless
 from bench.lossless import continuations, experiments
 from bench.lossless.statistics import compare
-from bench.lossless.wrong_rules import BlockWithChainResidual, JudgedBehindRoot, UnmaskedWithoutReplacement
+from bench.lossless.wrong_rules import JudgedBehindRoot, UncorrectedRejection, UnmaskedWithoutReplacement
 from methods.decoder import Decoder
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -64,17 +64,19 @@ EXACT: dict[str, Callable[[], Decoder]] = {
     "medusa": lambda: medusa(target(), SAMPLING),
 }
 WRONG: dict[str, Callable[[], Decoder]] = {
-    "block, residual of the chain": lambda: with_rule(skipping(), BlockWithChainResidual()),
+    "chain, rejection without the residual": lambda: with_rule(skipping(), UncorrectedRejection()),
     "drawn tree, judged behind the root": lambda: with_rule(drawn_tree(), JudgedBehindRoot()),
     "drawn tree, unmasked q": lambda: with_rule(drawn_tree(), UnmaskedWithoutReplacement()),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_decoders_keep_the_joint_distribution(name: str) -> None:
     assert p_value(EXACT[name]()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_rules_are_caught(name: str) -> None:
     assert p_value(WRONG[name](), DRAWS // 4) < 1e-6
