@@ -22,7 +22,7 @@ INSTEAD = {
     r"\bgoes on\b": "continues, resumes",
     r"\bwhoever\b|\bnobody\b|\bsomebody\b": "a subject that says who",
 }
-ALLOWED = re.compile(r"\bstands for\b|\blies between\b|\blies next to\b|\btold apart\b", re.IGNORECASE)  # standard English
+ALLOWED = re.compile(r"\bstands for\b|\blies (between|next to)\b|\btold apart\b", re.IGNORECASE)  # standard English
 IDIOM = re.compile("|".join(INSTEAD), re.IGNORECASE)
 
 
