@@ -30,7 +30,7 @@ PROJECT = "decodebench"
 NAME = "DecodeBench"
 _HOST = "https://api.wandb.ai"
 _VIEW = "nw-decodebench-v"  # internal name of the saved workspace; its address has ?nw=decodebench
-_SPEED, _VALID, _QUALITY, _POSITION = "speedup/total/value", "verdict/valid", "quality/", "acceptance_at/"
+_SPEED, _VALID, _QUALITY, _POSITION = "speedup/headline/value", "verdict/valid", "quality/", "acceptance_at/"
 _COLUMNS = ("method", "guarantee", "batch_size", _SPEED, "tokens_per_step", "tokens_per_s", "agreement/exact")
 _MOST_RUNS, _MOST_POSITIONS = 100, 8
 _VEGA_LITE = {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "data": {"name": "wandb"}}
