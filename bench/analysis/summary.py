@@ -67,6 +67,7 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "batch_size": manifest["batch_size"],
         **({key: measure[key] for key in ("refill", "refill_queue")} if measure.get("refill") else {}),
         **({"sort_by_length": True} if measure.get("sort_by_length") else {}),
+        **({"ignore_eos": True} if measure.get("ignore_eos") else {}),
         **({"made_ahead": ahead} if ahead else {}),
         **({"compile": True} if "compiled" in ahead else {}),  # a name of its own: compiled runs have their own tables
         "sampling": manifest["sampling"],

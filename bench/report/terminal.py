@@ -33,6 +33,7 @@ JOIN_KEYS = (
     "refill",
     "refill_queue",
     "sort_by_length",
+    "ignore_eos",
     "max_new_tokens",
 )
 _LABEL, _GAP = 16, "   "
@@ -132,6 +133,7 @@ def how(summary: Mapping[str, Any]) -> str:
         "refilled" if summary.get("refill") else "",
         f"queues of {queue} or more" if (queue := summary.get("refill_queue")) else "",
         "prompts by length" if summary.get("sort_by_length") else "",
+        "ends ignored" if summary.get("ignore_eos") else "",
         "compiled" if summary.get("compile") else "",
     ]
     return ", ".join([*_sampling(summary.get("sampling")), *filter(None, kinds)])

@@ -48,7 +48,7 @@ class HybridDrafter:
     """Asks the lookup first and the network where the policy wants it.
 
     Attributes:
-        rounds: of a row, by who drafted: lookup, network, both, or nobody.
+        rounds: counted for each row, by what drafted: lookup, network or both.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Hybrid(HeadsDecoder):
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
 
     def stats(self) -> dict[str, Any]:
-        """Share of the rounds of all rows by who drafted."""
+        """Share of the rounds of all rows by what drafted."""
         rounds = self.drafter.rounds if isinstance(self.drafter, HybridDrafter) else Counter[str]()
         return {f"rounds_by_{name}": round(count / rounds.total(), 4) for name, count in sorted(rounds.items())}
 
