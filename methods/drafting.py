@@ -115,8 +115,8 @@ class Continuation:
     Attributes:
         tokens: ids, in order; empty if nothing was found.
         match: tokens of the ending of the text that occurred before.
-        expected: tokens of the path that will be kept if the text repeats itself, the sum over the path of the product of
-            relative frequencies up to each token (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975, sec. 4).
+        expected: tokens of the path that will be kept if the text repeats itself: the sum over the path of the product
+            of relative frequencies up to each token (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975, sec. 4).
     """
 
     tokens: list[int]
