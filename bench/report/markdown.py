@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.analysis import audit
+from bench.analysis import audit, oracle
 from bench.analysis.summary import summarise
 from bench.errors import UserError
 from bench.records import run_folder
@@ -20,6 +20,8 @@ from bench.report import html, leaderboard, tables, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import ComparisonGroup
 from bench.utils import files
+
+_ORACLE = "Computed from these records and not ranked: what the drafts would give if their length were known before."
 
 
 def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[Record], list[str]]:
@@ -103,7 +105,34 @@ def _section(group: ComparisonGroup, folder: str) -> str:
         for line in frame.itertuples(index=False)
     ]
     body = f"## {_plain(group.heading)}\n\n{tables.markdown([*header, 'run'], cells)}"
-    return "\n\n".join([body, *_notes(group)])
+    return "\n\n".join([body, *_oracles(group), *_notes(group)])
+
+
+def _oracles(group: ComparisonGroup) -> Iterator[str]:
+    """What perfect knowledge would give with the recorded drafts, never ranked, see ``bench.analysis.oracle``."""
+    runs = [
+        oracle.Run(row.label, row.record.manifest, run_folder.read_samples(row.record.path))
+        for row in group.rows
+        if row.guarantee == leaderboard.GUARANTEES[0] and run_folder.samples_file(row.record.path).is_file()
+    ]
+    cells: dict[str, dict[str, str]] = {}
+    single = []
+    for found in oracle.oracle_rows(runs):
+        if len(found["runs"]) == 1 and found["draft_length"] != 0:
+            (name,) = found["runs"]
+            cells.setdefault(name, {"replayed": terminal.times(found["recorded"])})
+            cells[name][found["oracle"]] = terminal.times(found["speedup"])
+        elif not found["runs"]:
+            single.append(f"{found['oracle']}: {terminal.times(found['speedup'])}")
+        elif len(found["runs"]) > 1:
+            share = f"on the {found['coverage']:.0%} of the text that all runs share, where the best of them has"
+            best = terminal.times(found["recorded"])
+            single.append(f"{found['oracle']}: {terminal.times(found['speedup'])} {share} {best}")
+    drafting = {name: row for name, row in cells.items() if len(row) > 2}
+    if drafting:
+        header = ["ORACLE", *next(iter(drafting.values()))]
+        rows = [[_plain(name), *row.values()] for name, row in drafting.items()]
+        yield "\n\n".join([_ORACLE, tables.markdown(header, rows), "\n".join(f"- {line}" for line in single)])
 
 
 def _notes(group: ComparisonGroup) -> Iterator[str]:

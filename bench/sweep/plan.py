@@ -291,12 +291,15 @@ def tasks(plan: Plan, *, fresh: bool, shared: bool = False) -> list[Task]:
     """
     alike: dict[str, list[Job]] = {}
     for job in plan.to_run:
-        alike.setdefault(_without_method(job.cfg) if shared else job_id(job.cfg), []).append(job)
+        alike.setdefault(_shareable(job.cfg) if shared else job_id(job.cfg), []).append(job)
     return [_task(jobs, fresh) for jobs in alike.values()]
 
 
-def _without_method(cfg: RunConfig) -> str:
-    return json.dumps(replace(cfg, method={}).to_dict(), sort_keys=True)
+def _shareable(cfg: RunConfig) -> str:
+    """What runs with one baseline have in common: all but the method, and whether it keeps a second copy of the model."""
+    from bench.config import instantiate
+
+    return json.dumps([replace(cfg, method={}).to_dict(), instantiate.needs_hf(cfg.method)], sort_keys=True)
 
 
 def _task(jobs: Sequence[Job], fresh: bool) -> Task:

@@ -1,4 +1,4 @@
-"""The headline of every reference record, computed again by code that shares nothing with ``bench``."""
+"""The headline of every reference record, computed again by code that shares nothing with ``bench``; and the ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.stats import norm, t
+
+from bench.report import collect, leaderboard
 
 RECORDS = sorted(file.parent for file in Path(__file__).parents[3].glob("results/reference/*/manifest.json"))
 ONE_PASS = {"nat", "glat", "ctc", "depa", "flowseq", "cmlm"}
@@ -112,3 +114,33 @@ def test_headline(folder: Path) -> None:
 
 def test_all_records_are_looked_at() -> None:
     assert len(RECORDS) > 130
+
+
+def equalised(folder: Path) -> float:
+    """Speed-up over the tokens that both arms wrote, prompt by prompt: the longer text is timed up to there."""
+    lines = gzip.decompress((folder / "samples.jsonl.gz").read_bytes()).splitlines()
+    rows = [row for row in map(json.loads, lines) if row["phase"] == "measure"]
+    texts: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        texts.setdefault(row["prompt_id"], {})[row["arm"]] = row
+    spent = {"baseline": 0.0, "method": 0.0}
+    for arms in texts.values():
+        shorter = min(row["n_output_tokens"] for row in arms.values())
+        for arm, row in arms.items():
+            ends = np.cumsum(row["step_tokens"])
+            spent[arm] += float(np.interp(shorter, [0, *ends], [0.0, *np.cumsum(row["step_ns"])]))
+    return spent["baseline"] / spent["method"]
+
+
+def test_no_rank_depends_on_the_lengths_of_texts() -> None:
+    """EXACT rows keep their order where both arms are timed over equal lengths; ties have none."""
+    read = collect.read(Path(__file__).parents[3] / "results" / "reference", "reference")
+    compared = 0
+    for group in leaderboard.groups(read):
+        rows = [row for row in group.ranked if row.guarantee == "EXACT" and row.summary["batch_size"] == 1]
+        rows = [row for row in rows if (row.record.path / "samples.jsonl.gz").is_file()]
+        speeds = [equalised(row.record.path) for row in rows]
+        for row, faster, slower in zip(rows[1:], speeds, speeds[1:], strict=False):
+            assert row.tie or faster > slower, (group.heading, row.name)
+            compared += 1
+    assert compared > 5
