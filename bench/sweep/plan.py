@@ -296,7 +296,7 @@ def tasks(plan: Plan, *, fresh: bool, shared: bool = False) -> list[Task]:
 
 
 def _shareable(cfg: RunConfig) -> str:
-    """What runs with one baseline have in common: all but the method, and whether it keeps a second copy of the model."""
+    """What runs with one baseline share: all but the method, and whether it keeps a second copy of the model."""
     from bench.config import instantiate
 
     return json.dumps([replace(cfg, method={}).to_dict(), instantiate.needs_hf(cfg.method)], sort_keys=True)
