@@ -87,11 +87,12 @@ def real_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in the place of ``bench.measure.run.run``."""
+    """Put a function in the place of ``bench.measure.run.run``, which serves several runs too, one by one."""
 
     def use(run: Callable[..., Any]) -> None:
         module = types.ModuleType("bench.measure.run")
         module.run = run  # type: ignore[attr-defined]
+        module.run_together = lambda cfgs, **options: [run(cfg, **options) for cfg in cfgs]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "bench.measure.run", module)
 
     return use

@@ -114,13 +114,19 @@ def run_bench(words, folder, fixture):
     elif words[0] in ("compare", "collect", "report"):
         named = [word.replace("out=", f"out={folder}/") for word in words]
         assert cli.main([*named, *([f"out={folder}/x.html"] if words[0] == "report" else [])]) == 0
+    elif words[0] == "acceptance":
+        (folder / "metrics.json").write_text('{"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_tokens": 3}')
+        run = str(next((ROOT / "results" / "reference").glob("eagle-mtbench-*")))
+        named = [word.replace("results/RUN", run).replace("out=", f"out={folder}/") for word in words]
+        named = [word.replace("metrics.json", str(folder / "metrics.json")) for word in named]
+        assert cli.main([*named, *(place if words[1] == "import" else [])]) == 0
     elif words[0] == "track":
         assert cli.main([*words, "mode=offline", *place]) == 0
     elif words[0] == "dashboard":
-        (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-dbdc0e374292").mkdir(parents=True)
+        (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-05f5758a42ac").mkdir(parents=True)
         assert cli.main([*words, f"out={folder}/x.json", *place]) == 0
     elif any(word.startswith("sweep=") for word in words):
-        few = ["method=autoregressive"]  # tests/bench/sweep/test_plan.py plans all jobs of each
+        few = [] if "method." in str(swept(words)) else ["method=autoregressive"]  # test_plan.py plans all jobs of each
         plan_only = [] if "dry_run=true" in words else ["dry_run=true"]
         assert cli.main([*words, *few, *place, *plan_only]) == 0
     elif "-m" in words or elsewhere(words):
@@ -132,6 +138,11 @@ def run_bench(words, folder, fixture):
             (folder / name).write_text(f"{LINE}\n")
         named = [word.replace("=prompts.", f"={folder}/prompts.") for word in words]
         assert cli.main([*named, *SHORT, *place]) in (0, 3)
+
+
+def swept(words):
+    """The settings of a named sweep."""
+    return [plan.named(word.partition("=")[2]) for word in words if word.startswith("sweep=")]
 
 
 SHORT = [
@@ -158,6 +169,9 @@ def run_train(words, folder, fixture):
 
 def run_cost(words, folder, fixture):
     short = words
+    if any("acceptance/" in word for word in words):  # tests/bench/cost/test_acceptance.py runs it
+        assert words[0] == cost.WHAT_IF
+        return
     if words[0] != cost.WHAT_IF:
         fixture("smollm2_dir")
         short = [*words, "nodes=[1,2]", "batches=[1]", "contexts=[16]", "repeats=1", "prompts=1", "matrix=64"]
@@ -168,6 +182,9 @@ def run_cost(words, folder, fixture):
 
 
 def run_lossless(words, folder, fixture):
+    if any(word.startswith("url=") for word in words):  # tests/bench/lossless/test_certificate.py runs it
+        assert cli.main(["lossless", *words]) == 2
+        return
     _, _, overrides = lossless.split(words)
     assert compose.compose(overrides)
 

@@ -356,11 +356,12 @@ def _measure_all(arms: Sequence[_Arm], shared: Shared, done: dict[int, RunResult
                 raise
             return
         for arm, method in measured:
-            _end(method.folder, method.error)
             if method.error is not None:
                 done[arm.place] = method.error
             else:
                 run_folder.write_summary(method.folder.path, summarise(method.folder.path).content)
+            _end(method.folder, method.error)
+            method.folder.close()
 
 
 def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared) -> None:

@@ -202,6 +202,7 @@ def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[RunConfig], 
     def use(run: Callable[[RunConfig], Any]) -> None:
         module = types.ModuleType("bench.measure.run")
         module.run = lambda cfg, *, fresh, **_: run(cfg)  # type: ignore[attr-defined]
+        module.run_together = lambda cfgs, **_: [run(cfg) for cfg in cfgs]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "bench.measure.run", module)
 
     return use

@@ -260,21 +260,21 @@ def test_a_job_answers_by_a_file(use_run: Any, tmp_path: Path, monkeypatch: pyte
 
 def test_a_job_started_again_keeps_its_own_records_and_forgets_older_ones(tmp_path: Path) -> None:
     """What ``resume=force`` means for a job that the cluster puts back into its queue."""
-    words = [*COMMON, "measure.repeats=1", f"paths.results={tmp_path}"]
+    job = Task([*COMMON, "measure.repeats=1", f"paths.results={tmp_path}"], "run", "run")
 
     def began() -> list[str]:
         return [run_folder.read_manifest(path)["started_at"] for path in tmp_path.glob("*-*")]  # type: ignore[index]
 
     before = datetime.now(timezone.utc).replace(microsecond=0)
-    assert cluster_job.attempt(words, before).code in (0, 3)
+    assert cluster_job.attempt(job, before).code in (0, 3)
     (first,) = began()
     samples = next(tmp_path.glob("*/samples.jsonl")).read_bytes()
-    assert cluster_job.attempt(words, before).code in (0, 3)
+    assert cluster_job.attempt(job, before).code in (0, 3)
     assert began() == [first] and next(tmp_path.glob("*/samples.jsonl")).read_bytes() == samples
     later = datetime.fromisoformat(first) + timedelta(seconds=1)
     while datetime.now(timezone.utc) < later:
         time.sleep(0.05)
-    assert cluster_job.attempt(words, later).code in (0, 3)
+    assert cluster_job.attempt(job, later).code in (0, 3)
     assert began() != [first]
 
 
@@ -309,7 +309,7 @@ def test_what_is_submitted(programs: Callable[..., None], tmp_path: Path) -> Non
     ):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text
     assert "\nmodule load cuda\n" in text and "--cpus-per-task=3" in text.split("srun")[1]
-    assert json.loads((tmp_path / "jobs" / JOBS).read_text()) == {f"7_{n}": str(n) for n in range(20)}
+    assert json.loads((tmp_path / "jobs" / JOBS).read_text()) == {f"7_{n}": [str(n)] for n in range(20)}
 
 
 def test_more_jobs_than_an_array_may_have(
@@ -319,7 +319,7 @@ def test_more_jobs_than_an_array_may_have(
     programs(sbatch=f"echo x >> {tmp_path}/n; echo Submitted batch job $(wc -l < {tmp_path}/n)", srun="")
     assert list(Slurm(wait=False).run([task(str(n)) for n in range(5)], tmp_path / "jobs")) == []
     submitted = json.loads((tmp_path / "jobs" / JOBS).read_text())
-    assert submitted == {"1_0": "0", "1_1": "1", "2_0": "2", "2_1": "3", "3": "4"}
+    assert submitted == {"1_0": ["0"], "1_1": ["1"], "2_0": ["2"], "2_1": ["3"], "3": ["4"]}
 
 
 def test_what_was_submitted_is_not_submitted_again(

@@ -471,6 +471,7 @@ def test_earlier_records_are_kept_or_forgotten(use_run: Any, words: list[str], w
 
 def test_the_named_sweeps() -> None:
     early_exit = {"threshold", "frontier", "frontier_static", "frontier_exact"}
+    early_exit |= {"early_exit_variants", "early_exit_free"}
     assert (
         set(NAMED)
         == {"smoke", "all_methods", "draft_length", "batch", "batch_refilled", "pareto", "translation", "peers"}
@@ -485,7 +486,7 @@ def test_the_named_sweeps() -> None:
 def test_a_named_sweep_composes_and_names_methods_that_exist(name: str, results: Path) -> None:
     _, words = sweep.read_words([f"sweep={name}", f"paths.results={results}"])
     plan = planned(words)
-    assert len(plan.jobs) > 3
+    assert len(plan.jobs) > 1
     assert {job.cfg.method["name"] for job in plan.jobs} <= set(compose.groups()["method"])
 
 
