@@ -320,8 +320,8 @@ def test_a_sweep_runs_every_combination(
     results = f"paths.results={tmp_path}"
     assert cli.main(["-m", "method=autoregressive,prompt_lookup", "seed=range(1,3)", results]) == 0
     assert [(cfg.method["name"], cfg.seed) for cfg in ran] == [
-        ("autoregressive", 1), ("autoregressive", 2), ("prompt_lookup", 1), ("prompt_lookup", 2)
-    ]  # fmt: skip
+        ("autoregressive", 1), ("prompt_lookup", 1), ("autoregressive", 2), ("prompt_lookup", 2)
+    ], "methods that share a baseline together"  # fmt: skip
     assert "[4/4] method=prompt_lookup seed=2" in capsys.readouterr().out
     assert not list(tmp_path.iterdir()), "nothing beside the records"
 
