@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 from bench.analysis import metrics
@@ -102,17 +104,18 @@ class Text:
 
 def count(texts: Sequence[Text]) -> Seen:
     """The counters of at least one text, rounded to four decimals."""
-    pairs = [pair for text in texts for pair in zip(text.depth, text.accepted, strict=True) if pair[0]]
-    positions = range(1, max((depth for depth, _ in pairs), default=0) + 1)
-    judged = [sum(depth >= at for depth, _ in pairs) for at in positions]
-    kept = [sum(accepted >= at for _, accepted in pairs) for at in positions]
+    depths, accepted = (
+        list(chain.from_iterable(each)) for each in ([t.depth for t in texts], [t.accepted for t in texts])
+    )
+    kept = metrics.acceptance(pd.DataFrame({"depth": depths, "drafted": depths, "accepted": accepted, "weight": 1.0}))
+    shares = kept["acceptance_at"]
     layers = [share for text in texts for share in text.layers]
     behind = sum(len(text.layers) - 1 for text in texts)
     written = sum(len(text.ids) - (text.first if behind else 0) for text in texts)
     return Seen(
         round(written / (behind or len(layers)), 4),
-        [round(accepted / among, 4) for accepted, among in zip(kept, judged, strict=True)],
-        judged,
+        [round(share, 4) for share in shares],
+        [sum(depth > place for depth in depths) for place in range(len(shares))],
         round(sum(layers) / len(layers), 4),
         round(sum(rouge_l(text.reference, text.ids) for text in texts) / len(texts), 4),
         sum(len(text.reference) for text in texts),

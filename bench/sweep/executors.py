@@ -74,9 +74,12 @@ class Local:
         return {}
 
     def run(self, tasks: Sequence[Task], folder: Path) -> Answers:
+        total, done = sum(len(task.names) for task in tasks), 0
         for place, task in enumerate(tasks):
-            print(f"\n[{place + 1}/{len(tasks)}] {task.label if task.together else ' '.join(task.words)}", flush=True)
+            numbers = f"{done + 1}-{done + len(task.names)}" if task.together else str(done + 1)
+            print(f"\n[{numbers}/{total}] {task.label if task.together else ' '.join(task.words)}", flush=True)
             yield place, attempt(task, task.fresh)
+            done += len(task.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +191,11 @@ def reported(answers: Answers, tasks: Sequence[Task], folder: Path) -> Answers:
     """Make the folder, and print a line for every job that ends."""
     folder.mkdir(parents=True, exist_ok=True)
     print(f"Job logs: {folder}", flush=True)
-    for done, (place, result) in enumerate(answers, start=1):
+    total, done = sum(len(task.names) for task in tasks), 0
+    for place, result in answers:
         how = result.message or ("done" if result.code == 0 else "INVALID")
-        print(f"[{done}/{len(tasks)}] {tasks[place].label}: {how}", flush=True)
+        done += len(tasks[place].names)
+        print(f"[{done}/{total}] {tasks[place].label}: {how}", flush=True)
         yield place, result
 
 

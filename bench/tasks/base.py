@@ -7,14 +7,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
 from bench.scoring import Scorer
-from bench.tasks import fill
+from bench.tasks import fill, prompts
 from bench.tasks.sources import Revision, Sources
 from bench.utils.files import sha256
 from bench.utils.stats import Interval
@@ -149,8 +149,8 @@ class Task(ABC):
         """
         if self.fill_to is None:
             return list(examples)
-        made = fill.fill(self, examples, self._articles, tokenizer, self.fill_to)
-        self.spare = fill.fill(self, self.spare[:_MOST_SPARE], self._articles, tokenizer, self.fill_to)
+        made = [self._filled(example, tokenizer, self.fill_to) for example in examples]
+        self.spare = [self._filled(example, tokenizer, self.fill_to) for example in self.spare[:_MOST_SPARE]]
         pairs = zip(examples, made, strict=True)
         longer = sum(before.turns[0] == after.turns[0] for before, after in pairs)
         self.revision["fill"]["longer"] = longer
@@ -159,6 +159,19 @@ class Task(ABC):
                 f"warning: {longer} of {len(made)} prompts have {self.fill_to} tokens or more already", file=sys.stderr
             )
         return made
+
+    def _filled(self, example: Example, tokenizer: Any, wanted: int) -> Example:
+        """With its first turn alone, as the contexts of later ones depend on the answers before them."""
+        request = example.turns[0]
+        first = replace(example, turns=(request,), reference=example.reference and example.reference[:1])
+
+        def behind(text: str) -> Example:
+            return replace(first, turns=(f"{text}\n\n{request}",)) if text else first
+
+        def count(text: str) -> int:
+            return len(prompts.encode(tokenizer, self.messages(behind(text), 0, [])))
+
+        return behind(fill.before(request, self._articles, f"{self.seed}\x1f{example.id}", count, wanted))
 
     def messages(self, example: Example, turn: int, history: Sequence[str]) -> list[Message]:
         """The conversation up to and including what the user says in ``turn``.

@@ -8,17 +8,12 @@ the use of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from bench.errors import UserError
-from bench.tasks import prompts
 from bench.tasks.sources import Revision, Sources
 from bench.utils.files import sha256
-
-if TYPE_CHECKING:
-    from bench.tasks.base import Example, Task
 
 ARTICLES = "xsum"
 _REPEAT = 5  # words in a row that make a repetition
@@ -40,40 +35,29 @@ def read(sources: Sources) -> tuple[list[str], Revision]:
     return [row["document"] for row in table.rows if row["document"].strip()], table.revision
 
 
-def fill(
-    task: Task, examples: Sequence[Example], articles: Sequence[str], tokenizer: Any, tokens: int
-) -> list[Example]:
-    """The examples with their first turn alone, whose prompt has ``tokens`` tokens, in rare cases one or two less.
+def before(request: str, articles: Sequence[str], lot: str, count: Callable[[str], int], wanted: int) -> str:
+    """The text to put before a request so that its prompt has ``wanted`` tokens, in rare cases one or two less.
 
-    Longer prompts stay as they are. Later turns are left out, as their contexts depend on the answers before them.
+    Empty if the prompt has as many already.
 
     Args:
-        task: writes the messages.
         articles: of ``read``.
-        tokenizer: the target's.
+        lot: decides their order.
+        count: tokens of the prompt with a text before the request.
 
     Raises:
         UserError: the articles do not suffice.
     """
-    short = (replace(each, turns=each.turns[:1], reference=each.reference and each.reference[:1]) for each in examples)
-    return [_filled(task, each, articles, tokenizer, tokens) for each in short]
+    document = _Document(articles, lot, request)
 
+    def tokens(characters: int) -> int:
+        return count(document.start(characters))
 
-def _filled(task: Task, example: Example, articles: Sequence[str], tokenizer: Any, wanted: int) -> Example:
-    document = _Document(articles, f"{task.seed}\x1f{example.id}", example.turns[0])
-
-    def made(characters: int) -> Example:
-        before = document.start(characters)
-        return replace(example, turns=(f"{before}\n\n{example.turns[0]}",)) if before else example
-
-    def count(characters: int) -> int:
-        return len(prompts.encode(tokenizer, task.messages(made(characters), 0, [])))
-
-    low, at_low = 0, count(0)
+    low, at_low = 0, tokens(0)
     if at_low >= wanted:
-        return example
+        return ""
     high = _CHARACTERS * wanted
-    while (at_high := count(high)) < wanted:
+    while (at_high := tokens(high)) < wanted:
         if len(document.start(high)) < high:
             raise UserError(
                 f"dataset.fill_to must be at most about {at_high:,}, the tokens of all articles, got {wanted:,}. Lower "
@@ -85,11 +69,12 @@ def _filled(task: Task, example: Example, articles: Sequence[str], tokenizer: An
             break
         step = round((high - low) * (wanted - at_low) / (at_high - at_low))
         middle = low + min(max(1, step), high - low - 1)
-        found = count(middle)
+        found = tokens(middle)
         low, at_low, high, at_high = (low, at_low, middle, found) if found >= wanted else (middle, found, high, at_high)
     if at_high == wanted:
-        return made(high)
-    return made(next((place for place in range(low, low + _NEAR) if count(place) == wanted), low))
+        return document.start(high)
+    near = range(low, low + _NEAR)
+    return document.start(next((place for place in near if tokens(place) == wanted), low))
 
 
 @dataclass(slots=True)

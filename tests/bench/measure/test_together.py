@@ -145,10 +145,10 @@ def test_a_method_that_is_refused_is_one_message_and_the_others_run(cfgs: list[R
 def test_arms_on_the_command_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["arms=[prompt_lookup,suffix]", *words]) == OK
     said = capsys.readouterr().out
-    assert "2 jobs: 2 new" in said and "[1/1] method=prompt_lookup | method=suffix" in said
+    assert "2 jobs: 2 new" in said and "[1-2/2] method=prompt_lookup | method=suffix" in said
     assert "x of " in said, "the difference of the two, with its own interval"
     assert cli.main(["-m", "method=prompt_lookup,suffix", "resume=force", *words]) == OK
-    assert "[1/1] method=prompt_lookup | method=suffix" in capsys.readouterr().out
+    assert "[1-2/2] method=prompt_lookup | method=suffix" in capsys.readouterr().out
     assert cli.main(["-m", "method=prompt_lookup,suffix", "resume=force", "baseline=own", *words]) == OK
     assert "[2/2]" in capsys.readouterr().out
 
