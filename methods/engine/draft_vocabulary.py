@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+OFFSETS = "d2t"  # the name in files of draft networks: what to add to a place to get its id
+
 
 class DraftVocabulary:
     """Some ids of a vocabulary, in ascending order.
@@ -41,6 +43,19 @@ class DraftVocabulary:
     def all(cls, size: int, device: torch.device | None = None) -> DraftVocabulary:
         """Every id."""
         return cls(torch.arange(size, device=device), size)
+
+    @classmethod
+    def of_offsets(cls, offsets: Int[Tensor, "n"] | None, size: int) -> DraftVocabulary:
+        """From what files hold; None: every id."""
+        if offsets is None:
+            return cls.all(size)
+        return cls(torch.arange(len(offsets)) + offsets.long().cpu(), size)
+
+    @property
+    def offsets(self) -> Int[Tensor, "n"]:
+        """What files hold: what to add to a place to get its id."""
+        ids = self.ids.cpu()
+        return ids - torch.arange(len(ids))
 
     @classmethod
     def frequent(

@@ -20,6 +20,7 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import make_linear
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
+from methods.speculative.draft_layers import rotary_table
 from methods.speculative.eagle import decoder as eagle
 from methods.speculative.eagle import trees
 from methods.speculative.eagle.checkpoint import Part
@@ -78,7 +79,7 @@ def learner_of(target, version, unroll=3, output="shared", vocabulary=None, rand
                 parameter.normal_(0.0, 0.4)
     learner = learner.double()
     learner.output = target.output_rows(chosen.ids)[0]  # unrounded
-    learner._rotary = learner.spec.rotary(target.device, torch.float64)
+    learner._rotary = rotary_table(learner.spec, target.device, torch.float64)
     return learner
 
 

@@ -11,13 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Int
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from methods.engine.causal_lm import CausalLM, RotaryTable
+from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
     read_part,
     require_shapes,
@@ -26,10 +22,10 @@ from methods.engine.checkpoint_files import (
     training_command,
     write_part,
 )
-from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.draft_vocabulary import OFFSETS, DraftVocabulary
+from methods.speculative.draft_layers import bias_shapes, layer_shapes
 
 TRAIN = training_command("eagle")
-VOCABULARY = "d2t"  # the authors' name: what to add to a place to get its id
 
 
 @dataclass(frozen=True)
@@ -72,18 +68,8 @@ class Spec:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the network itself has, by its name."""
-        width, heads, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        read = 2 * width if self.version == 3 else width
-        layer: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (heads, read),
-            "self_attn.k_proj.weight": (kv, read),
-            "self_attn.v_proj.weight": (kv, read),
-            "self_attn.o_proj.weight": (width, heads),
-            "mlp.gate_proj.weight": (self.intermediate_size, width),
-            "mlp.up_proj.weight": (self.intermediate_size, width),
-            "mlp.down_proj.weight": (width, self.intermediate_size),
-            "post_attention_layernorm.weight": (width,),
-        }
+        width = self.hidden_size
+        layer = layer_shapes(self, 2 * width if self.version == 3 else width)
         if self.version == 3:
             layer |= {"hidden_norm.weight": (width,), "input_layernorm.weight": (width,)}
             around = {"fc.weight": (width, len(self.taps) * width), "norm.weight": (width,)}
@@ -98,21 +84,9 @@ class Spec:
 
     def optional(self) -> dict[str, tuple[int, ...]]:
         """Tensors that only some networks have: biases, and an embedding that is not the target's."""
-        heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = {"q": heads, "k": kv, "v": kv, "o": self.hidden_size}
-        biases = {f"{self.layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+        biases = {f"{self.layer}.{name}": shape for name, shape in bias_shapes(self).items()}
         embedding = {"embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         return {"fc.bias": (self.hidden_size,), **biases, **embedding}
-
-    def rotary(self, device: torch.device, dtype: torch.dtype) -> RotaryTable:
-        """Cosines and sines of its positions."""
-        config = LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.heads,
-            head_dim=self.head_dim,
-            rope_parameters=dict(self.rope),
-        )
-        return RotaryTable(LlamaRotaryEmbedding(config).to(device), device, dtype)
 
 
 @dataclass(frozen=True)
@@ -131,9 +105,7 @@ class Part:
 
     def save(self, folder: Path) -> None:
         """Write both files; the weights in 16 bit."""
-        ids = self.vocabulary.ids.cpu()
-        offsets = ids - torch.arange(len(ids))
-        write_part(folder, {**self.tensors, VOCABULARY: offsets}, asdict(self.spec))
+        write_part(folder, {**self.tensors, OFFSETS: self.vocabulary.offsets}, asdict(self.spec))
 
     @classmethod
     def load(cls, folder: Path, target: CausalLM) -> Part:
@@ -144,8 +116,7 @@ class Part:
         """
         spec, tensors = read_part(folder, "eagle", lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
         require_target(folder, "eagle", sizes_of(spec), target)
-        offsets = tensors.pop(VOCABULARY, None)
-        vocabulary = vocabulary_of(offsets, target.vocab_size)
+        vocabulary = DraftVocabulary.of_offsets(tensors.pop(OFFSETS, None), target.vocab_size)
         part = cls(spec, tensors, vocabulary)
         part.require_shapes(folder)
         return part
@@ -159,10 +130,3 @@ class Part:
         optional = {"lm_head.weight": (len(self.vocabulary), self.spec.hidden_size), **self.spec.optional()}
         present = {name: shape for name, shape in optional.items() if name in self.tensors}
         require_shapes(where, self.tensors, self.spec.shapes() | present)
-
-
-def vocabulary_of(offsets: Int[Tensor, "n"] | None, vocab_size: int) -> DraftVocabulary:
-    """The draft vocabulary from the authors' offsets; None: all tokens."""
-    if offsets is None:
-        return DraftVocabulary.all(vocab_size)
-    return DraftVocabulary(torch.arange(len(offsets)) + offsets.long().cpu(), vocab_size)

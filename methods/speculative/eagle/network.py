@@ -23,6 +23,7 @@ from methods.engine.causal_layers import RMSNorm
 from methods.engine.causal_lm import CausalLM, rotate_
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear, make_linear
+from methods.speculative.draft_layers import rotary_table
 from methods.speculative.eagle.checkpoint import Part
 
 
@@ -34,7 +35,7 @@ class Network:
         self.device, self.dtype = target.device, target.dtype
         self._embed = self._embedding(target)
         self.vocabulary = part.vocabulary.to(target.device)
-        self.rotary = self.spec.rotary(target.device, target.dtype)
+        self.rotary = rotary_table(self.spec, target.device, target.dtype)
         layer = self.spec.layer
         self._fc = self._linear("fc")
         self._qkv = self._linear(*(f"{layer}.self_attn.{name}_proj" for name in "qkv"))

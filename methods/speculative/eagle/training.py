@@ -31,6 +31,7 @@ from methods.engine.causal_layers import Rows
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
+from methods.speculative.draft_layers import rotary_table
 from methods.speculative.eagle.checkpoint import Part, Spec
 from methods.training.features import Batch, Features
 from methods.training.head_trainer import HeadTraining, Learner
@@ -183,7 +184,7 @@ class EagleLearner(Learner):
         self._target = (target,)  # in a tuple: its parameters are not the learner's
         self.network = DraftModule(spec).to(target.device)
         begin(self.network, target)
-        self._rotary = spec.rotary(target.device, torch.float32)
+        self._rotary = rotary_table(spec, target.device, torch.float32)
         self.lm_head = nn.Parameter(self.output.clone()) if output == "own" else None
 
     def part(self) -> Part:

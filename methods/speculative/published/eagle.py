@@ -23,7 +23,8 @@ from transformers import LlamaConfig
 
 from methods.engine.causal_layers import PROVEN_ROPE
 from methods.engine.causal_lm import CausalLM
-from methods.speculative.eagle.checkpoint import TRAIN, VOCABULARY, Part, Spec, vocabulary_of
+from methods.engine.draft_vocabulary import OFFSETS, DraftVocabulary
+from methods.speculative.eagle.checkpoint import TRAIN, Part, Spec
 from methods.speculative.published.files import Checkpoint
 from methods.speculative.published.report import Report, other_name
 
@@ -338,7 +339,7 @@ def of_published(found: object, where: str, target: CausalLM) -> Part:
             f"{rope.get('rope_type')}. Choose another network, or train one: {TRAIN}."
         )
     tensors = {name: tensor for name, tensor in found.tensors.items() if tensor is not None}
-    offsets = tensors.pop(VOCABULARY, None)
+    offsets = tensors.pop(OFFSETS, None)
     layer = "midlayer" if found.version == 3 else "layers.0"
     spec = Spec(
         version=found.version,
@@ -357,6 +358,6 @@ def of_published(found: object, where: str, target: CausalLM) -> Part:
         fc_norm=found.fc_norm,
         norm_output=found.norm_output,
     )
-    part = Part(spec, tensors, vocabulary_of(offsets, target.vocab_size))
+    part = Part(spec, tensors, DraftVocabulary.of_offsets(offsets, target.vocab_size))
     part.require_shapes(where)
     return part
