@@ -29,6 +29,7 @@ SAME = (0.98, 1.02)  # speed-ups that mean as fast as the baseline
 WIDEST = 2.0  # upper over lower end of an interval that says how fast a method is
 STALLED_SHARE = 0.02  # of an arm's time: more moves the speed-up out of SAME
 DISAGREEMENT = 0.05  # between two averages of one speed-up; warn above
+_FEWEST_STUCK = 8  # tokens of a text that is one token for ever
 _FEWEST_REPEATED = 3  # batches measured more than once; the median of fewer is one hiccup
 _FULL_PRECISION = ("float32", "float64")
 _LOAD_WINDOWS_S = (60, 300, 900)  # over which the system averages its load
@@ -196,6 +197,12 @@ def check_agreement(evidence: Evidence, found: _Findings) -> None:
         if evidence.exact:
             found.warnings.append("Agreement with the target was not measured. Set measure.agreement=true.")
         return
+    if broken := agreement.get("not_finite"):
+        found.reasons.append(
+            f"The target's logits are NaN or infinite in {_counted(len(broken), 'text', 'texts')}, so it chose none of "
+            f"their tokens. {_first(broken)} Use 32 bit (hardware=cpu_fp32) if 16 overflow, else other weights."
+        )
+        return
     judged = {"baseline": agreement.get("baseline") or {}, "method": agreement if evidence.exact else {}}
     if own := agreement.get("verifier"):
         judged["method"] = own
@@ -211,6 +218,17 @@ def check_agreement(evidence: Evidence, found: _Findings) -> None:
         found.warnings.append(
             f"{1 - exact:.2%} of the tokens are not the target's argmax, although the run is in "
             f"{evidence.manifest['dtype']}, where all should be. Look at first_divergence in summary.json."
+        )
+
+
+def check_texts(evidence: Evidence, found: _Findings) -> None:
+    """The baseline writes text: one token for ever is a broken model or template, and free to draft."""
+    texts = [row.output_ids for row in evidence.measured if row.arm == "baseline" and row.error is None]
+    stuck = sum(len(ids) >= _FEWEST_STUCK and len({*ids}) == 1 for ids in texts)
+    if 2 * stuck > len(texts):
+        found.reasons.append(
+            f"The baseline repeats a single token in {stuck} of {len(texts)} texts, which any draft hits. Check the "
+            "weights, the chat template and the prompts."
         )
 
 
@@ -395,6 +413,7 @@ CHECKS: tuple[Callable[[Evidence, _Findings], None], ...] = (
     check_complete,
     check_doubt,
     check_agreement,
+    check_texts,
     check_ids,
     check_length,
     check_repeats,

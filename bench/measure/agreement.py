@@ -56,11 +56,13 @@ class Check:
         gaps: per output token, log-probability of the target's argmax minus that of the token; 0 where they agree.
         near_tie: the gap up to which a token that is not the argmax is excused.
         logprob: sum of the tokens' log-probabilities under the target at temperature 1.
+        broken: first output token whose logits have NaN or +infinity or are all -infinity, from 0; None: none has.
     """
 
     gaps: list[float]
     near_tie: float
     logprob: float
+    broken: int | None = None
 
     @property
     def exact(self) -> int:
@@ -97,8 +99,12 @@ def check(target: Scorer, prompt_ids: Sequence[int], output_ids: Sequence[int], 
     ids = torch.tensor([*prompt_ids, *output_ids], dtype=torch.long, device=target.device)
     logits = target.score(ids[:-1], start=len(prompt_ids) - 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    highest = logits.amax(dim=1)  # of NaN if one is
+    broken = (~highest.isfinite()).nonzero()[:, 0].tolist()
+    if broken:
+        return Check([math.inf] * len(output_ids), near_tie, -math.inf, broken[0])
     written = logits.gather(1, ids[len(prompt_ids) :, None])[:, 0]
-    gaps = logits.amax(dim=1) - written  # the normaliser is the same for both and cancels
+    gaps = highest - written  # the normaliser is the same for both and cancels
     logprob = (written - logits.logsumexp(dim=1)).sum()
     return Check([max(0.0, gap) for gap in gaps.tolist()], near_tie, float(logprob))
 
@@ -120,12 +126,15 @@ def check_run(
     Returns:
         ``exact``, ``near_tie`` and ``violation`` as shares of the tokens (None when sampling, with ``reason``),
         ``first_divergence``, ``max_gap``, ``mean_logprob``, ``identical_to_baseline``, the counts, and
-        ``baseline`` with the same for the other arm.
+        ``baseline`` with the same for the other arm. ``not_finite``: the places where logits are no numbers, if any.
     """
     arms = {arm: _first_repeat(samples, arm) for arm in ("method", "baseline")}
     results = _check_all(target, [*arms["method"].values(), *arms["baseline"].values()], near_tie, known)
     own, reference = ([results[_key(sample)] for sample in rows.values()] for rows in arms.values())
+    checked = ((name, results[_key(row)].broken) for rows in arms.values() for name, row in rows.items())
+    broken = dict.fromkeys(f"prompt {name}, token {place + 1}" for name, place in checked if place is not None)
     return {
+        **({"not_finite": list(broken)} if broken else {}),
         **_aggregate(own, greedy),
         "near_tie_gap": near_tie,
         "identical_to_baseline": _identical(arms["method"], arms["baseline"]) if greedy else None,
@@ -176,8 +185,9 @@ def _check_all(target: Scorer, samples: Iterable[Sample], near_tie: float, known
     return results
 
 
-def _aggregate(checks: Sequence[Check], greedy: bool) -> dict[str, Any]:
+def _aggregate(checks: list[Check], greedy: bool) -> dict[str, Any]:
     tokens = sum(len(found.gaps) for found in checks)
+    sound = [found for found in checks if found.broken is None]
     diverged = [found.first_divergence for found in checks if found.first_divergence is not None]
 
     def share(count: Callable[[Check], int]) -> float | None:
@@ -189,8 +199,8 @@ def _aggregate(checks: Sequence[Check], greedy: bool) -> dict[str, Any]:
         "violation": share(lambda found: found.violations),
         "n_violations": sum(found.violations for found in checks) if greedy else None,
         "first_divergence": min(diverged, default=None) if greedy else None,
-        "max_gap": max((found.max_gap for found in checks), default=None) if greedy else None,
-        "mean_logprob": math.fsum(found.logprob for found in checks) / tokens if tokens else None,
+        "max_gap": max((found.max_gap for found in sound), default=None) if greedy else None,
+        "mean_logprob": math.fsum(found.logprob for found in sound) / tokens if tokens and sound == checks else None,
         "n_tokens": tokens,
         "n_prompts": len(checks),
     }

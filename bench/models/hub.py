@@ -139,6 +139,12 @@ class HubModel:
                 f"Model '{self.name}' lacks {len(missing)} weights, {missing[0]} first; a complete checkpoint is "
                 "needed. Fetch it again or choose another."
             )
+        if unexpected := sorted(found["unexpected_keys"]):  # transformers would leave them out
+            raise UserError(
+                f"The weights of model '{self.name}' must be those that its config.json describes, got "
+                f"{len(unexpected)} more, {unexpected[0]} first. Correct config.json (its number of layers, say), or "
+                "fetch both again."
+            )
         loaded: PreTrainedModel = model
         return loaded
 

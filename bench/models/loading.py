@@ -55,6 +55,7 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     _require_memory(source, device, dtype, keep_hf)
     read = source.read(dtype, Path(paths.cache))
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
+    _require_finite(str(model["name"]), weights)
     try:
         lm = _engine(weights.config).from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
         compiled = compile_layers(lm) if hardware.get("compile", False) else None
@@ -78,6 +79,7 @@ def load_module(module: Any, tokenizer: Any, hardware: Mapping[str, Any]) -> Loa
     from bench.models import in_memory
 
     in_memory.require(module, tokenizer)
+    _require_finite(in_memory.NAME, module)
     try:
         lm = _engine(module.config).from_hf(module, linear=hardware.get("linear", "auto"), keep_hf=True)
     except ValueError as error:
@@ -133,6 +135,16 @@ def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, ke
     if device.type != "cpu":  # it is made on the host
         memory.require(what, stored * dtype.itemsize, torch.device("cpu"), cure)
     memory.require(what, peak * dtype.itemsize, device, cure)
+
+
+def _require_finite(name: str, model: Any) -> None:
+    """Refuse weights that are no numbers: the likeliest of NaN logits is token 0, which every draft hits."""
+    for weight, tensor in model.named_parameters():
+        if tensor.is_floating_point() and tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+            raise UserError(
+                f"The weights of model '{name}' must be finite, got NaN or infinity in {weight}. Fetch it again, or "
+                "choose another type (hardware.dtype) if they overflow in this one."
+            )
 
 
 def _engine(config: Any) -> type[CausalLM]:

@@ -102,6 +102,19 @@ def test_violations_of_the_target_are_a_reason(arm: str, blamed: str) -> None:
     assert f"12 (0.30%) tokens of the {arm}" in reason and blamed in reason and "within 0.5" in reason
 
 
+def test_logits_that_are_no_numbers_are_a_reason() -> None:
+    places = ["prompt 1/1, token 4", "prompt 2/1, token 1"]
+    reason = only_reason(verdict(agreement=AGREEMENT | {"not_finite": places, "violation": 1.0, "n_violations": 40}))
+    assert "NaN or infinite in 2 texts" in reason and "prompt 1/1, token 4" in reason
+
+
+def test_one_token_for_ever_is_a_reason() -> None:
+    stuck = [replace(each, output_ids=[7] * len(each.output_ids)) for each in GOOD]
+    assert "repeats a single token in 6 of 6 texts" in " ".join(verdict(stuck).reasons)
+    half = [replace(each, output_ids=[7] * len(each.output_ids)) if each.prompt_id < "4" else each for each in GOOD]
+    assert not any("single token" in reason for reason in verdict(half).reasons)
+
+
 def test_a_relaxed_method_may_differ_from_the_target() -> None:
     assert verdict(guarantee="RELAXED", agreement=AGREEMENT | {"violation": 0.2, "n_violations": 90}).valid
 
@@ -419,8 +432,9 @@ def test_reasons_add_up() -> None:
 
 def test_every_reason_says_what_to_do() -> None:
     """What was found, and what to do."""
+    rows = changed("method", error="x", n_output_tokens=9, step_accepted=[0, 9, 9, 9])[:-1]
     broken = verdict(
-        changed("method", error="x", n_output_tokens=9, step_accepted=[0, 9, 9, 9])[:-1],
+        [replace(each, output_ids=[7] * 8) if each.arm == "baseline" else each for each in rows],
         agreement=AGREEMENT | {"violation": 0.1, "n_violations": 1},
         manifest={"load_average": {"end": [9, 9, 9]}, "gpu_utilisation": {"start": 99}},
         jitter=0.9,

@@ -50,6 +50,16 @@ def test_log_probability_is_that_of_the_softmax() -> None:
     assert check(Table(TABLE), [0], [2], near_tie=0.5).logprob == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.parametrize("logits", [[math.nan, 1.0, 2.0], [0.0, math.inf, 2.0], [-math.inf] * 3])
+def test_logits_that_are_no_numbers_agree_with_nothing_and_are_named(logits: list[float]) -> None:
+    rows = [sample("a/1", arm, 0, prompt_ids=[1], output_ids=[0, 2, 0]) for arm in ("baseline", "method")]
+    found = check_run(Table([TABLE[0], TABLE[1], logits]), rows, near_tie=0.5, greedy=True)
+    assert found["not_finite"] == ["prompt a/1, token 3"] and found["violation"] == 1.0
+    assert found["max_gap"] is None and found["mean_logprob"] is None, "JSON has no such numbers"
+    never = check_run(Table([[-math.inf, 1.0, 0.0]] * 3), rows, near_tie=0.5, greedy=True)
+    assert "not_finite" not in never, "some models never write some tokens"
+
+
 def test_a_run_is_summed_over_tokens_and_shared_outputs_are_scored_once() -> None:
     rows = [
         sample("a/1", "baseline", 0, prompt_ids=[0], output_ids=[1, 0, 1]),

@@ -317,6 +317,14 @@ def drop_weight(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def spoil_weight(folder: Path, value: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def cut_weights(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 5000)
 
@@ -349,6 +357,9 @@ def test_a_folder_is_identified_by_its_content(folder: Path) -> None:
         (lambda f: change(f, auto_map={"AutoConfig": "code.Config"}, model_type="own"), "cannot be loaded"),
         (lambda f: (f / "model.safetensors").unlink(), "cannot be loaded: .*model.safetensors"),
         (drop_weight, "lacks 1 weights, model.layers.1.mlp.up_proj.weight first"),
+        (lambda f: change(f, num_hidden_layers=1), r"got \d+ more, model.layers.1.\S+ first"),
+        (lambda f: spoil_weight(f, float("nan")), "must be finite, got NaN or infinity in model.layers.1.mlp"),
+        (lambda f: spoil_weight(f, float("inf")), "must be finite, got NaN or infinity in model.layers.1.mlp"),
         (cut_weights, "cannot be loaded"),
         (lambda f: [file.unlink() for file in f.glob("tokenizer*")], "cannot be loaded: .*tokenizer"),
     ],
@@ -362,6 +373,9 @@ def test_a_folder_is_identified_by_its_content(folder: Path) -> None:
         "own-code",
         "no-weights",
         "a-weight",
+        "fewer-layers",
+        "nan",
+        "inf",
         "cut",
         "no-tokenizer",
     ],
