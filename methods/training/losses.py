@@ -162,7 +162,7 @@ class _Chunks:
         return torch.promote_types(self.products[0][0].dtype, torch.float32)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows, log q and p."""
+        """Rows, logits of q, and p."""
         for start in range(0, len(self.products[0][0]), _CHUNK):
             rows = slice(start, start + _CHUNK)
             parts = (s[rows] if matrix is None else s[rows] @ matrix.T for s, matrix in self.products)
@@ -170,7 +170,7 @@ class _Chunks:
             logits = logits if self.bias is None else logits + self.bias
             taught = self.taught[rows] if self.index is None else self.taught[self.index[rows]]
             p = taught if taught.dim() == 2 else F.one_hot(taught, logits.shape[-1])
-            yield rows, logits - logits.logsumexp(-1, keepdim=True), p.to(self.dtype)
+            yield rows, logits, p.to(self.dtype)
 
 
 class _DraftLoss(torch.autograd.Function):
@@ -195,8 +195,8 @@ class _DraftLoss(torch.autograd.Function):
             chunks = _Chunks(products, bias, taught, index)
             mixture = _mixture(loss.kind, chunks, shares)
             total, overlap = shares.new_zeros(()), torch.zeros_like(shares)
-            for rows, log_q, p in chunks:
-                each, overlap[rows], slope = _row_losses(loss, mixture, log_q, p)
+            for rows, logits, p in chunks:
+                each, overlap[rows], slope = _row_losses(loss, mixture, logits, p)
                 total += each @ shares[rows]
                 slope *= shares[rows, None]
                 for place, (states, matrix) in enumerate(products):
@@ -224,8 +224,8 @@ class _Mixture:
 def _mixture(kind: LossKind, chunks: _Chunks, shares: Tensor) -> _Mixture:
     if kind == "lk_hybrid":
         overlap = shares.new_zeros(())
-        for rows, log_q, p in chunks:
-            overlap += torch.minimum(log_q.exp_(), p).sum(-1) @ shares[rows]
+        for rows, logits, p in chunks:
+            overlap += torch.minimum(logits.softmax(-1), p).sum(-1) @ shares[rows]
         far = torch.exp(-_HYBRID * overlap)
         return _Mixture(ce=far, nla=1 - far)
     return {
@@ -237,8 +237,8 @@ def _mixture(kind: LossKind, chunks: _Chunks, shares: Tensor) -> _Mixture:
     }[kind]
 
 
-def _row_losses(loss: DraftLoss, mixture: _Mixture, log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, overlaps, and slopes with respect to the logits; ``log_q`` is overwritten.
+def _row_losses(loss: DraftLoss, mixture: _Mixture, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, overlaps, and slopes with respect to the logits.
 
     With S the tokens where q < p, the slope of the overlap is q (1[S] - q(S)), that of -sum w log q is q sum w - w.
     """
@@ -246,18 +246,24 @@ def _row_losses(loss: DraftLoss, mixture: _Mixture, log_q: Tensor, p: Tensor) ->
     if loss.top_k and loss.top_k_weight:
         best = p.topk(min(loss.top_k, p.shape[-1]))
         w.scatter_add_(1, best.indices, loss.top_k_weight * best.values)
-    each = -torch.linalg.vecdot(w, log_q)
+    top = logits.amax(-1, keepdim=True)
+    q = (logits - top).exp_()
+    normal, heaviness = q.sum(-1, keepdim=True), w.sum(-1)
+    q /= normal
+    each = heaviness * (top + normal.log())[:, 0] - torch.linalg.vecdot(w, logits)
+    overlap = torch.minimum(q, p).sum(-1)
+    if loss.kind in ("ce", "kl"):
+        slope = q.mul_(heaviness[:, None]).sub_(w)
+    else:
+        safe = overlap.clamp(min=torch.finfo(p.dtype).tiny)
+        each += mixture.tv * (1 - overlap) - mixture.nla * safe.log() + mixture.l1 * (p.sum(-1) + 1 - 2 * overlap)
+        pull = mixture.tv + mixture.nla / safe + 2 * mixture.l1  # minus the slope of the loss in the overlap
+        below = (q < p).to(q.dtype)
+        level = heaviness + pull * torch.linalg.vecdot(below, q)
+        slope = q.mul_(below.mul_(-pull[:, None]).add_(level[:, None])).sub_(w)
     if loss.kind in ("kl", "lk_hybrid"):
         each -= mixture.ce * torch.special.entr(p).sum(-1)
-    q, mass = log_q.exp_(), p.sum(-1)
-    below = q < p
-    under = torch.where(below, q, 0).sum(-1)
-    overlap = under + torch.where(below, 0, p).sum(-1)
-    safe = overlap.clamp(min=torch.finfo(p.dtype).tiny)
-    each += mixture.tv * (1 - overlap) - mixture.nla * safe.log() + mixture.l1 * (mass + 1 - 2 * overlap)
-    pull = mixture.tv + mixture.nla / safe + 2 * mixture.l1  # minus the slope of the loss in the overlap
-    q *= torch.where(below, -pull[:, None], 0).add_((w.sum(-1) + pull * under)[:, None])
-    return each, overlap, q.sub_(w)
+    return each, overlap, slope
 
 
 def _collect(
