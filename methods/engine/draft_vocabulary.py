@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 OFFSETS = "d2t"  # the name in files of draft networks: what to add to a place to get its id
@@ -85,6 +85,12 @@ class DraftVocabulary:
     def tokens(self, places: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
         """Ids at ``places``."""
         return places if self.full else self.ids[places]
+
+    def everywhere(self, probs: Float[Tensor, "B m v"]) -> Float[Tensor, "B m V"]:
+        """Probabilities of all tokens, 0 for those that are left out."""
+        if self.full:
+            return probs
+        return probs.new_zeros(*probs.shape[:2], self.size).index_copy_(2, self.ids, probs)
 
     def to(self, device: torch.device) -> DraftVocabulary:
         """The same on another device."""

@@ -38,6 +38,7 @@ from methods.speculative.eagle.checkpoint import TRAIN, Part
 from methods.speculative.eagle.network import Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
 from methods.speculative.heads.base import HeadsDecoder
+from methods.speculative.ranked_tree import require_sizes
 from methods.speculative.verification import default_rule
 
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
@@ -170,13 +171,7 @@ def _growth(
     if kind == "static":
         return Static(Shape.chosen("shape", shape, TREES, vocabulary), draw, device)
     nodes, depth, top_k = dynamic
-    most = top_k + (depth - 1) * top_k**2
-    if draw or depth < 1 or not 1 <= top_k <= vocabulary or not depth <= nodes <= most:
-        raise ValueError(
-            f"tree=dynamic needs depth >= 1, 1 <= top_k <= {vocabulary} (the draft vocabulary), depth <= nodes <= "
-            f"top_k + (depth - 1) top_k^2 and draw=false, got depth={depth}, top_k={top_k}, nodes={nodes}, "
-            f"draw={draw}. Correct method.depth, method.top_k and method.nodes, or set method.tree=static to draw."
-        )
+    require_sizes(nodes, depth, top_k, vocabulary, draw)
     return Dynamic(nodes, depth, top_k, device)
 
 

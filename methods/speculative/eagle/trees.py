@@ -15,9 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
-from methods.engine.sampling import Sampling, argmax, in_float, top_candidates
+from methods.engine.sampling import Sampling, argmax, top_candidates
 from methods.engine.token_tree import Shape
-from methods.speculative.eagle.network import Network, Reader
+from methods.speculative.eagle.network import Reader
+from methods.speculative.ranked_tree import Beam, RankedTree
 
 TREES: dict[str, list[list[int]]] = {
     # 25 nodes, 4 + 8 + 8 + 3 + 2 on five levels: the tree in the authors' code for version 1.
@@ -69,7 +70,7 @@ class Chain:
             if drawn:
                 chances = _chances(logits, context.sampling)
                 best = _draw_different(chances, 1, context)[..., 0]
-                probs.append(_everywhere(chances, network))
+                probs.append(network.vocabulary.everywhere(chances))
             else:
                 best = argmax(logits)
             tokens.append(network.vocabulary.tokens(best))
@@ -134,7 +135,7 @@ class Static:
             if drawn:
                 chances = _chances(logits, context.sampling)
                 places = _draw_different(chances, level.width, context)
-                probs.append(_everywhere(chances, network)[:, level.parents])
+                probs.append(network.vocabulary.everywhere(chances)[:, level.parents])
             else:
                 places = top_candidates(logits, level.width)
             tokens.append(network.vocabulary.tokens(places[:, level.parents, level.ranks]))
@@ -152,68 +153,28 @@ class Static:
 
 
 class Dynamic:
-    """A tree shaped by the network's confidence (EAGLE-2, sec. 4).
-
-    Args:
-        nodes: of the tree: the best of all candidates.
-        levels: most levels.
-        top_k: candidates of a node, and nodes of a level that are expanded.
-    """
+    """A tree shaped by the network's confidence (EAGLE-2, sec. 4): see ``methods.speculative.ranked_tree``."""
 
     def __init__(self, nodes: int, levels: int, top_k: int, device: torch.device) -> None:
-        self.nodes, self.levels, self._k = nodes, levels, top_k
-        self.guesses = (levels - 1) * top_k
-        self._roots = torch.full((1, top_k), -1, device=device)
-        self._columns = torch.arange(top_k, device=device)[None]
+        self.nodes, self.levels, self.guesses = nodes, levels, (levels - 1) * top_k
+        self._tree = RankedTree(nodes, levels, top_k, device)
         self._self = torch.eye(top_k, dtype=torch.bool, device=device)[None]
 
     def grow(self, reader: Reader, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
-        batch, k = len(feature), self._k
         logits, feature = reader.network.logits(feature)
-        scores, tokens = (found[:, 0] for found in self._candidates(reader.network, logits))
-        parents, columns = self._roots.expand(batch, -1), self._columns.expand(batch, -1)
-        every = [(scores, tokens, parents)]
-        beam, feature, reach = (scores, tokens, columns), feature.expand(-1, k, -1), self._self.expand(batch, -1, -1)
-        for level in range(self.levels - 1):
-            logits, feature = reader.network.logits(reader.guess(feature, beam[1], level, reach))
-            gained, tokens = self._candidates(reader.network, logits)
-            scores = _below(beam[0])[:, :, None].minimum(beam[0][:, :, None] + gained).flatten(1)
-            start, tokens = k + level * k * k, tokens.flatten(1)
-            every.append((scores, tokens, beam[2].repeat_interleave(k, 1)))
-            if level + 2 < self.levels:
-                values, chosen = scores.topk(k)
-                source = chosen // k
-                beam = (values, tokens.gather(1, chosen), chosen + start)
-                feature = feature.gather(1, source[:, :, None].expand(-1, -1, feature.shape[2]))
-                seen = reach.gather(1, source[:, :, None].expand(-1, -1, reach.shape[2]))
-                reach = torch.cat([seen, self._self.expand(batch, -1, -1)], dim=2)
-        return self._best(*(torch.cat(parts, 1) for parts in zip(*every, strict=True)))
+        states = feature.expand(-1, self._self.shape[1], -1)
+        own = reach = self._self.expand(len(feature), -1, -1)
 
-    def _candidates(
-        self, network: Network, logits: Float[Tensor, "B m v"]
-    ) -> tuple[Float[Tensor, "B m k"], Int[Tensor, "B m k"]]:
-        places = top_candidates(logits, self._k)
-        exact = in_float(logits)
-        gained = exact.gather(2, places) - exact.logsumexp(-1, keepdim=True)
-        return gained, network.vocabulary.tokens(places)
+        def expand(beam: Beam) -> Float[Tensor, "B k v"]:
+            nonlocal states, reach
+            if beam.source is not None:
+                source = beam.source[:, :, None]
+                states = states.gather(1, source.expand(-1, -1, states.shape[2]))
+                reach = torch.cat([reach.gather(1, source.expand(-1, -1, reach.shape[2])), own], dim=2)
+            logits, states = reader.network.logits(reader.guess(states, beam.tokens, beam.level, reach))
+            return logits
 
-    def _best(self, scores: Float[Tensor, "B C"], tokens: Int[Tensor, "B C"], parents: Int[Tensor, "B C"]) -> Draft:
-        """The best candidates in their order. A node's score is below its parent's, so the parent is one of them."""
-        kept = scores.topk(self.nodes).indices.sort(1).values
-        above = parents.gather(1, kept)
-        columns = torch.searchsorted(kept, above.clamp(min=0))
-        return Draft(
-            tokens.gather(1, kept),
-            torch.where(above < 0, above, columns),
-            levels=self.levels,
-            width=self._k,
-            passes=self.levels,
-        )
-
-
-def _below(scores: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """The next smaller numbers: the highest score of a sure child (log q = 0), so that its parent stays ahead."""
-    return scores.nextafter(torch.full_like(scores, -torch.inf))
+        return self._tree.grow(reader.network.vocabulary, logits, expand, self.levels)
 
 
 def _chances(logits: Float[Tensor, "B m v"], sampling: Sampling) -> Float[Tensor, "B m v"]:
@@ -226,14 +187,6 @@ def _draw_different(chances: Float[Tensor, "B m v"], count: int, context: Contex
     """``count`` places without replacement, in the order drawn: the winners of a race of exponential clocks."""
     clocks = torch.empty_like(chances).exponential_(generator=context.rng)
     return (chances / clocks).topk(count).indices
-
-
-def _everywhere(chances: Float[Tensor, "B m v"], network: Network) -> Float[Tensor, "B m V"]:
-    vocabulary = network.vocabulary
-    if vocabulary.full:
-        return chances
-    whole = chances.new_zeros(*chances.shape[:2], vocabulary.size)
-    return whole.index_copy_(2, vocabulary.ids, chances)
 
 
 def _line(shape: Shape, column: int) -> set[int]:
