@@ -83,6 +83,9 @@ class DraftLoss:
         require("at least 0", top_k=self.top_k, top_k_weight=self.top_k_weight)
 
 
+CROSS_ENTROPY = DraftLoss()
+
+
 def draft_loss(
     loss: DraftLoss,
     logits: Float[Tensor, "n v"],

@@ -32,13 +32,13 @@ from methods.speculative.eagle.training import (
     EagleTraining,
     Places,
     default_taps,
-    soft_cross_entropy,
     spec_of,
 )
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Static
 from methods.speculative.verification import ChainRejection, DeterministicTree, Greedy, TreeWithoutReplacement
 from methods.training.answers import AnswerRecipe
 from methods.training.interface import Example, TrainingContext
+from methods.training.losses import DraftLoss
 from methods.training.trainer import TrainingConfig
 from tests.helpers.host_reads import no_host_reads
 from tests.helpers.tiny_eagle import eagle_learner
@@ -162,25 +162,21 @@ def test_loss_is_the_sum_over_places(version, target):
         wanted = wanted + 0.8**step * (loss if version == 3 else torch.stack(distance).mean() + 0.1 * loss)
     found, curves = learner.loss(batch)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
-    assert set(curves) >= {"cross_entropy_1", "cross_entropy_2", "cross_entropy_3"}
+    assert set(curves) >= {"loss_1", "loss_2", "loss_3", "overlap_3"}
     ours = torch.autograd.grad(found, list(learner.network.parameters()))
     theirs = torch.autograd.grad(wanted, list(learner.network.parameters()))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_cross_entropy_in_portions_has_the_gradients_of_the_plain_one(monkeypatch):
-    monkeypatch.setattr("methods.speculative.eagle.training._CHUNK", 3)
-    torch.manual_seed(0)
-    states, weight = torch.randn(7, 5).double().requires_grad_(), torch.randn(11, 5).double().requires_grad_()
-    bias, taught = torch.randn(11).double(), torch.randn(4, 11).double().softmax(-1)
-    index = torch.tensor([3, 0, 0, 1, 2, 2, 3])
-    plain = -(taught[index] * F.linear(states, weight, bias).log_softmax(-1)).sum(-1).mean()
-    found = soft_cross_entropy(states, weight, bias, taught, index)
-    torch.testing.assert_close(found, plain)
-    ours = torch.autograd.grad(2 * found, (states, weight))
-    for a, b in zip(ours, torch.autograd.grad(2 * plain, (states, weight)), strict=True):
-        torch.testing.assert_close(a, b)
+def test_a_loss_of_acceptance_and_its_weights(target):
+    """1 - overlap, with steps weighted as in HASS; its term over the likeliest tokens adds to each."""
+    learner, batch = learner_of(target, 3), ragged(target)
+    learner.decay, learner.draft_loss = 0.5, DraftLoss("tv")
+    total, curves = learner.loss(batch)
+    torch.testing.assert_close(total, sum(0.5**step * (1 - curves[f"overlap_{step + 1}"]) for step in range(3)))
+    learner.draft_loss = DraftLoss("tv", 5, 0.1)
+    assert learner.loss(batch)[0] > total
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -605,7 +601,14 @@ def shop(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"version": 1}, {"version": 2, "unroll": 2}, {"output": "own"}, {"precision": "bfloat16"}]
+    "options",
+    [
+        {"loss": "lk_hybrid", "top_k": 3, "decay": 0.5},
+        {"version": 1},
+        {"version": 2, "unroll": 2},
+        {"output": "own"},
+        {"precision": "bfloat16"},
+    ],
 )
 def test_training_writes_a_network_that_decodes(options, target, shop):
     context, points = shop

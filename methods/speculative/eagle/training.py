@@ -11,7 +11,9 @@ and values.
 
 Differences: the network starts as a copy of the target's last layer, which saves most of the steps; output matrix and
 embedding are the target's and frozen (``output: own`` trains a matrix); the target's distribution is computed from its
-features, so its forward pass is not part of a step.
+features, so its forward pass is not part of a step. ``loss`` and ``top_k`` offer losses of acceptance and HASS's term
+over the target's likeliest tokens (``DraftLoss``); HASS weights a step with ``decay: 0.5``. The target's distribution
+is that over the draft vocabulary; a place where it writes another token does not count.
 
 Command: ``python -m bench train method=eagle model=smollm2``
 """
@@ -33,15 +35,16 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
 from methods.speculative.draft_layers import rotary_table
 from methods.speculative.eagle.checkpoint import Part, Spec
+from methods.training.draft_training import DraftTraining
 from methods.training.features import Batch, Features
-from methods.training.head_trainer import HeadTraining, Learner
+from methods.training.head_trainer import Learner
 from methods.training.interface import TrainingContext, require
+from methods.training.losses import CROSS_ENTROPY, DraftLoss, draft_loss_of_states
 
 Output = Literal["shared", "own"]
 
-_DECAY = 0.8  # weight of a step over that of the one before
 _POSITIONS, _RANKS = 5, 10  # of the held-out acceptance
-_CHUNK = 256  # rows of logits that exist at once: megabytes that stay in the cache, and in the heap
+_CHUNK = 256  # rows of logits that exist at once
 _QUIET = 0.02  # standard deviation of what is not copied from the target
 _LEAST_GAIN = 1e-2  # a smaller one would blow up what undoes it
 
@@ -165,7 +168,9 @@ class EagleLearner(Learner):
         unroll: steps, of which the first one is over the target's features and later ones over its own.
         output: whether the rows of the target's output matrix are frozen or trained.
         noise: version 1: width of the uniform noise on true features, over 512 places; as the authors add it.
-        classification: version 1: weight of the cross-entropy beside the smooth L1.
+        classification: version 1: weight of the loss beside the smooth L1.
+        draft_loss: of the distributions.
+        decay: weight of a step over that of the one before.
     """
 
     def __init__(
@@ -177,8 +182,11 @@ class EagleLearner(Learner):
         output: Output = "shared",
         noise: float = 0.2,
         classification: float = 0.1,
+        draft_loss: DraftLoss = CROSS_ENTROPY,
+        decay: float = 0.8,
     ) -> None:
         super().__init__(target, vocabulary)
+        self.draft_loss, self.decay = draft_loss, decay
         self.spec, self.unroll = spec, unroll
         self.noise, self.classification = noise, classification
         self._target = (target,)  # in a tuple: its parameters are not the learner's
@@ -195,7 +203,7 @@ class EagleLearner(Learner):
         return Part(self.spec, tensors, self.vocabulary)
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """Sum of the steps' losses, step i with weight 0.8^i.
+        """Sum of the steps' losses, step i with weight ``decay``^i.
 
         A place whose next token is outside the draft vocabulary does not count.
         """
@@ -207,17 +215,19 @@ class EagleLearner(Learner):
             labels, valid = self._labels(batch, places, step)
             judged = (valid & (labels >= 0)).nonzero()[:, 0]
             ahead = (places.place + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
-            loss = soft_cross_entropy(
-                self.network.scored(feature)[judged], *self._output, taught, index[places.row, ahead][judged]
+            matrix, bias = self._output
+            scored = [(self.network.scored(feature)[judged], matrix)]
+            loss, overlap = draft_loss_of_states(
+                self.draft_loss, scored, bias, taught, index[places.row, ahead][judged]
             )
-            curves[f"cross_entropy_{step + 1}"] = loss.detach()
+            curves |= {f"loss_{step + 1}": loss.detach(), f"overlap_{step + 1}": overlap.sum() / max(1, len(judged))}
             if self.spec.version != 3:
                 wanted = batch.hidden[places.row, ahead]
                 distance = F.smooth_l1_loss(in_float(feature[valid]), in_float(wanted[valid]), reduction="sum")
                 distance = distance / (valid.sum() * wanted.shape[-1]).clamp(min=1)
                 curves[f"smooth_l1_{step + 1}"] = distance.detach()
                 loss = distance + self.classification * loss
-            total = total + _DECAY**step * loss
+            total = total + self.decay**step * loss
         return total, curves
 
     def hits(self, batch: Batch) -> tuple[Int[Tensor, "P R"], Int[Tensor, "P"]]:
@@ -331,55 +341,6 @@ def attend(
     return places.pack(mixed.flatten(2))
 
 
-def soft_cross_entropy(
-    states: Float[Tensor, "R D"],
-    weight: Float[Tensor, "v D"],
-    bias: Float[Tensor, "v"] | None,
-    taught: Float[Tensor, "A v"],
-    index: Int[Tensor, "R"],
-) -> Float[Tensor, ""]:
-    """Mean cross-entropy of ``softmax(states weight^T + bias)`` against the distributions ``taught[index]``.
-
-    The logits of all places at once would take gigabytes, so their gradient is computed with them, chunk by chunk.
-    """
-    device = states.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        states, weight = states.to(dtype), weight.to(dtype)
-    total: Tensor = _SoftCrossEntropy.apply(states, weight, bias, taught, index)
-    return total / max(1, len(states))
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Sum over the rows; the gradients for states and weight, not for the bias, which is the target's."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, taught: Tensor, index: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.promote_types(states.dtype, torch.float32), device=states.device)
-        of_states = torch.zeros_like(states)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        with torch.autocast(states.device.type, enabled=False):
-            for start in range(0, len(states), _CHUNK):
-                rows = slice(start, start + _CHUNK)
-                logits = (states[rows] @ weight.T).to(total.dtype)
-                logits = logits if bias is None else logits + bias
-                wanted = taught[index[rows]].to(total.dtype)
-                normal = logits.logsumexp(-1, keepdim=True)
-                total += (normal[:, 0] * wanted.sum(-1) - (wanted * logits).sum(-1)).sum()
-                slope = ((logits - normal).exp_() * wanted.sum(-1, keepdim=True) - wanted).to(weight.dtype)
-                of_states[rows] = slope @ weight
-                if of_weight is not None:
-                    of_weight += slope.T @ states[rows]
-        ctx.save_for_backward(of_states, of_weight)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        of_states, of_weight = ctx.saved_tensors
-        scaled = None if of_weight is None else of_weight * slope.to(of_weight.dtype)
-        return of_states * slope.to(of_states.dtype), scaled, None, None, None
-
-
 def _behind(tokens: Int[Tensor, "B T"], count: int) -> Int[Tensor, "B T"]:
     """The token ``count`` places on, 0 after the end."""
     return F.pad(tokens[:, count:], (0, min(count, tokens.shape[1])))
@@ -471,7 +432,7 @@ def _gain(norm: Rows | None, target: CausalLM) -> Float[Tensor, "D"]:
 
 
 @dataclass(kw_only=True)
-class EagleTraining(HeadTraining):
+class EagleTraining(DraftTraining):
     """Trains the draft network.
 
     Args:
@@ -479,7 +440,8 @@ class EagleTraining(HeadTraining):
         unroll: see ``EagleLearner``; None: 4 for version 3, else 1.
         taps: layers of the target that version 3 reads, 0-based; None: 1, L / 2 - 1 and L - 4.
         output: ``shared``, the target's rows of the output matrix, or ``own``, trained and saved.
-        noise, classification: see ``EagleLearner``.
+        noise, classification, decay: see ``EagleLearner``.
+        loss, top_k, top_k_weight: see ``DraftLoss``.
         vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
@@ -492,10 +454,12 @@ class EagleTraining(HeadTraining):
     output: Output = "shared"
     noise: float = 0.2
     classification: float = 0.1
+    decay: float = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require("at least 1", unroll=self.unroll)
+        require("above 0", decay=self.decay)
         require("at least 0", noise=self.noise, classification=self.classification)
 
     def layers_read(self, target: CausalLM) -> Sequence[int]:
@@ -508,7 +472,17 @@ class EagleTraining(HeadTraining):
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> EagleLearner:
         """See ``HeadTraining``."""
         spec, unroll = self._spec(target), self.unroll or (4 if self.version == 3 else 1)
-        return EagleLearner(target, spec, vocabulary, unroll, self.output, self.noise, self.classification)
+        return EagleLearner(
+            target,
+            spec,
+            vocabulary,
+            unroll,
+            self.output,
+            self.noise,
+            self.classification,
+            self.draft_loss,
+            self.decay,
+        )
 
     def save(self, learner: EagleLearner, found: Features, context: TrainingContext) -> dict[str, Any]:
         """See ``HeadTraining``."""

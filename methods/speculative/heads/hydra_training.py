@@ -3,7 +3,7 @@
 Ankner et al. 2024 (Hydra), arXiv 2402.05109, sec. 3 and 4.1. As Medusa's heads, but head i reads the target's last
 state and the embeddings of the root and of the i tokens after it; in training these are the answer's own.
 The loss is the paper's teacher loss: cross-entropy with the target's distribution at the place of the label, here over
-the draft vocabulary. ``labels=hard`` learns the answers themselves.
+the draft vocabulary. ``labels=hard`` learns the answers themselves; ``loss`` and ``top_k`` are those of Medusa.
 
 A head reads a normed state and embeddings, which are far smaller in most models. AdamW moves all weights by equal
 steps, so the embeddings' part would be learnt late. They are scaled to the states' root mean square in training, and
@@ -27,6 +27,7 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.hydra import Block, Heads
 from methods.speculative.heads.medusa_training import DraftStates, HeadsLearner, HeadsTraining, Labels
 from methods.training.features import Features
+from methods.training.losses import CROSS_ENTROPY, DraftLoss
 
 _SCALE_ROWS = 8  # dialogues of which the scale of the states is taken
 
@@ -70,7 +71,7 @@ class HydraLearner(HeadsLearner):
     """Heads of which each reads the tokens before the one it proposes.
 
     Args:
-        target, vocabulary, heads, labels, decay: see ``HeadsLearner``; the target's embedding is read too.
+        target, vocabulary, heads, labels, decay, draft_loss: see ``HeadsLearner``; the target's embedding is read too.
         blocks: layers of each head.
         scale: factor on the embeddings in training.
     """
@@ -84,8 +85,9 @@ class HydraLearner(HeadsLearner):
         labels: Labels = "soft",
         decay: float = 1.0,
         scale: float = 1.0,
+        draft_loss: DraftLoss = CROSS_ENTROPY,
     ) -> None:
-        super().__init__(target, vocabulary, heads, labels, decay)
+        super().__init__(target, vocabulary, heads, labels, decay, draft_loss)
         self._embed, self.scale = target.embed, scale
         width = target.hidden_size
         self.layers = nn.ModuleList(HydraHead(head + 2, width, blocks, target.device) for head in range(heads))
@@ -114,7 +116,7 @@ class HydraTraining(HeadsTraining):
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> HydraLearner:
         scale = embedding_scale(found, vocabulary, target)
         labels = self.labels or self.paper_labels
-        return HydraLearner(target, vocabulary, self.heads, self.blocks, labels, self.decay, scale)
+        return HydraLearner(target, vocabulary, self.heads, self.blocks, labels, self.decay, scale, self.draft_loss)
 
 
 def embedding_scale(found: Features, vocabulary: DraftVocabulary, target: CausalLM) -> float:

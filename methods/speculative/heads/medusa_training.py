@@ -33,9 +33,11 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.candidate_tree import RANKS, accuracies, search
 from methods.speculative.heads.medusa import Heads
+from methods.training.draft_training import DraftTraining
 from methods.training.features import Batch, Features
-from methods.training.head_trainer import HeadTraining, Learner
+from methods.training.head_trainer import Learner
 from methods.training.interface import TrainingContext, require
+from methods.training.losses import CROSS_ENTROPY, DraftLoss, draft_loss_of_states
 
 Labels = Literal["hard", "soft"]
 
@@ -89,11 +91,20 @@ class HeadsLearner(Learner):
         heads: P.
         labels: see the file's docstring.
         decay: weight of a head's loss over that of the head before.
+        draft_loss: of a head.
     """
 
-    def __init__(self, target: CausalLM, vocabulary: DraftVocabulary, heads: int, labels: Labels, decay: float) -> None:
+    def __init__(
+        self,
+        target: CausalLM,
+        vocabulary: DraftVocabulary,
+        heads: int,
+        labels: Labels,
+        decay: float,
+        draft_loss: DraftLoss,
+    ) -> None:
         super().__init__(target, vocabulary)
-        self.heads, self.labels, self.decay = heads, labels, decay
+        self.heads, self.labels, self.decay, self.draft_loss = heads, labels, decay, draft_loss
 
     def states(self, places: DraftStates) -> Iterator[Float[Tensor, "n D"]]:
         """Head by head, what is multiplied with the output matrix."""
@@ -104,15 +115,15 @@ class HeadsLearner(Learner):
         raise NotImplementedError
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """Sum of the heads' cross-entropies, each a mean over the tokens that can be proposed."""
+        """Sum of the heads' losses, each a mean over the tokens that can be proposed."""
         places = DraftStates.of(batch, self.heads)
         labels = self.vocabulary.of(places.tokens[:, 1:]).masked_fill(~places.judged, -1)
         losses = []
         for head, state in enumerate(self.states(places)):
-            wanted = self._soft(places.later[:, head]) if self.labels == "soft" else labels[:, head].clamp(min=0)
-            each = F.cross_entropy(self.logits(state).float(), wanted, reduction="none")
             counted = labels[:, head] >= 0
-            losses.append((each * counted).sum() / counted.sum().clamp(min=1))
+            taught = self._soft(places.later[counted, head]) if self.labels == "soft" else labels[counted, head]
+            products = [(state[counted], self.output)]
+            losses.append(draft_loss_of_states(self.draft_loss, products, self.output_bias, taught)[0])
         curves: dict[str, Tensor | float] = {f"loss_{head + 2}": loss.detach() for head, loss in enumerate(losses)}
         return torch.stack([self.decay**head * loss for head, loss in enumerate(losses)]).sum(), curves
 
@@ -140,7 +151,7 @@ class HeadsLearner(Learner):
 
     @torch.no_grad()
     def _soft(self, state: Float[Tensor, "n D"]) -> Float[Tensor, "n v"]:
-        """The target's distribution over the draft vocabulary. The loss differs from KL by its entropy alone."""
+        """The target's distribution over the draft vocabulary."""
         return self.logits(state).float().softmax(-1)
 
 
@@ -155,8 +166,9 @@ class MedusaLearner(HeadsLearner):
         blocks: int,
         labels: Labels = "hard",
         decay: float = 1.0,
+        draft_loss: DraftLoss = CROSS_ENTROPY,
     ) -> None:
-        super().__init__(target, vocabulary, heads, labels, decay)
+        super().__init__(target, vocabulary, heads, labels, decay, draft_loss)
         width = target.hidden_size
         self.weight = nn.Parameter(torch.zeros(blocks, heads, width, width, device=target.device))
         self.bias = nn.Parameter(torch.zeros(blocks, heads, width, device=target.device))
@@ -177,7 +189,7 @@ class MedusaLearner(HeadsLearner):
 
 
 @dataclass(kw_only=True)
-class HeadsTraining(HeadTraining):
+class HeadsTraining(DraftTraining):
     """Trains heads that fill a tree of fixed shape: what Medusa and Hydra share.
 
     Args:
@@ -185,6 +197,7 @@ class HeadsTraining(HeadTraining):
         blocks: residual layers of each.
         labels: ``hard``, the target's answers, or ``soft``, its distributions; None: as the paper.
         decay: weight of a head's loss over that of the head before.
+        loss, top_k, top_k_weight: see ``DraftLoss``.
         vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
 
@@ -222,7 +235,7 @@ class MedusaTraining(HeadsTraining):
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> MedusaLearner:
         """See ``HeadTraining``."""
         labels = self.labels or self.paper_labels
-        return MedusaLearner(target, vocabulary, self.heads, self.blocks, labels, self.decay)
+        return MedusaLearner(target, vocabulary, self.heads, self.blocks, labels, self.decay, self.draft_loss)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from methods.training import trainer
 from methods.training.answers import AnswerRecipe
 from methods.training.features import Batch
 from methods.training.interface import Example, TrainingContext
+from methods.training.losses import DraftLoss
 from methods.training.trainer import TrainingConfig
 from tests.helpers import tiny_head_trees
 from tests.helpers.host_reads import no_host_reads
@@ -406,6 +407,18 @@ def test_soft_labels_are_the_targets_distribution_where_the_label_was_written(na
     assert float(learner.loss(batch)[0].detach()) == pytest.approx(float(total.detach()), rel=1e-5)
 
 
+@both
+def test_a_loss_of_acceptance_is_the_share_of_drafts_that_are_refused(name, target, texts):
+    """Against the answers themselves: what a head leaves to other tokens."""
+    batch = batch_of(target, [list(text) for text in texts], [1] * 4)
+    learner = LEARNERS[name](target, DraftVocabulary.all(61), 2, 1, labels="hard", draft_loss=DraftLoss("tv"))
+    found, total = DraftStates.of(batch, 2), 0.0
+    for head, state in enumerate(learner.states(found)):
+        chosen = learner.logits(state).softmax(-1).gather(1, found.tokens[:, head + 1 : head + 2])[:, 0]
+        total += 1 - chosen[found.judged[:, head]].mean()
+    assert float(learner.loss(batch)[0].detach()) == pytest.approx(float(total.detach()), rel=1e-5)
+
+
 def test_decay_weighs_later_heads(target, texts):
     batch = batch_of(target, [list(text) for text in texts], [1] * 4)
     loss, curves = MedusaLearner(target, DraftVocabulary.all(61), 3, 1, decay=0.5).loss(batch)
@@ -446,7 +459,8 @@ def training(name, **changes):
 @both
 @pytest.mark.parametrize("labels", ["hard", "soft"])
 def test_training_learns_a_periodic_text(name, labels, counter, tmp_path):
-    trainable, points = training(name, labels=labels), []
+    loss = "lk_hybrid" if labels == "soft" else "ce"
+    trainable, points = training(name, labels=labels, loss=loss), []
     facts = trainable.fit(context(counter, tmp_path / "part", points))
     assert sum(facts["acceptance"]) > 2.9, "all three heads know it; untrained ones repeat the root"
     losses = [point["loss"] for point in points if "loss" in point]
