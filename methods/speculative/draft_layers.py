@@ -1,15 +1,24 @@
-"""Llama layers of draft networks: the names and shapes of their tensors, and their rotary positions."""
+"""Draft networks of Llama layers: the names and shapes of their tensors, their weights in decoding, attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from methods.engine.causal_lm import RotaryTable
+from methods.drafting import Context
+from methods.engine.causal_layers import RMSNorm
+from methods.engine.causal_lm import CausalLM, RotaryTable
+from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.kv_cache import Cache
+from methods.engine.linear import Linear, make_linear
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -64,3 +73,81 @@ def rotary_table(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Rota
         rope_parameters=dict(sizes.rope),
     )
     return RotaryTable(LlamaRotaryEmbedding(config).to(device), device, dtype)
+
+
+class Weights:
+    """Tensors of a draft network, in the target's type and packed as the target's are.
+
+    Args:
+        tensors: by the authors' names.
+        eps: of the norms.
+    """
+
+    def __init__(self, target: CausalLM, tensors: Mapping[str, Tensor], eps: float) -> None:
+        self._target, self._tensors, self._eps = target, tensors, eps
+
+    def get(self, name: str) -> Tensor | None:
+        found = self._tensors.get(name)
+        return None if found is None else found.to(self._target.device, self._target.dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._target.device, self._target.dtype)
+
+    def linear(self, *names: str) -> Linear:
+        """One product for the matrices of these names."""
+        return make_linear(
+            [self.tensor(f"{name}.weight") for name in names], [self.get(f"{name}.bias") for name in names]
+        )
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.tensor(f"{name}.weight"), self._eps)
+
+    def embedding(self) -> Callable[[Int[Tensor, "*b"]], Float[Tensor, "*b D"]]:
+        """Its own, or the target's."""
+        own = self.get("embed_tokens.weight")
+        return self._target.embed if own is None else functools.partial(F.embedding, weight=own)
+
+    def output(self, vocabulary: DraftVocabulary) -> tuple[Callable[[Float[Tensor, "R D"]], Float[Tensor, "R v"]], int]:
+        """The output matrix over the draft vocabulary, its own or the target's; its bytes beside the target."""
+        own = self.get("lm_head.weight")
+        if own is None and vocabulary.full:
+            return self._target.head, 0
+        weight, bias = (own, None) if own is not None else self._target.output_rows(vocabulary.ids)
+        linear = make_linear([weight], [bias])
+        return linear, linear.nbytes
+
+
+def kept_states(context: Context, states: Float[Tensor, "B P D"], width: int) -> Float[Tensor, "B W D"]:
+    """The states of the last pass at the ``width`` first nodes that were kept, root included."""
+    if context.path is None:
+        return states[:, :width]
+    rows = context.path[:, :width].clamp(min=0)
+    return states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[2]))
+
+
+def hidden_padding(cache: Cache, dtype: torch.dtype) -> Float[Tensor, "B 1 S"] | None:
+    """Added to the scores of what rows hold: -inf after the end of each; None where all rows are of one length."""
+    if cache.uniform:
+        return None
+    behind = torch.arange(max(cache.lengths), device=cache.length.device) >= cache.length[:, None]
+    zeros = torch.zeros(behind.shape, dtype=dtype, device=behind.device)
+    return zeros.masked_fill_(behind, -torch.inf)[:, None]
+
+
+def attend(
+    query: Float[Tensor, "B M H d"],
+    keys: Float[Tensor, "B K S d"],
+    values: Float[Tensor, "B K S d"],
+    mask: Float[Tensor, "b m S"] | None,
+) -> Float[Tensor, "R HD"]:
+    """Attention, the query heads of a key head side by side, so that no key is repeated; rows are those of all nodes.
+
+    ``mask`` is added to the scores; one row of it is for all nodes.
+    """
+    batch, nodes, heads, dim = query.shape
+    groups = heads // keys.shape[1]
+    folded = query.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)  # B K MG d
+    if mask is not None:
+        mask = mask.expand(-1, nodes, -1).repeat_interleave(groups, 1)[:, None]
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return mixed.unflatten(2, (nodes, groups)).transpose(1, 2).reshape(batch * nodes, heads * dim)

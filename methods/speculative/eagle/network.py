@@ -11,19 +11,16 @@ gives the layer both halves of the pair side by side, and does not require its o
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from methods.engine.causal_layers import RMSNorm
 from methods.engine.causal_lm import CausalLM, rotate_
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Linear, make_linear
-from methods.speculative.draft_layers import rotary_table
+from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table
 from methods.speculative.eagle.checkpoint import Part
 
 
@@ -31,53 +28,28 @@ class Network:
     """The draft network of a target, its weights in the target's type and packed as the target's are."""
 
     def __init__(self, target: CausalLM, part: Part) -> None:
-        self.spec, self._tensors = part.spec, part.tensors
+        self.spec, weights = part.spec, Weights(target, part.tensors, part.spec.rms_eps)
         self.device, self.dtype = target.device, target.dtype
-        self._embed = self._embedding(target)
+        self._embed = weights.embedding()
         self.vocabulary = part.vocabulary.to(target.device)
         self.rotary = rotary_table(self.spec, target.device, target.dtype)
         layer = self.spec.layer
-        self._fc = self._linear("fc")
-        self._qkv = self._linear(*(f"{layer}.self_attn.{name}_proj" for name in "qkv"))
-        self._out = self._linear(f"{layer}.self_attn.o_proj")
-        self._gate_up = self._linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
-        self._down = self._linear(f"{layer}.mlp.down_proj")
-        self._mlp_norm = self._norm(f"{layer}.post_attention_layernorm")
+        self._fc = weights.linear("fc")
+        self._qkv = weights.linear(*(f"{layer}.self_attn.{name}_proj" for name in "qkv"))
+        self._out = weights.linear(f"{layer}.self_attn.o_proj")
+        self._gate_up = weights.linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+        self._down = weights.linear(f"{layer}.mlp.down_proj")
+        self._mlp_norm = weights.norm(f"{layer}.post_attention_layernorm")
         if self.spec.version == 3:
-            self._token_norm = self._norm(f"{layer}.input_layernorm")
-            self._feature_norm = self._norm(f"{layer}.hidden_norm")
-            self._last_norm = self._norm("norm")
+            self._token_norm = weights.norm(f"{layer}.input_layernorm")
+            self._feature_norm = weights.norm(f"{layer}.hidden_norm")
+            self._last_norm = weights.norm("norm")
         spec = self.spec
-        self._state_norms = [self._norm(f"fc_norm.{number}") for number in range(len(spec.taps)) if spec.fc_norm]
-        self._mixing_norm = self._norm("input_norm") if spec.norm_before_fc else None
-        self._score, own = self._output(target)
+        self._state_norms = [weights.norm(f"fc_norm.{number}") for number in range(len(spec.taps)) if spec.fc_norm]
+        self._mixing_norm = weights.norm("input_norm") if spec.norm_before_fc else None
+        self._score, own = weights.output(self.vocabulary)
         linears = (self._fc, self._qkv, self._out, self._gate_up, self._down)
         self.nbytes = {"draft_network": sum(linear.nbytes for linear in linears), "draft_output_matrix": own}
-        self._tensors = {}  # what was packed is needed no more
-
-    def _weight(self, name: str) -> Tensor | None:
-        found = self._tensors.get(name)
-        return None if found is None else found.to(self.device, self.dtype)
-
-    def _linear(self, *names: str) -> Linear:
-        weights = [self._tensors[f"{name}.weight"].to(self.device, self.dtype) for name in names]
-        return make_linear(weights, [self._weight(f"{name}.bias") for name in names])
-
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensors[f"{name}.weight"].to(self.device, self.dtype), self.spec.rms_eps)
-
-    def _embedding(self, target: CausalLM) -> Callable[[Tensor], Tensor]:
-        own = self._weight("embed_tokens.weight")
-        return target.embed if own is None else functools.partial(F.embedding, weight=own)
-
-    def _output(self, target: CausalLM) -> tuple[Callable[[Tensor], Tensor], int]:
-        """The output matrix, and the bytes it takes beside the target."""
-        own = self._weight("lm_head.weight")
-        if own is None and self.vocabulary.full:
-            return target.head, 0
-        weight, bias = (own, None) if own is not None else target.output_rows(self.vocabulary.ids)
-        linear = make_linear([weight], [bias])
-        return linear, linear.nbytes
 
     def feature(self, hidden: Float[Tensor, "B M D"], taps: Sequence[Float[Tensor, "B M D"]]) -> Float[Tensor, "B M D"]:
         """The target's feature at some places: its last state, or version 3's mixture of three."""
@@ -130,8 +102,7 @@ class Reader:
     """
 
     def __init__(self, network: Network, batch: int, capacity: int) -> None:
-        spec = network.spec
-        self.network, self._groups = network, spec.heads // spec.kv_heads
+        self.network, spec = network, network.spec
         self._cache = Cache(
             [0], batch, capacity, spec.kv_heads, spec.head_dim, dtype=network.dtype, device=network.device
         )
@@ -165,7 +136,7 @@ class Reader:
         rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
         cache.write(0, heads[:, :, spec.heads :], None if cache.uniform else cache.slots(width))
         cache.advance(counts)
-        self._guesses, self._prefix = 0, self._hide_padding()
+        self._guesses, self._prefix = 0, hidden_padding(cache, self.network.dtype)
         if len(counts) == 1 or min(counts) == width:
             residual, query = residual[:, counts[0] - 1 :][:, :1], heads[:, counts[0] - 1 :][:, :1, : spec.heads]
         else:
@@ -206,15 +177,6 @@ class Reader:
         rotary.reserve(max(cache.lengths) + level + 1)
         return rotary.gather(cache.length[:, None] + level)
 
-    def _hide_padding(self) -> Float[Tensor, "B 1 S"] | None:
-        """Added to the scores of the committed part; None where all rows are of one length."""
-        cache = self._cache
-        if cache.uniform:
-            return None
-        behind = torch.arange(max(cache.lengths), device=cache.length.device) >= cache.length[:, None]
-        zeros = torch.zeros(behind.shape, dtype=self.network.dtype, device=behind.device)
-        return zeros.masked_fill_(behind, -torch.inf)[:, None]
-
     def _mask(self, reach: Bool[Tensor, "b M g"] | None) -> Float[Tensor, "b2 m S"] | None:
         """Added to the scores of committed pairs and guesses."""
         committed, prefix = max(self._cache.lengths), self._prefix
@@ -228,12 +190,6 @@ class Reader:
         return torch.cat([prefix.expand(-1, nodes, -1), guesses.expand(batch, -1, -1)], dim=2)
 
     def _mix(self, query: Float[Tensor, "B M H d"], mask: Float[Tensor, "b m S"] | None) -> Float[Tensor, "R HD"]:
-        """Attention over all that is in the cache, the query heads of a key head side by side."""
-        batch, nodes, heads, dim = query.shape
+        """Attention over all that is in the cache."""
         keys, values = self._cache.view(0, max(self._cache.lengths) + self._guesses)
-        folded = query.unflatten(2, (-1, self._groups)).transpose(1, 2).flatten(2, 3)  # B K MG d
-        if mask is not None:
-            mask = mask.expand(-1, nodes, -1).repeat_interleave(self._groups, 1)[:, None]
-        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-        mixed = mixed.unflatten(2, (nodes, self._groups)).transpose(1, 2)
-        return mixed.reshape(batch * nodes, heads * dim)
+        return attend(query, keys, values, mask)
