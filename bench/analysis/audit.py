@@ -399,6 +399,28 @@ def _lost_processor(batches: pd.DataFrame) -> float:
     return float(1 - used.sum() / (max(1.0, float(np.median(used / wall))) * wall.sum()))
 
 
+def check_made_ahead(evidence: Evidence, found: _Findings) -> None:
+    """No graph is captured and no function compiled while the clock runs."""
+    for kind, count, noun in (("graphs", "captured", "CUDA graphs"), ("compiled", "functions", "functions")):
+        made = evidence.manifest.get(kind)
+        if made and (late := made["in_all"][count] - made["before"][count]):
+            verb = "captured" if kind == "graphs" else "compiled"
+            found.reasons.append(
+                f"{late} {noun} were {verb} within measured time, which takes longer than a step. Measure with a "
+                "longer warm-up (measure.warmup), or without them (hardware.graphs=off, hardware.compile=false)."
+            )
+
+
+def check_graphs(evidence: Evidence, found: _Findings) -> None:
+    """Every pass replays a graph where the run has graphs."""
+    missed = (evidence.manifest.get("graphs") or {}).get("in_all", {}).get("missed", 0)
+    if missed:
+        found.warnings.append(
+            f"{missed} passes ran kernel by kernel, as none of the captured graphs was of their size; both arms are "
+            "timed as they ran. A longer warm-up (measure.warmup) captures more sizes."
+        )
+
+
 def check_harness(evidence: Evidence, found: _Findings) -> None:
     """Little time passes between decodes."""
     share = evidence.summary.get("harness_share")
@@ -423,6 +445,8 @@ CHECKS: tuple[Callable[[Evidence, _Findings], None], ...] = (
     check_averages,
     check_load,
     check_processor,
+    check_made_ahead,
+    check_graphs,
     check_harness,
 )
 # They judge the machine, not the method.

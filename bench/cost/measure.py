@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import yaml
 
+from bench.analysis import summary as run_summary
 from bench.config import instantiate
 from bench.config.schema import RunConfig, sanitise
 from bench.cost import roofline
@@ -42,6 +43,7 @@ from bench.utils.files import json_sha256, write_json
 from bench.utils.progress import Progress
 from methods.decoder import Decoder
 from methods.engine.causal_lm import CausalLM
+from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.kv_cache import Cache
 
 Clock = Callable[[], int]
@@ -134,7 +136,7 @@ def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
     name = device_name({"hardware": facts})
     dtype = _dtype(loaded)
     defining = {
-        "model": cfg.model,
+        "model": {key: value for key, value in cfg.model.items() if (key, value) != ("weights", "full")},
         "revision": loaded.revision,
         "hardware": {k: v for k, v in cfg.to_dict()["hardware"].items() if k not in ("name", "threads")},
         "device": name,
@@ -148,7 +150,7 @@ def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
 def model_name(cfg: RunConfig) -> str:
     """The model's name; for random weights with the model whose shape they have."""
     like = cfg.model.get("like")
-    return f"{cfg.model['name']}_{like}" if like else str(cfg.model["name"])
+    return run_summary.model_name(cfg.model | ({"name": f"{cfg.model['name']}_{like}"} if like else {}))
 
 
 # ---------------------------------------------------------------------------------------------------- facts and status
@@ -288,7 +290,7 @@ def _measure_probes(cost: CostRun, done: set[tuple[Any, ...]]) -> None:
 
 
 def _measure_batch(cost: CostRun, repeat: int, batch: int, points: Sequence[Point], seen: set[Point]) -> None:
-    """One repeat of the points of one batch size. The first round of a point in a process is a warm-up."""
+    """One repeat of the points of one batch size. The first rounds of a point in a process are a warm-up."""
     fitting = [point for point in points if _fits(cost, point)]
     if not fitting:
         return
@@ -298,9 +300,10 @@ def _measure_batch(cost: CostRun, repeat: int, batch: int, points: Sequence[Poin
     if cache is None:
         return
     tokens = verify_cost.random_tokens(cost.lm, batch, most, cost.cfg.seed)
+    untimed = 2 if isinstance(cost.lm, GraphedLM) else 1  # the second one captures a graph
     for point in fitting:
         ns = None
-        for _ in range(1 if point in seen else 2):
+        for _ in range(1 if point in seen else 1 + untimed):
             ns = _or_none(cost, [point], partial(_round, cost, cache, tokens, point))
         seen.add(point)
         if ns is not None:

@@ -20,7 +20,9 @@ from bench.records import lookup
 from bench.records.run_folder import Sample
 from bench.utils import machine, redact
 from methods.decoder import Decoder
+from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
+from methods.engine.linear import FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def manifest(
                 "revision": loaded.revision,
                 "sha256": loaded.sha256,
                 "weight_bytes": loaded.lm.weight_bytes,
+                **_quantised(loaded.lm),
             },
             "dataset": {"name": cfg.dataset["name"], "revision": shared.task.revision},
             "dtype": str(loaded.lm.dtype).removeprefix("torch."),
@@ -171,14 +174,25 @@ def after(parts: Parts, before: dict[str, Any], samples: Sequence[Sample]) -> di
     }
 
 
-def made_ahead(shared: Shared) -> dict[str, dict[str, float]]:
-    """Graphs captured and functions compiled so far, and the time it took; later ones are in the measured times."""
+def made_ahead(shared: Shared) -> dict[str, dict[str, int | float]]:
+    """Graphs captured and functions compiled so far, and the time it took; later ones are in the measured times.
+
+    ``missed``: passes without a graph since the graphs of the run were captured.
+    """
     lm, compiled, found = shared.loaded.lm, shared.loaded.compiled, {}
     if isinstance(lm, GraphedLM):
-        found["graphs"] = {"captured": lm.graphs.captured, "seconds": round(lm.graphs.seconds, 3)}
+        graphs = lm.graphs
+        found["graphs"] = {"captured": graphs.captured, "seconds": round(graphs.seconds, 3), "missed": graphs.missed}
     if compiled is not None:
         found["compiled"] = {"functions": compiled.counted, "seconds": round(compiled.seconds, 3)}
     return found
+
+
+def _quantised(lm: CausalLM) -> dict[str, Any]:
+    """The forms of weights that are not as the type of the run says; of ``int4`` the most rows multiplied with them."""
+    if lm.weights == "full":
+        return {}
+    return {"weights": lm.weights, "int4_bytes": lm.int4_bytes, "int4_rows": FEW_ROWS}
 
 
 def _memory(parts: Parts, samples: Sequence[Sample]) -> dict[str, int | None]:

@@ -43,6 +43,7 @@ from bench.tasks import Task, prompts
 from bench.utils import files, machine, redact
 from bench.utils.progress import stage
 from methods.decoder import Decoder
+from methods.engine.cuda_graphs import GraphedLM
 
 CALIBRATION = "calibration.json"  # beside the manifest: the losses that a threshold was chosen by
 _BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
@@ -386,6 +387,9 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
                 print(f"warning: {doubt}", file=sys.stderr)
                 arm.folder.update(doubt=doubt)
         _record_cost_curve(arms, shared, spent, [sample for samples in warm for sample in samples])
+        if isinstance(shared.loaded.lm, GraphedLM):
+            stage("capturing the passes that the prompts may need")
+            GraphedLM.prepare(_longest(shared))
         ahead = manifest.made_ahead(shared)
         runner.measure()
         in_all = manifest.made_ahead(shared)
@@ -436,6 +440,16 @@ def _cost_curve(shared: Shared, warm: Sequence[Sample]) -> CostSurface:
     contexts = (min(shared.lengths), max(shared.lengths) + shared.settings.limit)
     batch = min(shared.settings.batch_size, len(shared.examples))
     return verify_cost.measure_rows(shared.loaded.lm, batch, verify_cost.grid(most), contexts)
+
+
+def _longest(shared: Shared) -> dict[int, int]:
+    """By size of the batches, tokens of the longest text."""
+    whole, rest = (
+        min(shared.settings.batch_size, len(shared.examples)),
+        len(shared.examples) % shared.settings.batch_size,
+    )
+    longest = max(shared.lengths) + shared.settings.limit
+    return {batch: longest for batch in (whole, rest) if batch}
 
 
 def _agreement(cfg: RunConfig, parts: Parts, samples: Sequence[Sample], judged: agreement.Known) -> dict[str, Any]:

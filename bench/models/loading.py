@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from bench.config import compose, instantiate
-from bench.config.schema import PathsConfig, RunConfig
+from bench.config.schema import PathsConfig, RunConfig, weights_of
 from bench.errors import UserError
 from bench.models.source import Loaded, Source
 
@@ -44,20 +44,32 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
         keep_hf: leave the Hugging Face model usable beside ours (peers need it).
 
     Raises:
-        UserError: no such hardware, no such model, or one of a family that is not proven.
+        UserError: no such hardware, no such model, one of a family that is not proven, or no weights of this kind here.
     """
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # in a log file each update of a bar would be a line
+    quantised = weights_of(model)
+    if keep_hf and quantised != "full":
+        raise UserError(
+            f"model.weights={quantised} is of the engine of this project, and a method of transformers needs the whole "
+            "weights. Set model.weights=full, or choose another method."
+        )
     device, dtype = resolve_hardware(hardware)
+    _settle_kernels(device)
     source = _source(model)
     _require_memory(source, device, dtype, keep_hf)
     read = source.read(dtype, Path(paths.cache))
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
     _require_finite(str(model["name"]), weights)
     try:
-        lm = _engine(weights.config).from_hf(weights.to(device), linear=hardware.get("linear", "auto"), keep_hf=keep_hf)
+        lm = _engine(weights.config).from_hf(
+            weights.to(device),
+            linear=hardware.get("linear", "auto"),
+            keep_hf=keep_hf,
+            weights=quantised,  # type: ignore[arg-type]
+        )
         compiled = compile_layers(lm) if hardware.get("compile", False) else None
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
         raise UserError(str(error)) from error
@@ -80,6 +92,7 @@ def load_module(module: Any, tokenizer: Any, hardware: Mapping[str, Any]) -> Loa
 
     in_memory.require(module, tokenizer)
     _require_finite(in_memory.NAME, module)
+    _settle_kernels(module.device)
     try:
         lm = _engine(module.config).from_hf(module, linear=hardware.get("linear", "auto"), keep_hf=True)
     except ValueError as error:
@@ -137,6 +150,22 @@ def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, ke
     memory.require(what, peak * dtype.itemsize, device, cure)
 
 
+def _settle_kernels(device: torch.device) -> None:
+    """Choose kernels of CUDA for short passes, for us and for peers.
+
+    On Hopper and later torch prefers cuDNN's attention, which makes a plan for every length of the keys: tens of
+    milliseconds of the host for each token. Split sums in 16 bit would round a pass over one token otherwise than a
+    pass over many.
+    """
+    if device.type != "cuda":
+        return
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def _require_finite(name: str, model: Any) -> None:
     """Refuse weights that are no numbers: the likeliest of NaN logits is token 0, which every draft hits."""
     for weight, tensor in model.named_parameters():
@@ -175,7 +204,7 @@ def load_draft(
     Raises:
         UserError: as ``load``, or the two do not share one vocabulary.
     """
-    group = named(draft) if isinstance(draft, str) else draft
+    group = named(draft) if isinstance(draft, str) else {**named(str(draft.get("name"))), **draft}
     if group.get("like"):
         raise UserError(
             f"The draft model must have weights, got like={group['like']}: nothing that random weights draft is "

@@ -51,10 +51,13 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(root: Path | None = None) -> dict[str, Any]:
-    """Commit and whether the checkout differs from it; both None outside a git checkout."""
+    """Commit and whether the checkout differs from it; both None outside a git checkout.
+
+    There the variable DECODEBENCH_COMMIT may name the commit.
+    """
     root = Path(__file__).resolve().parents[2] if root is None else root
     if not (root / ".git").exists():  # an installed package inside another project's checkout
-        return {"sha": None, "dirty": None}
+        return {"sha": os.environ.get("DECODEBENCH_COMMIT") or None, "dirty": None}  # a tree that was copied without it
     sha, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", ".", ":!results")
     return {"sha": sha, "dirty": None if changes is None else bool(changes)}
 

@@ -73,6 +73,61 @@ def test_states_and_taps_are_those_of_the_ordinary_pass(parents):
                 torch.testing.assert_close(ours[row, :, :end], theirs[row, :, :end])
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("nodes", [1, 3, 5, 13, 70])
+def test_passes_between_two_sizes_are_filled_up(nodes, tree):
+    parents = (torch.arange(nodes - 1)[None] // 2 - 1).expand(2, -1) if tree and nodes > 1 else None
+    tokens = torch.arange(2 * nodes).view(2, nodes) % 50 + 1
+    found = []
+    for target in (checks.tiny_target(), with_graphs(), with_graphs()):
+        cache = target.new_cache(2, 200)
+        target.prefill([torch.tensor(prompt) for prompt in PROMPTS[:2]], cache)
+        for _ in range(3):
+            output = target.forward(tokens, parents, cache, levels=7 if tree else None, hidden_layers=(1,))
+        found.append(output)
+    assert target.graphs.captured == 1 and target.graphs.missed == 1, "the first one runs kernel by kernel"
+    for output in found[1:]:
+        torch.testing.assert_close(output.logits, found[0].logits)
+        torch.testing.assert_close(output.hidden_layers[1], found[0].hidden_layers[1])
+
+
+def test_what_is_prepared_is_all_that_comes():
+    """Texts of other lengths than the warm-up's, drafts of other sizes and smaller batches replay graphs."""
+    target = with_graphs()
+    decoder = PromptLookup(target, Sampling(), gamma=7)
+    decode(decoder, PROMPTS)
+    decode(Autoregressive(target, Sampling()), PROMPTS)
+    GraphedLM.prepare({3: 230, 2: 230, 1: 230})
+    captured = target.graphs.captured
+    longer = [prompt * 12 for prompt in PROMPTS]
+    for prompts in (longer, longer[1:], longer[:1], PROMPTS):
+        wanted = decode(Autoregressive(checks.tiny_target(), Sampling()), prompts, 90)
+        assert decode(decoder, prompts, 90) == decode(Autoregressive(target, Sampling()), prompts, 90) == wanted
+    assert target.graphs.missed == 0 and target.graphs.captured == captured
+    decode(Autoregressive(target, Sampling()), [prompt * 40 for prompt in PROMPTS[2:]])
+    assert target.graphs.missed > 0 and target.graphs.captured == captured, "nothing is captured while a clock runs"
+
+
+def test_a_cache_made_in_inference_mode_is_used_outside_of_it():
+    target = with_graphs()
+    with torch.inference_mode():
+        cache = target.new_cache(2, 50)
+        del cache
+    gc.collect()
+    target.new_cache(2, 50).set_lengths([3, 4])
+
+
+def test_caches_of_other_batch_sizes_are_kept():
+    target = with_graphs()
+    addresses = []
+    for batch in (1, 4, 1, 4):
+        cache = target.new_cache(batch, 50)
+        addresses.append(cache.store.data_ptr())
+        del cache
+        gc.collect()
+    assert addresses[:2] == addresses[2:], "with their graphs: bench.cost measures several sizes in turn"
+
+
 def test_what_a_pass_returned_survives_the_next_one():
     target = with_graphs()
     cache = target.new_cache(1, 60)

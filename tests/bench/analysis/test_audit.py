@@ -420,6 +420,19 @@ def test_one_prompt_is_inconclusive() -> None:
     assert verdict().result == "VALID" and verdict(changed("method", error="x")).result == "INVALID"
 
 
+def made(captured: int, missed: int = 0) -> dict[str, Any]:
+    before = {"captured": 8, "seconds": 0.3, "missed": 0}
+    return {"graphs": {"before": before, "in_all": before | {"captured": captured, "missed": missed}}}
+
+
+def test_what_is_captured_or_compiled_within_measured_time_is_a_reason() -> None:
+    assert verdict(manifest=made(8)).valid
+    assert "3 CUDA graphs were captured within measured time" in only_reason(verdict(manifest=made(11)))
+    compiled = {"before": {"functions": 2, "seconds": 9.0}, "in_all": {"functions": 3, "seconds": 12.0}}
+    assert "1 functions were compiled within" in only_reason(verdict(manifest={"compiled": compiled}))
+    assert "5 passes ran kernel by kernel" in only_warning(verdict(manifest=made(8, missed=5)))
+
+
 def test_a_slow_harness_is_a_warning() -> None:
     assert "3.0% of the loop" in only_warning(verdict(harness_share=0.03))
     assert not verdict(harness_share=0.01).warnings
@@ -436,8 +449,8 @@ def test_every_reason_says_what_to_do() -> None:
     broken = verdict(
         [replace(each, output_ids=[7] * 8) if each.arm == "baseline" else each for each in rows],
         agreement=AGREEMENT | {"violation": 0.1, "n_violations": 1},
-        manifest={"load_average": {"end": [9, 9, 9]}, "gpu_utilisation": {"start": 99}},
+        manifest=made(9) | {"load_average": {"end": [9, 9, 9]}, "gpu_utilisation": {"start": 99}},
         jitter=0.9,
     )
-    assert len(broken.reasons) >= len(CHECKS) - 5
+    assert len(broken.reasons) >= len(CHECKS) - 6
     assert all(". " in reason and reason.endswith(".") for reason in broken.reasons)

@@ -15,8 +15,10 @@ from bench.config.schema import PathsConfig, RunConfig
 from bench.errors import UserError
 from bench.measure import run as program
 from bench.measure.run import run
+from bench.models import loading
 from bench.records import run_folder
 from bench.records.run_folder import read_manifest, read_samples, validate
+from methods.engine.cuda_graphs import GraphedLM
 from methods.speculative.prompt_lookup import PromptLookup
 
 PROMPTS = [
@@ -57,6 +59,22 @@ def test_a_run_leaves_a_sound_folder_and_a_true_summary(cfg: RunConfig, tmp_path
     assert json.loads((outcome.path / "summary.json").read_text())["run_id"] == outcome.path.name
     warmed = {s.prompt_id for s in samples if s.phase == "warmup"}
     assert warmed.isdisjoint({s.prompt_id for s in samples if s.phase == "measure"})
+
+
+@pytest.mark.parametrize(
+    ("method", "batch"), [("prompt_lookup", 3), ("token_recycling", 1), ("speculative_sampling", 3)]
+)
+def test_with_graphs_nothing_is_captured_within_measured_time(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, method: str, batch: int
+) -> None:
+    """The form of passes that a GPU captures, run kernel by kernel; the last batch is a smaller one."""
+    monkeypatch.setattr(loading, "_graphed", lambda lm, _: GraphedLM.of(lm, capture=False))
+    more = {"skip_attention": [1], "skip_mlp": [0]} if method == "speculative_sampling" else {}
+    outcome = run(replace(cfg, method=compose.compose([f"method={method}"]).method | more, batch_size=batch))
+    manifest = read_manifest(outcome.path) or {}
+    assert manifest["graphs"]["before"]["captured"] > 0
+    assert manifest["graphs"]["in_all"] == manifest["graphs"]["before"], "captured and missed"
+    assert outcome.summary["agreement"]["identical_to_baseline"] == 1.0
 
 
 def test_no_file_of_a_run_names_a_path_of_this_machine(cfg: RunConfig, tmp_path: Path) -> None:
