@@ -17,32 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
-from methods.engine.causal_layers import PROVEN_ROPE
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import OFFSETS, DraftVocabulary
 from methods.speculative.eagle.checkpoint import TRAIN, Part, Spec
+from methods.speculative.published.draft_networks import draft_ids, layer_config, note_verifier, own_embedding, rows_of
 from methods.speculative.published.files import Checkpoint
-from methods.speculative.published.report import Report, other_name
+from methods.speculative.published.report import Report
 
 _LAYER1, _LAYER3 = "layers.0.", "midlayer."
-_SAMPLED = 64  # rows of the embedding that are compared with the target's
-_UNRELATED, _EQUAL = 0.5, 0.999  # cosines of embeddings
-
-_OF_LLAMA = (  # of a published configuration, what a network's layer depends on
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-)
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _NOT_READ = {  # of the configurations that NVIDIA's and SpecForge's tools write, what would change the computation
     "use_aux_hidden_state": False,
@@ -92,12 +76,12 @@ def read_eagle1(found: Checkpoint, target: CausalLM) -> EagleWeights:
     report = Report(found, target, "a head of EAGLE 1 or 2")
     tensors, config = dict(found.tensors), found.config
     _require_config(report, config)
-    hidden = _rows(tensors, "fc.weight")
+    hidden = rows_of(tensors, "fc.weight")
     report.require_target(hidden, int(config.get("vocab_size", 0)))
     spec = _spec(1, config, tensors, hidden)
     wanted, optional = spec.shapes(), spec.optional()
     report.require_tensors(tensors, wanted, optional)
-    embedding = _own_embedding(report, tensors, target)
+    embedding = own_embedding(report, tensors, target)
     report.raise_problems()
     _compare_bias(found, config, tensors)
     return EagleWeights(1, dict(config), _kept(tensors, {**wanted, **optional}, embedding), notes=found.notes)
@@ -117,7 +101,7 @@ def read_eagle3(found: Checkpoint, target: CausalLM) -> EagleWeights:
     _require_config(report, config)
     flags = _flags(config)
     taps = _speculators_taps(report, config) if converted else _plain_taps(report, config)
-    hidden, draft = _rows(tensors, "midlayer.post_attention_layernorm.weight"), _rows(tensors, "lm_head.weight")
+    hidden, draft = rows_of(tensors, "midlayer.post_attention_layernorm.weight"), rows_of(tensors, "lm_head.weight")
     vocab = int(config.get("vocab_size", 0))
     _require_width(report, config, hidden)
     report.require_target(int(config.get("target_hidden_size") or hidden), vocab)
@@ -126,8 +110,8 @@ def read_eagle3(found: Checkpoint, target: CausalLM) -> EagleWeights:
     extra = {"d2t": (draft,), "t2d": (vocab,), **spec.optional()}
     del extra["fc.bias"]  # the authors' version 3 has none
     report.require_tensors(tensors, wanted, extra)
-    offsets = _draft_ids(report, tensors, vocab, draft)
-    embedding = _own_embedding(report, tensors, target)
+    offsets = draft_ids(report, tensors, vocab, draft)
+    embedding = own_embedding(report, tensors, target)
     report.raise_problems()
     if config.get("draft_vocab_size") not in (None, draft):
         found.note(f"its configuration says draft_vocab_size {config['draft_vocab_size']}, its file has {draft}")
@@ -155,10 +139,7 @@ def _flat_config(report: Report) -> dict[str, Any]:
     algorithm = (given.get("speculators_config") or {}).get("algorithm", given.get("speculators_model_type"))
     if algorithm != "eagle3":
         report.add(f"its speculators_config names the algorithm {algorithm}; eagle3 is read")
-    verifier = ((given.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    theirs, ours = (str(name).rstrip("/").rpartition("/")[2].lower() for name in (verifier, report.target.name))
-    if verifier and theirs != ours:
-        report.found.note(other_name(verifier, report.target))
+    note_verifier(report)
     head = {key: value for key, value in given.items() if key not in ("transformer_layer_config", "speculators_config")}
     return {**head, **(given.get("transformer_layer_config") or {})}
 
@@ -232,10 +213,6 @@ def _authors_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.replace(_LAYER1, _LAYER3, 1) if key.startswith(_LAYER1) else key: t for key, t in kept.items()}
 
 
-def _rows(tensors: Mapping[str, Tensor], key: str) -> int:
-    return tensors[key].shape[0] if key in tensors and tensors[key].dim() else 0
-
-
 def _spec(
     version: int,
     config: Mapping[str, Any],
@@ -249,7 +226,7 @@ def _spec(
     return Spec(
         version=version,
         hidden_size=hidden,
-        intermediate_size=_rows(tensors, f"{layer}mlp.gate_proj.weight"),
+        intermediate_size=rows_of(tensors, f"{layer}mlp.gate_proj.weight"),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or (hidden // heads if heads else 0)),
@@ -259,50 +236,6 @@ def _spec(
         taps=taps,
         **flags,
     )
-
-
-def _draft_ids(report: Report, tensors: Mapping[str, Tensor], vocab: int, draft: int) -> Tensor | None:
-    """Offsets from draft ids to the target's, checked; None where both are the same."""
-    offsets = tensors.get("d2t")
-    if offsets is None:
-        if draft != vocab and draft and vocab:
-            report.add(f"d2t is missing, and lm_head.weight has {draft} rows for a vocabulary of {vocab}")
-        return None
-    if offsets.dim() != 1 or len(offsets) != draft:
-        return None  # its shape is reported already
-    ids = torch.arange(draft) + offsets.long()
-    if draft and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
-        report.add(f"d2t leads to ids from {int(ids.min())} to {int(ids.max())} of a vocabulary of {vocab}")
-    elif bool((ids.diff() <= 0).any()):
-        report.add("d2t leads to repeated or unordered ids; each draft id stands for one id, in ascending order")
-    elif draft < vocab and not bool(offsets.any()) and "t2d" not in tensors:
-        report.add(f"d2t is zero throughout, so it was never filled: {draft} draft ids are not the first of {vocab}")
-    else:
-        _compare_t2d(report, tensors, ids, vocab)
-    return offsets.long() if bool(offsets.any()) or draft < vocab else None
-
-
-def _compare_t2d(report: Report, tensors: Mapping[str, Tensor], ids: Tensor, vocab: int) -> None:
-    marked = tensors.get("t2d")
-    if marked is not None and tuple(marked.shape) == (vocab,) and not torch.equal(marked.bool().nonzero()[:, 0], ids):
-        report.add(f"t2d marks {int(marked.bool().sum())} ids that are not the {len(ids)} which d2t leads to")
-
-
-def _own_embedding(report: Report, tensors: Mapping[str, Tensor], target: CausalLM) -> Tensor | None:
-    """The stored embedding where it is not the target's; a file may hold a copy of the target's."""
-    stored = tensors.get("embed_tokens.weight")
-    if stored is None or tuple(stored.shape) != (target.vocab_size, target.hidden_size):
-        return None
-    ids = torch.linspace(0, target.vocab_size - 1, min(_SAMPLED, target.vocab_size)).long()
-    ours = target.embed(ids.to(target.device)).float().cpu()
-    cosine = float(torch.cosine_similarity(stored[ids].float(), ours, dim=-1).mean())
-    if cosine >= _EQUAL:
-        return None
-    if cosine < _UNRELATED:
-        report.add(f"its token embedding is that of another model (mean cosine with the target's {cosine:.2f})")
-    else:
-        report.found.note(f"its token embedding is its own (mean cosine with the target's {cosine:.3f})")
-    return stored
 
 
 def _kept(
@@ -330,14 +263,7 @@ def of_published(found: object, where: str, target: CausalLM) -> Part:
     if not isinstance(found, EagleWeights):
         kind = type(found).__name__.removesuffix("Weights")
         raise ValueError(f"{where} must hold heads of EAGLE, got heads of {kind}. Use the method of that name.")
-    known = {key: found.config[key] for key in _OF_LLAMA if found.config.get(key) is not None}
-    config = LlamaConfig(**known)
-    rope = dict(config.rope_parameters)  # type: ignore[arg-type]
-    if rope.get("rope_type") not in PROVEN_ROPE:
-        raise ValueError(
-            f"{where} must have rotary positions that are proven ({', '.join(PROVEN_ROPE)}), got type "
-            f"{rope.get('rope_type')}. Choose another network, or train one: {TRAIN}."
-        )
+    config, rope = layer_config(found.config, where, TRAIN)
     tensors = {name: tensor for name, tensor in found.tensors.items() if tensor is not None}
     offsets = tensors.pop(OFFSETS, None)
     layer = "midlayer" if found.version == 3 else "layers.0"
