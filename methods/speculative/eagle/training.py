@@ -367,12 +367,13 @@ def spec_of(target: CausalLM, version: int, taps: Sequence[int] | None = None) -
         rms_eps=float(getattr(target.config, "rms_norm_eps", 1e-6)),
         layers=target.n_layers,
         vocab_size=target.vocab_size,
-        rope=_rope(target),
+        rope=rope_of(target),
         taps=chosen if version == 3 else (),
     )
 
 
-def _rope(target: CausalLM) -> dict[str, Any]:
+def rope_of(target: CausalLM) -> dict[str, Any]:
+    """Parameters of the target's rotary positions."""
     found = dict(getattr(target.config, "rope_parameters", None) or {})
     return {"rope_type": "default", "rope_theta": 10000.0} | found
 
@@ -391,9 +392,9 @@ def begin(network: DraftModule, target: CausalLM) -> None:
     width = spec.hidden_size
     network.fc.weight[:, -width:] = torch.eye(width)
     if spec.version == 3:
-        network.norm.weight.copy_(_gain(target.norm, target))
-        network.layer.input_layernorm.weight.copy_(_gain(source.attention.norm, target))
-        network.layer.hidden_norm.weight.copy_(_gain(source.attention.norm, target))
+        network.norm.weight.copy_(gain_of(target.norm, target))
+        network.layer.input_layernorm.weight.copy_(gain_of(source.attention.norm, target))
+        network.layer.hidden_norm.weight.copy_(gain_of(source.attention.norm, target))
     else:
         network.fc.bias.zero_()
     _copy_feed_forward(network, target)
@@ -404,7 +405,7 @@ def begin(network: DraftModule, target: CausalLM) -> None:
 def _copy_attention(network: DraftModule, target: CausalLM) -> None:
     source, spec, attention = target.layers[-1].attention, network.spec, network.layer.self_attn
     sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
-    gain = 1.0 if spec.version == 3 else _gain(source.norm, target) / _gain(target.norm, target)
+    gain = 1.0 if spec.version == 3 else gain_of(source.norm, target) / gain_of(target.norm, target)
     copies = (source.qkv.dense.float() * gain).split(sizes)
     weights = dict(attention.named_parameters())
     for name, copy in zip("qkv", copies, strict=True):
@@ -415,13 +416,13 @@ def _copy_attention(network: DraftModule, target: CausalLM) -> None:
 def _copy_feed_forward(network: DraftModule, target: CausalLM) -> None:
     source, layer = target.layers[-1].mlp, network.layer
     if source.norm is not None:
-        layer.post_attention_layernorm.weight.copy_(_gain(source.norm, target))
+        layer.post_attention_layernorm.weight.copy_(gain_of(source.norm, target))
     copies = (*source.gate_up.dense.chunk(2), source.down.dense)
     for weight, copy in zip(layer.mlp.parameters(), copies, strict=True):  # gate, up, down
         weight.copy_(copy)
 
 
-def _gain(norm: Rows | None, target: CausalLM) -> Float[Tensor, "D"]:
+def gain_of(norm: Rows | None, target: CausalLM) -> Float[Tensor, "D"]:
     """The factors of a norm; 1 without a norm or weight."""
     ones = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
     gain = (ones if norm is None else norm(ones)).float()
