@@ -11,11 +11,11 @@ from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from bench.errors import UserError
-from bench.measure import manifest, preconditions
+from bench.measure import draft_costs, manifest, preconditions
 from bench.measure.interleave import Settings
 from bench.tasks import prompts
 from decodebench.target import Target, as_target, configure, decoder
-from methods.decoder import Calibrated, Decoder, Step, next_step
+from methods.decoder import Calibrated, CostAware, Decoder, Step, next_step
 from methods.decoder import generate as decode
 
 ROWS = 8  # prompts decoded together, where the method can
@@ -96,10 +96,18 @@ def generate(
     if isinstance(made, Calibrated) and made.calibrator is not None:
         raise UserError(f"method={method} with a calibration chooses its threshold in benchmark. Pass threshold=VALUE.")
     size = batch_size or min(ROWS, made.max_batch or ROWS)
+    _hand_over_costs(target, made, min(size, len(rows)), max(map(len, rows)))
     found: list[Generation] = []
     for start in range(0, len(rows), size):
         found += _written(target, made, rows[start : start + size], settings, seed + start)
     return found if several else found[0]
+
+
+def _hand_over_costs(target: Target, made: Decoder, batch: int, context: int) -> None:
+    """Tell a method that sizes its drafts what passes cost here; at its first use, for calls of any size."""
+    if draft_costs.wanted(made):
+        assert isinstance(made, CostAware), "only those ask"
+        made.use_costs(*draft_costs.measure(target.model, [made], batch, context, repeats=3))
 
 
 class _Recorded(Decoder):

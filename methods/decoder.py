@@ -283,3 +283,19 @@ class Calibrated(ABC):
     @abstractmethod
     def set_threshold(self, threshold: float) -> None:
         """Decode with this threshold from now on, as if the decoder had been made with it; 1 is the full model."""
+
+
+class CostAware(ABC):
+    """Mix-in: a decoder that sizes its drafts by the times of passes, which are measured before it is used."""
+
+    @property
+    @abstractmethod
+    def costs_wanted(self) -> int:
+        """Most nodes per row of a pass whose time it wants to know; 0: none, or it knows them."""
+
+    @abstractmethod
+    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        """Size drafts by these from now on: pairs of nodes per row and time, see ``methods.speculative.budget.Costs``.
+
+        The pair of 0 nodes is the time of drafting, with the settings that the decoder had until now.
+        """

@@ -54,6 +54,9 @@ class Draft:
         width: most children a node has; None: N. Rules that try siblings in turn take as many turns.
         passes: forward passes the drafter spent.
         auxiliary: nodes scored along with the draft; N does not count them.
+        gains: [B, N] or ragged on the host: how likely the drafter takes each node to be kept, the product along its
+            path; None: it does not say.
+        source: what drafted, where a drafter has several parts; ``gains`` of each are calibrated apart.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -65,6 +68,8 @@ class Draft:
     width: int | None = None
     passes: int = 0
     auxiliary: AuxiliaryNodes | None = None
+    gains: Float[Tensor, "B N"] | Sequence[Sequence[float]] | None = None
+    source: str = ""
 
     @classmethod
     def chain(
@@ -117,11 +122,13 @@ class Continuation:
         match: tokens of the ending of the text that occurred before.
         expected: tokens of the path that will be kept if the text repeats itself: the sum over the path of the product
             of relative frequencies up to each token (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975, sec. 4).
+        gains: how likely each token is kept, see ``Draft.gains``.
     """
 
     tokens: list[int]
     match: int = 0
     expected: float = 0.0
+    gains: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,4 +282,13 @@ class SkippableDrafter(Drafter, Protocol):
 
     def skip(self, context: Context) -> None:
         """Read what the last pass committed, in the place of ``propose``."""
+        ...
+
+
+@runtime_checkable
+class TrimmableDrafter(Drafter, Protocol):
+    """A drafter that must know which of its nodes the target scores."""
+
+    def trim(self, columns: Int[Tensor, "B n"]) -> None:
+        """Only these columns of the last proposal are drafted, in this order."""
         ...

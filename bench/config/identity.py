@@ -16,7 +16,7 @@ from typing import Any, get_args
 import yaml
 
 from bench.config.instantiate import locate
-from bench.config.schema import RunConfig, conf_dir, sanitise
+from bench.config.schema import WEIGHTS, RunConfig, conf_dir, sanitise
 from bench.config.typecheck import hint_of
 from bench.errors import UserError
 from bench.utils import redact
@@ -29,6 +29,10 @@ _OWN = ("methods.", "bench.")
 # Former names of choices, and of settings by group and choice, as stored configurations and cards have them.
 MOVED_NAMES = {"method": {"bild_6_1": "bild", "speculative_sampling_6_1": "speculative_sampling"}}
 MOVED_KEYS: dict[str, dict[str, str]] = {}  # "method.eagle": {"gamma": "num_draft_tokens"}; "train": for every choice
+# Settings that are of no class, and their values in records that lack them.
+_OF_GROUP = {("model", "weights"): WEIGHTS[0]}
+# Settings that were measured once and for all, and are measured for each run today.
+_GONE = {"method.medusa": {"draft_cost"}, "method.hydra_heads": {"draft_cost", "level_cost"}}
 # Settings that do not count where another one takes their place.
 _REPLACED = {"draft_model": ("skip_attention", "skip_mlp")}
 
@@ -87,7 +91,8 @@ def _strip(group: Mapping[str, Any], where: str, kind: type | None) -> dict[str,
     if where and isinstance(name, str):
         name = MOVED_NAMES.get(where, {}).get(name, name)
         renamed = MOVED_KEYS.get(where, {}) | MOVED_KEYS.get(f"{where}.{name}", {})
-        group = {renamed.get(key, key): value for key, value in group.items()} | {"name": name}
+        gone = _GONE.get(f"{where}.{name}", ())
+        group = {renamed.get(key, key): value for key, value in group.items() if key not in gone} | {"name": name}
     kind = kind or _class_of(where, name, group.get("_target_"))
     parameters = inspect.signature(kind).parameters if kind else {}
     found = {}
@@ -96,7 +101,7 @@ def _strip(group: Mapping[str, Any], where: str, kind: type | None) -> dict[str,
             if not str(value).startswith(_OWN):  # of another package: its name says what it is
                 found[key] = value
             continue
-        default = parameters[key].default if key in parameters else inspect.Parameter.empty
+        default = parameters[key].default if key in parameters else _OF_GROUP.get((where, key), inspect.Parameter.empty)
         hint = _own_class(hint_of(kind, key)) if kind else None
         plain = _strip(value, key if kind is RunConfig else "", hint) if isinstance(value, Mapping) else _plain(value)
         both_default = plain == {} and default is not inspect.Parameter.empty and default is not None

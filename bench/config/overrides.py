@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from bench.config import compose
+from bench.config import compose, instantiate
 from bench.config.identity import MOVED_NAMES
 from bench.config.schema import conf_dir
 from bench.errors import UserError
@@ -30,7 +31,8 @@ def command(config: Mapping[str, Any], *options: str, method: str | None = None)
 def words(config: Mapping[str, Any], method: str | None = None) -> list[str]:
     """The shortest overrides that compose a run's configuration.
 
-    Settings that no longer exist are left out.
+    Settings that no longer exist are left out. A setting of the method that is newer than the configuration has the
+    default of the class, which is what the method did before, whatever the default of today's file is.
 
     Args:
         config: as ``RunConfig.to_dict`` has it today, or as an earlier run stored it.
@@ -48,6 +50,7 @@ def words(config: Mapping[str, Any], method: str | None = None) -> list[str]:
         for key, value in flatten(kept)
         if key in base and not key.endswith("._target_") and not _equal(value, base[key]) and not _moved(key, value)
     ]
+    changed += [] if method else _newer(config.get("method") or {}, base)
     chosen["method"] = f"method={method or choices['method']}"
     return [word for group, word in chosen.items() if group == "method" or choices[group] != usual.get(group)] + changed
 
@@ -89,6 +92,18 @@ def _usual() -> dict[str, str]:
     """The choices of config.yaml."""
     listed = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: choice for each in listed if isinstance(each, dict) for group, choice in each.items()}
+
+
+def _newer(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    parameters = inspect.signature(instantiate.locate(base["method._target_"])).parameters
+    defaults = {f"method.{name}": found.default for name, found in parameters.items() if f"method.{name}" in base}
+    return [
+        f"{key}={written(default)}"
+        for key, default in defaults.items()
+        if key.removeprefix("method.") not in stored
+        and default is not inspect.Parameter.empty
+        and not _equal(default, base[key])
+    ]
 
 
 def _moved(key: str, value: Any) -> bool:

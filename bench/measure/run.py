@@ -23,6 +23,7 @@ from bench.errors import RunFailed, UserError, explain
 from bench.measure import (
     acceptance_check,
     agreement,
+    draft_costs,
     instruments,
     manifest,
     preconditions,
@@ -42,7 +43,7 @@ from bench.report.terminal import plural
 from bench.tasks import Task, prompts
 from bench.utils import files, machine, redact
 from bench.utils.progress import stage
-from methods.decoder import Decoder
+from methods.decoder import CostAware, Decoder
 from methods.engine.cuda_graphs import GraphedLM
 
 CALIBRATION = "calibration.json"  # beside the manifest: the losses that a threshold was chosen by
@@ -380,6 +381,7 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
         seconds=spent,
     )
     try:
+        _hand_over_costs(arms, shared, spent)
         stage(f"warming up, {plural(shared.settings.warmup, 'prompt')} or more by {_arms_in_words(len(arms))}")
         warm = [[] for _ in arms] if runner.complete else runner.warm_up()
         for (cfg, parts, arm), samples in zip(arms, warm, strict=True):
@@ -418,6 +420,28 @@ def _arms_in_words(methods: int) -> str:
 
 def _of(cfg: RunConfig, arms: Sequence[Any]) -> str:
     return f" of {cfg.method['name']}" if len(arms) > 1 else ""
+
+
+def _hand_over_costs(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, spent: Seconds) -> None:
+    """Tell methods that size their drafts what passes cost here; a resumed run uses the costs that it began with."""
+    asking = [arm for _, _, arm in arms if draft_costs.wanted(arm.decoder)]
+    unknown = [arm for arm in asking if "draft_costs" not in arm.folder.manifest]
+    if unknown:
+        stage("measuring what nodes of a draft cost")
+        batch = min(shared.settings.batch_size, len(shared.examples))
+        context = (min(shared.lengths) + max(shared.lengths) + shared.settings.limit) // 2
+        room = (
+            shared.settings.context - draft_costs.ROUNDS - 2 * max(draft_costs.wanted(arm.decoder) for arm in unknown)
+        )
+        with _clocked(spent, "cost_curve"):
+            found = draft_costs.measure(
+                shared.loaded.lm, [arm.decoder for arm in unknown], batch, max(1, min(context, room))
+            )
+        for arm, costs in zip(unknown, found, strict=True):
+            arm.folder.update(draft_costs=costs)
+    for arm in asking:
+        assert isinstance(arm.decoder, CostAware), "only those ask"
+        arm.decoder.use_costs(arm.folder.manifest["draft_costs"])
 
 
 def _record_cost_curve(

@@ -11,6 +11,9 @@ tokens deep. In each round and row the policy chooses:
 All drafts are deterministic, so greedy text is the target's and at a temperature the rule for trees that were not drawn
 is exact, whatever the policy does: it sees nothing that the target has yet to judge.
 
+With ``costs`` a round drafts as many of these nodes as pay, and nothing where none does (``budget.py``); what lookup
+and network promise is corrected by what was kept of each.
+
 Published: SuffixDecoding with a neural speculator 179 tokens/s on ShareGPT, where the speculator alone has 172 and
 suffixes alone 113, and 302 against 294 and 286 on SWE-bench (documentation of Arctic Inference). SAM decoding (Hu et
 al. 2024, arXiv 2411.10666) falls back on EAGLE-2 or Token Recycling likewise: 2.73x on Spec-Bench, Vicuna-7B, A100.
@@ -22,15 +25,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from methods.drafting import ABSENT, Context, Continuation, Draft, Lookup, SkippableDrafter, ragged
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
+from methods.speculative.budget import CostsOption
 from methods.speculative.eagle.decoder import Eagle
 from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
 from methods.speculative.heads.hydra import HydraHeads
@@ -81,6 +88,12 @@ class HybridDrafter:
         self._kept, self._asked = of_rows(self._kept, rows), of_rows(self._asked, rows)
         self._lengths = of_rows(self._lengths, rows)
 
+    def skip(self, context: Context) -> None:
+        """Let the network read; the lookup does when it is next asked."""
+        self._note_kept(context.tokens)
+        self._asked = [False] * len(self._asked)
+        self._network.skip(context)
+
     def propose(self, context: Context) -> Draft:
         self._note_kept(context.tokens)
         found = [self._lookup.find(row, tokens) for row, tokens in enumerate(context.tokens)]
@@ -89,8 +102,9 @@ class HybridDrafter:
             self._network.skip(context)
             self._asked = [False] * len(taken)
             self._count(taken, taken)
-            return Draft.chains([path.tokens for path in found], context.root.device)
-        drafted = self._network.propose(context)
+            draft = Draft.chains([path.tokens for path in found], context.root.device)
+            return replace(draft, gains=_gains_of(found), source="lookup")
+        drafted = replace(self._network.propose(context), source="network")
         union = self._policy == "union"
         self._asked = [union or not take for take in taken]
         self._count(taken, [not asked for asked in self._asked])
@@ -121,17 +135,23 @@ class HybridDrafter:
     ) -> Draft:
         """Per row the tree of those that draft; the network's nodes come to the host."""
         nodes, above = drafted.tokens.tolist(), drafted.parents.tolist()
+        promised, sure = drafted.gains, [[1.0] * len(row) for row in nodes]
+        chances = sure if promised is None else promised.tolist() if isinstance(promised, Tensor) else promised
         trees = []
         for row, (path, take) in enumerate(zip(found, taken, strict=True)):
             tree = _Tree()
             if take:
-                tree.add(path.tokens, range(-1, len(path.tokens) - 1), self.nodes)
+                gains = path.gains or [1.0] * len(path.tokens)
+                tree.add(path.tokens, range(-1, len(path.tokens) - 1), gains, self.nodes)
             if self._asked[row]:
                 present = [token for token in nodes[row] if token != ABSENT]
-                tree.add(present, above[row], self.nodes)
+                tree.add(present, above[row], chances[row], self.nodes)
             trees.append(tree)
+        known = promised is not None and _gains_of(found) is not None
+        every = [tree.gains for tree in trees] if known else None
         if all(tree.is_chain for tree in trees):
-            return Draft.chains([tree.tokens for tree in trees], device)
+            chains = Draft.chains([tree.tokens for tree in trees], device)
+            return replace(chains, passes=drafted.passes, gains=every, source="both")
         parents = ragged([tree.parents for tree in trees], device)  # padding is -1, as for children of the root
         return Draft(
             ragged([tree.tokens for tree in trees], device),
@@ -141,7 +161,16 @@ class HybridDrafter:
             levels=max(tree.depth for tree in trees),
             width=max(tree.width for tree in trees),
             passes=drafted.passes,
+            gains=every,
+            source="both",
         )
+
+
+def _gains_of(found: Sequence[Continuation]) -> list[list[float]] | None:
+    """Of the paths that the lookup found; None if it does not say."""
+    if any(path.tokens and path.gains is None for path in found):
+        return None
+    return [path.gains or [] for path in found]
 
 
 class _Tree:
@@ -150,13 +179,16 @@ class _Tree:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
+        self.gains: list[float] = []
         self._places: dict[tuple[int, int], int] = {}
         self._depths: list[int] = []
 
-    def add(self, tokens: Sequence[int], parents: Sequence[int], most: int) -> None:
-        """Add a tree, parents first, until there are ``most`` nodes; what is there already is not added again."""
+    def add(self, tokens: Sequence[int], parents: Sequence[int], gains: Sequence[float], most: int) -> None:
+        """Add a tree, parents first, until there are ``most`` nodes; what is there already is not added again, and is
+        as likely as the likelier of both say.
+        """
         here = {-1: -1}
-        for number, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
+        for number, (token, parent, gain) in enumerate(zip(tokens, parents, gains, strict=False)):
             if parent not in here:  # its parent found no room
                 continue
             place = self._places.get((here[parent], token))
@@ -168,6 +200,8 @@ class _Tree:
                 self._depths.append(1 + (self._depths[here[parent]] if here[parent] >= 0 else 0))
                 self.tokens.append(token)
                 self.parents.append(here[parent])
+                self.gains.append(gain)
+            self.gains[place] = max(self.gains[place], gain)
             here[number] = place
 
     @property
@@ -195,6 +229,7 @@ class Hybrid(HeadsDecoder):
         gamma: most tokens that the lookup drafts.
         factor, min_prob: of ``lookup=suffix``, see ``methods.speculative.suffix_decoding.SuffixDecoding``.
         depth, top_k, nodes: of ``network=eagle``, its dynamic tree.
+        costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
         checkpoint: folder of the network; None: the one prepared for this model.
 
     Raises:
@@ -220,6 +255,7 @@ class Hybrid(HeadsDecoder):
         depth: int = 2,
         top_k: int = 3,
         nodes: int = 5,
+        costs: CostsOption = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         if min_match < 1 or gamma < 1 or (budget is not None and budget < 1):
@@ -227,18 +263,32 @@ class Hybrid(HeadsDecoder):
                 f"hybrid needs min_match >= 1, gamma >= 1 and budget >= 1 or null, got min_match={min_match}, "
                 f"gamma={gamma}, budget={budget}. For the network alone use method={network}."
             )
-        options: dict[str, Any] = {"checkpoint": checkpoint}
+        options: dict[str, Any] = {"checkpoint": checkpoint, "costs": costs}
         if network == "eagle":
             options |= {"tree": "dynamic", "depth": depth, "top_k": top_k, "nodes": nodes}
-        drafts: Any = _METHODS[network](target, sampling, **options).drafter
+        self._own: Eagle | Medusa | HydraHeads = _METHODS[network](target, sampling, **options)
         found = _lookup(lookup, gamma, factor, min_match, min_prob)
-        drafter = HybridDrafter(found, drafts, policy, min_match, budget)
-        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
+        self._join = partial(HybridDrafter, found, policy=policy, min_match=min_match, budget=budget)
+        drafter = self._join(self._network())
+        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs=costs)
+        self.costs = self._own.costs
+
+    def _network(self) -> SkippableDrafter:
+        drafter = self._own.drafter
+        assert isinstance(drafter, SkippableDrafter), "networks can skip rounds"
+        return drafter
+
+    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        super().use_costs(costs)
+        self._own.use_costs(costs)
+        self.costs = self._own.costs
+        self.drafter = self._heads = self._join(self._network())
 
     def stats(self) -> dict[str, Any]:
-        """Share of the rounds of all rows by what drafted."""
+        """Share of the rounds of all rows by what drafted, beside those of the budget."""
         rounds = self.drafter.rounds if isinstance(self.drafter, HybridDrafter) else Counter[str]()
-        return {f"rounds_by_{name}": round(count / rounds.total(), 4) for name, count in sorted(rounds.items())}
+        shares = {f"rounds_by_{name}": round(count / rounds.total(), 4) for name, count in sorted(rounds.items())}
+        return shares | super().stats()
 
     def acceptance_warning(self, rates: Sequence[Sequence[float]]) -> str | None:
         """None: what the lookup drafts says nothing of the network."""

@@ -8,7 +8,9 @@ No training is needed.
 
 Published: up to 1.8x on MT-bench on one A100, with N = 5, W = G = 15 for 7B. Spec-Bench with Vicuna-7B and 5, 7, 7:
 1.34x on an A100, 1.64 tokens per step. It trades (N - 1)(W + G) nodes a pass for fewer steps, which a CPU cannot hide:
-the YAML file has a smaller window than the constructor, which has the published values.
+the YAML file has a smaller window than the constructor, which has the published values. With ``costs`` as many of the
+n-grams' nodes are drafted as pay, and where window and n-grams do not pay together, rounds go without both
+(``budget.py``).
 
 Differences: n-grams with a common beginning share nodes (a trie); the first window has tokens of the prompt at even
 distances on all levels; an n-gram that is accepted in full is followed by the target's own token.
@@ -27,6 +29,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import trie
 from methods.rows import of_rows
+from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -127,6 +130,11 @@ class LookaheadDrafter:
         tries = [trie(pool.find(row[-1])) for pool, row in zip(self._pools, context.tokens, strict=True)]
         return self._draft(tries, context.root.device)
 
+    def skip(self, context: Context) -> None:
+        """Learn what was asked for; the window then waits."""
+        if context.auxiliary_tokens:
+            self._learn(context.auxiliary_tokens)
+
     def _learn(self, auxiliary_tokens: list[list[int]]) -> None:
         for window, pool, found in zip(self._windows, self._pools, auxiliary_tokens, strict=True):
             if not found:  # begun anew: nothing was asked for this text yet
@@ -169,6 +177,7 @@ class Lookahead(SpeculativeDecoder):
         ngram: N, tokens of an n-gram, the key included; the window has N - 1 levels.
         guesses: G, n-grams kept per first token and verified per round.
         pool_from_prompt: the n-grams of the prompt are in the pool from the start.
+        costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
 
     Raises:
         ValueError: an option out of range.
@@ -185,6 +194,7 @@ class Lookahead(SpeculativeDecoder):
         ngram: int = 5,
         guesses: int = 15,
         pool_from_prompt: bool = False,
+        costs: CostsOption = None,
     ) -> None:
         if window < 1 or ngram < 3 or guesses < 1:
             raise ValueError(
@@ -192,4 +202,4 @@ class Lookahead(SpeculativeDecoder):
                 f"guesses={guesses}. Published values are 15, 5 and 15; for no draft at all use method=autoregressive."
             )
         drafter = LookaheadDrafter(window, ngram, guesses, pool_from_prompt)
-        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
+        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs)

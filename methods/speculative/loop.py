@@ -17,37 +17,65 @@ temperature they draw other numbers from the same distribution.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
+from methods.decoder import CostAware, Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
 from methods.drafting import AcceptanceRule, Context, Draft, Drafter, RowDrafter, Verification
 from methods.engine.causal_lm import CausalLM, Output
+from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
+from methods.speculative.budget import Costs, CostsOption, Pace, Tally
 
 
-class SpeculativeDecoder(Decoder, Refillable):
+class SpeculativeDecoder(Decoder, Refillable, CostAware):
     """A target, a drafter and a rule, run in lockstep over a batch.
+
+    Args:
+        costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
 
     Attributes:
         guarantee: what the rule promises.
         continuous_batching: a class whose drafter is ``RowDrafter`` may declare it.
+        costs: those in use; None: every proposal is drafted whole.
+
+    Raises:
+        ValueError: costs that are none.
     """
 
     guarantee = Guarantee.EXACT
     family: ClassVar[Family] = "speculative"
 
-    def __init__(self, target: CausalLM, sampling: Sampling, drafter: Drafter, rule: AcceptanceRule) -> None:
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        drafter: Drafter,
+        rule: AcceptanceRule,
+        costs: CostsOption = None,
+    ) -> None:
         self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
         self.guarantee = rule.guarantee
+        self._costs_option, self.costs, self._tally = costs, Costs.given(costs), Tally()
+
+    @property
+    def costs_wanted(self) -> int:
+        return 1 + self.drafter.nodes if self._costs_option == "auto" and self.costs is None else 0
+
+    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        self.costs, self._tally = Costs.of(costs), Tally()
+
+    def stats(self) -> dict[str, Any]:
+        """Of drafts that were sized: their mean number of nodes, and the share of rounds without one."""
+        return self._tally.stats() if self._tally.rounds else {}
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         return self.decode_refilled(prompts, limit, rng, max(map(len, prompts)))
@@ -69,20 +97,22 @@ class SpeculativeDecoder(Decoder, Refillable):
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
+        pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
         yield from self._answered(Step.undrafted(first, rows=len(first)), batch)
 
         while any(batch.open):
             self._drop(batch)
             watch.start()
-            draft = drafter.propose(context)
+            draft = pace.propose(context, batch.open)
             watch.stop()
             nodes, parents, levels = _nodes_of_pass(context.root, draft)
             output = target.forward(nodes, parents, cache, levels=levels, hidden_layers=drafter.hidden_layers)
             verification = self.rule(draft, output.logits[:, : 1 + draft.tokens.shape[1]], self.sampling, rng)
             if not draft.is_chain:
                 cache.pack(verification.path)
-            tokens, accepted, context.auxiliary_tokens = _read(draft, verification, output.logits)
-            open_rows = batch.open
+            tokens, paths, context.auxiliary_tokens = _read(draft, verification, output.logits)
+            open_rows, accepted = batch.open, [len(path) for path in paths]
+            pace.note(paths, open_rows)
             tokens = [new if is_open else [] for new, is_open in zip(tokens, open_rows, strict=True)]
             cache.advance([len(new) for new in tokens])
             _extend(context.tokens, tokens)
@@ -168,19 +198,21 @@ def _nodes_of_pass(
 
 def _read(
     draft: Draft, verification: Verification, logits: Float[Tensor, "B M V"]
-) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Kept tokens, bonus included; how many of them were drafted; tokens after the ``asked`` auxiliary nodes.
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Kept tokens, bonus included; the columns of those that were drafted; tokens after the ``asked`` auxiliary nodes.
 
     The one device-to-host read of a round.
     """
     kept = draft.tokens.gather(1, verification.path.clamp(min=0))
-    parts = [verification.accepted[:, None], verification.bonus[:, None], kept]
+    parts = [verification.accepted[:, None], verification.bonus[:, None], kept, verification.path]
     asked = draft.auxiliary.asked if draft.auxiliary else 0
     if asked:
         parts.append(argmax(logits[:, -asked:]))
     report = torch.cat(parts, dim=1).tolist()
+    deepest = kept.shape[1]
     tokens = [row[2 : 2 + row[0]] + [row[1]] for row in report]
-    return tokens, [row[0] for row in report], [row[-asked:] for row in report] if asked else []
+    paths = [row[2 + deepest : 2 + deepest + row[0]] for row in report]
+    return tokens, paths, [row[-asked:] for row in report] if asked else []
 
 
 def _rows_of(verification: Verification) -> Int[Tensor, "B P"]:

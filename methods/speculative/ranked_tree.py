@@ -52,7 +52,7 @@ class RankedTree:
         self,
         vocabulary: DraftVocabulary,
         logits: Float[Tensor, "B 1 v"],
-        expand: Callable[[Beam], Float[Tensor, "B k v"]],
+        expand: Callable[[Beam], Float[Tensor, "B m v"]],
         passes: int,
     ) -> Draft:
         """The tree of every row.
@@ -60,7 +60,8 @@ class RankedTree:
         Args:
             vocabulary: of the logits.
             logits: after the root.
-            expand: the logits after the nodes of a beam; called for each level but the last.
+            expand: the logits after the nodes of a beam, or one row that all of them share; called for each level but
+                the last.
             passes: of the draft network, which the draft reports.
         """
         batch, k = len(logits), self._k
@@ -71,7 +72,7 @@ class RankedTree:
         for level in range(self.levels - 1):
             gained, tokens = self._candidates(vocabulary, expand(beam))
             scores = _below(scores)[:, :, None].minimum(scores[:, :, None] + gained).flatten(1)
-            start, tokens = k + level * k * k, tokens.flatten(1)
+            start, tokens = k + level * k * k, tokens.expand(-1, k, -1).flatten(1)
             every.append((scores, tokens, columns.repeat_interleave(k, 1)))
             if level + 2 < self.levels:
                 scores, chosen = scores.topk(k)
@@ -99,6 +100,7 @@ class RankedTree:
             levels=self.levels,
             width=self._k,
             passes=passes,
+            gains=scores.gather(1, kept).exp(),
         )
 
 

@@ -5,7 +5,8 @@ the suffix link of the whole text is its longest ending that occurs elsewhere. I
 2024, arXiv 2411.10666), as does a suffix tree with frequencies in SuffixDecoding (Oliaro et al. 2024, arXiv
 2411.04975). Here the automaton of the first has the counts of the second: the draft follows the most frequent
 transition, at most ``factor`` times the match's length and ``gamma`` tokens, and ends where the product of the relative
-frequencies falls below ``min_prob``. No training is needed.
+frequencies falls below ``min_prob``. With ``costs`` the path ends where a further token costs more than it is likely to
+save (``budget.py``). No training is needed.
 
 Published: SAM decoding on Spec-Bench: 2.27x together with Token Recycling; with EAGLE-2, Vicuna-7B, 2.73x on an A100.
 Tree depth 24, factor 1 and token probability 0.1 are vLLM's defaults for SuffixDecoding. Differences: only the text so
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from methods.drafting import Context, Continuation, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
+from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -135,11 +138,19 @@ class SuffixDrafter:
             self._automata[row], self._read[row] = SuffixAutomaton(prompt), len(prompt)
 
     def propose(self, context: Context) -> Draft:
-        drafts = [self.find(row, tokens).tokens for row, tokens in enumerate(context.tokens)]
-        return Draft.chains(drafts, context.root.device)
+        found = [self.find(row, tokens) for row, tokens in enumerate(context.tokens)]
+        draft = Draft.chains([path.tokens for path in found], context.root.device)
+        return replace(draft, gains=[path.gains or [] for path in found])
+
+    def skip(self, context: Context) -> None:
+        """Nothing to do: the next search reads what was committed."""
 
     def find(self, row: int, tokens: list[int]) -> Continuation:
-        """What followed most often the longest ending of the text that occurred before."""
+        """What followed most often the longest ending of the text that occurred before.
+
+        A text that has repeated m tokens repeats one more with probability m / (m + 1) (Laplace's rule of succession),
+        and by that much a token's relative frequency counts.
+        """
         automaton = self._automata[row]
         automaton.extend(tokens[self._read[row] :])
         self._read[row] = len(tokens)
@@ -147,6 +158,7 @@ class SuffixDrafter:
         if length < self._min_match:
             return Continuation([])
         draft: list[int] = []
+        gains: list[float] = []
         prob, expected = 1.0, 0.0
         for _ in range(min(self.nodes, int(self._factor * length))):
             token, state, share = automaton.likeliest(state)
@@ -154,8 +166,9 @@ class SuffixDrafter:
             if prob < self._min_prob:
                 break
             draft.append(token)
+            gains.append(prob * length / (length + len(draft)))
             expected += prob
-        return Continuation(draft, length, expected)
+        return Continuation(draft, length, expected, gains)
 
 
 class SuffixDecoding(SpeculativeDecoder):
@@ -166,6 +179,7 @@ class SuffixDecoding(SpeculativeDecoder):
         factor: tokens drafted per token of the match.
         min_match: shortest ending of the text that is taken for a match.
         min_prob: a draft ends where the product of its tokens' relative frequencies falls below this.
+        costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
 
     Raises:
         ValueError: an option out of range.
@@ -182,6 +196,7 @@ class SuffixDecoding(SpeculativeDecoder):
         factor: float = 1.0,
         min_match: int = 1,
         min_prob: float = 0.1,
+        costs: CostsOption = None,
     ) -> None:
         if gamma < 1 or min_match < 1 or not 0.0 <= min_prob <= 1.0:
             raise ValueError(
@@ -194,4 +209,4 @@ class SuffixDecoding(SpeculativeDecoder):
                 f"got factor={factor} and min_match={min_match}. Change one of the two."
             )
         drafter = SuffixDrafter(gamma, factor, min_match, min_prob)
-        super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False))
+        super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False), costs)

@@ -7,7 +7,7 @@ matrix. Nothing is trained.
 
 Published: about 2x with Vicuna and Code Llama, 7B to 33B; Spec-Bench with Vicuna-7B: 2.22x on an A100, 2.73 tokens per
 step, with a tree of 80 nodes and 8 candidates. Where a pass over 81 nodes costs five steps, as on a CPU, that tree
-cannot pay; ``tree="small"`` has 7 nodes.
+cannot pay; ``tree="small"`` has 7 nodes, and with ``costs`` those are drafted that pay (``budget.py``).
 
 Differences: the matrix is cleared with each prompt, so results do not depend on the order of prompts (``warm=true``
 keeps it), and every row has its own. Where a pass holds a token more than once, the last occurrence on the kept path
@@ -28,6 +28,7 @@ from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import Shape
+from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -157,6 +158,14 @@ class RecyclingDrafter:
             width=self._shape.width,
         )
 
+    def trim(self, columns: Int[Tensor, "B n"]) -> None:
+        """Learn only after these columns, which are those that the target scores."""
+        self._scored = torch.cat([self._scored[:, :1], self._scored.gather(1, columns + 1)], dim=1)
+
+    def skip(self, context: Context) -> None:
+        """Of the rounds until the next proposal only the last one is learned from."""
+        self._scored = context.root[:, None].clone()
+
     def _fill(self, root: Int[Tensor, "B"]) -> Int[Tensor, "B M"]:
         nodes = root[:, None].repeat(1, 1 + self.nodes)
         start = 0
@@ -188,6 +197,7 @@ class TokenRecycling(SpeculativeDecoder):
         tree: a name in ``TREES``, or numbers of children, level by level and breadth first, e.g. ``[[3], [2, 1]]``.
             The matrix keeps as many candidates as the tree is wide.
         warm: keep the matrix from prompt to prompt. The output stays exact, but its speed depends on earlier prompts.
+        costs: of passes, by which the best nodes of the tree are drafted; see ``methods.speculative.budget``.
 
     Raises:
         ValueError: an unknown tree, one without nodes, or one wider than the vocabulary.
@@ -197,8 +207,13 @@ class TokenRecycling(SpeculativeDecoder):
     paper = "Luo et al. 2024, arXiv 2408.08696"
 
     def __init__(
-        self, target: CausalLM, sampling: Sampling, tree: str | list[list[int]] = "paper", warm: bool = False
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        tree: str | list[list[int]] = "paper",
+        warm: bool = False,
+        costs: CostsOption = None,
     ) -> None:
         shape = Shape.chosen("tree", tree, TREES, target.vocab_size)
         drafter = RecyclingDrafter(shape, target.vocab_size, warm, target.device)
-        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
+        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs)

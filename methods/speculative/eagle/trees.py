@@ -8,6 +8,7 @@ from the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
-from methods.engine.sampling import Sampling, argmax, top_candidates
+from methods.engine.sampling import Sampling, argmax, in_float, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.eagle.network import Reader
 from methods.speculative.ranked_tree import Beam, RankedTree
@@ -65,6 +66,7 @@ class Chain:
         network, drawn = reader.network, self._draw and not context.sampling.greedy
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
+        shares: list[Tensor] = []
         for level in range(self.levels):
             logits, feature = network.logits(feature)
             if drawn:
@@ -73,10 +75,12 @@ class Chain:
                 probs.append(network.vocabulary.everywhere(chances))
             else:
                 best = argmax(logits)
+                shares.append(in_float(logits).log_softmax(-1).gather(2, best[..., None])[..., 0])
             tokens.append(network.vocabulary.tokens(best))
             if level + 1 < self.levels:
                 feature = reader.guess(feature, tokens[-1], level)
-        return Draft.chain(torch.cat(tokens, 1), torch.cat(probs, 1) if drawn else None, passes=self.levels)
+        draft = Draft.chain(torch.cat(tokens, 1), torch.cat(probs, 1) if drawn else None, passes=self.levels)
+        return draft if drawn else replace(draft, gains=torch.cat(shares, 1).cumsum(1).exp())
 
 
 class Level:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from methods.drafting import AcceptanceRule, Drafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.published.formats import check_plausible
 
@@ -25,6 +26,7 @@ class HeadsDecoder(SpeculativeDecoder):
 
     Args:
         published: the origin of its heads, if they are published ones.
+        costs: see ``SpeculativeDecoder``.
     """
 
     trainable = True
@@ -38,9 +40,10 @@ class HeadsDecoder(SpeculativeDecoder):
         drafter: HeadsDrafter,
         rule: AcceptanceRule,
         published: str | None = None,
+        costs: CostsOption = None,
     ) -> None:
         self._heads, self._published = drafter, published
-        super().__init__(target, sampling, drafter, rule)
+        super().__init__(target, sampling, drafter, rule, costs)
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's, such as the heads, and the rows of its output matrix that they use."""

@@ -14,7 +14,6 @@ first.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +22,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from methods.engine.token_tree import Shape
+from methods.speculative.budget import Costs
 
 RANKS = 10
 """Candidates of a head that are looked at; the rank of a token that is none of them is this number."""
 
 Path = tuple[int, ...]
-Costs = Sequence[Sequence[int | float]]
 
 
 TREES: dict[str, tuple[Path, ...]] = {
@@ -82,9 +81,19 @@ class Tree:
         """Committed per pass of the target on the text it was measured on: the bonus, and the nodes that are kept."""
         return None if self.values is None else 1.0 + sum(self.values)
 
+    def gains(self) -> list[float] | None:
+        """The values in the order of ``shape``."""
+        if self.values is None:
+            return None
+        of = dict(zip(self.paths, self.values, strict=True))
+        return [of[path] for path in self._ordered()]
+
+    def _ordered(self) -> list[Path]:
+        return sorted(self.paths, key=lambda path: (len(path), path))
+
     def shape(self) -> Shape:
         """Breadth first, siblings by rank."""
-        ordered = sorted(self.paths, key=lambda path: (len(path), path))
+        ordered = self._ordered()
         column = {path: place for place, path in enumerate(ordered)}
         parents = tuple(column[path[:-1]] if len(path) > 1 else -1 for path in ordered)
         ends = tuple(sum(len(path) <= level for path in ordered) for level in range(1, self.levels + 1))
@@ -138,40 +147,19 @@ def named(paths: Iterable[Sequence[int]]) -> Tree:
     return Tree(tuple(given))
 
 
-def best_size(tree: Tree, costs: Costs, draft_cost: float = 0.0, level_cost: float = 0.0) -> int:
-    """How many of the nodes make the fastest step: most predicted tokens over predicted time.
+def planned(tree: Tree, costs: Costs) -> Tree:
+    """The part of a measured tree that pays on its text, and half as much again for easier texts, no level deeper.
 
     Args:
         tree: with values.
-        costs: pairs (nodes of a pass, root included; its time over that of a pass over the root alone), linear between
-            them and after the last.
-        draft_cost: time of drafting, as a share of a pass over the root alone.
-        level_cost: what every level of the tree adds to it.
-
-    Raises:
-        ValueError: costs that are no such pairs.
+        costs: of passes; ``draft``: of drafting all of the tree. Each of its levels is taken for the same share.
     """
-    _check_costs(costs)
-    assert tree.values is not None, "only a measured tree has a best size"
+    assert tree.values is not None, "only a measured tree can be planned"
+    level_cost = costs.draft / tree.levels
     best, best_speed, tokens, levels = 1, 0.0, 1.0, 0
-    for place, (path, value) in enumerate(zip(tree.paths, tree.values, strict=True)):
+    for nodes, (path, value) in enumerate(zip(tree.paths, tree.values, strict=True), start=1):
         tokens, levels = tokens + value, max(levels, len(path))
-        speed = tokens / (_cost(costs, place + 2) + draft_cost + level_cost * levels)
+        speed = tokens / (costs.time(1 + nodes) + level_cost * levels)
         if speed > best_speed:
-            best, best_speed = place + 1, speed
-    return best
-
-
-def _cost(costs: Costs, nodes: int) -> float:
-    place = min(max(bisect_left([count for count, _ in costs], nodes), 1), len(costs) - 1)
-    (low, before), (high, after) = costs[place - 1], costs[place]
-    return before + (after - before) * (nodes - low) / (high - low)
-
-
-def _check_costs(costs: Costs) -> None:
-    pairs = all(len(pair) == 2 and min(pair) > 0 for pair in costs)
-    if len(costs) < 2 or not pairs or any(low[0] >= high[0] for low, high in zip(costs, costs[1:], strict=False)):
-        raise ValueError(
-            "costs must be two or more pairs (nodes, cost) above 0, nodes ascending, got "
-            f"{[list(pair) for pair in costs]}. An example: costs=[[1,1.0],[16,1.4],[64,3.0]]."
-        )
+            best, best_speed = nodes, speed
+    return tree.within(tree.first(best).levels).first(best + (best + 1) // 2)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,14 +39,14 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import Linear, make_linear
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import Shape
-from methods.speculative.heads.base import HeadsDecoder
-from methods.speculative.heads.candidate_tree import Costs, Tree
+from methods.speculative.budget import CostsOption
+from methods.speculative.heads.candidate_tree import Tree
 from methods.speculative.heads.medusa import (
-    CPU_COSTS,
     MEASURED,
     Acceptance,
     Layout,
-    choose_tree,
+    StaticTreeDecoder,
+    TreeChoice,
     output_products,
     read_heads,
     require_heads,
@@ -211,6 +212,7 @@ class HydraDrafter(StatelessDrafter):
         self.nodes = len(shape.parents)
         self._target, self._vocabulary = target, heads.vocabulary
         self._layout, self._levels = Layout(shape, target.device), levels_of(shape, target.device)
+        self._gains = tree.gains()
         self._heads = [HydraHead(head) for head in heads.blocks[: tree.levels]]
         outputs = None if heads.outputs is None else [weight for weight, _ in heads.outputs]
         biases = None if heads.outputs is None else [bias for _, bias in heads.outputs]
@@ -230,7 +232,7 @@ class HydraDrafter(StatelessDrafter):
             drafted.append(tokens)
             if number + 1 < len(self._levels):
                 inputs = torch.cat([inputs[:, level.above], self._target.embed(tokens)], 2)
-        return self._layout.draft(torch.cat(drafted, 1), passes=len(self._levels))
+        return self._layout.draft(torch.cat(drafted, 1), len(self._levels), self._gains)
 
     def _candidates(self, head: int, inputs: Float[Tensor, "B k I"], width: int) -> Int[Tensor, "B k width"]:
         output = self._outputs[min(head, len(self._outputs) - 1)]
@@ -238,13 +240,12 @@ class HydraDrafter(StatelessDrafter):
         return self._vocabulary.tokens(top_candidates(logits.view(*inputs.shape[:2], -1), width))
 
 
-class HydraHeads(HeadsDecoder):
+class HydraHeads(StaticTreeDecoder):
     """Hydra heads with a static tree.
 
     Args:
         target: model that verifies, and whose states and embeddings the heads read.
-        tree, nodes, costs, draft_cost, acceptance, epsilon, delta: see ``methods.speculative.heads.medusa.Medusa``.
-        level_cost: what each level of the tree adds to the time of drafting, over that of a pass over one node.
+        tree, nodes, costs, acceptance, epsilon, delta: see ``methods.speculative.heads.medusa.Medusa``.
         checkpoint: folder of trained heads, or published ones by path or hub id; None: those prepared for this model.
 
     Raises:
@@ -260,9 +261,7 @@ class HydraHeads(HeadsDecoder):
         sampling: Sampling,
         tree: str | Sequence[Sequence[int]] = MEASURED,
         nodes: int | Literal["auto"] = "auto",
-        costs: Costs = CPU_COSTS,
-        draft_cost: float = 0.01,
-        level_cost: float = 0.06,
+        costs: CostsOption = None,
         acceptance: Acceptance = "exact",
         epsilon: float = 0.09,
         delta: float = 0.3,
@@ -270,8 +269,7 @@ class HydraHeads(HeadsDecoder):
     ) -> None:
         folder = own_folder("hydra_heads", "heads", checkpoint)
         heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
-        limits = len(heads.blocks), len(heads.vocabulary)
-        self.tree = choose_tree(tree, nodes, heads.ranks, limits, costs, draft_cost, level_cost)
-        drafter = HydraDrafter(target, heads, self.tree)
+        choice = TreeChoice(tree, nodes, heads.ranks, len(heads.blocks), len(heads.vocabulary))
         rule = rule_of(acceptance, sampling, epsilon, delta)
-        super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
+        published = str(checkpoint) if folder is None else None
+        super().__init__(target, sampling, choice, partial(HydraDrafter, target, heads), rule, published, costs)

@@ -10,8 +10,8 @@ The heads must be trained; the target stays as it is (Medusa-1):
 Published: Medusa-1 2.18x with Vicuna-7B, Medusa-2 (target trained along) 2.83x and 3.47 tokens per step; Spec-Bench
 with Medusa-1 for Vicuna-7B: 1.71x on an A100, 2.31 tokens per step, by 63 nodes. Published heads are read as they are
 (``checkpoint=FasterDecoding/medusa-vicuna-7b-v1.3``, or a folder), with the paper's tree. Where a pass over 64 nodes
-costs three steps, as on a CPU, that tree cannot pay; ``nodes`` cuts it, and ``auto`` weighs a measured tree against
-``costs``.
+costs three steps, as on a CPU, that tree cannot pay; ``nodes`` cuts it, and with ``costs`` the part of a measured tree
+is drafted that pays, by what was kept lately (``budget.py``).
 
 Differences: heads trained here share the target's output matrix, over a reduced vocabulary. Exact acceptance is the
 default, at any temperature: the rule for drafts that were not drawn. ``acceptance=typical`` is the paper's (sec.
@@ -22,8 +22,9 @@ Command: ``python -m bench method=medusa dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,9 +47,10 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import Linear, make_linear
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import Shape
+from methods.speculative.budget import Costs, CostsOption
 from methods.speculative.heads import candidate_tree
-from methods.speculative.heads.base import HeadsDecoder
-from methods.speculative.heads.candidate_tree import TREES, Costs, Tree
+from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
+from methods.speculative.heads.candidate_tree import TREES, Tree
 from methods.speculative.published.formats import MedusaWeights, read
 from methods.speculative.verification import Typical, default_rule
 
@@ -57,8 +59,7 @@ MEASURED = "measured"
 Acceptance = Literal["exact", "typical"]
 Layer = tuple[Float[Tensor, "D D"], Float[Tensor, "D"]]
 
-# Passes of SmolLM2-135M over so many nodes, in bfloat16 on two CPU cores, over a pass of one.
-CPU_COSTS: Costs = ((1, 1.0), (8, 1.21), (16, 1.38), (32, 1.92), (64, 3.02))
+_NODES = 63  # of a measured tree if costs are not known: as many as the paper's tree has
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class MedusaDrafter(StatelessDrafter):
         self.model = MedusaModel(target, heads, tree.levels)
         self.nodes, self._width = len(shape.parents), tree.width
         self.nbytes = self.model.nbytes
-        self._layout = Layout(shape, target.device)
+        self._layout, self._gains = Layout(shape, target.device), tree.gains()
         self._vocabulary = heads.vocabulary
         depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
         place = torch.tensor(depth) * self._width + torch.tensor(shape.ranks)
@@ -171,7 +172,7 @@ class MedusaDrafter(StatelessDrafter):
     def propose(self, context: Context) -> Draft:
         candidates = top_candidates(self.model(context.last_hidden), self._width)
         tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
-        return self._layout.draft(tokens, passes=1)
+        return self._layout.draft(tokens, 1, self._gains)
 
 
 class Layout:
@@ -183,57 +184,13 @@ class Layout:
         self._chain = shape.parents == tuple(range(-1, len(shape.parents) - 1))
         self._width = max(shape.parents.count(parent) for parent in shape.parents)
 
-    def draft(self, tokens: Int[Tensor, "B N"], passes: int) -> Draft:
+    def draft(self, tokens: Int[Tensor, "B N"], passes: int, gains: list[float] | None = None) -> Draft:
         """A draft of this shape; a chain, which costs the target no mask, where no node has two children."""
+        every = None if gains is None else [gains] * len(tokens)
         if self._chain:
-            return Draft.chain(tokens, passes=passes)
+            return replace(Draft.chain(tokens, passes=passes), gains=every)
         parents = self._parents.expand(len(tokens), -1)
-        return Draft(tokens, parents, levels=self._levels, width=self._width, passes=passes)
-
-
-class Medusa(HeadsDecoder):
-    """Medusa with a static tree.
-
-    Args:
-        tree: ``measured``, by the heads' own candidates on held-out text (for published heads, which have no
-            measurement, the paper's tree); a name in ``candidate_tree.TREES``; or paths of ranks, each after its
-            parent, e.g. ``[[0],[1],[0,0]]``.
-        nodes: most of its nodes that are drafted, the best ones; ``auto``: as many as pay best by ``costs``, all of a
-            tree whose nodes were not measured.
-        costs: pairs (nodes of a pass, root included; its time over that of a pass over one). The default was measured
-            on two CPU cores with SmolLM2-135M; an accelerator has flatter ones.
-        draft_cost: time of the heads over that of a pass over one node, for ``auto``.
-        acceptance: ``exact``, or ``typical``: keep what the target finds likely enough; that changes the text.
-        epsilon, delta: of the typical acceptance: p > min(epsilon, delta * exp(-entropy)).
-        checkpoint: folder of trained heads, or published ones by path or hub id; None: those prepared for this model.
-
-    Raises:
-        ValueError: no heads, heads of another target, or an option out of range.
-    """
-
-    continuous_batching = True
-    paper = "Cai et al. 2024, arXiv 2401.10774"
-
-    def __init__(
-        self,
-        target: CausalLM,
-        sampling: Sampling,
-        tree: str | Sequence[Sequence[int]] = MEASURED,
-        nodes: int | Literal["auto"] = "auto",
-        costs: Costs = CPU_COSTS,
-        draft_cost: float = 0.06,
-        acceptance: Acceptance = "exact",
-        epsilon: float = 0.09,
-        delta: float = 0.3,
-        checkpoint: str | Path | None = None,
-    ) -> None:
-        folder = own_folder("medusa", "heads", checkpoint)
-        heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
-        limits = len(heads.blocks), len(heads.vocabulary)
-        self.tree = choose_tree(tree, nodes, heads.ranks, limits, costs, draft_cost)
-        drafter = MedusaDrafter(target, heads, self.tree)
-        rule = rule_of(acceptance, sampling, epsilon, delta)
-        super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None)
+        return Draft(tokens, parents, levels=self._levels, width=self._width, passes=passes, gains=every)
 
 
 def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: float) -> AcceptanceRule:
@@ -251,36 +208,91 @@ def rule_of(acceptance: Acceptance, sampling: Sampling, epsilon: float, delta: f
 # -- choosing the tree ------------------------------------------------------------------------------------------------
 
 
-def choose_tree(
-    wanted: str | Sequence[Sequence[int]],
-    nodes: int | Literal["auto"],
-    ranks: Int[Tensor, "N P"] | None,
-    limits: tuple[int, int],
-    costs: Costs,
-    draft_cost: float,
-    level_cost: float = 0.0,
-) -> Tree:
-    """The tree that is drafted.
+@dataclass(frozen=True, slots=True)
+class TreeChoice:
+    """The options that say which tree is drafted; see ``Medusa``.
 
-    Args:
-        limits: heads, and tokens that each proposes from.
+    Attributes:
+        heads: how many there are.
+        vocabulary: tokens that each proposes from.
 
     Raises:
-        ValueError: an unknown or impossible tree, one the heads cannot fill, or a number of nodes below 1.
+        ValueError: a number of nodes below 1.
     """
-    if not (nodes == "auto" or (isinstance(nodes, int) and nodes >= 1)):
-        raise ValueError(f"nodes must be auto or at least 1, got {nodes}. For no draft use method=autoregressive.")
-    if wanted == MEASURED and ranks is not None:
-        tree = candidate_tree.search(ranks)
-        best = candidate_tree.best_size(tree, costs, draft_cost, level_cost)
-        return tree.first(best if nodes == "auto" else nodes)
-    tree = _written(wanted, limits[0])
-    if tree.levels > limits[0] or tree.width > limits[1]:
-        raise ValueError(
-            f"tree must need at most {limits[0]} heads and {limits[1]} candidates of each, got {wanted}, which needs "
-            f"{tree.levels} heads and {tree.width} candidates. Name a smaller tree."
-        )
-    return tree if nodes == "auto" else tree.first(nodes)
+
+    wanted: str | Sequence[Sequence[int]]
+    nodes: int | Literal["auto"]
+    ranks: Int[Tensor, "N P"] | None
+    heads: int
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        if not (self.nodes == "auto" or (isinstance(self.nodes, int) and self.nodes >= 1)):
+            raise ValueError(
+                f"nodes must be auto or at least 1, got {self.nodes}. For no draft use method=autoregressive."
+            )
+
+    def tree(self, costs: Costs | None) -> Tree:
+        """The tree by these costs.
+
+        Raises:
+            ValueError: an unknown or impossible tree, or one the heads cannot fill.
+        """
+        if self.wanted == MEASURED and self.ranks is not None:
+            tree = candidate_tree.search(self.ranks)
+            if self.nodes != "auto":
+                return tree.first(self.nodes)
+            return tree.first(_NODES) if costs is None else candidate_tree.planned(tree.first(_NODES), costs)
+        tree = _written(self.wanted, self.heads)
+        if tree.levels > self.heads or tree.width > self.vocabulary:
+            raise ValueError(
+                f"tree must need at most {self.heads} heads and {self.vocabulary} candidates of each, got "
+                f"{self.wanted}, which needs {tree.levels} heads and {tree.width} candidates. Name a smaller tree."
+            )
+        return tree if self.nodes == "auto" else tree.first(self.nodes)
+
+
+class StaticTreeDecoder(HeadsDecoder):
+    """A decoder with heads and a tree of fixed shape, which is chosen anew when costs become known.
+
+    Args:
+        choice: of the tree.
+        make: the drafter of a tree.
+
+    Attributes:
+        tree: which is drafted at most.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        choice: TreeChoice,
+        make: Callable[[Tree], HeadsDrafter],
+        rule: AcceptanceRule,
+        published: str | None,
+        costs: CostsOption,
+    ) -> None:
+        given = Costs.given(costs)
+        self._choice, self.tree = choice, choice.tree(given)
+        self._make = make if costs == "auto" else None  # it holds the weights, which the drafter has in another form
+        super().__init__(target, sampling, make(self.tree), rule, published, costs)
+        if given is not None:
+            self.costs = self._for_tree(given)
+
+    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        super().use_costs(costs)
+        assert self.costs is not None
+        if self._make is not None:
+            self.tree = self._choice.tree(self.costs)
+            self.drafter = self._heads = self._make(self.tree)
+            self._make = None
+        self.costs = self._for_tree(self.costs)
+
+    def _for_tree(self, costs: Costs) -> Costs:
+        """With the time of drafting this tree, of those for the one that is drafted without costs."""
+        whole = self._choice.tree(None)
+        return replace(costs, draft=costs.draft * self.tree.levels / whole.levels)
 
 
 def _written(wanted: str | Sequence[Sequence[int]], heads: int) -> Tree:
@@ -293,6 +305,47 @@ def _written(wanted: str | Sequence[Sequence[int]], heads: int) -> Tree:
             "method.tree."
         )
     return Tree(TREES[name]).within(heads)
+
+
+class Medusa(StaticTreeDecoder):
+    """Medusa with a static tree.
+
+    Args:
+        tree: ``measured``, by the heads' own candidates on held-out text (for published heads, which have no
+            measurement, the paper's tree); a name in ``candidate_tree.TREES``; or paths of ranks, each after its
+            parent, e.g. ``[[0],[1],[0,0]]``.
+        nodes: most of its nodes that are drafted, the best ones; ``auto``: as many as may pay by ``costs`` (63 of a
+            measured tree without them), all of a tree whose nodes were not measured.
+        costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
+        acceptance: ``exact``, or ``typical``: keep what the target finds likely enough; that changes the text.
+        epsilon, delta: of the typical acceptance: p > min(epsilon, delta * exp(-entropy)).
+        checkpoint: folder of trained heads, or published ones by path or hub id; None: those prepared for this model.
+
+    Raises:
+        ValueError: no heads, heads of another target, or an option out of range.
+    """
+
+    continuous_batching = True
+    paper = "Cai et al. 2024, arXiv 2401.10774"
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        tree: str | Sequence[Sequence[int]] = MEASURED,
+        nodes: int | Literal["auto"] = "auto",
+        costs: CostsOption = None,
+        acceptance: Acceptance = "exact",
+        epsilon: float = 0.09,
+        delta: float = 0.3,
+        checkpoint: str | Path | None = None,
+    ) -> None:
+        folder = own_folder("medusa", "heads", checkpoint)
+        heads = Heads.load(folder, target) if folder is not None else Heads.published(str(checkpoint), target)
+        choice = TreeChoice(tree, nodes, heads.ranks, len(heads.blocks), len(heads.vocabulary))
+        rule = rule_of(acceptance, sampling, epsilon, delta)
+        published = str(checkpoint) if folder is None else None
+        super().__init__(target, sampling, choice, partial(MedusaDrafter, target, heads), rule, published, costs)
 
 
 # -- products ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from methods.decoder import Guarantee
 from methods.engine.checkpoint_files import CONFIG, WEIGHTS
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
+from methods.speculative.budget import Costs
 from methods.speculative.heads import candidate_tree, hydra, medusa
-from methods.speculative.heads.candidate_tree import RANKS, TREES, Tree, accuracies, best_size, search
+from methods.speculative.heads.candidate_tree import RANKS, TREES, Tree, accuracies, planned, search
 from methods.speculative.heads.hydra import Block, HydraDrafter, HydraHeads
 from methods.speculative.heads.hydra_training import HydraLearner, HydraTraining
 from methods.speculative.heads.medusa import Medusa, MedusaDrafter
@@ -146,20 +147,35 @@ def test_shape_is_breadth_first():
     assert shape.level_ends == (2, 5, 6)
 
 
-def test_best_size_weighs_tokens_against_costs():
-    tree = Tree(((0,), (1,), (0, 0), (0, 1)), (0.5, 0.2, 0.1, 0.05))
-    assert best_size(tree, ((1, 1.0), (64, 1.0))) == 4, "where nodes are free all of them pay"
-    assert best_size(tree, ((1, 1.0), (2, 1.01), (3, 1.3), (64, 9.0))) == 1
-    # 1.7 / 1.1, and 1.8 / 1.2 for the third node; behind the last pair costs go on as between the last two.
-    assert best_size(tree, ((1, 1.0), (2, 1.05), (3, 1.1), (4, 1.2))) == 2
-    assert best_size(tree, ((1, 1.0), (2, 1.05), (3, 1.1), (4, 1.12))) == 4
-    assert best_size(tree, ((1, 1.0), (2, 1.05), (3, 1.1), (4, 1.12)), level_cost=0.5) == 2, "a level costs as well"
+def nodes_planned(values, pairs):
+    tree = Tree(((0,), (1,), (0, 0), (0, 1)), values)
+    return planned(tree, Costs.of(pairs)).paths
 
 
-@pytest.mark.parametrize("costs", [[], [[1, 1.0]], [[1, 1.0], [1, 2.0]], [[2, 1.0], [1, 2.0]], [[1, 0.0], [2, 1.0]]])
-def test_impossible_costs_are_refused(costs):
-    with pytest.raises(ValueError, match="must be two or more pairs .*, got "):
-        best_size(Tree(((0,),), (0.5,)), costs)
+def test_a_tree_is_planned_by_costs():
+    values = (0.5, 0.2, 0.1, 0.05)
+    assert len(nodes_planned(values, ((1, 1.0), (64, 1.0)))) == 4, "where nodes are free all of them pay"
+    assert nodes_planned(values, ((1, 1.0), (2, 1.01), (3, 1.3), (64, 9.0))) == ((0,), (1,)), "the best, and one more"
+    # 1.7 / 1.1 pays, and 1.8 / 1.2 for the third node does not; but easier texts may want it, if it is no level deeper.
+    assert nodes_planned(values, ((1, 1.0), (2, 1.05), (3, 1.1), (4, 1.2))) == ((0,), (1,))
+    assert len(nodes_planned(values, ((1, 1.0), (2, 1.05), (3, 1.1), (4, 1.12)))) == 4
+    assert len(nodes_planned(values, ((0, 1.0), (1, 1.0), (2, 1.05), (3, 1.1), (4, 1.12)))) == 2, (
+        "a level costs as well"
+    )
+
+
+@both
+def test_costs_that_arrive_choose_the_tree_anew(name, target):
+    pairs = [[0, 0.1], [1, 1.0], [2, 1.1], [3, 3.0]]
+    decoder = MAKERS[name](target, Sampling(), costs="auto")
+    whole = decoder.tree
+    assert decoder.costs_wanted == 1 + len(whole.paths)
+    decoder.use_costs(pairs)
+    given = MAKERS[name](target, Sampling(), costs=pairs)
+    for found in (decoder, given):
+        assert found.tree == planned(whole, Costs.of(pairs)) and len(found.tree.paths) < len(whole.paths)
+        assert found.costs_wanted == 0 and found.drafter.nodes == len(found.tree.paths)
+        assert found.costs.draft == pytest.approx(0.1 * found.tree.levels / whole.levels)
 
 
 @pytest.mark.parametrize("paths", [[], [[]], [[-1]], [[0, 0]], [[0], [0]], [[0, 0], [0]]])

@@ -1,0 +1,69 @@
+"""The costs by which a decoder sizes its drafts: measured before the clock of a run starts, and recorded with it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Generator
+
+from bench.analysis.cost_curve import CostCurve
+from bench.measure import verify_cost
+from methods.decoder import CostAware, Decoder
+from methods.engine.causal_lm import CausalLM
+
+ROUNDS = 16  # most tokens that are decoded for the time of drafting
+_DIGITS = 4
+
+
+def wanted(decoder: Decoder) -> int:
+    """Most nodes of a pass whose time the decoder wants to know; 0: none."""
+    return decoder.costs_wanted if isinstance(decoder, CostAware) else 0
+
+
+def measure(
+    target: CausalLM,
+    decoders: Sequence[Decoder],
+    batch: int,
+    context: int,
+    repeats: int = 7,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> list[list[list[float]]]:
+    """Costs for decoders of one target, each in the form of ``CostAware.use_costs``; the passes are measured once.
+
+    Args:
+        batch: rows in lockstep.
+        context: tokens per row, at least 1; with the most nodes and 16 tokens more they fit into the model's context.
+    """
+    sizes = sorted({nodes for decoder in decoders for nodes in verify_cost.grid(wanted(decoder))})
+    curve = verify_cost.measure(target, batch, [1, *sizes], (context,), repeats, clock=clock)
+    unit = curve.seconds(1, batch, context)
+    found = []
+    for decoder in decoders:
+        drafting = _drafting(target, decoder, curve, clock) / unit
+        passes = [[float(n), curve.seconds(n, batch, context) / unit] for n in verify_cost.grid(wanted(decoder))]
+        found.append([[round(value, _DIGITS) for value in pair] for pair in [[0.0, drafting], *passes]])
+    return found
+
+
+def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:
+    """Seconds by which a round with a draft exceeds its pass, the median over rounds of a random text.
+
+    Where a decoder drafts in two ways, as ``hybrid``, rounds count in which a network drafts.
+    """
+    prompts = list(verify_cost.random_tokens(target, curve.batch, curve.contexts[0], seed=0))
+    steps = iter(decoder.decode(prompts, ROUNDS, Generator(target.device).manual_seed(0)))
+    rounds: list[tuple[bool, float]] = []
+    next(steps)
+    while len(rounds) < ROUNDS:
+        start = clock()
+        step = next(steps, None)
+        if step is None:
+            break
+        seconds = (clock() - start) / 1e9
+        if step.nodes > 1:
+            rounds.append((step.draft_passes > 0, seconds - curve.seconds(step.nodes, curve.batch, curve.contexts[0])))
+    with_passes = [seconds for passes, seconds in rounds if passes]
+    chosen = with_passes or [seconds for _, seconds in rounds]
+    return max(statistics.median(chosen[1:] or chosen or [0.0]), 0.0)  # the first round reads the prompt

@@ -1,0 +1,413 @@
+"""How many nodes to draft: as many as pay by what passes cost here, none where drafting does not pay.
+
+A pass over more nodes takes longer, so a node pays only if it is kept often enough. The rule is that of CaDDTree: add
+nodes in the order of the probability that they are kept, and take the number with the most tokens per time,
+(1 + expected tokens) / (time of drafting + time of the pass). ``Costs`` has these times, measured on the machine that
+decodes, ``size`` finds the number, and ``Pace`` applies both to the drafts of one decode:
+
+- Probabilities come from the drafter (``Draft.gains``), times the ratio of what was kept to what it had expected lately
+  (``Ratio``), so that an over-confident network drafts less. Where it has none, or where its tokens were drawn, they
+  are how often nodes of the same depth and rank were kept lately (``Places``).
+- An account (``Account``) books what each round gains over rounds without a draft, in passes over one node. Once
+  ``ALLOWANCE`` is lost, rounds go without a draft, except for probes after 8, 16, 32, ... rounds. No round risks more
+  than is left of the allowance, and a probe at most the time of drafting and ``RISK``.
+
+So over n rounds at most ALLOWANCE + (RISK + draft time) * (1 + log2(1 + n / 8)) passes over one node are lost, with a
+probe in 128 rounds once waits are that long: 1.8 passes in 128 rounds where drafting takes a tenth of one. Drafting
+includes nodes that are scored beside a draft. The bound counts by ``Costs``, not by a clock.
+
+Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
+the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
+verified in one pass, so they share one size and one account.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from methods.drafting import AuxiliaryNodes, Context, Draft, Drafter, SkippableDrafter, TrimmableDrafter
+
+ALLOWANCE = 0.75  # passes over one node that may be lost before rounds go without a draft
+RISK = 0.1  # what a probe may cost beside the time of drafting
+_RESERVE = 4.0  # most that is booked of what was gained, so that a text that turns hard is noticed
+_FIRST_WAIT, _LONGEST_WAIT = 8, 128  # rounds between probes
+_MEMORY = 0.9  # weight of the past in a ratio, per round
+_PLACES_MEMORY = 0.98
+_PLACES_WEIGHT = 4.0  # rounds that the first guess about a place counts for
+_MOST_RATIO = 2.0
+
+CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
+"""``auto``: as measured for the run (``methods.decoder.CostAware``), all nodes before that; pairs: see ``Costs.of``;
+None: all nodes in every round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of rounds, those of a batch of the size that is decoded, over the time of a pass over one node.
+
+    Attributes:
+        nodes: per row, ascending.
+        times: of passes over so many; linear between them and after the last, the first below it.
+        draft: what a round with a draft takes beside its pass.
+    """
+
+    nodes: tuple[int, ...]
+    times: tuple[float, ...]
+    draft: float = 0.0
+
+    @classmethod
+    def of(cls, pairs: Sequence[Sequence[int | float]]) -> Costs:
+        """Read pairs (nodes of a pass, root included; its time in any unit); the pair of 0 nodes is that of drafting.
+
+        Raises:
+            ValueError: pairs that are none, or out of order.
+        """
+        well = all(len(pair) == 2 and pair[0] >= 0 and (pair[1] > 0 or pair[0] == 0) for pair in pairs)
+        passes = [(int(pair[0]), float(pair[1])) for pair in pairs if len(pair) == 2 and pair[0] >= 1]
+        ordered = all(low[0] < high[0] for low, high in zip(pairs, pairs[1:], strict=False)) if well else False
+        draft = float(pairs[0][1]) if well and pairs and pairs[0][0] == 0 else 0.0
+        if len(passes) < 2 or not ordered or draft < 0.0:
+            raise ValueError(
+                "costs must be auto, null, or two or more pairs (nodes, time) above 0, nodes ascending, where the pair "
+                f"of 0 nodes is the time of drafting, got {[list(pair) for pair in pairs]}. An example: "
+                "costs=[[0,0.1],[1,1.0],[16,1.4],[64,3.0]]."
+            )
+        nodes, times = zip(*passes, strict=True)
+        made = cls(nodes, times, draft)
+        unit = made.time(1)
+        return cls(nodes, tuple(time / unit for time in times), draft / unit)
+
+    @classmethod
+    def given(cls, option: CostsOption) -> Costs | None:
+        """Those that an option contains; None: it has none.
+
+        Raises:
+            ValueError: see ``of``, or another word than ``auto``.
+        """
+        return None if option is None or option == "auto" else cls.of(option)
+
+    def time(self, nodes: int) -> float:
+        """Of a pass over the root and ``nodes - 1`` more."""
+        if len(self.nodes) == 1 or nodes <= self.nodes[0]:
+            return self.times[0]
+        place = min(bisect_right(self.nodes, nodes), len(self.nodes) - 1)
+        (low, high), (before, after) = self.nodes[place - 1 : place + 1], self.times[place - 1 : place + 1]
+        return max(before + (after - before) * (nodes - low) / (high - low), min(before, after))
+
+
+def size(
+    gains: Iterable[float],
+    costs: Costs,
+    draft: float = 0.0,
+    base: int = 1,
+    most: float = math.inf,
+    passes: Collection[int] | None = None,
+) -> int:
+    """How many nodes make the fastest round; 0: none pays.
+
+    Args:
+        gains: of nodes in the order in which they are added, the probability that each is kept; of a batch, the mean
+            over its rows.
+        costs: of passes.
+        draft: time of drafting.
+        base: nodes of the pass without any of them.
+        most: what a round may take longer than a pass over one node.
+        passes: nodes of a pass, to choose from; None: any number.
+    """
+    best, tokens = 0, 1.0
+    best_rate = tokens / (draft + costs.time(base))
+    for nodes, gain in enumerate(gains, start=1):
+        tokens += gain
+        time = draft + costs.time(base + nodes)
+        if time - 1.0 > most:
+            break
+        if tokens / time > best_rate and (passes is None or base + nodes in passes):
+            best, best_rate = nodes, tokens / time
+    return best
+
+
+class Account:
+    """What drafting has gained in a decode, in passes over one node; says which rounds go without a draft."""
+
+    def __init__(self) -> None:
+        self.balance = 0.0
+        self._wait, self._left = _FIRST_WAIT, 0
+
+    def pause(self) -> bool:
+        """Whether the next round goes without a draft; to be asked once a round."""
+        self._left -= 1
+        return self._left >= 0
+
+    @property
+    def allowed(self) -> float:
+        """What the next round may lose, the time of drafting left out where less than that is left."""
+        return max(self.balance + ALLOWANCE, RISK)
+
+    def book(self, gain: float) -> None:
+        """Tokens of a round beyond the first, less its time beyond that of a pass over one node."""
+        self.balance = min(self.balance + gain, _RESERVE)
+        if self.balance >= 0.0:
+            self._wait = _FIRST_WAIT
+        elif self.balance <= RISK / 2 - ALLOWANCE:
+            self.balance, self._left = -ALLOWANCE, self._wait
+            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+
+
+@dataclass(slots=True)
+class Ratio:
+    """Tokens kept over tokens expected, an exponential average that starts at 1."""
+
+    kept: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return min((1.0 + self.kept) / (1.0 + self.expected), _MOST_RATIO)
+
+    def note(self, kept: float, expected: float) -> None:
+        """A round; one without a node (0, 0) lets the past fade."""
+        self.kept, self.expected = _MEMORY * self.kept + kept, _MEMORY * self.expected + expected
+
+
+class Places:
+    """How often nodes are kept whose parents are, by depth and by rank among their siblings."""
+
+    def __init__(self) -> None:
+        self._tried: dict[tuple[int, int], float] = defaultdict(float)
+        self._kept: dict[tuple[int, int], float] = defaultdict(float)
+
+    def gains(self, parents: Sequence[int]) -> list[float]:
+        """Probabilities that the nodes of a tree are kept; none above its parent's or an earlier sibling's."""
+        gains: list[float] = []
+        siblings: dict[int, float] = {}
+        for place, parent in zip(_places(parents), parents, strict=True):
+            above = gains[parent] if parent >= 0 else 1.0
+            gain = min(above * self._share(place), siblings.get(parent, 1.0))
+            siblings[parent] = gain
+            gains.append(gain)
+        return gains
+
+    def note(self, parents: Sequence[int], path: Sequence[int]) -> None:
+        """A round: which nodes of a tree were kept."""
+        kept = set(path)
+        judged = {-1, *kept}
+        for column, (place, parent) in enumerate(zip(_places(parents), parents, strict=True)):
+            if parent in judged:
+                self._tried[place] = _PLACES_MEMORY * self._tried[place] + 1.0
+                self._kept[place] = _PLACES_MEMORY * self._kept[place] + (column in kept)
+
+    def _share(self, place: tuple[int, int]) -> float:
+        guess = 0.4 / (1 + place[1]) ** 1.5
+        return (_PLACES_WEIGHT * guess + self._kept[place]) / (_PLACES_WEIGHT + self._tried[place])
+
+
+def _places(parents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Depth and rank among siblings of each node of a tree."""
+    depths: list[int] = []
+    children: dict[int, int] = defaultdict(int)
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        yield depths[-1], children[parent]
+        children[parent] += 1
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counted over the rounds of a decoder: all, those without a draft, and the nodes per row of their passes."""
+
+    rounds: int = 0
+    undrafted: int = 0
+    nodes: int = 0
+
+    def stats(self) -> dict[str, float]:
+        """Mean number of drafted nodes per round, and the share of the rounds without a draft."""
+        rounds = max(self.rounds, 1)
+        return {
+            "nodes_per_round": round(self.nodes / rounds, 4),
+            "undrafted_rounds": round(self.undrafted / rounds, 4),
+        }
+
+
+@dataclass(slots=True)
+class _Round:
+    """What is known of a round before it is judged.
+
+    Attributes:
+        trees: per row, the parents of the drafted nodes.
+        gains: per row, the probabilities that they are kept, as the drafter says; None: it does not.
+        extra: what the round takes longer than a pass over one node.
+        ratio: of the drafter's probabilities.
+    """
+
+    trees: list[list[int]]
+    gains: list[list[float]] | None
+    extra: float
+    ratio: Ratio
+
+
+@dataclass(slots=True)
+class Pace:
+    """Proposals of one decode, of the size that pays.
+
+    Attributes:
+        drafter: proposes.
+        costs: of rounds; None: every proposal is drafted whole.
+        tally: of the decoder.
+        fixed_passes: passes have one of the sizes in ``costs`` (where those of other sizes lack a CUDA graph).
+    """
+
+    drafter: Drafter
+    costs: Costs | None
+    tally: Tally
+    fixed_passes: bool = False
+    _account: Account = field(default_factory=Account)
+    _ratios: dict[str, Ratio] = field(default_factory=lambda: defaultdict(Ratio))
+    _places: Places = field(default_factory=Places)
+    _runs_passes: bool = False
+    _round: _Round | None = None
+
+    def propose(self, context: Context, open_rows: Sequence[bool]) -> Draft:
+        """A draft for every row.
+
+        Args:
+            open_rows: whether more of a row is wanted; what the others would keep does not count.
+        """
+        if self.costs is None:
+            return self.drafter.propose(context)
+        if isinstance(self.drafter, SkippableDrafter) and self._account.pause():
+            self.drafter.skip(context)
+            self._round = None
+            empty = Draft.chain(context.root.new_empty(len(context.tokens), 0))
+            self._count(empty)
+            return empty
+        draft = self._cut(self.drafter.propose(context), open_rows, self.costs)
+        self._count(draft)
+        return draft
+
+    def note(self, paths: Sequence[Sequence[int]], open_rows: Sequence[bool]) -> None:
+        """What was kept of the last proposal: per row, the columns of the nodes."""
+        if self._round is None:
+            return
+        made, rows = self._round, [row for row, is_open in enumerate(open_rows) if is_open]
+        kept = sum(len(paths[row]) for row in rows) / len(rows)
+        if made.gains is None:
+            for row in rows:
+                self._places.note(made.trees[row], paths[row])
+        else:
+            made.ratio.note(kept, sum(sum(made.gains[row]) for row in rows) / len(rows))
+        self._account.book(kept - made.extra)
+        self._round = None
+
+    def _count(self, draft: Draft) -> None:
+        nodes = draft.tokens.shape[1]
+        self.tally.rounds += 1
+        self.tally.undrafted += nodes == 0
+        self.tally.nodes += nodes
+
+    def _cut(self, draft: Draft, open_rows: Sequence[bool], costs: Costs) -> Draft:
+        """The best nodes of a proposal, as many as pay."""
+        most, beside = draft.tokens.shape[1], draft.auxiliary.tokens.shape[1] if draft.auxiliary else 0
+        trees = _trees(draft)
+        ratio = self._ratios[draft.source]
+        scores = _scores(draft, trees)
+        if scores is None:
+            gains = [self._places.gains(tree) for tree in trees]
+        else:
+            gains = [[min(1.0, ratio.value * score) for score in row] for row in scores]
+        self._runs_passes = self._runs_passes or draft.passes > 0
+        drafting = costs.draft if draft.passes or not self._runs_passes else 0.0
+        allowed = max(self._account.allowed, drafting + RISK + costs.time(1 + beside) - 1.0)
+        passes = costs.nodes if self.fixed_passes else None
+        nodes = size(_mean_gains(gains, open_rows, most), costs, drafting, 1 + beside, allowed, passes)
+        chosen = [_best(row, nodes) for row in gains]
+        kept = [_subtree(tree, columns) for tree, columns in zip(trees, chosen, strict=True)]
+        told = None if scores is None else [[row[c] for c in own] for row, own in zip(scores, chosen, strict=True)]
+        self._round = _Round(kept, told, drafting + costs.time(1 + beside + nodes) - 1.0, ratio)
+        return draft if nodes == most else self._trimmed(draft, chosen, kept, nodes)
+
+    def _trimmed(self, draft: Draft, chosen: list[list[int]], trees: list[list[int]], nodes: int) -> Draft:
+        """Only the chosen columns; a row with fewer nodes than that keeps columns without a node."""
+        filled = [own + list(range(len(own), nodes)) for own in chosen]
+        columns = torch.tensor(filled, dtype=torch.long, device=draft.tokens.device).view(len(filled), nodes)
+        if isinstance(self.drafter, TrimmableDrafter):
+            self.drafter.trim(columns)
+        tokens, probs = draft.tokens.gather(1, columns), draft.probs
+        if probs is not None:
+            probs = probs.gather(1, columns[:, :, None].expand(-1, -1, probs.shape[2]))
+        sizes = [len(tree) for tree in trees]
+        if draft.auxiliary is None and all(_is_chain(tree) for tree in trees):
+            return Draft.chain(tokens, probs, sizes, draft.passes)
+        parents = [tree + [-1] * (nodes - len(tree)) for tree in trees]
+        depths = [max((depth + 1 for depth, _ in _places(tree)), default=0) for tree in trees]
+        return replace(
+            draft,
+            tokens=tokens,
+            parents=torch.tensor(parents, dtype=torch.long, device=columns.device).view(len(trees), nodes),
+            probs=probs,
+            sizes=sizes,
+            depths=depths,
+            levels=max(depths),
+            width=max((tree.count(parent) for tree in trees for parent in set(tree)), default=0),
+            auxiliary=draft.auxiliary and _moved(draft.auxiliary, draft.tokens.shape[1], nodes),
+            gains=None,
+        )
+
+
+def _trees(draft: Draft) -> list[list[int]]:
+    """Per row, the parents of the nodes that are present."""
+    rows, most = draft.tokens.shape
+    sizes = [most] * rows if draft.sizes is None else draft.sizes
+    if draft.is_chain:
+        return [list(range(-1, count - 1)) for count in sizes]
+    return [parents[:count] for parents, count in zip(draft.parents.tolist(), sizes, strict=True)]
+
+
+def _scores(draft: Draft, trees: Sequence[Sequence[int]]) -> list[list[float]] | None:
+    """Probabilities that the drafter gives its nodes; None: it does not, or they were drawn, and must not be chosen by
+    what was drawn.
+    """
+    if draft.gains is None or draft.probs is not None:
+        return None
+    rows = draft.gains.tolist() if isinstance(draft.gains, Tensor) else draft.gains
+    found = []
+    for row, tree in zip(rows, trees, strict=True):
+        scores: list[float] = []
+        for score, parent in zip(row, tree, strict=False):
+            scores.append(min(float(score), scores[parent] if parent >= 0 else 1.0))
+        found.append(scores)
+    return found
+
+
+def _best(gains: Sequence[float], nodes: int) -> list[int]:
+    """Columns of the best nodes, in order; no gain is above that of a parent, which comes first."""
+    return sorted(sorted(range(len(gains)), key=lambda column: -gains[column])[:nodes])
+
+
+def _mean_gains(gains: Sequence[Sequence[float]], open_rows: Sequence[bool], nodes: int) -> list[float]:
+    """Of the n-th best node, the mean over the rows of which more is wanted."""
+    ordered = [sorted(row, reverse=True) for row, is_open in zip(gains, open_rows, strict=True) if is_open]
+    return [sum(row[place] for row in ordered if place < len(row)) / len(ordered) for place in range(nodes)]
+
+
+def _subtree(parents: Sequence[int], columns: Sequence[int]) -> list[int]:
+    """Parents among the chosen columns."""
+    place = {column: number for number, column in enumerate(columns)} | {-1: -1}
+    return [place[parents[column]] for column in columns]
+
+
+def _is_chain(parents: Sequence[int]) -> bool:
+    return all(parent == column - 1 for column, parent in enumerate(parents))
+
+
+def _moved(auxiliary: AuxiliaryNodes, before: int, now: int) -> AuxiliaryNodes:
+    """Behind a draft of ``now`` columns instead of ``before``."""
+    parents = auxiliary.parents
+    return replace(auxiliary, parents=torch.where(parents >= before, parents - (before - now), parents))
