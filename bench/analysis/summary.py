@@ -57,7 +57,7 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "schema_version": run_folder.SCHEMA_VERSION,
         "run_id": manifest["run_id"],
         "method": manifest["method"]["name"],
-        "model": manifest["model"]["name"],
+        "model": model_name(manifest["model"]),
         "model_revision": manifest["model"]["revision"],
         "dataset": data_set(manifest["dataset"]),
         "dataset_revision": manifest["dataset"]["revision"],
@@ -79,6 +79,12 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "quality_change": manifest.get("quality_change", {}),
         **({"method_facts": _per_token(manifest)} if "method_facts" in manifest else {}),
     }
+
+
+def model_name(model: Mapping[str, Any]) -> str:
+    """Name of the model; other weights make another one, in every table and heading."""
+    weights = model.get("weights", "full")
+    return str(model["name"]) if weights == "full" else f"{model['name']}, {weights} weights"
 
 
 def data_set(dataset: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ _COLDEST = 1e-6  # of ``methods.engine.sampling``, which would import torch
 _MOST_THREADS, _LARGEST_SEED = 4096, 2**63 - 1
 DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
 
+WEIGHTS = ("full", "int4")  # of a model's layers: as hardware.dtype says, or rounded to 4 bits
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
@@ -209,6 +211,18 @@ _TYPED_GROUPS: dict[str, Callable[..., Any]] = {
     "hardware": HardwareConfig,
     "paths": PathsConfig,
 }
+
+
+def weights_of(model: Mapping[str, Any]) -> str:
+    """How the weights of a model are held: the setting ``weights`` of a ``model`` group, of target or draft.
+
+    Raises:
+        UserError: an unknown one.
+    """
+    found = model.get("weights", WEIGHTS[0])
+    if found not in WEIGHTS:
+        raise UserError(f"model.weights must be one of {', '.join(WEIGHTS)}, got {found}. Set model.weights=VALUE.")
+    return str(found)
 
 
 def sanitise(name: str) -> str:

@@ -7,9 +7,9 @@ lengths. Tests prove the logits equal to ``model(...)`` for every family it acce
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from methods.engine import causal_layers, token_tree
 from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, UnsupportedModel
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Linear, LinearForm, PackedLinear, make_linear
+from methods.engine.linear import Int4Linear, Linear, LinearForm, PackedLinear, make_linear
 from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
+Weights = Literal["full", "int4"]
 States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # after all layers, and after some
 
 _PREFILL_CHUNK = 512
@@ -86,9 +87,14 @@ class CausalLM:
         max_positions: longest context, in tokens.
         eos_ids: ids that end a text; empty if the model declares none.
         hf: the original model, or None where its weights were released.
+        weights: of the layers: ``full``, in the type of the device; or ``int4``, see ``methods.engine.linear``.
     """
 
-    def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
+    weights: Weights = "full"
+
+    def __init__(
+        self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False, weights: Weights = "full"
+    ) -> None:
         config = model.config
         causal_layers.check(config)
         self.config = config
@@ -106,21 +112,38 @@ class CausalLM:
         self._residual = float(getattr(config, "residual_multiplier", 1.0))
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
+        self.weights = weights
         self._read(model, linear, keep_hf)
 
     @classmethod
-    def from_hf(cls, model: PreTrainedModel, *, linear: LinearForm = "auto", keep_hf: bool = False) -> CausalLM:
+    def from_hf(
+        cls,
+        model: PreTrainedModel,
+        *,
+        linear: LinearForm = "auto",
+        keep_hf: bool = False,
+        weights: Weights = "full",
+    ) -> CausalLM:
         """Take over the weights of a Hugging Face model.
 
         Args:
             model: any causal LM of the proven families, in evaluation mode.
             linear: form of the matrix products, see ``methods.engine.linear``.
             keep_hf: leave the original usable (peers need it); costs its memory once more where weights are packed.
+            weights: int4 rounds the matrices of the layers to 4 bits; embedding and output matrix stay as they are.
 
         Raises:
             UnsupportedModel: no equality test covers this model.
+            ValueError: no 4-bit weights for this class, device, type or shape.
         """
-        return cls(model.eval(), linear, keep_hf)
+        if weights == "full":
+            return cls(model.eval(), linear, keep_hf)
+        if cls is not CausalLM:
+            raise ValueError(
+                f"model.weights={weights} needs a decoder-only model that writes from left to right, got one of type "
+                f"{model.config.model_type}. Set model.weights=full."
+            )
+        return cls(model.eval(), linear, keep_hf, weights)
 
     def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
         base: Any = model.model
@@ -139,7 +162,7 @@ class CausalLM:
         self._head: Linear = make_linear([head.weight.detach()], [head.bias], linear)
         self.layers: list[Layer] = []
         for layer in base.layers[: self.config.num_hidden_layers]:
-            self.layers.append(causal_layers.read_layer(layer, linear))
+            self.layers.append(causal_layers.read_layer(layer, linear if self.weights == "full" else self.weights))
             if not keep_hf:
                 causal_layers.release(layer)
         if not keep_hf:
@@ -153,13 +176,20 @@ class CausalLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices this view multiplies with in a pass, and of the embedding."""
-        products = [self._head]
+        products = [self._head, *self._products()]
+        return sum(p.nbytes for p in products) + self._embedding.numel() * self._embedding.element_size()
+
+    @property
+    def int4_bytes(self) -> int:
+        """Of ``weight_bytes``, those in 4-bit blocks; passes of many rows multiply with a copy in bfloat16."""
+        return sum(product.int4_bytes for product in self._products() if isinstance(product, Int4Linear))
+
+    def _products(self) -> Iterator[Linear]:
         for index, layer in enumerate(self.layers):
             if index not in self.skipped_attention:
-                products += [layer.attention.qkv, layer.attention.out]
+                yield from (layer.attention.qkv, layer.attention.out)
             if index not in self.skipped_mlp:
-                products += [layer.mlp.gate_up, layer.mlp.down]
-        return sum(p.nbytes for p in products) + self._embedding.numel() * self._embedding.element_size()
+                yield from (layer.mlp.gate_up, layer.mlp.down)
 
     @property
     def encoder_bytes(self) -> int:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.analysis import summary
 from bench.config import compose, identity, instantiate, overrides
 from bench.config.schema import RunConfig, checkout
+from bench.errors import UserError
 from bench.measure import preconditions
 from bench.models import loading
 from bench.records import lookup
@@ -74,6 +76,21 @@ def test_what_is_not_measured_does_not_count() -> None:
     assert identity.strip(moved) == identity.strip(stored)
     moved["measure"]["refill"] = True
     assert identity.strip(moved) != identity.strip(stored)
+
+
+def test_other_weights_are_another_run_and_another_model() -> None:
+    stored = RECORDS[0].config
+    full, rounded = (stored | {"model": stored["model"] | {"weights": weights}} for weights in ("full", "int4"))
+    assert identity.strip(full) == identity.strip(stored) != identity.strip(rounded)
+    drafts = [
+        {"method": stored["method"] | {"draft_model": {"name": "a"} | more}} for more in ({}, {"weights": "int4"})
+    ]
+    assert identity.strip(stored | drafts[0]) != identity.strip(stored | drafts[1])
+    assert compose.compose(["model.weights=int4"]).model["weights"] == "int4"
+    with pytest.raises(UserError, match="model.weights must be one of full, int4, got int8"):
+        instantiate.check(compose.compose(["model.weights=int8"]))
+    names = [summary.model_name({"name": "a"} | more) for more in ({}, {"weights": "full"}, {"weights": "int4"})]
+    assert names == ["a", "a", "a, int4 weights"]
 
 
 def test_a_class_of_another_package_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from bench.errors import UserError
 from bench.models import embedded, loading, source
 from bench.models.embedded import SMOLLM2, fetch
 from bench.models.random_weights import RandomModel, byte_tokenizer
+from methods.engine import linear
 from tests.helpers import tiny_gguf
 
 FP32 = {"device": "cpu", "dtype": "float32", "threads": 1, "linear": "plain"}
@@ -526,6 +527,28 @@ def test_a_draft_is_loaded_by_name_and_checked(folder: Path) -> None:
     assert loading.load_draft("random", ("random", target.tokenizer), FP32, PathsConfig()).lm.n_layers == 4
     with pytest.raises(UserError, match="read different tokens"):
         loading.load_draft(RANDOM, ("other", Words("a", "b")), FP32, PathsConfig())
+
+
+def test_weights_of_target_and_draft_are_rounded_on_demand(folder: Path) -> None:
+    if not linear.packable(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("oneDNN has no bfloat16 here")
+    target = loading.load(RANDOM | {"weights": "int4"}, BF16, PathsConfig())
+    assert target.lm.weights == "int4" and target.lm.int4_bytes > 0
+    draft = loading.load_draft(RANDOM | {"weights": "int4"}, ("random", target.tokenizer), BF16, PathsConfig())
+    assert draft.lm.weights == "int4"
+    for hardware, keep_hf, message in (
+        (FP32, False, "model.weights=int4 needs bfloat16 on a CPU with oneDNN, got float32"),
+        (BF16, True, "a method of transformers needs the whole weights"),
+    ):
+        with pytest.raises(UserError, match=message):
+            loading.load(RANDOM | {"weights": "int4"}, hardware, PathsConfig(), keep_hf=keep_hf)
+    with pytest.raises(UserError, match="model.weights must be one of full, int4, got int3"):
+        loading.load(RANDOM | {"weights": "int3"}, BF16, PathsConfig())
+
+
+def test_models_of_other_kinds_have_no_rounded_weights() -> None:
+    with pytest.raises(UserError, match="needs a decoder-only model that writes from left to right, got one of type pegasus"):
+        loading.load(loading.named("multi30k_4_4") | {"weights": "int4"}, BF16, PathsConfig())
 
 
 # --------------------------------------------------------------------------------------------------------- hardware
