@@ -29,7 +29,7 @@ from bench.models.artifacts import Prepared
 from bench.models.trained import TrainedModel
 from bench.scoring import SCORERS
 from bench.scoring.rouge import rouge_l
-from bench.tasks import corpus, prompts
+from bench.tasks import corpus, overlap, prompts
 from bench.tasks.corpus import Dialogue
 from bench.tasks.sources import Sources
 from bench.utils import files, machine
@@ -184,7 +184,11 @@ def _read(
 
 def _trained_on(card: Mapping[str, Any], sources: Sources) -> corpus.Texts:
     facts = card.get("corpus") or {}
-    texts = corpus.read(str(facts.get("asked", "")), facts.get("limit"), card.get("seed") or 0, sources)
+    compared = overlap.evaluation(sources) if facts.get("left_out") is not None else None
+    seed = card.get("seed") or 0
+    texts = corpus.read(
+        str(facts.get("asked", "")), facts.get("limit"), seed, sources, evaluated=compared, unanswered=True
+    )
     if texts.sha256 != facts.get("sha256"):
         raise UserError("The corpus has changed since the training. Restore it.")
     return texts

@@ -2,8 +2,8 @@
 
 The user's file has a format of ``bench.tasks.conversations``, with an answer to every request; a conversation of
 several turns becomes one example per answer. Sentence pairs are dialogues too, of a source and its translation; so are
-lines of plain text, with an empty request.
-No test row may be used here: data/README.md says what the test sets share.
+lines of plain text, with an empty request. Where the training lets the target answer, a line may be a request alone.
+No test row may be used here: data/README.md says what the test sets share, and ``bench.tasks.overlap`` tests requests.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from bench.tasks import conversations, prompts
 from bench.tasks.base import Message
 from bench.tasks.conversations import Conversation
 from bench.tasks.exercises import solved
+from bench.tasks.overlap import Evaluated
+from bench.tasks.requests import REQUESTS
 from bench.tasks.seq2seq import read_multi30k
 from bench.tasks.sources import Revision, Row, Sources
 from methods.training.interface import Example
@@ -30,7 +32,7 @@ from methods.training.interface import Example
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What was said, the user first and last, the answer to it, and the instruction before it all, if any."""
+    """What was said, the user first and last, the answer to it, and the instruction before it all; or neither."""
 
     said: tuple[str, ...]
     answer: str
@@ -57,12 +59,14 @@ class Texts:
         names: the corpora, as they were asked for; of a path its last part.
         revisions: what was read for each.
         asked: as it was asked for, counts included, so that the same can be read again.
+        left_out: per corpus, dialogues that overlap with an evaluation set; None: they were not compared.
     """
 
     names: tuple[str, ...]
     dialogues: tuple[Dialogue, ...]
     revisions: tuple[Revision, ...]
     asked: str = field(default="", compare=False)
+    left_out: dict[str, int] | None = field(default=None, compare=False)
 
     @cached_property
     def sha256(self) -> str:
@@ -114,6 +118,8 @@ class Corpus(Sequence[Example]):
     def _encode(self, dialogue: Dialogue) -> tuple[array[int], array[int]]:
         """As arrays: a corpus as lists of Python's integers would take ten times the memory."""
         prompt = prompts.encode(self.tokenizer, dialogue.messages)
+        if not dialogue.answer:
+            return array("i", prompt[-self._context :]), array("i")
         answer = [*self.tokenizer(dialogue.answer, add_special_tokens=False)["input_ids"], *self._end]
         if self._apart:
             return array("i", prompt[: self._context]), array("i", answer[: self._context])
@@ -124,15 +130,27 @@ class Corpus(Sequence[Example]):
 # ------------------------------------------------------------------------------------------------------- reading
 
 
-def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources | None = None) -> Texts:
+def read(
+    wanted: str,
+    limit: int | None = None,
+    seed: int = 0,
+    sources: Sources | None = None,
+    *,
+    evaluated: Evaluated | None = None,
+    unanswered: bool = False,
+) -> Texts:
     """The dialogues of some corpora, one after the other.
 
     Args:
         wanted: names of ``NAMES`` and files of JSON lines or of text, plain or gzipped, with commas between them;
             ``name:count`` takes at most so many of its dialogues, so that a large corpus does not outweigh the others.
-        limit: most dialogues, at least 1; which ones is drawn by ``seed`` and their text, so that a smaller limit takes
-            a subset of what a larger one takes. Their order stays. None: all.
+            Which ones is drawn by ``seed`` and their text.
+        limit: most dialogues, at least 1, drawn likewise, so that a smaller limit takes a subset of what a larger one
+            takes. Their order stays. None: all.
         sources: where public sets lie; None: as the environment says.
+        evaluated: dialogues that overlap with it are left out before any are drawn. Pairs and plain text are not
+            compared.
+        unanswered: requests without an answer are allowed.
 
     Raises:
         UserError: an unknown name, a file that cannot be read, a line without an answer.
@@ -144,12 +162,23 @@ def read(wanted: str, limit: int | None = None, seed: int = 0, sources: Sources 
             "corpus must be different names with commas between them, each alone or as NAME:COUNT with a count of at "
             f"least 1, got '{wanted}'."
         )
-    read = [_known(name, sources or Sources()) if name in NAMES else _own(name) for name in names]
-    drawn = [_draw(found, count, seed) for (found, _), (_, count) in zip(read, asked, strict=True)]
+    sources = sources or Sources()
+    read = [_known(name, sources, unanswered) if name in NAMES else _own(name, unanswered) for name in names]
+    shown = tuple(name if name in NAMES else Path(name).name for name in names)
+    apart = [_apart(found, None if name in PAIRS else evaluated) for name, (found, _) in zip(names, read, strict=True)]
+    drawn = [_draw(found, count, seed) for found, (_, count) in zip(apart, asked, strict=True)]
     dialogues = [dialogue for found in drawn for dialogue in found]
     revisions = tuple(revision for _, several in read for revision in several)
-    shown = tuple(name if name in NAMES else Path(name).name for name in names)
-    return Texts(shown, tuple(_draw(dialogues, limit, seed)), revisions, wanted)
+    counts = {name: len(found) - len(kept) for name, (found, _), kept in zip(shown, read, apart, strict=True)}
+    left_out = None if evaluated is None else counts
+    return Texts(shown, tuple(_draw(dialogues, limit, seed)), revisions, wanted, left_out)
+
+
+def _apart(dialogues: list[Dialogue], evaluated: Evaluated | None) -> list[Dialogue]:
+    """Those that do not overlap; plain text is left as it is."""
+    if evaluated is None:
+        return dialogues
+    return [each for each in dialogues if not (each.said[0] and evaluated.overlaps(*each.said, each.answer))]
 
 
 def _counted(name: str) -> tuple[str, int | None]:
@@ -194,7 +223,15 @@ def languages(names: Iterable[str]) -> tuple[str, str] | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _known(name: str, sources: Sources) -> tuple[list[Dialogue], list[Revision]]:
+def _known(name: str, sources: Sources, unanswered: bool) -> tuple[list[Dialogue], list[Revision]]:
+    if name in REQUESTS:
+        if not unanswered:
+            raise UserError(
+                f"corpus={name} has requests without answers, and answers are needed here. Name another, such as "
+                f"{', '.join(KNOWN)}."
+            )
+        texts, revision = REQUESTS[name](sources)
+        return [Dialogue((text,), "") for text in texts], [revision]
     if name in TEXTS:
         table = sources.get(TEXTS[name])
         return _lines(row["text"] for row in table.rows), [table.revision]
@@ -233,10 +270,10 @@ PAIRS: dict[str, tuple[Literal["train", "val"], str, str]] = {
     "multi30k_de_en": ("train", "de", "en"),
     "multi30k_de_en_val": ("val", "de", "en"),
 }
-NAMES = [*KNOWN, *PAIRS, *TEXTS]
+NAMES = [*KNOWN, *PAIRS, *TEXTS, *REQUESTS]
 
 
-def _own(name: str) -> tuple[list[Dialogue], list[Revision]]:
+def _own(name: str, unanswered: bool) -> tuple[list[Dialogue], list[Revision]]:
     path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(
@@ -244,7 +281,7 @@ def _own(name: str) -> tuple[list[Dialogue], list[Revision]]:
             "name a file of JSON lines, or of text (.txt), plain or gzipped."
         )
     found, revision = conversations.read_file(path)
-    return [dialogue for each in found for dialogue in _dialogues(each)], [revision]
+    return [dialogue for each in found for dialogue in _dialogues(each, unanswered)], [revision]
 
 
 def _lines(lines: Iterable[str]) -> list[Dialogue]:
@@ -252,8 +289,11 @@ def _lines(lines: Iterable[str]) -> list[Dialogue]:
     return [Dialogue(("",), line.strip()) for line in lines if line.strip()]
 
 
-def _dialogues(found: Conversation) -> Iterator[Dialogue]:
-    """One per answer; earlier answers are part of what was said."""
+def _dialogues(found: Conversation, unanswered: bool) -> Iterator[Dialogue]:
+    """One per answer; earlier answers are part of what was said. Of requests without any answer, the first one."""
+    if unanswered and found.answers is None and not found.plain:
+        yield Dialogue(found.turns[:1], "", found.system)
+        return
     if found.plain and found.answers is None:
         yield from _lines(found.turns)
         return

@@ -26,9 +26,10 @@ from bench.models import artifacts, loading
 from bench.models.artifacts import CARD, CURVES, LOCK, LOG, PLAN
 from bench.models.source import Loaded
 from bench.records.tracking import STEP, Tracker
-from bench.tasks import corpus
+from bench.tasks import corpus, overlap
 from bench.tasks.corpus import Corpus, Texts
 from bench.tasks.sources import Sources
+from bench.train import corpora
 from bench.utils import files, machine, redact
 from bench.utils.progress import Progress
 from methods.training.interface import Trainable, TrainingContext
@@ -55,10 +56,7 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
         raise UserError(preconditions.random_weights(like, f"method={settings.method} learns from a model's text"))
     trainable = instantiate.build_trainable(train)
     tracker = instantiate.build_tracker(cfg.tracker)
-    wanted = settings.corpus or trainable.corpus or DEFAULT_CORPUS
-    texts = corpus.read(wanted, settings.corpus_limit, cfg.seed, Sources(cfg.paths.data, cfg.paths.cache))
-    for warning in filter(None, (revision.warning for revision in texts.revisions)):
-        print(f"warning: {warning}", file=sys.stderr)
+    texts = _read(trainable, settings, cfg)
     machine.set_threads(cfg.hardware.threads)
     job = TrainingJob(trainable, settings, cfg, train, texts, words)
     with files.output(job.folder, "folder"):
@@ -75,6 +73,27 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
             return f"{job.folder} is already there. Set force=true to train again."
         job.check_acceptance()
     return job.report()
+
+
+def _read(trainable: Trainable, settings: TrainConfig, cfg: RunConfig) -> Texts:
+    """The corpus, without dialogues that overlap with an evaluation set; says what is left out and what is unusual."""
+    if trainable.learns_from == "nothing":
+        if settings.corpus or settings.publish:
+            raise UserError(
+                f"method={settings.method} reads no corpus and stores no weights. Leave out corpus= and publish=."
+            )
+        return Texts((), (), ())
+    wanted = settings.corpus or trainable.corpus or DEFAULT_CORPUS
+    sources = Sources(cfg.paths.data, cfg.paths.cache)
+    compared = overlap.evaluation(sources) if trainable.learns_from == "dialogues" else None
+    unanswered = not trainable.needs_answers
+    texts = corpus.read(wanted, settings.corpus_limit, cfg.seed, sources, evaluated=compared, unanswered=unanswered)
+    for warning in filter(None, [*(revision.warning for revision in texts.revisions), compared and compared.warning]):
+        print(f"warning: {warning}", file=sys.stderr)
+    for name, count in (texts.left_out or {}).items():
+        if count:
+            print(f"corpus={name}: {count} dialogues overlap with an evaluation set and are left out", file=sys.stderr)
+    return texts
 
 
 class TrainingJob:
@@ -196,6 +215,7 @@ class TrainingJob:
             examples=_examples(self.texts, model) if model and self.trainable.learns_from == "dialogues" else (),
             pairs=self.pairs,
             validation=self.validation,
+            memo=corpora.memo_of(model) if model and self.trainable.learns_from == "dialogues" else None,
             seed=self.cfg.seed,
             device=self.device,
             report_progress=stages,
@@ -237,6 +257,8 @@ class TrainingJob:
 
     def check_acceptance(self) -> None:
         """Write what the checkpoint does on fixed prompts into its card, by which a wrong loading is noticed later."""
+        if self.trainable.makes == "corpus":
+            return
         makes_model = self.trainable.makes == "model"
         model = {"name": str(self.folder)} if makes_model else self.cfg.model
         try:
@@ -254,6 +276,9 @@ class TrainingJob:
         return "\n".join([made, *self._summary, f"Use it: {usage}"])
 
     def _usage(self) -> list[str]:
+        if self.trainable.makes == "corpus":
+            made = ",".join(str(path) for path in artifacts.files(self.folder).values())
+            return ["train", "method=medusa", f"corpus=dolly,{made}"]
         if self.trainable.makes == "checkpoint":
             first = next((folder for folder in self.places.values() if artifacts.read_card(folder)), None)
             named = [] if first == self.folder else [f"method.checkpoint={self.folder}"]
@@ -295,7 +320,7 @@ class TrainingJob:
 
     def _card(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         parts, texts = artifacts.files(self.folder), self.texts
-        dtype = self.model.lm.dtype if self.model and self.trainable.makes == "checkpoint" else torch.float16
+        dtype = self.model.lm.dtype if self.model and self.trainable.makes != "model" else torch.float16
         return {
             "description": self.trainable.description,
             "definition_sha256": self.definition_sha256,
@@ -313,6 +338,7 @@ class TrainingJob:
                 "limit": self.settings.corpus_limit,
                 "dialogues": len(texts.dialogues),
                 "sha256": texts.sha256,
+                "left_out": texts.left_out,
                 "files": [asdict(revision) for revision in texts.revisions],
             },
             "model": self.model_facts,

@@ -69,6 +69,11 @@ class ExitTraining(Trainable):
         if not (self.maps or self.classifier):
             raise ValueError("Either maps or a classifier must be trained, got neither. Set train.maps=true.")
 
+    @property
+    def needs_answers(self) -> bool:
+        """See ``Trainable``: the answers are the target's own."""
+        return False
+
     def fit(self, context: TrainingContext) -> dict[str, Any]:
         """See ``Trainable``."""
         target = context.target

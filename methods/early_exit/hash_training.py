@@ -73,6 +73,11 @@ class HashTraining(Trainable):
         if self.balance == "none" and self.kind != "clustered":
             raise ValueError(f"balance must be types or mass for kind={self.kind}, got none. Set train.balance=types.")
 
+    @property
+    def needs_answers(self) -> bool:
+        """See ``Trainable``: the answers are the target's own."""
+        return False
+
     def fit(self, context: TrainingContext) -> dict[str, Any]:
         """See ``Trainable``."""
         target = context.target

@@ -16,8 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int64, UInt32
 
-from methods.training.interface import Trainable, TrainingContext
+from methods.training.answers import HEADS_CORPUS, AnswerRecipe, known_answers, own_answers
+from methods.training.interface import Example, Trainable, TrainingContext, require
 
 VERSION = 1
 HEADER, TOKENS, PLACES = "datastore.json", "tokens.npy", "places.npy"
@@ -286,34 +287,79 @@ def _write(path: Path, fill: Callable[[Any], Any]) -> None:
 
 @dataclass
 class RestDatastore(Trainable):
-    """Makes the datastore of the answers of a corpus.
+    """Makes the datastore of answers to the prompts of a corpus.
 
     Args:
+        documents: own: the target's answers, as draft heads learn from; corpus: those of the corpus; auto: the target's
+            where they come with the project, else those of the corpus.
         prompts: each document is a prompt and its answer; else the answer alone.
+        most: tokens of all documents, 12 bytes each; the last document that fits ends the datastore. 8 million are
+            96 MB.
+        answers: of the target, with ``documents`` own or auto.
+
+    Raises:
+        ValueError: a number out of range.
     """
 
     description = "a datastore of token ids with a suffix array"
     duration = "seconds per million tokens, nearly all of them the tokenizer's"
+    corpus = HEADS_CORPUS
 
+    documents: Literal["auto", "own", "corpus"] = "auto"
     prompts: bool = False
+    most: int = 8_000_000
+    answers: AnswerRecipe = field(default_factory=AnswerRecipe)
+
+    def __post_init__(self) -> None:
+        require("at least 1", most=self.most)
+
+    @property
+    def needs_answers(self) -> bool:
+        """See ``Trainable``."""
+        return self.documents == "corpus"
 
     def fit(self, context: TrainingContext) -> dict[str, Any]:
-        """See ``Trainable``. An existing datastore of the same tokens is kept."""
+        """See ``Trainable``. An existing datastore of the same tokens is kept.
+
+        Raises:
+            ValueError: there are no answers.
+        """
         vocab_size = context.target.vocab_size
-        tokens = joined(self._documents(context), vocab_size)
+        rows, source = self._rows(context)
+        tokens = joined(_first(self._documents(context, rows), self.most), vocab_size)
         store = _kept(context.output, tokens, vocab_size)
         if store is None:
             context.report_progress("suffix array", 0, 1)
             store = Datastore(tokens, suffixes(tokens), vocab_size)
             store.save(context.output)
             context.report_progress("suffix array", 1, 1)
-        return {"tokens": store.n_tokens, "documents": store.n_documents, "bytes": store.mapped_bytes}
+        facts = {"tokens": store.n_tokens, "documents": store.n_documents, "bytes": store.mapped_bytes}
+        return {**facts, "answers": source}
 
-    def _documents(self, context: TrainingContext) -> Iterable[Sequence[int]]:
-        total = len(context.examples)
-        for done, example in enumerate(context.examples, start=1):
-            yield example.prompt + example.answer if self.prompts else example.answer
-            context.report_progress("tokens", done, total)
+    def _rows(self, context: TrainingContext) -> tuple[Sequence[Example], Literal["own", "corpus"]]:
+        """Prompts and answers, and whose answers they are."""
+        if self.documents == "own":
+            return own_answers(context, self.answers).rows, "own"
+        known = known_answers(context, self.answers) if self.documents == "auto" else []
+        return (known, "own") if known else (context.examples, "corpus")
+
+    def _documents(self, context: TrainingContext, rows: Sequence[Example]) -> Iterable[Sequence[int]]:
+        for done, example in enumerate(rows, start=1):
+            if example.answer:
+                yield example.prompt + example.answer if self.prompts else example.answer
+            context.report_progress("tokens", done, len(rows))
+
+
+def _first(documents: Iterable[Sequence[int]], most: int) -> Iterator[Sequence[int]]:
+    """As many as have ``most`` tokens together; of one that alone has more, its beginning."""
+    left = most
+    for document in documents:
+        if len(document) > left:
+            if left == most:
+                yield document[:left]
+            return
+        left -= len(document)
+        yield document
 
 
 def _kept(folder: Path, tokens: UInt32[np.ndarray, "L"], vocab_size: int) -> Datastore | None:

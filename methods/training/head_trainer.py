@@ -101,6 +101,11 @@ class HeadTraining(Trainable):
     def save(self, learner: Any, found: Features, context: TrainingContext) -> dict[str, Any]:
         """Write the trained head; facts for the card."""
 
+    @property
+    def needs_answers(self) -> bool:
+        """See ``Trainable``: the answers are the target's own."""
+        return False
+
     def fit(self, context: TrainingContext) -> dict[str, Any]:
         """See ``Trainable``."""
         target = context.target

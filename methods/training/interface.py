@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from methods.engine.causal_lm import CausalLM
+    from methods.training.answer_memo import AnswerMemo
 
 _RULES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda value: value >= 1,
@@ -41,7 +42,7 @@ class Example:
 
     Attributes:
         prompt: ids up to where the answer begins, chat template included.
-        answer: ids of the answer, end-of-sequence token included.
+        answer: ids of the answer, end-of-sequence token included; empty where the corpus has none.
     """
 
     prompt: list[int]
@@ -60,6 +61,7 @@ class TrainingContext:
         examples: dialogues in a fixed order (``Trainable.learns_from``).
         pairs: source and target texts in a fixed order, likewise.
         validation: further pairs; empty: some of ``pairs`` are held out.
+        memo: answers of the model that come with the project; None: it has none of this model.
         seed: the only source of randomness.
         device: where the training runs.
         report_progress: takes stage, done, total.
@@ -73,6 +75,7 @@ class TrainingContext:
     examples: Sequence[Example] = ()
     pairs: Sequence[tuple[str, str]] = ()
     validation: Sequence[tuple[str, str]] = ()
+    memo: AnswerMemo | None = None
     seed: int = 0
     device: torch.device = torch.device("cpu")
     report_progress: Callable[[str, int, int], None] = lambda stage, done, total: None
@@ -90,16 +93,16 @@ class Trainable(ABC):
     """Whatever is made before decoding: draft heads, a search, a datastore, a model.
 
     Attributes:
-        makes: a checkpoint that a method uses with a model, or a model that is loaded by name.
-        learns_from: what the context holds.
+        makes: a checkpoint that a method uses with a model, a model that is loaded by name, or a corpus.
+        learns_from: what the context holds; nothing: there is no corpus.
         description: what is made, e.g. ``a datastore of token ids``.
         duration: how long that takes, e.g. ``seconds per million tokens``.
         corpus: default corpus; None: the general one.
         validation: corpus of pairs for validation; None: that of the corpus.
     """
 
-    makes: ClassVar[Literal["checkpoint", "model"]] = "checkpoint"
-    learns_from: ClassVar[Literal["dialogues", "pairs"]] = "dialogues"
+    makes: ClassVar[Literal["checkpoint", "model", "corpus"]] = "checkpoint"
+    learns_from: ClassVar[Literal["dialogues", "pairs", "nothing"]] = "dialogues"
     description: ClassVar[str]
     duration: ClassVar[str]
     corpus: ClassVar[str | None] = None
@@ -108,7 +111,12 @@ class Trainable(ABC):
     @property
     def needs_model(self) -> bool:
         """Whether the context must have a model."""
-        return self.makes == "checkpoint"
+        return self.makes != "model"
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether each line of the corpus must have an answer; one that decodes its own answers needs none."""
+        return True
 
     def model_name(self, corpus: str) -> str:
         """Name of the model that is made, e.g. ``multi30k_4_4``."""

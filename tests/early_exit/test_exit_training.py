@@ -256,7 +256,7 @@ def test_what_training_writes_can_be_decoded_with(target: CausalLM, common: Path
 @pytest.mark.parametrize("variant", ["marian", "t5"])
 def test_exits_of_a_decoder_with_an_encoder(variant: str, tmp_path: Path) -> None:
     lm = Seq2SeqLM.from_hf(deep(variant), keep_hf=True)
-    facts = ExitTraining([1, 3], classifier="geometric", tokens=200, answers=ANSWERS).fit(context(lm, tmp_path))
+    facts = ExitTraining([1, 3], classifier="geometric", tokens=500, answers=ANSWERS).fit(context(lm, tmp_path))
     for depth in ("1", "3"):
         assert facts["closed_form"][depth]["agreement"] >= facts["lens"][depth]["agreement"]
     make = lambda model, sampling: Calm(model, sampling, 0.2, checkpoint=tmp_path)  # noqa: E731

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from methods.engine.sampling import Sampling
 from methods.speculative import rest_datastore
 from methods.speculative.rest import Rest, RestDrafter, frequent_prefixes
 from methods.speculative.rest_datastore import HEADER, MARGIN, PLACES, SEPARATOR, TOKENS, Datastore, RestDatastore
+from methods.training.answer_memo import AnswerMemo, Origin
+from methods.training.answers import AnswerRecipe
 from methods.training.interface import Example, TrainingContext
 from tests.helpers.host_reads import no_host_reads
 
@@ -340,7 +343,7 @@ def test_preparation_writes_what_the_decoder_reads(target, tmp_path):
     trainable, stages = RestDatastore(), []
     facts = trainable.fit(context(target, tmp_path, DOCUMENTS, stages))
     store = Datastore.load(tmp_path, target.vocab_size)
-    assert facts == {"tokens": 18, "documents": 5, "bytes": store.mapped_bytes}
+    assert facts == {"tokens": 18, "documents": 5, "bytes": store.mapped_bytes, "answers": "corpus"}
     assert stages[:5] == [("tokens", done, 5) for done in range(1, 6)]
     assert stages[5:] == [("suffix array", 0, 1), ("suffix array", 1, 1)]
     assert checks.outputs(Rest(target, Sampling(), checkpoint=tmp_path), [torch.tensor([5, 6])], 3)
@@ -348,7 +351,7 @@ def test_preparation_writes_what_the_decoder_reads(target, tmp_path):
 
 def test_documents_are_answers_or_whole_dialogues(target, tmp_path):
     for prompts in (False, True):
-        RestDatastore(prompts).fit(context(target, tmp_path, DOCUMENTS))
+        RestDatastore(prompts=prompts).fit(context(target, tmp_path, DOCUMENTS))
         store = Datastore.load(tmp_path, target.vocab_size)
         assert (store.find([50, 51], 2) is not None) == prompts
 
@@ -363,3 +366,33 @@ def test_what_is_there_is_kept_and_anything_else_replaced(target, tmp_path):
     assert Datastore.load(tmp_path, target.vocab_size).n_documents == 5
     RestDatastore().fit(context(target, tmp_path, DOCUMENTS[:2]))
     assert Datastore.load(tmp_path, target.vocab_size).n_documents == 2
+
+
+# -- whose answers ----------------------------------------------------------------------------------------------------
+
+
+def remembered(*answers):
+    """Of the target, to the prompts [50, 51], [50, 52], ..."""
+    rows = [([50, 51 + n], list(answer)) for n, answer in enumerate(answers)]
+    return AnswerMemo.pack(Origin("random", None, None, "float64", 256), rows)
+
+
+def test_documents_are_the_targets_answers_where_they_are_known(target, tmp_path):
+    shop = context(target, tmp_path, DOCUMENTS)
+    examples = [Example([50, 51], [1, 2]), Example([50, 52], []), Example([50, 53], [3, 4])]
+    known = replace(shop, examples=examples, memo=remembered([7, 8, 9], [9, 9]))
+    facts = RestDatastore().fit(known)
+    assert (facts["answers"], facts["documents"], facts["tokens"]) == ("own", 2, 5)
+    assert RestDatastore(documents="corpus").fit(known)["tokens"] == 4
+    other = replace(known, memo=AnswerMemo.pack(remembered([1]).origin, [([1], [1])]))
+    assert RestDatastore().fit(other)["answers"] == "corpus", "it knows none of these prompts"
+    decoded = RestDatastore(documents="own", answers=AnswerRecipe(tokens=1, limit=6)).fit(shop)
+    assert decoded["answers"] == "own" and decoded["tokens"] >= 6
+
+
+def test_a_datastore_has_at_most_so_many_tokens(target, tmp_path):
+    for most, kept in ((18, 18), (17, 16), (14, 10), (2, 2)):
+        facts = RestDatastore(documents="corpus", most=most).fit(context(target, tmp_path, DOCUMENTS))
+        assert facts["tokens"] == kept
+    with pytest.raises(ValueError, match="most must be at least 1, got 0"):
+        RestDatastore(most=0)

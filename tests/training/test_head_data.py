@@ -26,7 +26,8 @@ from methods.training.interface import Example, TrainingContext
 from methods.training.trainer import Epochs, TrainingConfig
 from tests.helpers.interruptions import interrupted_at
 
-RECIPE = AnswerRecipe(tokens=150, limit=12, longest_prompt=9, batch=4)
+RECIPE = AnswerRecipe(tokens=150, limit=12, longest_prompt=9, batch=1)
+WINDOW = 8 * RECIPE.batch
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +99,34 @@ def test_answers_in_a_shrinking_batch_are_what_each_prompt_gets_alone(
     assert kept and all(count < len(prompts) for count in kept)
 
 
+def test_a_finished_row_takes_the_next_prompt(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = checks.prompts(target.vocab_size, [1 + (5 * n) % 9 for n in range(30)])
+    free = [alone_text(target, prompt, 24) for prompt in prompts]
+    monkeypatch.setattr(target, "eos_ids", (free[0][2], free[3][5], free[4][7]))
+    expected = [alone_text(target, prompt, 24) for prompt in prompts]
+    assert len({len(text) for text in expected}) > 4
+    passes: list[int] = []
+    forward = CausalLM.forward
+    count = lambda self, nodes, *more, **named: (passes.append(len(nodes)), forward(self, nodes, *more, **named))[1]  # noqa: E731
+    monkeypatch.setattr(CausalLM, "forward", count)
+    assert answer(target, prompts, 24, Sampling(), Generator(), rows=8) == expected
+    together = sum(passes)
+    passes.clear()
+    for first in range(0, 30, 8):
+        answer(target, prompts[first : first + 8], 24, Sampling(), Generator())
+    tokens = sum(len(text) - 1 for text in expected)
+    assert tokens <= together < sum(passes), "rows that write nothing are fewer than in batches one after the other"
+
+
 def test_answers_are_the_targets_and_reach_the_number_of_tokens(target: CausalLM, tmp_path: Path) -> None:
     found = own_answers(context(target, tmp_path), RECIPE)
-    assert RECIPE.tokens <= found.tokens < RECIPE.tokens + RECIPE.batch * RECIPE.limit
+    assert RECIPE.tokens <= found.tokens < RECIPE.tokens + WINDOW * RECIPE.limit
     assert all(len(row.prompt) <= RECIPE.longest_prompt for row in found.rows)
     for row in found.rows:
         assert row.answer == alone_text(target, torch.tensor(row.prompt), RECIPE.limit)
 
 
-@pytest.mark.parametrize("left", ["group", "torn", "half"])
+@pytest.mark.parametrize("left", ["window", "torn", "half"])
 def test_interrupted_answers_go_on_to_the_same_end(
     target: CausalLM, tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,14 +135,14 @@ def test_interrupted_answers_go_on_to_the_same_end(
     folder = shop.shared_cache / f"answers-{RECIPE.digest}"
     folder.mkdir(parents=True)
     lines = (whole.folder / "answers.jsonl").read_bytes().splitlines(keepends=True)
-    kept = {"group": lines[:8], "torn": [*lines[:8], lines[8][:9]], "half": lines[:6]}[left]
+    kept = {"window": lines[:8], "torn": [*lines[:8], lines[8][:9]], "half": lines[:6]}[left]
     (folder / "answers.jsonl").write_bytes(b"".join(kept))
-    groups: list[int] = []
-    written = own._answer_group
-    monkeypatch.setattr(own, "_answer_group", lambda w, r, g, n: (groups.append(n), written(w, r, g, n))[1])
+    windows: list[int] = []
+    written = own._answer_window
+    monkeypatch.setattr(own, "_answer_window", lambda w, r, g, n: (windows.append(n), written(w, r, g, n))[1])
     again = own_answers(shop, RECIPE)
     assert again.rows == whole.rows and again.sha256 == whole.sha256
-    assert groups[0] == (1 if left == "half" else 2)
+    assert windows == ([0, 1] if left == "half" else [1])
     assert (folder / "answers.jsonl").read_bytes() == b"".join(lines)
 
 
