@@ -34,6 +34,8 @@ from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
 from methods.speculative.verification import ChainRejection
+from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
+from tests.helpers.tiny_block_drafter import hybrid as block_hybrid
 from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
@@ -91,6 +93,8 @@ def hash_ee_full(target, sampling):
         return HashEE(target, sampling, "hash", checkpoint=Path(folder))
 
 
+PRICED = [[0, 0.05], [1, 1.0], [2, 1.05], [4, 1.2], [8, 1.9], [64, 20.0]]  # few nodes pay, and not always
+
 DECODERS = {
     "autoregressive": Row(Autoregressive),
     "prompt_lookup": Row(PromptLookup),
@@ -143,10 +147,35 @@ DECODERS = {
     "eagle_2": Row(lambda t, s: eagle(t, s, 2, texts_of(t), 6, depth=4, top_k=2, nodes=4)),
     "eagle_random": Row(lambda t, s: eagle(t, s, 3, depth=2, top_k=4, nodes=7)),
     "eagle_one": Row(lambda t, s: eagle(t, s, 3, depth=1, top_k=1, nodes=1)),
+    "dflash": Row(lambda t, s: block_drafter(t, s, texts_of(t), sizes={"block": 5})),
+    "dflash_drawn": Row(lambda t, s: block_drafter(t, s, texts_of(t), 6, draw=True)),
+    "dflash_block": Row(lambda t, s: block_drafter(t, s, texts_of(t), draw=True, block=True)),
+    "dflash_tree": Row(lambda t, s: block_drafter(t, s, texts_of(t), 6, tree="dynamic", top_k=4, nodes=9)),
+    "dflash_one": Row(lambda t, s: block_drafter(t, s, sizes={"block": 2}, gamma=1)),
+    "dspark": Row(lambda t, s: block_drafter(t, s, texts_of(t), sizes=DSPARK)),
+    "dspark_drawn": Row(lambda t, s: block_drafter(t, s, texts_of(t), 6, DSPARK, draw=True)),
+    "dspark_short": Row(lambda t, s: block_drafter(t, s, texts_of(t), sizes=DSPARK, draw=True, confidence=0.3)),
+    "dspark_block": Row(
+        lambda t, s: block_drafter(t, s, texts_of(t), 6, DSPARK, draw=True, block=True, confidence=0.2)
+    ),
+    "dspark_tree": Row(lambda t, s: block_drafter(t, s, texts_of(t), sizes=DSPARK, tree="dynamic", gamma=3, nodes=7)),
     "hybrid": Row(lambda t, s: hybrid(t, s, texts_of(t), min_match=1, depth=3, top_k=3, nodes=8)),
     "hybrid_expected": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="expected", min_match=1)),
     "hybrid_union": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="union", min_match=1, budget=9)),
+    "hybrid_dspark": Row(lambda t, s: block_hybrid(t, s, texts_of(t), policy="union", min_match=1, gamma=4)),
     "hybrid_random": Row(lambda t, s: hybrid(t, s, (), policy="union", lookup="prompt_lookup", gamma=4)),
+    "suffix_costs": Row(lambda t, s: SuffixDecoding(t, s, costs=PRICED)),
+    "lookahead_costs": Row(lambda t, s: Lookahead(t, s, window=2, ngram=3, guesses=3, costs=PRICED)),
+    "token_recycling_costs": Row(lambda t, s: TokenRecycling(t, s, costs=PRICED)),
+    "medusa_costs": Row(lambda t, s: medusa(t, s, texts_of(t), costs=PRICED)),
+    "hydra_heads_costs": Row(lambda t, s: hydra(t, s, texts_of(t), costs=PRICED)),
+    "eagle_costs": Row(lambda t, s: eagle(t, s, 3, texts_of(t), depth=3, top_k=3, nodes=8, costs=PRICED)),
+    "eagle_chain_costs": Row(lambda t, s: eagle(t, s, 3, texts_of(t), 6, tree="chain", gamma=3, costs=PRICED)),
+    "eagle_drawn_costs": Row(lambda t, s: eagle(t, s, 1, texts_of(t), 6, shape=[[3], [2, 1]], draw=True, costs=PRICED)),
+    "eagle_block_costs": Row(
+        lambda t, s: eagle(t, s, 1, texts_of(t), tree="chain", gamma=3, draw=True, block=True, costs=PRICED)
+    ),
+    "hybrid_costs": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="union", min_match=1, costs=PRICED)),
     "calm_full": Row(lambda t, s: Calm(t, s, 1.0, exits=[1, 3], head="lens", decay="paper")),
     "static_depth_full": Row(lambda t, s: StaticDepth(t, s, depth=t.n_layers)),
     "free_full": Row(lambda t, s: Free(t, s, 2, 1.0, head="lens")),

@@ -38,6 +38,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
 from methods.speculative.budget import CostsOption
+from methods.speculative.dflash.decoder import DFlash, DSpark
 from methods.speculative.eagle.decoder import Eagle
 from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
 from methods.speculative.heads.hydra import HydraHeads
@@ -228,7 +229,7 @@ class Hybrid(HeadsDecoder):
         budget: of ``union``, the most nodes of a tree; None: all of both.
         gamma: most tokens that the lookup drafts.
         factor, min_prob: of ``lookup=suffix``, see ``methods.speculative.suffix_decoding.SuffixDecoding``.
-        depth, top_k, nodes: of ``network=eagle``, its dynamic tree.
+        depth, top_k, nodes: of ``network=eagle``, its dynamic tree; dflash and dspark draft a chain of their block.
         costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
         checkpoint: folder of the network; None: the one prepared for this model.
 
@@ -244,7 +245,7 @@ class Hybrid(HeadsDecoder):
         self,
         target: CausalLM,
         sampling: Sampling,
-        network: Literal["eagle", "medusa", "hydra_heads"] = "eagle",
+        network: Literal["eagle", "medusa", "hydra_heads", "dflash", "dspark"] = "eagle",
         lookup: Literal["suffix", "prompt_lookup"] = "suffix",
         policy: Policy = "match",
         min_match: int = 2,
@@ -266,7 +267,7 @@ class Hybrid(HeadsDecoder):
         options: dict[str, Any] = {"checkpoint": checkpoint, "costs": costs}
         if network == "eagle":
             options |= {"tree": "dynamic", "depth": depth, "top_k": top_k, "nodes": nodes}
-        self._own: Eagle | Medusa | HydraHeads = _METHODS[network](target, sampling, **options)
+        self._own = _METHODS[network](target, sampling, **options)
         found = _lookup(lookup, gamma, factor, min_match, min_prob)
         self._join = partial(HybridDrafter, found, policy=policy, min_match=min_match, budget=budget)
         drafter = self._join(self._network())
@@ -295,10 +296,12 @@ class Hybrid(HeadsDecoder):
         return None
 
 
-_METHODS: dict[str, type[Eagle] | type[Medusa] | type[HydraHeads]] = {
+_METHODS: dict[str, type[Eagle] | type[Medusa] | type[HydraHeads] | type[DFlash]] = {
     "eagle": Eagle,
     "medusa": Medusa,
     "hydra_heads": HydraHeads,
+    "dflash": DFlash,
+    "dspark": DSpark,
 }
 
 

@@ -1,4 +1,4 @@
-"""Published draft heads, by their own formats: Medusa 1 and 2, Hydra, EAGLE 1 and 2, EAGLE-3 in three dialects.
+"""Published draft heads, by their own formats: Medusa 1 and 2, Hydra, EAGLE 1 and 2, EAGLE-3, DFlash and DSpark.
 
 ``read`` tells the formats apart by the names of their tensors and checks everything against the target before a head is
 used: a head of another model, or one read with layers off by one, would decode correctly and slowly.
@@ -11,6 +11,7 @@ used: a head of another model, or one read with layers off by one, would decode 
 | EAGLE 1, 2 | pytorch_model.bin, model.safetensors | fc.*, layers.0.*, embed_tokens.weight |
 | EAGLE-3, authors and SpecForge | the same | fc.weight, midlayer.*, norm.weight, lm_head.weight, d2t, t2d |
 | EAGLE-3, speculators | model.safetensors | the same with layers.0.* for midlayer.* |
+| DFlash, DSpark | model.safetensors | fc.weight, hidden_norm.weight, layers.{i}.*, norm.weight, markov_head.* |
 
 Numbers of heads and layers are counted: published configurations of Medusa name 2 heads where the file has 5. Anything
 that is not known is refused with what was recognised.
@@ -27,11 +28,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
+from methods.speculative.published.dflash import DFlashWeights, is_block_drafter, read_dflash
 from methods.speculative.published.eagle import EagleWeights, read_eagle1, read_eagle3
 from methods.speculative.published.files import WITHIN, Checkpoint, read_checkpoint
 from methods.speculative.published.report import Report, other_name
 
-__all__ = ["EagleWeights", "HydraWeights", "MedusaWeights", "check_plausible", "read"]
+__all__ = ["DFlashWeights", "EagleWeights", "HydraWeights", "MedusaWeights", "check_plausible", "read"]
 
 LEAST_ACCEPTANCE = 0.15
 
@@ -39,7 +41,9 @@ _MEDUSA_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _MEDUSA_OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
 _HYDRA_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 _HYDRA_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)(\.\d+)?\.weight")
-_KNOWN = "Medusa 1 and 2, Hydra (mlp), EAGLE 1 and 2, EAGLE-3 of the authors, of SpecForge and of speculators"
+_KNOWN = (
+    "Medusa 1 and 2, Hydra (mlp), EAGLE 1 and 2, EAGLE-3 of the authors, of SpecForge and of speculators, DFlash, DSpark"
+)
 
 Block = tuple[Tensor, Tensor]
 HydraBlock = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -76,7 +80,7 @@ class HydraWeights:
     notes: list[str] = field(default_factory=list)
 
 
-def read(where: str | Path, target: CausalLM) -> MedusaWeights | HydraWeights | EagleWeights:
+def read(where: str | Path, target: CausalLM) -> MedusaWeights | HydraWeights | EagleWeights | DFlashWeights:
     """Read a published head, on the CPU and in the type of its file.
 
     Args:
@@ -91,6 +95,8 @@ def read(where: str | Path, target: CausalLM) -> MedusaWeights | HydraWeights | 
         return _read_hydra(found, target)
     if any(_MEDUSA_BLOCK.fullmatch(key.removeprefix(WITHIN)) for key in found.tensors):
         return _read_medusa(found, target)
+    if is_block_drafter(found):
+        return read_dflash(found, target)
     if any(key.startswith("midlayer.") for key in found.tensors) or "speculators_config" in found.config:
         return read_eagle3(found, target)
     if "fc.weight" in found.tensors and any(key.startswith("layers.0.") for key in found.tensors):

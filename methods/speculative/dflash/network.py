@@ -1,0 +1,220 @@
+"""The network of DFlash and DSpark in decoding: one pass over a block, over a small cache of its own.
+
+Layers of the target's kind read the last committed token, the anchor, and masked places after it. Each place sees the
+whole block and the features of all committed tokens before the anchor: a feature is the norm of a mixture of the
+target's states after some layers, and each layer makes keys and values of it with the projections that it uses for the
+block (Chen et al. 2026, arXiv 2602.06036, sec. 4). Those keys are made once and kept.
+
+The heads of DSpark (Cheng et al. 2026, arXiv 2607.05147) are small: the Markov head adds to the logits of a place a
+product of two matrices that depends on the token before it, and the confidence head says how likely a place's token is
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from methods.engine.causal_layers import RMSNorm
+from methods.engine.causal_lm import CausalLM, rotate_
+from methods.engine.kv_cache import Cache
+from methods.engine.linear import Linear
+from methods.engine.sampling import in_float
+from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, MASK, Part, Spec
+from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer; ``qkv`` yields query, key and value heads side by side."""
+
+    norm: RMSNorm
+    qkv: Linear
+    head_norm: Float[Tensor, "h d"] | None  # what normed heads are multiplied by: those of queries, then of keys
+    out: Linear
+    mlp_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def of(cls, weights: Weights, spec: Spec, number: int) -> Layer:
+        name = spec.layer(number)
+        return cls(
+            weights.norm(f"{name}input_layernorm"),
+            weights.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
+            _head_norm(weights, spec, name) if spec.qk_norm else None,
+            weights.linear(f"{name}self_attn.o_proj"),
+            weights.norm(f"{name}post_attention_layernorm"),
+            weights.linear(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
+            weights.linear(f"{name}mlp.down_proj"),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(linear.nbytes for linear in (self.qkv, self.out, self.gate_up, self.down))
+
+    def leave(self, rows: Float[Tensor, "R D"], mixed: Float[Tensor, "R H"]) -> Float[Tensor, "R D"]:
+        """Input of the next layer, from this one's and the output of its heads."""
+        rows = rows + self.out(mixed)
+        gate, up = self.gate_up(self.mlp_norm(rows)).chunk(2, dim=-1)
+        return rows + self.down(F.silu(gate) * up)
+
+
+def _head_norm(weights: Weights, spec: Spec, name: str) -> Float[Tensor, "h d"]:
+    query, key = (weights.tensor(f"{name}self_attn.{part}_norm.weight") for part in "qk")
+    return torch.cat([query.expand(spec.heads, -1), key.expand(spec.kv_heads, -1)])
+
+
+class Network:
+    """The network of a target, its weights in the target's type and packed as the target's are."""
+
+    def __init__(self, target: CausalLM, part: Part) -> None:
+        self.spec, spec = part.spec, part.spec
+        weights = Weights(target, part.tensors, spec.rms_eps)
+        self.device, self.dtype = target.device, target.dtype
+        self.vocabulary = part.vocabulary.to(target.device)
+        self.rotary = rotary_table(spec, target.device, target.dtype)
+        self._embed = weights.embedding()
+        mask = weights.get(MASK)
+        self._mask = mask if mask is not None else self._embed(torch.tensor(spec.mask, device=target.device))
+        self._fc, self._feature_norm = weights.linear("fc"), weights.norm("hidden_norm")
+        names = [spec.layer(number) for number in range(spec.draft_layers)]
+        self.layers = [Layer.of(weights, spec, number) for number in range(spec.draft_layers)]
+        self._key_value = weights.linear(*(f"{name}self_attn.{part}_proj" for name in names for part in "kv"))
+        norms = [layer.head_norm[-1:] for layer in self.layers if layer.head_norm is not None]
+        self._key_norms = torch.stack(norms) if norms else None
+        self._last_norm = weights.norm("norm")
+        self._score, own = weights.output(self.vocabulary)
+        self._markov_rows = weights.get(MARKOV_ROWS)
+        self._markov = weights.linear(MARKOV_OUTPUT.removesuffix(".weight")) if spec.markov_rank else None
+        self._confidence = weights.linear(CONFIDENCE) if spec.confidence else None
+        heads = sum(part.nbytes for part in (self._markov_rows, self._markov, self._confidence) if part is not None)
+        layers = sum(layer.nbytes for layer in self.layers)
+        self.nbytes = {
+            "draft_network": self._fc.nbytes + self._key_value.nbytes + layers,
+            "draft_output_matrix": own,
+            "draft_heads": heads,
+        }
+
+    def inputs(self, anchors: Int[Tensor, "B"]) -> Float[Tensor, "B b D"]:
+        """Inputs of a block: the embedding of the anchor, and what masked places have."""
+        masks = self._mask.expand(len(anchors), self.spec.block - 1, -1)
+        return torch.cat([self._embed(anchors)[:, None], masks], dim=1)
+
+    def memory(self, taps: Sequence[Float[Tensor, "B W D"]]) -> Float[Tensor, "L B W G d"]:
+        """Key and value heads that each layer makes of the features of some places, before the rotary positions."""
+        batch, width = taps[0].shape[:2]
+        features = self._feature_norm(self._fc(torch.cat(list(taps), dim=-1).flatten(0, 1)))
+        spec = self.spec
+        heads = self._key_value(features).view(batch, width, spec.draft_layers, 2 * spec.kv_heads, spec.head_dim)
+        if self._key_norms is not None:
+            keys = heads[:, :, :, : spec.kv_heads]
+            keys.copy_(F.rms_norm(keys, keys.shape[-1:], eps=spec.rms_eps).mul_(self._key_norms))
+        return heads.permute(2, 0, 1, 3, 4)
+
+    def norm_heads(self, layer: Layer, heads: Float[Tensor, "B M h d"]) -> Float[Tensor, "B M h d"]:
+        """Queries and keys of a block before the rotary positions."""
+        if layer.head_norm is None:
+            return heads
+        return F.rms_norm(heads, heads.shape[-1:], eps=self.spec.rms_eps).mul_(layer.head_norm)
+
+    def logits(self, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M v"]:
+        """Logits over the draft vocabulary, without what the Markov head adds."""
+        return self._score(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+    def out(self, rows: Float[Tensor, "R D"]) -> Float[Tensor, "R D"]:
+        """What output matrix and confidence head read."""
+        return self._last_norm(rows)
+
+    def bias(self, before: Int[Tensor, "B M"]) -> Float[Tensor, "B M v"] | None:
+        """What the Markov head adds to the logits after tokens; None: there is no such head."""
+        if self._markov is None or self._markov_rows is None:
+            return None
+        rows = F.embedding(before.flatten(), self._markov_rows)
+        return self._markov(rows).view(*before.shape, -1)
+
+    def confidence(self, hidden: Float[Tensor, "B M D"], before: Int[Tensor, "B M"]) -> Float[Tensor, "B M"] | None:
+        """How likely the tokens of places are kept, given those before them; None: there is no such head.
+
+        A probability does not depend on the place's own token.
+        """
+        if self._confidence is None:
+            return None
+        if self._markov_rows is not None and self.spec.confidence_reads_markov:
+            hidden = torch.cat([hidden, F.embedding(before, self._markov_rows)], dim=-1)
+        return in_float(self._confidence(hidden.flatten(0, 1))).view(hidden.shape[:2]).sigmoid()
+
+
+class Reader:
+    """The network over a cache of its own: features of committed tokens, at each row's own slots from 0.
+
+    The block of all rows is at the same slots, after the longest row; it is overwritten by what is read next.
+    """
+
+    def __init__(self, network: Network, batch: int, capacity: int) -> None:
+        self.network, spec = network, network.spec
+        layers = range(spec.draft_layers)
+        self._cache = Cache(
+            layers, batch, capacity, spec.kv_heads, spec.head_dim, dtype=network.dtype, device=network.device
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed features of each row."""
+        return self._cache.lengths
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in this order."""
+        self._cache.select(rows)
+
+    def read(self, taps: Sequence[Float[Tensor, "B W D"]], counts: Sequence[int]) -> None:
+        """Commit the features of the first ``counts[b]`` places of each row, from the target's states there."""
+        cache, rotary, width = self._cache, self.network.rotary, taps[0].shape[1]
+        memory = self.network.memory(taps)
+        slots = None if cache.uniform else cache.slots(width)
+        if slots is None:
+            cos, sin = rotary.slice(cache.lengths[0], cache.lengths[0] + width)
+        else:
+            rotary.reserve(max(cache.lengths) + width)
+            cos, sin = rotary.gather(slots)
+        for layer, heads in enumerate(memory):
+            rotate_(heads[:, :, : cache.kv_heads], cos, sin)
+            cache.write(layer, heads, slots)
+        cache.advance(counts)
+
+    def block(self, anchors: Int[Tensor, "B"]) -> Float[Tensor, "B n D"]:
+        """What output matrix and heads read at the places of a block that draft tokens, in order.
+
+        Args:
+            anchors: last committed tokens; the features of all others have been read.
+        """
+        cache, network, spec = self._cache, self.network, self.network.spec
+        batch, start, values = len(anchors), max(cache.lengths), spec.heads + spec.kv_heads
+        end = start + spec.block
+        assert end <= cache.capacity, f"a block up to {end} in a cache of {cache.capacity}"
+        cos, sin = self._turn()
+        mask = hidden_padding(cache, network.dtype)
+        mask = None if mask is None else F.pad(mask, (0, spec.block))
+        rows = network.inputs(anchors).flatten(0, 1)
+        for number, layer in enumerate(network.layers):
+            heads = layer.qkv(layer.norm(rows)).view(batch, spec.block, -1, spec.head_dim)
+            turned = network.norm_heads(layer, heads[:, :, :values])
+            rotate_(turned, cos, sin)
+            own = cache.store[number][:, start:end]
+            own[:, :, : spec.kv_heads], own[:, :, spec.kv_heads :] = turned[:, :, spec.heads :], heads[:, :, values:]
+            mixed = attend(turned[:, :, : spec.heads], *cache.view(number, end), mask)
+            rows = layer.leave(rows, mixed)
+        drafting = rows.view(batch, spec.block, -1)[:, spec.block - spec.drafted :]
+        return network.out(drafting.flatten(0, 1)).view(drafting.shape)
+
+    def _turn(self) -> tuple[Tensor, Tensor]:
+        cache, rotary, block = self._cache, self.network.rotary, self.network.spec.block
+        if cache.uniform:
+            return rotary.slice(cache.lengths[0], cache.lengths[0] + block)
+        rotary.reserve(max(cache.lengths) + block)
+        return rotary.gather(cache.slots(block))
