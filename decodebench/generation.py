@@ -107,7 +107,8 @@ def _hand_over_costs(target: Target, made: Decoder, batch: int, context: int) ->
     """Tell a method that sizes its drafts what passes cost here; at its first use, for calls of any size."""
     if draft_costs.wanted(made):
         assert isinstance(made, CostAware), "only those ask"
-        made.use_costs(*draft_costs.measure(target.model, [made], batch, context, repeats=3))
+        curve = draft_costs.passes(target.model, [made], batch, context, repeats=3)
+        made.use_costs(draft_costs.measure(target.model, made, curve))
 
 
 class _Recorded(Decoder):

@@ -22,29 +22,32 @@ def wanted(decoder: Decoder) -> int:
     return decoder.costs_wanted if isinstance(decoder, CostAware) else 0
 
 
-def measure(
+def passes(
     target: CausalLM,
     decoders: Sequence[Decoder],
     batch: int,
     context: int,
     repeats: int = 7,
     clock: Callable[[], int] = time.perf_counter_ns,
-) -> list[list[list[float]]]:
-    """Costs for decoders of one target, each in the form of ``CostAware.use_costs``; the passes are measured once.
+) -> CostCurve:
+    """Passes of the target, up to the largest that one of the decoders wants to know of.
 
     Args:
         batch: rows in lockstep.
-        context: tokens per row, at least 1; with the most nodes and 16 tokens more they fit into the model's context.
+        context: tokens per row, at least 1; with ``ROUNDS`` and twice the most nodes they fit into the model's context.
     """
-    sizes = sorted({nodes for decoder in decoders for nodes in verify_cost.grid(wanted(decoder))})
-    curve = verify_cost.measure(target, batch, [1, *sizes], (context,), repeats, clock=clock)
-    unit = curve.seconds(1, batch, context)
-    found = []
-    for decoder in decoders:
-        drafting = _drafting(target, decoder, curve, clock) / unit
-        passes = [[float(n), curve.seconds(n, batch, context) / unit] for n in verify_cost.grid(wanted(decoder))]
-        found.append([[round(value, _DIGITS) for value in pair] for pair in [[0.0, drafting], *passes]])
-    return found
+    sizes = {nodes for decoder in decoders for nodes in verify_cost.grid(wanted(decoder))}
+    return verify_cost.measure(target, batch, sorted({1, *sizes}), (context,), repeats, clock=clock)
+
+
+def measure(
+    target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int] = time.perf_counter_ns
+) -> list[list[float]]:
+    """Costs in the form of ``CostAware.use_costs``: of ``passes``, and the time of drafting, which this measures."""
+    (context,), unit = curve.contexts, curve.seconds(1, curve.batch, curve.contexts[0])
+    found = [[0.0, _drafting(target, decoder, curve, clock) / unit]]
+    found += [[float(n), curve.seconds(n, curve.batch, context) / unit] for n in verify_cost.grid(wanted(decoder))]
+    return [[round(value, _DIGITS) for value in pair] for pair in found]
 
 
 def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:

@@ -427,21 +427,30 @@ def _hand_over_costs(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared:
     asking = [arm for _, _, arm in arms if draft_costs.wanted(arm.decoder)]
     unknown = [arm for arm in asking if "draft_costs" not in arm.folder.manifest]
     if unknown:
-        stage("measuring what nodes of a draft cost")
-        batch = min(shared.settings.batch_size, len(shared.examples))
-        context = (min(shared.lengths) + max(shared.lengths) + shared.settings.limit) // 2
-        room = (
-            shared.settings.context - draft_costs.ROUNDS - 2 * max(draft_costs.wanted(arm.decoder) for arm in unknown)
-        )
+        stage("measuring what the nodes of a draft cost")
         with _clocked(spent, "cost_curve"):
-            found = draft_costs.measure(
-                shared.loaded.lm, [arm.decoder for arm in unknown], batch, max(1, min(context, room))
-            )
-        for arm, costs in zip(unknown, found, strict=True):
-            arm.folder.update(draft_costs=costs)
+            _measure_costs(unknown, shared, alone=len(arms) == 1)
     for arm in asking:
-        assert isinstance(arm.decoder, CostAware), "only those ask"
-        arm.decoder.use_costs(arm.folder.manifest["draft_costs"])
+        if arm.error is None:
+            assert isinstance(arm.decoder, CostAware), "only those ask"
+            arm.decoder.use_costs(arm.folder.manifest["draft_costs"])
+
+
+def _measure_costs(unknown: Sequence[MethodArm], shared: Shared, *, alone: bool) -> None:
+    """Into the manifests, at a length in the middle of the texts'."""
+    lm, settings, decoders = shared.loaded.lm, shared.settings, [arm.decoder for arm in unknown]
+    middle = (min(shared.lengths) + max(shared.lengths) + settings.limit) // 2
+    room = settings.context - draft_costs.ROUNDS - 2 * max(map(draft_costs.wanted, decoders))
+    batch = min(settings.batch_size, len(shared.examples))
+    curve = draft_costs.passes(lm, decoders, batch, max(1, min(middle, room)))
+    for arm in unknown:
+        try:
+            arm.folder.update(draft_costs=draft_costs.measure(lm, arm.decoder, curve))
+        except Exception as error:
+            if alone:
+                raise
+            arm.error = error
+            print(f"warning: {arm.name} is given up, the others go on: {error}", file=sys.stderr)
 
 
 def _record_cost_curve(

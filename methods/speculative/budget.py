@@ -10,11 +10,11 @@ decodes, ``size`` finds the number, and ``Pace`` applies both to the drafts of o
   are how often nodes of the same depth and rank were kept lately (``Places``).
 - An account (``Account``) books what each round gains over rounds without a draft, in passes over one node. Once
   ``ALLOWANCE`` is lost, rounds go without a draft, except for probes after 8, 16, 32, ... rounds. No round risks more
-  than is left of the allowance, and a probe at most the time of drafting and ``RISK``.
+  than is left of the allowance, and a probe the time p of drafting and of one node, or ``RISK`` if nodes cost less.
 
-So over n rounds at most ALLOWANCE + (RISK + draft time) * (1 + log2(1 + n / 8)) passes over one node are lost, with a
-probe in 128 rounds once waits are that long: 1.8 passes in 128 rounds where drafting takes a tenth of one. Drafting
-includes nodes that are scored beside a draft. The bound counts by ``Costs``, not by a clock.
+So over n rounds at most ALLOWANCE + p * (1 + log2(1 + n / 8)) passes over one node are lost, with a probe in 128 rounds
+once waits are that long: 2 passes in 128 rounds where p is a quarter of one. Drafting includes nodes that are scored
+beside a draft. The bound counts by ``Costs``, not by a clock.
 
 Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
 the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
@@ -147,9 +147,9 @@ class Account:
         return self._left >= 0
 
     @property
-    def allowed(self) -> float:
-        """What the next round may lose, the time of drafting left out where less than that is left."""
-        return max(self.balance + ALLOWANCE, RISK)
+    def left(self) -> float:
+        """Of what may be lost."""
+        return self.balance + ALLOWANCE
 
     def book(self, gain: float) -> None:
         """Tokens of a round beyond the first, less its time beyond that of a pass over one node."""
@@ -203,6 +203,12 @@ class Places:
             if parent in judged:
                 self._tried[place] = _PLACES_MEMORY * self._tried[place] + 1.0
                 self._kept[place] = _PLACES_MEMORY * self._kept[place] + (column in kept)
+
+    def fade(self) -> None:
+        """A round without a draft."""
+        for place in self._tried:
+            self._tried[place] *= _MEMORY
+            self._kept[place] *= _MEMORY
 
     def _share(self, place: tuple[int, int]) -> float:
         guess = 0.4 / (1 + place[1]) ** 1.5
@@ -285,6 +291,7 @@ class Pace:
         if isinstance(self.drafter, SkippableDrafter) and self._account.pause():
             self.drafter.skip(context)
             self._round = None
+            self._fade()
             empty = Draft.chain(context.root.new_empty(len(context.tokens), 0))
             self._count(empty)
             return empty
@@ -306,6 +313,12 @@ class Pace:
         self._account.book(kept - made.extra)
         self._round = None
 
+    def _fade(self) -> None:
+        """What was kept before a pause says less about what is kept after it."""
+        self._places.fade()
+        for ratio in self._ratios.values():
+            ratio.note(0.0, 0.0)
+
     def _count(self, draft: Draft) -> None:
         nodes = draft.tokens.shape[1]
         self.tally.rounds += 1
@@ -324,7 +337,8 @@ class Pace:
             gains = [[min(1.0, ratio.value * score) for score in row] for row in scores]
         self._runs_passes = self._runs_passes or draft.passes > 0
         drafting = costs.draft if draft.passes or not self._runs_passes else 0.0
-        allowed = max(self._account.allowed, drafting + RISK + costs.time(1 + beside) - 1.0)
+        probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
+        allowed = max(self._account.left, probe)
         passes = costs.nodes if self.fixed_passes else None
         nodes = size(_mean_gains(gains, open_rows, most), costs, drafting, 1 + beside, allowed, passes)
         chosen = [_best(row, nodes) for row in gains]

@@ -1,0 +1,107 @@
+"""Costs of drafts: what the clock says of passes and of drafting; recorded, and used again by a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.analysis.cost_curve import CostCurve
+from bench.config import compose
+from bench.config.schema import PathsConfig, RunConfig
+from bench.contract import checks
+from bench.measure import draft_costs
+from bench.measure import run as program
+from bench.measure.run import run
+from bench.records.run_folder import read_manifest, read_samples
+from methods.engine.sampling import Sampling
+from methods.speculative.budget import Costs
+from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.suffix_decoding import SuffixDecoding
+from methods.speculative.token_recycling import TokenRecycling
+from tests.helpers.fakes import FakeClock
+
+PROMPTS = [{"question_id": i, "category": "any", "turns": [f"Say {i} {i} {i} again."]} for i in range(3)]
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> RunConfig:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    words = ["model=random", "dataset=jsonl", f"dataset.path={file}", "hardware=cpu_fp32", "hardware.threads=1"]
+    more = ["max_new_tokens=12", "measure.bootstrap_samples=100", "measure.warmup=1"]
+    composed = compose.compose(["method=token_recycling", *words, *more])
+    return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
+
+
+def test_only_those_are_asked_that_want_costs() -> None:
+    target = checks.tiny_target()
+    assert draft_costs.wanted(PromptLookup(target, Sampling())) == 0
+    assert draft_costs.wanted(SuffixDecoding(target, Sampling(), gamma=5, costs="auto")) == 6
+    assert draft_costs.wanted(TokenRecycling(target, Sampling(), tree="small", costs=[[1, 1.0], [2, 1.1]])) == 0
+
+
+def test_drafting_is_what_a_round_takes_beside_its_pass() -> None:
+    target, clock = checks.tiny_target(), FakeClock()
+    forward, decoder = target.forward, TokenRecycling(target, Sampling(), tree="small", costs="auto")
+
+    def timed(tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.spend(1_000 + 100 * tokens.shape[1])
+        return forward(tokens, *args, **kwargs)
+
+    def proposed(context: Any, inner: Any = decoder.drafter.propose) -> Any:
+        clock.spend(220)
+        return inner(context)
+
+    target.forward, decoder.drafter.propose = timed, proposed  # type: ignore[method-assign]
+    curve = draft_costs.passes(target, [decoder], 1, 20, repeats=1, clock=clock)
+    found = draft_costs.measure(target, decoder, curve, clock)
+    assert curve.nodes == (1, 2, 4, 8)
+    assert found == [[0.0, 0.2], [1.0, 1.0], [2.0, 1.0909], [4.0, 1.2727], [8.0, 1.6364]]
+    decoder.use_costs(found)
+    assert decoder.costs == Costs((1, 2, 4, 8), (1.0, 1.0909, 1.2727, 1.6364), 0.2)
+
+
+def test_a_run_hands_over_what_it_measured_and_one_that_goes_on_what_is_recorded(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Any] = []
+    pairs = [[0.0, 0.1], [1.0, 1.0], [8.0, 1.2]]
+    told = TokenRecycling.use_costs
+
+    def use_costs(self: TokenRecycling, costs: Any) -> None:
+        used.append(costs)
+        told(self, costs)
+
+    monkeypatch.setattr(TokenRecycling, "use_costs", use_costs)
+    monkeypatch.setattr(draft_costs, "measure", lambda *_: pairs)
+    with monkeypatch.context() as patch:
+        patch.setattr(program.agreement, "check_run", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(cfg)
+    (path,) = Path(cfg.paths.results).iterdir()
+    kept = read_samples(path)
+    monkeypatch.setattr(draft_costs, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(draft_costs, "passes", lambda *_: pytest.fail("measured again"))
+    outcome = run(cfg)
+    manifest = read_manifest(outcome.path) or {}
+    assert outcome.path == path and read_samples(path) == kept
+    assert used == [pairs, pairs] and manifest["draft_costs"] == pairs
+    assert {"nodes_per_round", "undrafted_rounds"} <= manifest["method_facts"].keys()
+
+
+def test_a_method_with_costs_of_its_own_is_not_measured(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_costs, "passes", lambda *_: pytest.fail("measured"))
+    for costs in (None, [[1, 1.0], [8, 1.5]]):
+        outcome = run(replace(cfg, method=dict(cfg.method) | {"costs": costs}))
+        assert "draft_costs" not in (read_manifest(outcome.path) or {})
+
+
+def test_a_curve_without_drafting_gives_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = checks.tiny_target()
+    curve = CostCurve((1, 4), 1, (6,), ((2.0, 3.0),))
+    decoder = SuffixDecoding(target, Sampling(), gamma=3, min_match=9, costs="auto")
+    assert draft_costs.measure(target, decoder, curve)[0] == [0.0, 0.0], "it finds nothing to draft, or less than free"
