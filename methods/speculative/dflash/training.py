@@ -167,7 +167,7 @@ class Lessons:
         before: the token before each label.
         label: its place in the draft vocabulary, -1 where it has none.
         taught: place of the target's state that wrote it.
-        reached: the answer goes on so far, and all earlier labels of the block can be drafted.
+        reached: the answer has a token here, and all earlier labels of the block can be drafted.
         judged: this one can be drafted, too.
     """
 
