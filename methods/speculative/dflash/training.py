@@ -388,7 +388,7 @@ class DFlashTraining(DraftTraining):
     sample_from_anchor: bool = True
     markov_rank: int = 96
     confidence: bool = True
-    anchors: int = 32
+    anchors: int = 64
     fade: float = 4.0
     confidence_weight: float = 1.0
     loss: LossKind = "ce_tv"
