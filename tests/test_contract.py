@@ -39,6 +39,7 @@ from tests.helpers.tiny_block_drafter import hybrid as block_hybrid
 from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
+from tests.helpers.tiny_vocabularies import pair
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,15 @@ def rest(target, sampling, **options):
 
 
 @cache
+def foreign_of(target):
+    return pair(target)
+
+
+def foreign(target, sampling, way, **options):
+    return SpeculativeSampling(target, sampling, draft_model=foreign_of(target), vocabulary=way, **options)
+
+
+@cache
 def heads_of(target, vocabulary=None):
     return blockwise_heads(target, texts_of(target), vocabulary=vocabulary)
 
@@ -110,6 +120,11 @@ DECODERS = {
     "draft_model_confident": Row(lambda t, s: other_model(t, s, gamma=5, confidence=0.6)),
     "draft_model_block": Row(lambda t, s: other_model(t, s, gamma=3, block=True)),
     "draft_model_one": Row(lambda t, s: other_model(t, s, gamma=1)),
+    "tli": Row(lambda t, s: foreign(t, s, "tli", gamma=3)),
+    "tli_block": Row(lambda t, s: foreign(t, s, "tli", gamma=3, block=True)),
+    "tli_confident": Row(lambda t, s: foreign(t, s, "tli", gamma=5, confidence=0.6)),
+    "slem": Row(lambda t, s: foreign(t, s, "slem", gamma=5)),
+    "slem_one": Row(lambda t, s: foreign(t, s, "slem", gamma=1)),
     "lookahead": Row(lambda t, s: Lookahead(t, s, window=4, ngram=4, guesses=3)),
     "lookahead_prompt": Row(
         lambda t, s: Lookahead(t, s, window=3, ngram=3, guesses=5, pool_from_prompt=True), samples=False
@@ -162,6 +177,10 @@ DECODERS = {
     "hybrid": Row(lambda t, s: hybrid(t, s, texts_of(t), min_match=1, depth=3, top_k=3, nodes=8)),
     "hybrid_expected": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="expected", min_match=1)),
     "hybrid_union": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="union", min_match=1, budget=9)),
+    "dspark_costs": Row(lambda t, s: block_drafter(t, s, texts_of(t), sizes=DSPARK, costs=PRICED)),
+    "dspark_drawn_costs": Row(
+        lambda t, s: block_drafter(t, s, texts_of(t), 6, DSPARK, draw=True, confidence=0.2, costs=PRICED)
+    ),
     "hybrid_dspark": Row(lambda t, s: block_hybrid(t, s, texts_of(t), policy="union", min_match=1, gamma=4)),
     "hybrid_random": Row(lambda t, s: hybrid(t, s, (), policy="union", lookup="prompt_lookup", gamma=4)),
     "suffix_costs": Row(lambda t, s: SuffixDecoding(t, s, costs=PRICED)),

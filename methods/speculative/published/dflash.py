@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
@@ -187,6 +188,6 @@ def _without_copy(part: Part, target: CausalLM) -> Part:
     if own is None:
         return part
     weight, bias = target.output_rows(part.vocabulary.ids.to(target.device))
-    if bias is not None or not bool((own.to(weight.device, weight.dtype) == weight).all()):
+    if bias is not None or not torch.equal(weight.to(own.dtype).cpu(), own):
         return part
     return Part(part.spec, {name: tensor for name, tensor in part.tensors.items() if name != _OUTPUT}, part.vocabulary)
