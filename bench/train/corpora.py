@@ -133,7 +133,7 @@ def pack_requests(source: Path, file: Path, compared: Evaluated) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     files.atomic_write(file, gzip.compress(content.encode(), mtime=0))
     return (
-        f"{file}: {len(kept)} requests of {len(texts)}; {len(texts) - len(unlike)} are like an earlier one, "
+        f"{file}: {len(kept)} requests of {len(texts)}; {len(texts) - len(unlike)} are like an earlier one or too short, "
         f"{len(unlike) - len(kept)} overlap with an evaluation set"
     )
 
@@ -145,6 +145,8 @@ def pack_answers(settings: PackConfig, file: Path, loaded: Loaded, cfg: RunConfi
         UserError: the source has no such answer, or one longer than the limit.
     """
     assert settings.answers is not None
+    if not settings.answers.is_file():
+        raise UserError(f"{settings.answers} cannot be read; it must be a file of JSON lines. Name another file.")
     asked = _prompts(settings.corpus, loaded, cfg, compared)
     packed: list[tuple[list[int], list[int]]] = []
     counts: dict[str, Counter[str]] = {name: Counter(prompts=count) for name, count in Counter(asked.values()).items()}

@@ -113,6 +113,7 @@ class TrainingJob:
         places: where results for it are looked for.
         folder: output.
         definition: two results with an equal one are the same.
+        memo: the model's answers that come with the project, for a training on answers of the model.
 
     Raises:
         UserError: model and corpus do not fit.
@@ -146,6 +147,10 @@ class TrainingJob:
             "corpus": texts.sha256,
             "seed": cfg.seed,
         }
+        decodes = trainable.learns_from == "dialogues" and not trainable.needs_answers
+        self.memo = corpora.memo_of(self.model) if self.model and decodes else None
+        if self.memo:
+            self.definition["answers"] = self.memo.sha256[:12]
         self.pairs = corpus.pairs(texts) if paired else []
         self.validation = _validation(trainable.validation, texts, cfg) if paired else []
         if paired:
@@ -215,7 +220,7 @@ class TrainingJob:
             examples=_examples(self.texts, model) if model and self.trainable.learns_from == "dialogues" else (),
             pairs=self.pairs,
             validation=self.validation,
-            memo=corpora.memo_of(model) if model and self.trainable.learns_from == "dialogues" else None,
+            memo=self.memo,
             seed=self.cfg.seed,
             device=self.device,
             report_progress=stages,

@@ -88,6 +88,11 @@ class AnswerMemo:
         """Of all answers."""
         return int(self._lengths.sum())
 
+    def answers(self) -> list[list[int]]:
+        """All of them, in the order of their keys."""
+        places = zip(self._first.tolist(), self._lengths.tolist(), strict=True)
+        return [self.ids[first : first + length].tolist() for first, length in places]
+
     @cached_property
     def sha256(self) -> str:
         """Of origin, keys and answers."""
@@ -112,7 +117,7 @@ class AnswerMemo:
         if length == self.origin.limit < limit:
             return None
         first = int(self._first[place])
-        return [int(token) for token in self.ids[first : first + min(length, limit)]]
+        return [int(token) for token in self.ids[first : first + min(length, limit)].tolist()]
 
     def save(self, file: Path) -> None:
         """Write one file; the same answers give the same bytes."""

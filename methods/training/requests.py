@@ -150,7 +150,7 @@ class OwnRequests(Trainable):
         require("from 0 to 1", openings=self.openings, alike=self.alike)
 
     def fit(self, context: TrainingContext) -> dict[str, Any]:
-        """See ``Trainable``. Each batch depends on its number alone; a killed run goes on after the last whole one."""
+        """See ``Trainable``. Each batch depends on its number alone; a killed run resumes after the last whole one."""
         header = user_header(context.tokenizer)
         log = context.output / "training_log"
         log.mkdir(exist_ok=True)
