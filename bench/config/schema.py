@@ -184,8 +184,8 @@ class TrainConfig:
     """Settings of ``python -m bench train``, besides those of the method, the model and the machine.
 
     Attributes:
-        corpus: dolly, dolly_15k, gsm8k (its train split), multi30k, shakespeare, FILE.jsonl or FILE.jsonl.gz, separated
-            by commas; NAME:COUNT takes COUNT of one; default: what the method declares
+        corpus: dolly, dolly_15k, gsm8k (its train split), multi30k, own_requests, shakespeare, FILE.jsonl or
+            FILE.jsonl.gz, separated by commas; NAME:COUNT takes COUNT of one; default: what the method declares
         corpus_limit: maximum number of dialogues, drawn with the seed
         out: folder of the result; default: where the method finds it
         force: train again in place of a finished result, or of one with other settings

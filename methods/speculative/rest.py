@@ -3,9 +3,10 @@
 He et al. 2023, arXiv 2311.08252. The longest ending of the text, ``max_ngram`` to ``min_ngram`` tokens, that occurs in
 the datastore is looked up (sec. 3.1); the continuations of its occurrences become a trie weighted by how many of them
 share a prefix, and the ``nodes`` most frequent prefixes are the draft, a tree (sec. 3.2). No model drafts. The
-datastore must be prepared, of text like the text to be written:
+datastore must be prepared, of text like the text to be written; by default of the target's own answers that come with
+the project:
 
-    python -m bench train method=rest model=smollm2 corpus=dolly,gsm8k
+    python -m bench train method=rest model=smollm2
 
 Published: 1.62x to 2.36x with Code Llama on HumanEval and Vicuna on MT-bench, 7B and 13B, one A6000; Spec-Bench with
 Vicuna-7B: 1.48x on an A100, 1.28x on a 3090, 1.82 and 1.63 tokens per step. Endings of 16 to 2 tokens, continuations of
