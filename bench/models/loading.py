@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from methods.engine.causal_lm import CausalLM
     from methods.engine.compiled_layers import Compiled
+    from methods.engine.vocabulary import ForeignModel
 
 _BY_NAME = {"smollm2": "bench.models.embedded.EmbeddedModel", "random": "bench.models.random_weights.RandomModel"}
 _ELSE = "bench.models.hub.HubModel"
@@ -194,12 +195,14 @@ def load_draft(
     paths: PathsConfig,
     *,
     keep_hf: bool = False,
+    vocabulary: str = "same",
 ) -> Loaded:
     """Load a model that drafts for another one, onto the same hardware.
 
     Args:
         draft: a name (of a config, a hub id or a folder), or a ``model`` group.
         target: name and tokenizer of the model that verifies.
+        vocabulary: ``same`` refuses a model that reads other tokens.
 
     Raises:
         UserError: as ``load``, or the two do not share one vocabulary.
@@ -211,7 +214,8 @@ def load_draft(
             "accepted. Name another model."
         )
     loaded = load(group, hardware, paths, keep_hf=keep_hf)
-    require_same_tokens((loaded.name, loaded.tokenizer), target)
+    if vocabulary == "same" or loaded.kind != "causal":
+        require_same_tokens((loaded.name, loaded.tokenizer), target)
     return loaded
 
 
@@ -220,19 +224,37 @@ def draft_loader(
 ) -> instantiate.ModelLoader:
     """A function from a hub id, a path or a model group to a draft model on the hardware of the target.
 
+    A model that reads other tokens comes with both vocabularies, for methods that have the setting ``vocabulary``;
+    others refuse it.
+
     Args:
-        tokenizer: the target's; a model that reads other tokens cannot draft for it.
+        tokenizer: the target's.
         drafts: models that are loaded already, by name.
     """
+    vocabulary, target = str(cfg.method.get("vocabulary", "same")), (str(cfg.model["name"]), tokenizer)
 
-    def load(model: str | Mapping[str, Any]) -> CausalLM:
-        target, keep_hf = (str(cfg.model["name"]), tokenizer), instantiate.needs_hf(cfg.method)
+    def load(model: str | Mapping[str, Any]) -> CausalLM | ForeignModel:
         if isinstance(model, str) and drafts and (loaded := drafts.get(model)):
-            require_same_tokens((model, loaded.tokenizer), target)
-            return loaded.lm
-        return load_draft(model, target, asdict(cfg.hardware), cfg.paths, keep_hf=keep_hf).lm
+            if vocabulary == "same" or loaded.kind != "causal":
+                require_same_tokens((model, loaded.tokenizer), target)
+        else:
+            keep_hf = instantiate.needs_hf(cfg.method)
+            loaded = load_draft(model, target, asdict(cfg.hardware), cfg.paths, keep_hf=keep_hf, vocabulary=vocabulary)
+        return _with_vocabularies(loaded, tokenizer, vocabulary)
 
     return load
+
+
+def _with_vocabularies(loaded: Loaded, target: PreTrainedTokenizerBase, vocabulary: str) -> CausalLM | ForeignModel:
+    from methods.engine.vocabulary import ForeignModel, Vocabulary
+
+    equal = vocabulary == "auto" and _first_difference(loaded.tokenizer, target) is None
+    if vocabulary == "same" or equal or loaded.kind != "causal":
+        return loaded.lm
+    try:
+        return ForeignModel(loaded.lm, Vocabulary.of(loaded.tokenizer), Vocabulary.of(target))
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def named(name: str) -> Mapping[str, Any]:
@@ -273,15 +295,23 @@ def require_same_tokens(
     Raises:
         UserError: names both models and the first id they read differently.
     """
-    theirs, ours = ({id: token for token, id in tokenizer.get_vocab().items()} for _, tokenizer in (draft, target))
-    shared = range(min(max(theirs), max(ours)) + 1)
-    differing = next((id for id in shared if theirs.get(id) != ours.get(id)), None)
-    if differing is not None:
+    found = _first_difference(draft[1], target[1])
+    if found is not None:
+        id, theirs, ours = found
         raise UserError(
-            f"Draft model '{draft[0]}' and target '{target[0]}' read different tokens: id {differing} is "
-            f"{theirs.get(differing)!r} to the draft and {ours.get(differing)!r} to the target. Both must share one "
-            "vocabulary. Choose a draft model of the target's family."
+            f"Draft model '{draft[0]}' and target '{target[0]}' read different tokens: id {id} is {theirs!r} to the "
+            f"draft and {ours!r} to the target. Both must share one vocabulary. Choose a draft model of the target's "
+            "family, or method=speculative_sampling with method.vocabulary=auto, tli or slem."
         )
+
+
+def _first_difference(
+    draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase
+) -> tuple[int, str | None, str | None] | None:
+    """The first id that both know and read differently, and what it is to each."""
+    theirs, ours = ({id: token for token, id in tokenizer.get_vocab().items()} for tokenizer in (draft, target))
+    shared = range(min(max(theirs), max(ours)) + 1)
+    return next(((id, theirs.get(id), ours.get(id)) for id in shared if theirs.get(id) != ours.get(id)), None)
 
 
 def resolve_hardware(hardware: Mapping[str, Any]) -> tuple[torch.device, torch.dtype]:

@@ -24,8 +24,8 @@ from methods.decoder import Guarantee
 from methods.drafting import ABSENT, Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling, argmax
+from methods.speculative.draft_model import DraftModel, require_vocabulary, weights_of
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.speculative_sampling import DraftModel, require_vocabulary, weights_of
 from methods.speculative.verification import RelaxedRule
 
 

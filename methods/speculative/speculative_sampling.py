@@ -1,8 +1,9 @@
 """Speculative sampling: a cheaper model drafts, the target verifies.
 
 Leviathan et al. 2023, arXiv 2211.17192, alg. 1; Chen et al. 2023, arXiv 2302.01318, alg. 2. The draft is a chain
-of gamma tokens from any model with the target's vocabulary, or from the target itself with sub-layers left out
-(Zhang et al. 2023, arXiv 2309.08168). Nothing has to be trained.
+of gamma tokens from a model with the target's vocabulary or another one (``universal``: Timor et al. 2025, arXiv
+2502.05202), or from the target itself with sub-layers left out (Zhang et al. 2023, arXiv 2309.08168). Nothing has to be
+trained.
 
 Published: 2 to 3.4x with T5-XXL and T5-small, 1.92x to 2.46x with Chinchilla 70B and a 4B draft (gamma 4);
 1.5 to 1.8x over Spec-Bench with Vicuna-7B and a 68M draft. Differences: batched rows; the drafter catches up
@@ -14,110 +15,16 @@ Command: ``python -m bench method=speculative_sampling method.draft_model=NAME``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
-from methods.engine.kv_cache import Cache
-from methods.engine.sampling import Sampling, argmax, draw
-from methods.rows import of_rows
+from methods.engine.sampling import Sampling
+from methods.engine.vocabulary import ForeignModel
+from methods.speculative.draft_model import DraftModel, require_vocabulary, weights_of
 from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.universal import Way, foreign_drafter, way_of
 from methods.speculative.verification import default_rule
-
-_PADDING = 1024  # output matrices of one family differ by their padding at most by this
-
-
-class DraftModel:
-    """A language model that drafts a chain, with a cache of its own."""
-
-    hidden_layers: Sequence[int] = ()
-
-    def __init__(self, model: CausalLM, vocab_size: int, gamma: int, confidence: float) -> None:
-        self.model, self.nodes, self.confidence = model, gamma, confidence
-        self._padding = vocab_size - model.vocab_size
-        self._cache: Cache | None = None
-        self._prompt_lengths: list[int] = []
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        self._prompt_lengths = [len(prompt) for prompt in prompts]
-        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
-        self._cache = self.model.new_cache(len(prompts), capacity)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        assert self._cache is not None, "reset comes before keep_rows"
-        self._prompt_lengths = of_rows(self._prompt_lengths, rows)
-        self._cache.select(rows)
-
-    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
-        assert self._cache is not None, "reset comes before renew"
-        for row, prompt in prompts.items():
-            self._prompt_lengths[row] = len(prompt)
-        if max(self._cache.lengths):  # else the first draft will read all prompts at once
-            read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
-            self.model.prefill_rows(read, self._cache)
-
-    def propose(self, context: Context) -> Draft:
-        tokens, probs = [], []
-        logits = self._catch_up(context)
-        while True:
-            token, prob = self._choose(logits, context)
-            tokens.append(token)
-            probs.append(prob)
-            if len(tokens) == self.nodes or self._unsure(logits):
-                break
-            logits = self._next(token)
-        drawn = None if context.sampling.greedy else torch.stack(probs, dim=1)
-        return Draft.chain(torch.stack(tokens, dim=1), drawn, passes=len(tokens))
-
-    def _choose(self, logits: Float[Tensor, "B V"], context: Context) -> tuple[Int[Tensor, "B"], Tensor]:
-        if context.sampling.greedy:
-            return argmax(logits), logits
-        probs = context.sampling.probs(logits)
-        return draw(probs, context.rng), probs
-
-    def _unsure(self, logits: Float[Tensor, "B V"]) -> bool:
-        """No row is confident enough to continue: one host read per drafted token, only if asked for."""
-        if self.confidence == 0.0:
-            return False
-        return bool((logits.float().softmax(-1).amax(-1) < self.confidence).all())
-
-    def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
-        """Feed what was committed since the last draft; logits after each row's last committed token."""
-        committed, cache = context.tokens, self._cache
-        assert cache is not None, "reset comes before propose"
-        cache.truncate([len(row) - 1 for row in committed])
-        if max(cache.lengths) == 0:
-            ends = [min(len(row) - 1, length) for row, length in zip(committed, self._prompt_lengths, strict=True)]
-            prompts = [row[:end] for row, end in zip(committed, ends, strict=True)]
-            self.model.prefill([self._readable(torch.tensor(row, device=self.model.device)) for row in prompts], cache)
-        pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
-        width = max(len(new) for new in pending)
-        tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.model.device)
-        logits = self.model.forward(self._readable(tokens), None, cache).logits
-        cache.advance([len(new) for new in pending])
-        last = torch.tensor([len(new) - 1 for new in pending], device=self.model.device)
-        return self._fit(logits[torch.arange(len(pending), device=self.model.device), last])
-
-    def _next(self, token: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
-        cache = self._cache
-        assert cache is not None
-        logits = self.model.forward(token[:, None], None, cache).logits[:, 0]
-        cache.advance([1] * len(token))
-        return self._fit(logits)
-
-    def _readable(self, tokens: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
-        """Replace ids in the padding of a larger target, which have no embedding here, by another token."""
-        return tokens.clamp(max=self.model.vocab_size - 1) if self._padding > 0 else tokens
-
-    def _fit(self, logits: Float[Tensor, "B v"]) -> Float[Tensor, "B V"]:
-        """Cut or pad to the target's output size, which differs within a family; padding is never drafted."""
-        return logits if self._padding == 0 else F.pad(logits, (0, self._padding), value=-torch.inf)
 
 
 class SpeculativeSampling(SpeculativeDecoder):
@@ -129,9 +36,12 @@ class SpeculativeSampling(SpeculativeDecoder):
         skip_attention, skip_mlp: 0-based layers whose sub-layer the draft leaves out, if there is no ``draft_model``.
         confidence: stop drafting once no row's most likely draft token has this probability; 0 never stops.
         block: at a temperature, judge the draft as a block (Sun et al. 2024, arXiv 2403.10444), not token by token.
+        vocabulary: how a draft model with other tokens drafts: ``tli`` by the tokens that both models have, ``slem``
+            through the text; ``same`` refuses it. ``auto``: same where the vocabularies are equal, else tli where the
+            draft model has at least half of the target's tokens, else slem.
 
     Raises:
-        ValueError: no drafter named, vocabularies of different size, or an option out of range.
+        ValueError: no drafter named, vocabularies that do not fit, or an option out of range.
     """
 
     continuous_batching = True
@@ -143,21 +53,28 @@ class SpeculativeSampling(SpeculativeDecoder):
         target: CausalLM,
         sampling: Sampling,
         gamma: int = 4,
-        draft_model: CausalLM | None = None,
+        draft_model: CausalLM | ForeignModel | None = None,
         skip_attention: Collection[int] = (),
         skip_mlp: Collection[int] = (),
         confidence: float = 0.0,
         block: bool = False,
+        vocabulary: Literal["auto", "same", "tli", "slem"] = "auto",
     ) -> None:
         if gamma < 1 or not 0.0 <= confidence < 1.0:
             raise ValueError(
                 f"speculative_sampling needs gamma >= 1 and 0 <= confidence < 1, got gamma={gamma}, "
                 f"confidence={confidence}."
             )
-        draft = _drafter(target, draft_model, skip_attention, skip_mlp)
-        rule = default_rule(sampling, "chain", drawn=True, block=block)
-        super().__init__(target, sampling, DraftModel(draft, target.vocab_size, gamma, confidence), rule)
-        self._own = weights_of(draft_model)
+        self._way = _way(draft_model, vocabulary)
+        if isinstance(draft_model, ForeignModel):
+            assert self._way is not None
+            drafter: DraftModel = foreign_drafter(draft_model, self._way, target.vocab_size, gamma, confidence)
+        else:
+            draft = _drafter(target, draft_model, skip_attention, skip_mlp)
+            drafter = DraftModel(draft, target.vocab_size, gamma, confidence)
+        rule = default_rule(sampling, "chain", drawn=self._way != "slem", block=block)
+        super().__init__(target, sampling, drafter, rule)
+        self._draft = draft_model
 
     @classmethod
     def needs_draft_model(cls, settings: Mapping[str, Any]) -> bool:
@@ -167,12 +84,31 @@ class SpeculativeSampling(SpeculativeDecoder):
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's: the weights of the draft model."""
-        return dict(self._own)
+        return dict(weights_of(self._draft.model if isinstance(self._draft, ForeignModel) else self._draft))
+
+    def stats(self) -> dict[str, Any]:
+        """How a draft model with another vocabulary drafts, and how many tokens it shares with the target."""
+        if self._way is None or not isinstance(self._draft, ForeignModel):
+            return {}
+        return {"vocabulary": self._way, "shared_tokens": len(self._draft.shared())}
 
 
-def weights_of(draft: CausalLM | None) -> dict[str, int]:
-    """Bytes of a draft model, by name; a view of the target has none of its own."""
-    return {} if draft is None else {"draft_model": draft.weight_bytes + draft.encoder_bytes}
+def _way(draft: CausalLM | ForeignModel | None, vocabulary: str) -> Way | None:
+    """How the drafts become tokens of the target; None where they are."""
+    if isinstance(draft, ForeignModel):
+        if vocabulary == "same":
+            raise ValueError(
+                "method.vocabulary=same needs a draft model with the target's tokens, got one with others. Set "
+                "method.vocabulary=auto."
+            )
+        return way_of(draft) if vocabulary == "auto" else "tli" if vocabulary == "tli" else "slem"
+    if vocabulary in ("tli", "slem"):
+        raise ValueError(
+            f"method.vocabulary={vocabulary} needs a draft model with its tokenizer, got "
+            f"{'none' if draft is None else 'a model alone'}. Set method.draft_model=HUB_ID_OR_PATH, or "
+            "method.vocabulary=auto."
+        )
+    return None
 
 
 def _drafter(
@@ -187,16 +123,3 @@ def _drafter(
         return target.skip(skip_attention, skip_mlp)
     require_vocabulary(draft, target)
     return draft
-
-
-def require_vocabulary(draft: CausalLM, target: CausalLM) -> None:
-    """Refuse a draft model whose output is not that of the target, up to padding.
-
-    Raises:
-        ValueError: with the sizes of both.
-    """
-    if abs(draft.vocab_size - target.vocab_size) > _PADDING:
-        raise ValueError(
-            f"Draft model and target must share one vocabulary, got {draft.vocab_size} and {target.vocab_size} tokens. "
-            "Choose a draft of the target's family."
-        )

@@ -41,8 +41,8 @@ from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Nodes, Parents
 from methods.rows import of_rows
+from methods.speculative.draft_model import DraftModel
 from methods.speculative.loop import SpeculativeDecoder
-from methods.speculative.speculative_sampling import DraftModel
 from methods.speculative.verification import default_rule
 
 SKIP_SET = "skip_set.json"

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.verification import AcceptanceRule, BlockRejection
 from tests.helpers.tiny_eagle import eagle
 from tests.helpers.tiny_head_trees import medusa
+from tests.helpers.tiny_vocabularies import pair
 
 DRAWS, ROWS, HORIZON, VOCAB = 100_000, 1000, 3, 6
 PROMPT = [1, 5, 2, 5, 2]
@@ -48,6 +50,10 @@ def skipping() -> SpeculativeDecoder:
     return SpeculativeSampling(target(), SAMPLING, gamma=2, skip_attention=[0], skip_mlp=[1])
 
 
+def foreign(way: Literal["tli", "slem"]) -> SpeculativeDecoder:
+    return SpeculativeSampling(target(), SAMPLING, gamma=3, draft_model=pair(target()), vocabulary=way)
+
+
 def drawn_tree() -> SpeculativeDecoder:
     return eagle(target(), SAMPLING, 1, tree="static", shape=[[3], [2, 2, 1]], draw=True)
 
@@ -59,6 +65,8 @@ def with_rule(decoder: SpeculativeDecoder, rule: AcceptanceRule) -> SpeculativeD
 EXACT: dict[str, Callable[[], Decoder]] = {
     "chain": skipping,
     "block": lambda: with_rule(skipping(), BlockRejection()),
+    "another vocabulary, its tokens (TLI)": lambda: foreign("tli"),
+    "another vocabulary, its text (SLEM)": lambda: foreign("slem"),
     "eagle, drawn tree": drawn_tree,
     "eagle, dynamic tree": lambda: eagle(target(), SAMPLING, 2, tree="dynamic", depth=2, top_k=3, nodes=6),
     "medusa": lambda: medusa(target(), SAMPLING),

@@ -26,6 +26,7 @@ from bench.models import embedded, loading, source
 from bench.models.embedded import SMOLLM2, fetch
 from bench.models.random_weights import RandomModel, byte_tokenizer
 from methods.engine import linear
+from methods.engine.vocabulary import ForeignModel
 from tests.helpers import tiny_gguf
 
 FP32 = {"device": "cpu", "dtype": "float32", "threads": 1, "linear": "plain"}
@@ -529,6 +530,23 @@ def test_a_draft_is_loaded_by_name_and_checked(folder: Path) -> None:
         loading.load_draft(RANDOM, ("other", Words("a", "b")), FP32, PathsConfig())
 
 
+@pytest.mark.parametrize(("vocabulary", "foreign"), [("auto", False), ("tli", True), ("slem", True), ("same", False)])
+def test_a_draft_comes_with_both_vocabularies_where_they_differ_or_are_asked_for(
+    vocabulary: str, foreign: bool
+) -> None:
+    words = ["method=speculative_sampling", f"method.vocabulary={vocabulary}", "hardware=cpu_fp32"]
+    cfg = replace(compose.compose(words), model=RANDOM)
+    own = byte_tokenizer()
+    draft = loading.draft_loader(cfg, own)("random")
+    assert isinstance(draft, ForeignModel) == foreign
+    own.add_tokens(["more"])
+    longer = loading.draft_loader(cfg, own)("random")
+    assert isinstance(longer, ForeignModel) == foreign, "one vocabulary may be longer"
+    same = "read different tokens: id 0 .* method.vocabulary=auto, tli or slem"
+    with pytest.raises(UserError, match=same if vocabulary == "same" else "byte-level or of SentencePiece, got Words"):
+        loading.draft_loader(cfg, Words("a", "b"))("random")  # type: ignore[arg-type]
+
+
 def test_weights_of_target_and_draft_are_rounded_on_demand(folder: Path) -> None:
     if not linear.packable(torch.device("cpu"), torch.bfloat16):
         pytest.skip("oneDNN has no bfloat16 here")
@@ -547,7 +565,9 @@ def test_weights_of_target_and_draft_are_rounded_on_demand(folder: Path) -> None
 
 
 def test_models_of_other_kinds_have_no_rounded_weights() -> None:
-    with pytest.raises(UserError, match="needs a decoder-only model that writes from left to right, got one of type pegasus"):
+    with pytest.raises(
+        UserError, match="needs a decoder-only model that writes from left to right, got one of type pegasus"
+    ):
         loading.load(loading.named("multi30k_4_4") | {"weights": "int4"}, BF16, PathsConfig())
 
 

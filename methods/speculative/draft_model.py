@@ -1,0 +1,123 @@
+"""A language model that drafts a chain for another one with the same vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from methods.drafting import Context, Draft
+from methods.engine.causal_lm import CausalLM
+from methods.engine.kv_cache import Cache
+from methods.engine.sampling import argmax, draw
+from methods.rows import of_rows
+
+_PADDING = 1024  # output matrices of one family differ by their padding at most by this
+
+
+class DraftModel:
+    """A language model that drafts a chain, with a cache of its own."""
+
+    hidden_layers: Sequence[int] = ()
+
+    def __init__(self, model: CausalLM, vocab_size: int, gamma: int, confidence: float) -> None:
+        self.model, self.nodes, self.confidence = model, gamma, confidence
+        self._padding = vocab_size - model.vocab_size
+        self._cache: Cache | None = None
+        self._prompt_lengths: list[int] = []
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
+        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
+        self._cache = self.model.new_cache(len(prompts), capacity)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        assert self._cache is not None, "reset comes before keep_rows"
+        self._prompt_lengths = of_rows(self._prompt_lengths, rows)
+        self._cache.select(rows)
+
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
+        assert self._cache is not None, "reset comes before renew"
+        for row, prompt in prompts.items():
+            self._prompt_lengths[row] = len(prompt)
+        if max(self._cache.lengths):  # else the first draft will read all prompts at once
+            read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
+            self.model.prefill_rows(read, self._cache)
+
+    def propose(self, context: Context) -> Draft:
+        tokens, probs = [], []
+        logits = self._catch_up(context)
+        while True:
+            token, prob = self._choose(logits, context)
+            tokens.append(token)
+            probs.append(prob)
+            if len(tokens) == self.nodes or self._unsure(logits):
+                break
+            logits = self._next(token)
+        drawn = None if context.sampling.greedy else torch.stack(probs, dim=1)
+        return Draft.chain(torch.stack(tokens, dim=1), drawn, passes=len(tokens))
+
+    def _choose(self, logits: Float[Tensor, "B V"], context: Context) -> tuple[Int[Tensor, "B"], Tensor]:
+        if context.sampling.greedy:
+            return argmax(logits), logits
+        probs = context.sampling.probs(logits)
+        return draw(probs, context.rng), probs
+
+    def _unsure(self, logits: Float[Tensor, "B V"]) -> bool:
+        """No row is confident enough to continue: one host read per drafted token, only if asked for."""
+        if self.confidence == 0.0:
+            return False
+        return bool((logits.float().softmax(-1).amax(-1) < self.confidence).all())
+
+    def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
+        """Feed what was committed since the last draft; logits after each row's last committed token."""
+        committed, cache = context.tokens, self._cache
+        assert cache is not None, "reset comes before propose"
+        cache.truncate([len(row) - 1 for row in committed])
+        if max(cache.lengths) == 0:
+            ends = [min(len(row) - 1, length) for row, length in zip(committed, self._prompt_lengths, strict=True)]
+            prompts = [row[:end] for row, end in zip(committed, ends, strict=True)]
+            self.model.prefill([self._readable(torch.tensor(row, device=self.model.device)) for row in prompts], cache)
+        pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
+        width = max(len(new) for new in pending)
+        tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.model.device)
+        logits = self.model.forward(self._readable(tokens), None, cache).logits
+        cache.advance([len(new) for new in pending])
+        last = torch.tensor([len(new) - 1 for new in pending], device=self.model.device)
+        return self._fit(logits[torch.arange(len(pending), device=self.model.device), last])
+
+    def _next(self, token: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        cache = self._cache
+        assert cache is not None
+        logits = self.model.forward(token[:, None], None, cache).logits[:, 0]
+        cache.advance([1] * len(token))
+        return self._fit(logits)
+
+    def _readable(self, tokens: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
+        """Replace ids in the padding of a larger target, which have no embedding here, by another token."""
+        return tokens.clamp(max=self.model.vocab_size - 1) if self._padding > 0 else tokens
+
+    def _fit(self, logits: Float[Tensor, "B v"]) -> Float[Tensor, "B V"]:
+        """Cut or pad to the target's output size, which differs within a family; padding is never drafted."""
+        return logits if self._padding == 0 else F.pad(logits, (0, self._padding), value=-torch.inf)
+
+
+def weights_of(draft: CausalLM | None) -> dict[str, int]:
+    """Bytes of a draft model, by name; a view of the target has none of its own."""
+    return {} if draft is None else {"draft_model": draft.weight_bytes + draft.encoder_bytes}
+
+
+def require_vocabulary(draft: CausalLM, target: CausalLM) -> None:
+    """Refuse a draft model whose output is not that of the target, up to padding.
+
+    Raises:
+        ValueError: with the sizes of both.
+    """
+    if abs(draft.vocab_size - target.vocab_size) > _PADDING:
+        raise ValueError(
+            f"Draft model and target must share one vocabulary, got {draft.vocab_size} and {target.vocab_size} tokens. "
+            "Choose a draft of the target's family."
+        )
