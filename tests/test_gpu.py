@@ -26,6 +26,7 @@ from methods.speculative.self_speculative.decoder import SelfSpeculative
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
+from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
 from tests.helpers.tiny_eagle import eagle
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
@@ -60,6 +61,8 @@ DECODERS = {
     "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
     "eagle_1": lambda target, sampling: eagle(target, sampling, 1, tree="static", draw=True),
     "eagle_chain": lambda target, sampling: eagle(target, sampling, 3, tree="chain"),
+    "dflash_tree": lambda target, sampling: block_drafter(target, sampling, tree="dynamic"),
+    "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, draw=True),
     "blockwise": blockwise,
     "medusa": lambda target, sampling: medusa(target, sampling, nodes=12),
     "hydra_heads": lambda target, sampling: hydra(target, sampling, nodes=12),

@@ -1,9 +1,10 @@
-"""Draft networks of Llama layers: the names and shapes of their tensors, their weights in decoding, attention."""
+"""Draft networks of Llama layers: names and shapes of their tensors, their weights in decoding, what they read."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +20,9 @@ from methods.engine.causal_lm import CausalLM, RotaryTable
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear, make_linear
+from methods.rows import of_rows
 
+MOST_UNREAD = 128  # passes that a drafter sits out before it reads
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -117,12 +120,77 @@ class Weights:
         return linear, linear.nbytes
 
 
-def kept_states(context: Context, states: Float[Tensor, "B P D"], width: int) -> Float[Tensor, "B W D"]:
-    """The states of the last pass at the ``width`` first nodes that were kept, root included."""
-    if context.path is None:
+class Unread:
+    """The target's states at committed tokens that a drafter has not read: it may sit out rounds.
+
+    Args:
+        rows: of the batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._passes: list[_Passed] = []
+        self._seen = [0] * rows  # tokens whose states were noted
+
+    def __len__(self) -> int:
+        """Passes noted since the last ``take``."""
+        return len(self._passes)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in this order."""
+        self._passes = [passed.of_rows(rows) for passed in self._passes]
+        self._seen = of_rows(self._seen, rows)
+
+    def note(self, context: Context, states: Sequence[Float[Tensor, "B P D"]]) -> None:
+        """Keep what the last pass committed, all before the root; ``states`` are those of its nodes."""
+        counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
+        self._seen = [len(row) - 1 for row in context.tokens]
+        width = max(counts)
+        path = None if context.path is None else context.path[:, :width].clamp(min=0)
+        self._passes.append(_Passed(counts, [_at(each, path, width) for each in states]))
+
+    def take(self) -> tuple[list[int], list[Float[Tensor, "B W D"]]]:
+        """All that was noted, as if by one pass: how many places each row has, and the states there; then forget it."""
+        passes, self._passes = self._passes, []
+        if len(passes) == 1:
+            return passes[0].counts, passes[0].states
+        counts = [sum(row) for row in zip(*(passed.counts for passed in passes), strict=True)]
+        columns: list[list[int]] = [[] for _ in counts]
+        start = 0
+        for passed in passes:
+            for row, count in enumerate(passed.counts):
+                columns[row] += range(start, start + count)
+            start += passed.states[0].shape[1]
+        states = [torch.cat(parts, 1) for parts in zip(*(passed.states for passed in passes), strict=True)]
+        width = max(counts)
+        path = torch.tensor([row + [0] * (width - len(row)) for row in columns], device=states[0].device)
+        return counts, [_at(each, path, width) for each in states]
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """States of a pass at kept nodes: the first ``counts[b]`` of each row."""
+
+    counts: list[int]
+    states: list[Float[Tensor, "B W D"]]
+
+    def of_rows(self, rows: Sequence[int]) -> _Passed:
+        return _Passed(of_rows(self.counts, rows), [states[list(rows)] for states in self.states])
+
+
+def _at(states: Float[Tensor, "B P D"], path: Int[Tensor, "B W"] | None, width: int) -> Float[Tensor, "B W D"]:
+    """The states of a pass at some nodes; None: at the first ``width``."""
+    if path is None:
         return states[:, :width]
-    rows = context.path[:, :width].clamp(min=0)
-    return states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[2]))
+    return states.gather(1, path[:, :, None].expand(-1, -1, states.shape[2]))
+
+
+def slots_of(cache: Cache, width: int) -> Int[Tensor, "B W"] | None:
+    """Where the next ``width`` places of each row go; None: rows are uniform, and slices do.
+
+    A row may have fewer new places than another; what is written for the others stays within the cache, where it is
+    never visible.
+    """
+    return None if cache.uniform else cache.slots(width).clamp(max=cache.capacity - 1)
 
 
 def hidden_padding(cache: Cache, dtype: torch.dtype) -> Float[Tensor, "B 1 S"] | None:

@@ -15,6 +15,7 @@ from methods.engine.token_tree import closure_steps
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.token_recycling import TokenRecycling
+from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
 from tests.helpers.tiny_eagle import eagle
 
 DECODERS = {
@@ -23,6 +24,7 @@ DECODERS = {
     "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
     "layer_skip": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
     "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
+    "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK),
 }
 PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]
 

@@ -339,7 +339,8 @@ def test_skipped_rounds_are_read(target, texts):
         draft = drafters[0].propose(context)
         if number == 2:
             again = drafters[1].propose(context)
-            assert torch.equal(draft.tokens, again.tokens) and torch.equal(draft.gains, again.gains)
+            assert torch.equal(draft.tokens, again.tokens)
+            torch.testing.assert_close(draft.gains, again.gains)
             return
         drafters[1].skip(context)
         following = (7, 8)[number]

@@ -37,7 +37,7 @@ from methods.speculative.budget import CostsOption
 from methods.speculative.dflash.checkpoint import Kind, Part
 from methods.speculative.dflash.network import Network, Reader
 from methods.speculative.dflash.trees import Chain, Dynamic, Growth
-from methods.speculative.draft_layers import kept_states
+from methods.speculative.draft_layers import MOST_UNREAD, Unread
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.ranked_tree import require_sizes
 from methods.speculative.verification import default_rule
@@ -53,32 +53,40 @@ class BlockDrafter:
         self.nbytes = network.nbytes
         self.hidden_layers: Sequence[int] = network.spec.taps
         self._reader: Reader | None = None
+        self._unread = Unread(0)
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         spare = 2 * (self.growth.levels + 1) + self.network.spec.block
         self._reader = Reader(self.network, len(prompts), max(map(len, prompts)) + limit + spare)
+        self._unread = Unread(len(prompts))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         assert self._reader is not None, "reset comes before keep_rows"
         self._reader.keep_rows(rows)
+        self._unread.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
-        hidden = self._caught_up(context).block(context.root)
+        self._note(context)
+        hidden = self._read().block(context.root)
         return self.growth.grow(self.network, hidden[:, : self.growth.levels], context)
 
     def skip(self, context: Context) -> None:
-        """Read the committed tokens; the target's states of them are not in the next context."""
-        self._caught_up(context)
+        """Keep the target's states of the committed tokens, as they are not in the next context."""
+        self._note(context)
+        if len(self._unread) > MOST_UNREAD:
+            self._read()
 
-    def _caught_up(self, context: Context) -> Reader:
-        """Read what the last pass committed: all before the root.
+    def _note(self, context: Context) -> None:
+        self._unread.note(context, [context.output.hidden_layers[tap] for tap in self.hidden_layers])
+
+    def _read(self) -> Reader:
+        """Read what passes have committed since the last read.
 
         A row at its limit has nothing new; its reads are forgotten, and its draft is never used.
         """
         assert self._reader is not None, "reset comes before propose"
-        counts = [len(row) - 1 - length for row, length in zip(context.tokens, self._reader.lengths, strict=True)]
-        layers = context.output.hidden_layers
-        self._reader.read([kept_states(context, layers[tap], max(counts)) for tap in self.network.spec.taps], counts)
+        counts, states = self._unread.take()
+        self._reader.read(states, counts)
         return self._reader
 
 

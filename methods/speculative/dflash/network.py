@@ -26,7 +26,7 @@ from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear
 from methods.engine.sampling import in_float
 from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, MASK, Part, Spec
-from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table
+from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table, slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +176,11 @@ class Reader:
         """Commit the features of the first ``counts[b]`` places of each row, from the target's states there."""
         cache, rotary, width = self._cache, self.network.rotary, taps[0].shape[1]
         memory = self.network.memory(taps)
-        slots = None if cache.uniform else cache.slots(width)
+        slots = slots_of(cache, width)
         if slots is None:
             cos, sin = rotary.slice(cache.lengths[0], cache.lengths[0] + width)
         else:
-            rotary.reserve(max(cache.lengths) + width)
+            rotary.reserve(cache.capacity)
             cos, sin = rotary.gather(slots)
         for layer, heads in enumerate(memory):
             rotate_(heads[:, :, : cache.kv_heads], cos, sin)

@@ -23,12 +23,11 @@ Command: ``python -m bench method=eagle dataset=mtbench``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from methods.drafting import Context, Draft
@@ -36,8 +35,8 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
-from methods.rows import of_rows
 from methods.speculative.budget import CostsOption
+from methods.speculative.draft_layers import MOST_UNREAD, Unread
 from methods.speculative.eagle.checkpoint import TRAIN, Part
 from methods.speculative.eagle.network import Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
@@ -46,7 +45,6 @@ from methods.speculative.ranked_tree import require_sizes
 from methods.speculative.verification import default_rule
 
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
-_MOST_UNREAD = 128  # passes
 
 
 class EagleDrafter:
@@ -63,19 +61,18 @@ class EagleDrafter:
         # After a prefill the states of all positions are there only if some layer is tapped.
         self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
-        self._unread: list[_Passed] = []
-        self._seen: list[int] = []  # per row, tokens that stand after a feature which was taken
+        self._unread = Unread(0)
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         growth = self.growth
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (growth.levels + 1) + growth.guesses
         self._reader = Reader(self.network, len(prompts), capacity)
-        self._unread, self._seen = [], [0] * len(prompts)
+        self._unread = Unread(len(prompts))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         assert self._reader is not None, "reset comes before keep_rows"
         self._reader.keep_rows(rows)
-        self._unread, self._seen = [passed.of_rows(rows) for passed in self._unread], of_rows(self._seen, rows)
+        self._unread.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
         assert self._reader is not None, "reset comes before propose"
@@ -83,67 +80,30 @@ class EagleDrafter:
 
     def skip(self, context: Context) -> None:
         """Keep the features of the committed tokens, as they are not in the next context; read them once in a while."""
-        if len(self._unread) == _MOST_UNREAD:
-            self._catch_up(context)
-        else:
-            self._unread.append(self._passed(context))
+        self._note(context)
+        if len(self._unread) > MOST_UNREAD:
+            self._read(context)
 
     def _catch_up(self, context: Context) -> Float[Tensor, "B 1 D"]:
+        self._note(context)
+        return self._read(context)
+
+    def _note(self, context: Context) -> None:
+        output = context.output
+        self._unread.note(context, [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)])
+
+    def _read(self, context: Context) -> Float[Tensor, "B 1 D"]:
         """Read the pairs that passes have completed since the last read; the feature after the one with the root.
 
         A row at its limit has no new pair; its reads are forgotten, and its draft is never used.
         """
         reader = self._reader
         assert reader is not None
-        passed = _joined([*self._unread, self._passed(context)])
-        self._unread = []
-        width = passed.states[0].shape[1]
+        counts, states = self._unread.take()
         pending = [row[length + 1 :] for row, length in zip(context.tokens, reader.lengths, strict=True)]
-        tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.network.device)
-        return reader.read(self.network.feature(passed.states[0], passed.states[1:]), tokens, passed.counts)
-
-    def _passed(self, context: Context) -> _Passed:
-        counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
-        self._seen = [len(row) - 1 for row in context.tokens]
-        width, output = max(counts), context.output
-        rows = None if context.path is None else context.path[:, :width].clamp(min=0)
-        states = [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]
-        return _Passed(counts, [_kept(each, rows, width) for each in states])
-
-
-@dataclass(slots=True)
-class _Passed:
-    """States of the target at kept nodes: the first ``counts[b]`` of each row; the last layer's, and those tapped."""
-
-    counts: list[int]
-    states: list[Float[Tensor, "B W D"]]
-
-    def of_rows(self, rows: Sequence[int]) -> _Passed:
-        return _Passed(of_rows(self.counts, rows), [states[list(rows)] for states in self.states])
-
-
-def _joined(passed: Sequence[_Passed]) -> _Passed:
-    """Passes one after the other."""
-    if len(passed) == 1:
-        return passed[0]
-    counts = [sum(row) for row in zip(*(each.counts for each in passed), strict=True)]
-    columns: list[list[int]] = [[] for _ in counts]
-    start = 0
-    for each in passed:
-        for row, count in enumerate(each.counts):
-            columns[row] += range(start, start + count)
-        start += each.states[0].shape[1]
-    width = max(counts)
-    states = [torch.cat(parts, 1) for parts in zip(*(each.states for each in passed), strict=True)]
-    rows = torch.tensor([row + [0] * (width - len(row)) for row in columns], device=states[0].device)
-    return _Passed(counts, [_kept(each, rows, width) for each in states])
-
-
-def _kept(states: Float[Tensor, "B P D"], rows: Int[Tensor, "B W"] | None, width: int) -> Float[Tensor, "B W D"]:
-    """The states of a pass at the kept nodes; None: at the first ``width`` of them."""
-    if rows is None:
-        return states[:, :width]
-    return states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[2]))
+        rows = [new + [0] * (max(counts) - len(new)) for new in pending]
+        tokens = torch.tensor(rows, device=self.network.device)
+        return reader.read(self.network.feature(states[0], states[1:]), tokens, counts)
 
 
 class Eagle(HeadsDecoder):

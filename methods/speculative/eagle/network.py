@@ -20,7 +20,7 @@ from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM, rotate_
 from methods.engine.kv_cache import Cache
-from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table
+from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table, slots_of
 from methods.speculative.eagle.checkpoint import Part
 
 
@@ -128,13 +128,14 @@ class Reader:
         cache, spec = self._cache, self.network.spec
         width, start = tokens.shape[1], cache.lengths[0]
         residual, heads = self.network.enter(feature, tokens)
-        if cache.uniform:
+        slots = slots_of(cache, width)
+        if slots is None:
             cos, sin = self.network.rotary.slice(start, start + width)
         else:
-            self.network.rotary.reserve(max(cache.lengths) + width)
-            cos, sin = self.network.rotary.gather(cache.slots(width))
+            self.network.rotary.reserve(cache.capacity)
+            cos, sin = self.network.rotary.gather(slots)
         rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
-        cache.write(0, heads[:, :, spec.heads :], None if cache.uniform else cache.slots(width))
+        cache.write(0, heads[:, :, spec.heads :], slots)
         cache.advance(counts)
         self._guesses, self._prefix = 0, hidden_padding(cache, self.network.dtype)
         if len(counts) == 1 or min(counts) == width:
