@@ -22,12 +22,12 @@ from methods.speculative.hybrid import Hybrid
 from methods.training.features import states
 
 Texts = tuple[tuple[int, ...], ...]
-DSPARK = {"markov_rank": 6, "confidence": True, "sample_from_anchor": True}
+DSPARK: dict[str, Any] = {"markov_rank": 6, "confidence": True, "sample_from_anchor": True}
 
 
 def spec_of(target: CausalLM, **sizes: Any) -> Spec:
     """Two layers, blocks of four."""
-    given = {"draft_layers": 2, "intermediate_size": 40, "heads": 4, "kv_heads": 2, "head_dim": 8, "rms_eps": 1e-6}
+    given: dict[str, Any] = {"draft_layers": 2, "intermediate_size": 40, "heads": 4, "kv_heads": 2, "head_dim": 8, "rms_eps": 1e-6}
     given |= {"taps": (0, target.n_layers - 2), "block": 4} | sizes
     return Spec(hidden_size=target.hidden_size, layers=target.n_layers, vocab_size=target.vocab_size, **given)
 
