@@ -27,7 +27,14 @@ DSPARK: dict[str, Any] = {"markov_rank": 6, "confidence": True, "sample_from_anc
 
 def spec_of(target: CausalLM, **sizes: Any) -> Spec:
     """Two layers, blocks of four."""
-    given: dict[str, Any] = {"draft_layers": 2, "intermediate_size": 40, "heads": 4, "kv_heads": 2, "head_dim": 8, "rms_eps": 1e-6}
+    given: dict[str, Any] = {
+        "draft_layers": 2,
+        "intermediate_size": 40,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "rms_eps": 1e-6,
+    }
     given |= {"taps": (0, target.n_layers - 2), "block": 4} | sizes
     return Spec(hidden_size=target.hidden_size, layers=target.n_layers, vocab_size=target.vocab_size, **given)
 
