@@ -6,9 +6,9 @@ exact for any pair. SLEM (alg. 2 and 3) lets the draft model write text and toke
 with the text before it, since a token may reach over the border. The last token is dropped if there are others, as more
 text could have made a longer one of it. The target accepts what equals its own, greedy or drawn, token: exact as well.
 
-The draft model reads what was committed in its own tokens. With TLI a token of the intersection is the one that stands
-for it, and runs of other tokens are tokenised by the draft model's tokenizer; with SLEM all text is. Special tokens
-that the draft model lacks are left out. If a text outgrows the draft model's positions, it reads the last half of them.
+The draft model reads what was committed in its own tokens. With TLI each token of the intersection is replaced by its
+counterpart, and runs of other tokens are tokenised by the draft model's tokenizer; with SLEM all text is. Special
+tokens that the draft model lacks are left out. If a text outgrows the draft model's positions, it reads the last half.
 
 Published: up to 2.8x for SLEM and 1.7x for TLI over autoregressive decoding, with draft models of other families.
 Differences: batched rows; drafts of SLEM are greedy also at a temperature, where a point mass is accepted more often.
