@@ -42,7 +42,8 @@ _MEDUSA_OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
 _HYDRA_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 _HYDRA_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)(\.\d+)?\.weight")
 _KNOWN = (
-    "Medusa 1 and 2, Hydra (mlp), EAGLE 1 and 2, EAGLE-3 of the authors, of SpecForge and of speculators, DFlash, DSpark"
+    "Medusa 1 and 2, Hydra (mlp), EAGLE 1 and 2, EAGLE-3 of the authors, of SpecForge and of speculators, DFlash and "
+    "DSpark"
 )
 
 Block = tuple[Tensor, Tensor]
