@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from scipy.optimize import isotonic_regression
 from torch import Generator
 
 from bench.analysis.cost_curve import CostCurve
@@ -13,7 +14,7 @@ from bench.measure import verify_cost
 from methods.decoder import CostAware, Decoder
 from methods.engine.causal_lm import CausalLM
 
-ROUNDS = 16  # most tokens that are decoded for the time of drafting
+ROUNDS = 24  # most tokens that are decoded for the time of drafting
 _DIGITS = 4
 
 
@@ -27,7 +28,7 @@ def passes(
     decoders: Sequence[Decoder],
     batch: int,
     context: int,
-    repeats: int = 7,
+    repeats: int = 15,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> CostCurve:
     """Passes of the target, up to the largest that one of the decoders wants to know of.
@@ -43,11 +44,14 @@ def passes(
 def measure(
     target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int] = time.perf_counter_ns
 ) -> list[list[float]]:
-    """Costs in the form of ``CostAware.use_costs``: of ``passes``, and the time of drafting, which this measures."""
-    (context,), unit = curve.contexts, curve.seconds(1, curve.batch, curve.contexts[0])
-    found = [[0.0, _drafting(target, decoder, curve, clock) / unit]]
-    found += [[float(n), curve.seconds(n, curve.batch, context) / unit] for n in verify_cost.grid(wanted(decoder))]
-    return [[round(value, _DIGITS) for value in pair] for pair in found]
+    """Costs in the form of ``CostAware.use_costs``: of ``passes``, and the time of drafting, which this measures.
+
+    Times rise with the nodes: where noise has it otherwise, the nearest rising ones in the sense of least squares.
+    """
+    drafting, sizes = _drafting(target, decoder, curve, clock), verify_cost.grid(wanted(decoder))
+    times = isotonic_regression([curve.seconds(nodes, curve.batch, curve.contexts[0]) for nodes in sizes]).x.tolist()
+    found = [(0, drafting), *zip(sizes, times, strict=True)]
+    return [[float(nodes), round(seconds / times[0], _DIGITS)] for nodes, seconds in found]
 
 
 def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:

@@ -100,8 +100,8 @@ def test_a_method_with_costs_of_its_own_is_not_measured(cfg: RunConfig, monkeypa
         assert "draft_costs" not in (read_manifest(outcome.path) or {})
 
 
-def test_a_curve_without_drafting_gives_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = checks.tiny_target()
-    curve = CostCurve((1, 4), 1, (6,), ((2.0, 3.0),))
-    decoder = SuffixDecoding(target, Sampling(), gamma=3, min_match=9, costs="auto")
-    assert draft_costs.measure(target, decoder, curve)[0] == [0.0, 0.0], "it finds nothing to draft, or less than free"
+def test_noise_does_not_make_a_larger_pass_cheaper() -> None:
+    decoder = SuffixDecoding(checks.tiny_target(), Sampling(), gamma=3, min_match=9, costs="auto")
+    curve = CostCurve((1, 2, 4), 1, (6,), ((2.0, 4.0, 3.0),))
+    found = draft_costs.measure(decoder.target, decoder, curve)
+    assert found == [[0.0, 0.0], [1.0, 1.0], [2.0, 1.75], [4.0, 1.75]], "it finds nothing to draft, or less than free"
