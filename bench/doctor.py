@@ -65,7 +65,7 @@ def examine_checkpoints(paths: PathsConfig) -> Iterator[Finding]:
     target: tuple[str, Loaded, list[list[int]]] | None = None
     for folder, card in sorted(cards.items(), key=lambda each: (str(check.model_of(*each)), each[0])):
         if not (entry := card.get(check.ENTRY)):
-            text = f"its card has no {check.ENTRY}; python -m bench.train.publish {folder} adds it"
+            text = f"its card has no {check.ENTRY}; python -m bench train check {folder} adds it"
             yield Finding("warn", folder.name, text)
             continue
         try:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from bench import cli, readme
-from bench.config import compose, instantiate
+from bench.config import compose, instantiate, options
 from bench.cost import command as cost
 from bench.lossless import command as lossless
 from bench.sweep import plan
 from bench.train import command as train
+from bench.train import corpora
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -161,6 +162,9 @@ def elsewhere(words):
 def run_train(words, folder, fixture):
     if not words:
         assert cli.main(["train"]) == 0
+        return
+    if words[0] == "pack":  # tests/bench/train/test_corpora.py packs
+        assert not options.parse(corpora.PackConfig, words[1:])[1][1:]
         return
     settings, overrides = train.split(words)
     cfg, part = compose.compose_training(overrides, settings.method)

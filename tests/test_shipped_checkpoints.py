@@ -45,7 +45,7 @@ def test_a_part_is_what_its_card_says(folder: Path) -> None:
     method, model = card["definition"]["method"], card["model"]["name"]
     assert folder.name == f"{method}-{model}" and f"method={method}" in card["command"]
     checked = card["acceptance_check"]
-    assert len(checked["prompts"]) == 5 and checked["dtype"] == "float32", "python -m bench.train.publish FOLDER"
+    assert len(checked["prompts"]) == 5 and checked["dtype"] == "float32", "python -m bench train check FOLDER"
     assert card["git"]["dirty"] is False and card["seconds"] > 0 and card["corpus"]["dialogues"] > 0
 
 

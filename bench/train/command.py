@@ -22,7 +22,9 @@ Without arguments: what each method needs and how long that takes.
 Methods:
 {methods}
 
-method=NAME is needed; train.KEY=VALUE are the method's own settings (python -m bench show train/NAME).
+train pack packs requests and answers that a model wrote (train pack --help); train check FOLDERS writes into the cards
+of checkpoints what their drafts and exits do on fixed prompts.
+method=NAME is needed otherwise; train.KEY=VALUE are the method's own settings (python -m bench show train/NAME).
 model, hardware, tracker, paths and seed are as in python -m bench. The same command resumes an interrupted job."""
 
 _OF_A_RUN = ("model", "hardware", "tracker", "paths", "seed")
@@ -37,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     if words in ([], ["list"]):
         print(listing())
+    elif words[0] == "pack":
+        from bench.train import corpora
+
+        return corpora.main(words[1:])
+    elif words[0] == "check":
+        from bench.train import publish
+
+        return publish.main(words[1:])
     else:
         settings, overrides = split(words)
         from bench.train.job import prepare

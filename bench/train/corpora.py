@@ -2,7 +2,7 @@
 
 ``data/corpora/MODEL/requests.jsonl.gz`` and ``answers.npz``; docs/training.md has the counts. Command:
 
-    python -m bench.train.corpora model=smollm2 requests=FILE.jsonl answers=FILE.jsonl
+    python -m bench train pack model=smollm2 requests=FILE.jsonl answers=FILE.jsonl
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_A_RUN = ("model", "hardware", "paths")
 
 @dataclass(frozen=True)
 class PackConfig:
-    """Settings of ``python -m bench.train.corpora``, besides the model.
+    """Settings of ``python -m bench train pack``, besides the model.
 
     Attributes:
         requests: JSON lines with a prompt each; those alike or overlapping with an evaluation set are left out
@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help_text() -> str:
-    examples = ("python -m bench.train.corpora model=smollm2 requests=requests.jsonl answers=answers.jsonl",)
+    examples = ("python -m bench train pack model=smollm2 requests=requests.jsonl answers=answers.jsonl",)
     summary = (
         "Packs requests and answers that a model wrote into data/corpora/MODEL, for trainings to read.\n"
         "model, hardware and paths are as in python -m bench."
     )
-    return options.help_text("train.corpora [key=value ...]", summary, examples, {"Options": PackConfig})
+    return options.help_text("train pack [key=value ...]", summary, examples, {"Options": PackConfig})
 
 
 def _main(words: list[str]) -> int:
@@ -133,8 +133,8 @@ def pack_requests(source: Path, file: Path, compared: Evaluated) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     files.atomic_write(file, gzip.compress(content.encode(), mtime=0))
     return (
-        f"{file}: {len(kept)} requests of {len(texts)}; {len(texts) - len(unlike)} are like an earlier one or too short, "
-        f"{len(unlike) - len(kept)} overlap with an evaluation set"
+        f"{file}: {len(kept)} requests of {len(texts)}; {len(texts) - len(unlike)} are like an earlier one or too "
+        f"short, {len(unlike) - len(kept)} overlap with an evaluation set"
     )
 
 
@@ -186,7 +186,3 @@ def _prompts(wanted: str, loaded: Loaded, cfg: RunConfig, compared: Evaluated) -
         for dialogue in texts.dialogues:
             found.setdefault(key_of(prompts.encode(loaded.tokenizer, dialogue.messages)), name)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())

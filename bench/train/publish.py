@@ -1,13 +1,12 @@
 """Store a finished checkpoint in fewer bits per weight, and note in its card what that costs.
 
-``python -m bench.train.publish FOLDER ...`` writes the ``acceptance_check`` of finished checkpoints into their cards.
+``python -m bench train check FOLDER ...`` writes the ``acceptance_check`` of finished checkpoints into their cards.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -124,26 +123,20 @@ def _ids(dialogue: Dialogue, loaded: Loaded) -> list[int]:
     return list(loaded.tokenizer(dialogue.answer)["input_ids"][:_TOKENS])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str]) -> int:
     """Measure the ``acceptance_check`` of the folders named, and write it into their cards; returns the exit code."""
-    return guard(
-        lambda: _check_again([Path(word) for word in (sys.argv[1:] if argv is None else argv)]), measures=False
-    )
+    return guard(lambda: _check_again([Path(word) for word in words]), measures=False)
 
 
 def _check_again(folders: Sequence[Path]) -> int:
     missing = [str(folder) for folder in folders if not artifacts.read_card(folder)]
     if missing or not folders:
         raise UserError(
-            f"bench.train.publish needs folders with a card, got {', '.join(missing) or 'none'}. Name some: "
-            "python -m bench.train.publish data/checkpoints/*"
+            f"train check needs folders with a card, got {', '.join(missing) or 'none'}. Name some: "
+            "python -m bench train check data/checkpoints/*"
         )
     paths = compose.compose([]).paths
     for folder in folders:
         loaded = acceptance_check.load(folder, artifacts.read_card(folder) or {}, paths)
         print(f"{folder}: {acceptance_check.write(folder, loaded).text()}", flush=True)
     return OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

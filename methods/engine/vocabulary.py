@@ -130,10 +130,13 @@ class ForeignModel:
     target: Vocabulary
 
     def shared(self) -> dict[int, int]:
-        """The intersection: ids of the target, and those of the draft model that stand for the same bytes or name."""
+        """The intersection: ids of the target, and those of the draft model that stand for the same bytes or name.
+
+        Without ids that the draft model has in its tokenizer alone.
+        """
         both = {self.target.ids[piece]: id for piece, id in self.own.ids.items() if piece in self.target.ids}
         names = {id: self.own.specials[name] for name, id in self.target.specials.items() if name in self.own.specials}
-        return both | names
+        return {id: own for id, own in (both | names).items() if own < self.model.vocab_size}
 
 
 def complete(before: bytes, new: bytes) -> bytes:

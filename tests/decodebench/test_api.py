@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, MarianConfig
 
 import decodebench
 from bench.config import compose, overrides
+from bench.measure import draft_costs
 from bench.measure import run as program
 from bench.models.random_weights import byte_tokenizer
 from bench.records import lookup, run_folder
@@ -55,6 +56,12 @@ def module() -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def target(module: LlamaForCausalLM) -> decodebench.Target:
     return decodebench.load(module, byte_tokenizer(), threads=1)
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes cost on a busy machine would decide how much is drafted."""
+    monkeypatch.setattr(draft_costs, "measure", lambda *_, **__: [[0.0, 0.0], [1.0, 1.0], [64.0, 1.1]])
 
 
 @pytest.fixture(scope="module")
@@ -420,7 +427,11 @@ def test_drafts_must_share_the_vocabulary(target: decodebench.Target) -> None:
     stranger = decodebench.load(llama(1, layers=1), other, threads=1)
     stranger.tokenizer.get_vocab = lambda: turned  # type: ignore[method-assign]
     with pytest.raises(UserError, match="read different tokens"):
-        decodebench.generate(target, "Hi", method="speculative_sampling", draft_model=stranger)
+        decodebench.generate(target, "Hi", method="speculative_sampling", draft_model=stranger, vocabulary="same")
+    found = decodebench.generate(target, "Hi", method="speculative_sampling", draft_model=stranger, max_new_tokens=9)
+    plain = decodebench.generate(target, "Hi", method="autoregressive", max_new_tokens=9)
+    assert isinstance(found, decodebench.Generation) and isinstance(plain, decodebench.Generation)
+    assert found.ids == plain.ids, "tokens of the same bytes have other ids, and the last one is beyond the model"
 
 
 def test_a_record_of_what_was_in_memory_says_how_to_repeat_it(measured: decodebench.Measurement) -> None:

@@ -185,7 +185,7 @@ def test_doctor_names_what_was_loaded_wrongly(
     states = {name: finding.state for name, finding in found.items()}
     good = {"teacher-multi30k_4_4": "ok", HEADS.name: "ok"}
     assert states == good | {broken.name: "fail", unchecked.name: "warn"}
-    assert "acceptance 0.76" in found[HEADS.name].text and "bench.train.publish" in found[unchecked.name].text
+    assert "acceptance 0.76" in found[HEADS.name].text and "bench train check" in found[unchecked.name].text
     monkeypatch.setattr(doctor, "examine", lambda cfg: [])
     monkeypatch.setattr(doctor, "examine_checkpoints", lambda paths: iter([found[broken.name]]))
     assert cli.main(["doctor", "checkpoints=true"]) == 1 and "its card says" in capsys.readouterr().out
