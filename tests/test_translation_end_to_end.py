@@ -137,6 +137,7 @@ def test_a_datastore_of_pairs_drafts_and_is_made_by_the_command(bench: Any, comm
     data = Path(os.environ["DECODEBENCH_DATA"])  # what the method learns from otherwise: requests to a chat model
     write(data, "dolly/dolly_3k.json", json.dumps([{"instruction": "Say a.", "input": "", "output": "a"}]))
     write(data, "gsm8k/train.jsonl", {"question": "1 + 1?", "answer": "It is 2\n#### 2"})
+    write(data, "wikitext2/valid.txt", "A line of text.\n")
     code, _, err = bench("method=rest", "model=multi30k_4_4", main=_train)
     assert code == errors.BAD_INPUT and "needs a corpus that it can read, got the default" in err
     assert "corpus=multi30k" in err
