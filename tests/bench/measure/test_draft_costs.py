@@ -33,7 +33,7 @@ def cfg(tmp_path: Path) -> RunConfig:
     file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     words = ["model=random", "dataset=jsonl", f"dataset.path={file}", "hardware=cpu_fp32", "hardware.threads=1"]
     more = ["max_new_tokens=12", "measure.bootstrap_samples=100", "measure.warmup=1"]
-    composed = compose.compose(["method=token_recycling", *words, *more])
+    composed = compose.compose(["method=token_recycling", "method.costs=auto", *words, *more])
     return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
 
 
