@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +103,8 @@ class Text:
 
 def count(texts: Sequence[Text]) -> Seen:
     """The counters of at least one text, rounded to four decimals."""
-    depths, accepted = (
-        list(chain.from_iterable(each)) for each in ([t.depth for t in texts], [t.accepted for t in texts])
-    )
+    depths = [depth for text in texts for depth in text.depth]
+    accepted = [count for text in texts for count in text.accepted]
     kept = metrics.acceptance(pd.DataFrame({"depth": depths, "drafted": depths, "accepted": accepted, "weight": 1.0}))
     shares = kept["acceptance_at"]
     layers = [share for text in texts for share in text.layers]

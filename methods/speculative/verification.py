@@ -335,6 +335,26 @@ def default_rule(
     return BlockRejection() if block else ChainRejection()
 
 
+def rule_of_network(sampling: Sampling, tree: str, chain: bool, draw: bool, block: bool) -> AcceptanceRule:
+    """The exact rule for the drafts of a network, by the options of its method.
+
+    Args:
+        sampling: see ``default_rule``.
+        tree: the option, for the message.
+        chain: whether that is a chain.
+        draw, block: the options.
+
+    Raises:
+        ValueError: only a drawn chain can be judged as a block.
+    """
+    if block and not (chain and draw):
+        raise ValueError(
+            f"block=true needs tree=chain and draw=true, got tree={tree}, draw={draw}. Set method.tree=chain and "
+            "method.draw=true, or method.block=false."
+        )
+    return default_rule(sampling, "chain" if chain else "tree", draw, block=block)
+
+
 # -- walking down a tree ----------------------------------------------------------------------------------------------
 
 

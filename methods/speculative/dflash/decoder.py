@@ -40,7 +40,7 @@ from methods.speculative.dflash.trees import Chain, Dynamic, Growth
 from methods.speculative.draft_layers import MOST_UNREAD, Unread
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.ranked_tree import require_sizes
-from methods.speculative.verification import default_rule
+from methods.speculative.verification import rule_of_network
 
 TreeKind = Literal["chain", "dynamic"]
 
@@ -141,12 +141,7 @@ class DFlash(HeadsDecoder):
         folder = own_folder(self.kind, "draft network", checkpoint)
         part = self._part(folder, checkpoint, target)
         grown = _growth(part, *growth, draw, target.device)
-        if block and not (tree == "chain" and draw):
-            raise ValueError(
-                f"block=true needs tree=chain and draw=true, got tree={tree}, draw={draw}. Set method.tree=chain and "
-                "method.draw=true, or method.block=false."
-            )
-        rule = default_rule(sampling, "chain" if tree == "chain" else "tree", draw, block=block)
+        rule = rule_of_network(sampling, tree, tree == "chain", draw, block)
         drafter = BlockDrafter(Network(target, part), grown)
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 

@@ -32,7 +32,7 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
 from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, Part, Spec
 from methods.speculative.draft_layers import rotary_table
-from methods.speculative.eagle.training import Places, RMSNorm, default_taps, gain_of, rope_of
+from methods.speculative.eagle.training import Places, RMSNorm, default_taps, gain_of, sizes_of_target
 from methods.training.draft_training import DraftTraining
 from methods.training.features import Batch, Features
 from methods.training.head_trainer import Learner
@@ -415,25 +415,17 @@ class DFlashTraining(DraftTraining):
                 f"layers must be at most {target.n_layers}, those of {target.name}, got {self.layers}. "
                 "Set train.layers."
             )
-        last = target.layers[-1]
+        attention = target.layers[-1].attention
         return Spec(
             draft_layers=self.layers,
-            hidden_size=target.hidden_size,
-            intermediate_size=last.mlp.down.dense.shape[1],
-            heads=target.heads,
-            kv_heads=target.kv_heads,
-            head_dim=target.head_dim,
-            rms_eps=float(getattr(target.config, "rms_norm_eps", 1e-6)),
-            layers=target.n_layers,
-            vocab_size=target.vocab_size,
             taps=tuple(sorted(self.taps)) if self.taps else taps_of(target.n_layers),
             block=self.block,
             sample_from_anchor=self.sample_from_anchor,
-            qk_norm=last.attention.query_norm is not None and last.attention.norm_heads,
+            qk_norm=attention.query_norm is not None and attention.norm_heads,
             markov_rank=self.markov_rank,
             confidence=self.confidence,
             confidence_reads_markov=self.markov_rank > 0,
-            rope=rope_of(target),
+            **sizes_of_target(target),
         )
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> BlockLearner:

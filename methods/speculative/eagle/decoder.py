@@ -42,7 +42,7 @@ from methods.speculative.eagle.network import Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.ranked_tree import require_sizes
-from methods.speculative.verification import default_rule
+from methods.speculative.verification import rule_of_network
 
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
 
@@ -153,12 +153,7 @@ class Eagle(HeadsDecoder):
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
         growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
         drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1)
-        if block and not (kind == "chain" and draw):
-            raise ValueError(
-                f"block=true needs tree=chain and draw=true, got tree={tree}, draw={draw}. Set method.tree=chain and "
-                "method.draw=true, or method.block=false."
-            )
-        rule = default_rule(sampling, "chain" if kind == "chain" else "tree", draw, block=block)
+        rule = rule_of_network(sampling, tree, kind == "chain", draw, block)
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 
 

@@ -359,17 +359,24 @@ def spec_of(target: CausalLM, version: int, taps: Sequence[int] | None = None) -
     chosen = tuple(default_taps(target.n_layers) if taps is None else taps)
     return Spec(
         version=version,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.layers[-1].mlp.down.dense.shape[1],
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_dim=target.head_dim,
-        rms_eps=float(getattr(target.config, "rms_norm_eps", 1e-6)),
-        layers=target.n_layers,
-        vocab_size=target.vocab_size,
-        rope=rope_of(target),
         taps=chosen if version == 3 else (),
+        **sizes_of_target(target),
     )
+
+
+def sizes_of_target(target: CausalLM) -> dict[str, Any]:
+    """Of a network whose layers are as those of its target: the fields of a ``Spec`` by name."""
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.layers[-1].mlp.down.dense.shape[1],
+        "heads": target.heads,
+        "kv_heads": target.kv_heads,
+        "head_dim": target.head_dim,
+        "rms_eps": float(getattr(target.config, "rms_norm_eps", 1e-6)),
+        "layers": target.n_layers,
+        "vocab_size": target.vocab_size,
+        "rope": rope_of(target),
+    }
 
 
 def rope_of(target: CausalLM) -> dict[str, Any]:
