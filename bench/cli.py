@@ -198,6 +198,12 @@ def _lossless(words: list[str]) -> int:
     return command.main(words)
 
 
+def _gpu(words: list[str]) -> int:
+    from bench.gpu import command
+
+    return command.main(words)
+
+
 @dataclass(frozen=True)
 class FetchOptions:
     """Options of ``fetch``.
@@ -554,6 +560,7 @@ _COMMANDS: dict[str, Command] = {
         "accepted lengths as files, for and from vLLM, SGLang and others",
     ),
     "lossless": Command(_lossless, "lossless experiment=NAME ...", "test whether sampling keeps the distribution"),
+    "gpu": Command(_gpu, "gpu pack|run|probe|import ...", "measure on a machine with a GPU and no network"),
     "fetch": Command(
         _fetch, "fetch {models,data} NAME ...", "download models or data sets", "fetch data mtbench", FetchOptions
     ),
