@@ -414,6 +414,7 @@ def _measured(timed: Timed, row: int) -> dict[str, Any]:
         "peak_bytes": timed.reading.peak_bytes,
         "energy_j": timed.reading.energy_j,
         "cpu_ns": timed.reading.cpu_ns,
+        "jump_ns": timed.reading.jump_ns,
     }
 
 

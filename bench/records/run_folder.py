@@ -46,11 +46,12 @@ class Sample:
             None: one prompt per row, in lockstep.
         admitted: the step of the queue in which the prompt was read, its own step 0; None without a queue.
         order: 0 if this arm ran first on this prompt, else 1.
-        phase: ``"stalled"`` if the machine stalled, so that the pair was measured again.
+        phase: ``"stalled"`` if the machine stalled or the process was stopped, so that the pair was measured again.
         finish: ``"eos"`` or ``"length"``.
         batch_ns: request start to the moment the last row of the batch, or of the queue, had finished.
         step_rows: rows that each step's pass computed, those included that have finished and are still in the batch;
             None where the method does not say, and in older records.
+        jump_ns: by how much the system's clock moved against the monotonic one meanwhile; None in older records.
         peak_bytes: peak memory while this sample ran; None where it was not measured.
         quality: scores of the text against the reference, by metric name.
     """
@@ -86,6 +87,7 @@ class Sample:
     peak_bytes: int | None = None
     energy_j: float | None = None
     cpu_ns: int | None = None
+    jump_ns: int | None = None
     quality: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     queue: int | None = None
