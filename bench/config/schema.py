@@ -98,15 +98,17 @@ class HardwareConfig:
         linear: form of the matrix products, see ``methods.engine.linear``.
         graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
         compile: let torch.compile join the operations between matrix products, for baseline and methods alike.
+        batch_invariant: refuse a model whose bits depend on the number of tokens or rows of a pass.
     """
 
     name: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int | None = None
-    linear: Literal["auto", "plain", "packed"] = "auto"
+    linear: Literal["auto", "plain", "packed", "panels"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     compile: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _within("hardware.threads", self.threads, low=1, high=_MOST_THREADS)

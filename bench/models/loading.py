@@ -72,6 +72,8 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
             weights=quantised,  # type: ignore[arg-type]
         )
         compiled = compile_layers(lm) if hardware.get("compile", False) else None
+        if hardware.get("batch_invariant", False):
+            _require_invariant(lm)
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
         raise UserError(str(error)) from error
     name = str(model["name"])
@@ -110,6 +112,16 @@ def _graphed(lm: CausalLM, hardware: Mapping[str, Any]) -> CausalLM:
 
     wanted = lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto"
     return GraphedLM.of(lm) if wanted else lm
+
+
+def _require_invariant(lm: CausalLM) -> None:
+    if not lm.batch_invariant:
+        raise ValueError(
+            "hardware.batch_invariant=true needs a decoder-only model of Llama's kind in bfloat16 or float32, a CPU, a "
+            "C++ compiler, hardware.linear=panels and hardware.compile=false, got "
+            f"{lm.name} in {str(lm.dtype).removeprefix('torch.')} on {lm.device.type} with linear={lm.linear_form}. "
+            "Change these, or set hardware.batch_invariant=false."
+        )
 
 
 def compile_layers(lm: CausalLM) -> Compiled:

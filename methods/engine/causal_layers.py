@@ -64,6 +64,11 @@ class RMSNorm:
     def __init__(self, weight: Float[Tensor, "D"], eps: float) -> None:
         self.weight, self.eps = weight.detach(), eps
 
+    @property
+    def factor(self) -> Float[Tensor, "D"]:
+        """w"""
+        return self.weight
+
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -71,8 +76,12 @@ class RMSNorm:
 class OffsetRMSNorm(RMSNorm):
     """Gemma stores w - 1, and multiplies before it rounds."""
 
+    @property
+    def factor(self) -> Float[Tensor, "D"]:
+        return 1.0 + self.weight.float()
+
     def __call__(self, x: Tensor) -> Tensor:
-        weight = 1.0 + self.weight.float()
+        weight = self.factor
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 

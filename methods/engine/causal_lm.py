@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from methods.engine import causal_layers, token_tree
 from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, UnsupportedModel
+from methods.engine.cpu_kernels import FusedLayers, expressible
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Int4Linear, Linear, LinearForm, PackedLinear, make_linear
+from methods.engine.linear import Int4Linear, Linear, LinearForm, make_linear
 from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
@@ -30,6 +31,7 @@ States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # aft
 
 _PREFILL_CHUNK = 512
 _SCORE_CHUNK = 256
+_LEAST_CHUNK, _MOST_ROWS = 16, 4096
 _SPARSE = 0.75
 
 
@@ -65,9 +67,11 @@ class Pass:
     Attributes:
         hidden: [B, M, D] input of the next layer.
         cos, sin: rotary tables at the nodes' positions, [B or 1, M, 1, r]; ``sin`` carries the sign of the half turn.
-        mask: [B or 1, 1, M * G, S] additive, G query heads per key head; None where all of S is visible.
+        mask: [B or 1, 1, M * G, S] additive, G query heads per key head; None where all of S is visible, or ``fused``.
         slots: cache slots of the nodes; None where all rows have the same length.
         end: S, the slots a node may see at most.
+        fused: kernels run the layers, which know what a node sees from ``reach`` and the cache's lengths.
+        reach: which node sees which, its own included; None: a chain.
     """
 
     hidden: Float[Tensor, "B M D"]
@@ -77,6 +81,8 @@ class Pass:
     slots: Int[Tensor, "B M"] | None
     end: int
     cache: Cache
+    fused: bool = False
+    reach: Bool[Tensor, "B M M"] | None = None
 
 
 class CausalLM:
@@ -91,6 +97,7 @@ class CausalLM:
     """
 
     weights: Weights = "full"
+    _fused: FusedLayers | None = None
 
     def __init__(
         self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False, weights: Weights = "full"
@@ -114,6 +121,8 @@ class CausalLM:
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
         self.weights = weights
         self._read(model, linear, keep_hf)
+        if type(self) is CausalLM and expressible(self):
+            self._fused = FusedLayers(self)
 
     @classmethod
     def from_hf(
@@ -260,14 +269,18 @@ class CausalLM:
         if parents is None and cache.uniform and not fixed:
             start = cache.lengths[0]
             cos, sin = self._rope.slice(start, start + nodes)
+            if self._fused is not None:
+                return Pass(hidden, cos, sin, None, None, end, cache, fused=True)
             mask = None if nodes == 1 else causal_mask(nodes, start, groups, self.dtype, self.device)
             return Pass(hidden, cos, sin, mask, None, end, cache)
         reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
         offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
         self._rope.reserve(end)
         cos, sin = self._rope.gather(cache.length[:, None] + offsets)
-        mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
         slots = None if cache.uniform and not fixed else cache.slots(nodes)
+        if self._fused is not None:
+            return Pass(hidden, cos, sin, None, slots, end, cache, fused=True, reach=reach)
+        mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
         return Pass(hidden, cos, sin, mask, slots, end, cache)
 
     def reserve_positions(self, positions: int) -> tuple[Tensor, Tensor]:
@@ -278,6 +291,8 @@ class CausalLM:
         self, state: Pass, layers: Iterable[int], hidden_layers: Collection[int] = ()
     ) -> dict[int, Float[Tensor, "B M D"]]:
         """Run a pass through ``layers``; returns the hidden states after those in ``hidden_layers``."""
+        if state.fused and self._fused is not None:
+            return self._fused.run(self, state, layers, hidden_layers)
         seen = {}
         for index in layers:
             layer = self.layers[index]
@@ -310,12 +325,22 @@ class CausalLM:
     @property
     def fill_bytes(self) -> int:
         """Bytes of the key and value projections that ``fill`` keeps; plain ones are views of the layers' own."""
-        return sum(linear.nbytes for linear in self._key_value.values() if isinstance(linear, PackedLinear))
+        return sum(linear.nbytes for linear in self._key_value.values() if linear.form != "plain")
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels run the layers, see ``methods.engine.cpu_kernels``."""
+        return self._fused is not None
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a token's logits do not depend on what else is in a pass, or on how passes are cut."""
+        return self.fused and self.linear_form == "panels"
 
     @property
     def linear_form(self) -> LinearForm:
         """The form of the weights, see ``methods.engine.linear``."""
-        return "packed" if isinstance(self._head, PackedLinear) else "plain"
+        return self._head.form
 
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
         """Logits of hidden states that are already after the final norm."""
@@ -384,6 +409,8 @@ class CausalLM:
         Rows shorter than the longest write after their end, which is never read.
         """
         cache.reset()
+        if self.fused:  # whose buffers of 32 bit take 25 kB a row, and which a short pass fills as well
+            chunk = min(chunk, max(_LEAST_CHUNK, _MOST_ROWS // len(prompts)))
         lengths, tokens = [len(prompt) for prompt in prompts], padded_rows(prompts, self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         final = torch.empty(len(prompts), 1, self.hidden_size, dtype=self.dtype, device=self.device)

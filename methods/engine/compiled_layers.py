@@ -59,7 +59,7 @@ class Compiled:
                 raise
             raise ValueError(_refusal(lm.device.type, error)) from error
         self.seconds = time.perf_counter() - begin
-        lm.__dict__.update(turn=self.turn, gate=self.gate)
+        lm.__dict__.update(turn=self.turn, gate=self.gate, _fused=None)
 
     @property
     def counted(self) -> int:

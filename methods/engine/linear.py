@@ -1,12 +1,14 @@
-"""Matrix products with the weights of a model: the plain form, oneDNN's pre-packed one for CPUs, and one of 4 bits.
+"""Matrix products with the weights of a model: the plain form, two re-arranged ones for CPUs, and one of 4 bits.
 
 On a CPU, ``F.linear`` hands oneDNN (16 bit) or the BLAS library (32 bit) a weight in its plain row-major layout, which
 is re-arranged on every call; BLAS moreover changes its kernel between one row and two. Packing the weight once removes
-both. A decoding step multiplies a few rows with every weight of the model, so this is most of the cost of a CPU step.
+both: into oneDNN's blocks (``packed``), or into the panels of ``methods.engine.cpu_kernels`` (``panels``), which give
+the same bits for any number of rows, and with which one call runs whole layers. A decoding step multiplies a few rows
+with every weight of the model, so this is most of the cost of a CPU step.
 
-Which form is faster depends on the processor, so ``auto`` times both once per process and type, for the baseline and
-all methods alike. The packed one is taken unless the plain one is clearly faster: texts of bfloat16 runs depend on the
-form, and must not change with timing noise.
+Which form is faster depends on the processor, so ``auto`` times them once per process and type, for the baseline and
+all methods alike. Panels are taken unless another form is clearly faster, and blocks unless the plain one is: texts of
+bfloat16 runs depend on the form, and must not change with timing noise.
 
 ``int4`` rounds a weight to blocks of 32 numbers of 4 bits along its input: w = (n - 8) scale + zero, n from 0 to 15, as
 Q4_1 of GGUF files with scale = d and zero = m + 8 d. A product of one row reads a quarter of the bytes and takes a half
@@ -27,16 +29,24 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-LinearForm = Literal["auto", "plain", "packed", "int4"]
+from methods.engine.cpu_kernels import Panels, usable
+
+LinearForm = Literal["auto", "plain", "packed", "panels", "int4"]
 _TRIED, _TIMES, _WIDTH = (1, 8), 20, 1024  # rows that both forms are timed with, how often, and the size of the weight
-_CLEARLY = 0.8  # of the packed form's time
+_CLEARLY = 0.8  # of the time of the form that is taken otherwise
 BLOCK, FEW_ROWS = 32, 4  # numbers of 4 bits that share a scale, and the most rows that are multiplied with them
 _OUTPUTS = 16  # torch's kernel wants a multiple of so many
 _PACK_ROWS = 8  # the number of rows oneDNN chooses its blocking for; 1 gives a layout that is slow for more rows
 
 
 class Linear:
-    """``y = x W^T + b`` over rows ``x`` of shape [R, I]."""
+    """``y = x W^T + b`` over rows ``x`` of shape [R, I].
+
+    Attributes:
+        form: how the weight is held.
+    """
+
+    form: LinearForm = "plain"
 
     def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None = None) -> None:
         self.weight, self.bias = weight, bias
@@ -54,6 +64,8 @@ class Linear:
 class PackedLinear(Linear):
     """The same product with the weight in oneDNN's blocked layout (CPU, 16 and 32 bit)."""
 
+    form = "packed"
+
     def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None = None) -> None:
         super().__init__(weight, bias)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
@@ -64,6 +76,27 @@ class PackedLinear(Linear):
     @property
     def dense(self) -> Float[Tensor, "O I"]:
         return self.weight.to_dense()
+
+
+class PanelLinear(Linear):
+    """The same product with the weight in panels (CPU, 16 and 32 bit); see ``methods.engine.cpu_kernels``.
+
+    Attributes:
+        panels: the weight.
+    """
+
+    form = "panels"
+
+    def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None = None) -> None:
+        self.bias, self.panels = bias, Panels(weight, bias)
+        self.nbytes = weight.numel() * weight.element_size()
+
+    def __call__(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
+        return self.panels.times(rows)
+
+    @property
+    def dense(self) -> Float[Tensor, "O I"]:
+        return self.panels.plain()
 
 
 class Int4Linear(PackedLinear):
@@ -135,12 +168,28 @@ def packable(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def library_form(device: torch.device, dtype: torch.dtype) -> LinearForm:
+    """The faster of the forms whose products are torch's own: for networks whose passes have hundreds of rows."""
+    return faster_form(dtype, False) if packable(device, dtype) else "plain"
+
+
 @cache
-def faster_form(dtype: torch.dtype) -> LinearForm:
-    """The form whose products are faster on this CPU, a step of one row and one of eight together."""
+def faster_form(dtype: torch.dtype, panels: bool = True) -> LinearForm:
+    """The form whose products are faster on this CPU, a step of one row and one of eight together.
+
+    Args:
+        panels: whether they are among the choices.
+    """
     rows, weight = torch.ones(max(_TRIED), _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-    spent = {form: sum(_fastest(partial(form(weight), rows[:n])) for n in _TRIED) for form in (Linear, PackedLinear)}
-    return "plain" if spent[Linear] < _CLEARLY * spent[PackedLinear] else "packed"
+    forms: list[type[Linear]] = [Linear]
+    forms += [PackedLinear] if packable(weight.device, dtype) else []
+    forms += [PanelLinear] if panels and usable(weight.device, dtype, _WIDTH) else []
+    spent = {form: sum(_fastest(partial(form(weight), rows[:n])) for n in _TRIED) for form in forms}
+    chosen: type[Linear] = Linear
+    for form in forms[1:]:
+        if _CLEARLY * spent[form] <= spent[chosen]:
+            chosen = form
+    return chosen.form
 
 
 def _fastest(product: Callable[[], object]) -> int:
@@ -170,11 +219,21 @@ def make_linear(
                 f"got {weight.shape[1]} and {weight.shape[0]}. Set model.weights=full."
             )
         return Int4Linear(weight, bias)
-    able = packable(weight.device, weight.dtype)
-    if form == "packed" and not able:
+    if form == "auto":
+        form = faster_form(weight.dtype) if weight.device.type == "cpu" else "plain"
+        if form == "panels" and not usable(weight.device, weight.dtype, weight.shape[1]):
+            form = library_form(weight.device, weight.dtype)
+    elif form == "packed" and not packable(weight.device, weight.dtype):
         raise ValueError(
             f"hardware.linear=packed needs bfloat16 or float32 on a CPU with oneDNN, got {weight.dtype} on "
             f"{weight.device.type}. Use hardware.linear=auto."
         )
-    chosen = faster_form(weight.dtype) if form == "auto" and able else form
-    return PackedLinear(weight, bias) if chosen == "packed" else Linear(weight, bias)
+    elif form == "panels" and not usable(weight.device, weight.dtype, weight.shape[1]):
+        raise ValueError(
+            "hardware.linear=panels needs bfloat16 or float32 on a CPU, even numbers of inputs, a C++ compiler, "
+            f"got {weight.shape[1]} inputs of {weight.dtype} on {weight.device.type}. Use hardware.linear=auto."
+        )
+    return _CLASSES[form](weight, bias)
+
+
+_CLASSES: dict[str, type[Linear]] = {form.form: form for form in (Linear, PackedLinear, PanelLinear)}

@@ -25,7 +25,7 @@ from methods.engine import causal_layers, seq2seq_layers, token_tree
 from methods.engine.causal_layers import UnsupportedModel
 from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import LinearForm, make_linear
+from methods.engine.linear import LinearForm, library_form, make_linear
 from methods.engine.seq2seq_layers import CrossAttention, FeedForward, SelfAttention, Stack
 from methods.engine.token_tree import Nodes, Parents
 
@@ -200,6 +200,8 @@ class Seq2SeqLM(CausalLM):
     def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
         whole: Any = model
         head: Any = model.get_output_embeddings()
+        if linear == "auto":
+            linear = library_form(head.weight.device, head.weight.dtype)
         if not keep_hf:
             leave_file(model, model.get_input_embeddings().weight)  # type: ignore[arg-type]
         self._encoder, self._decoder = (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from methods.engine.causal_lm import CausalLM
-from methods.engine.linear import LinearForm, make_linear
+from methods.engine.linear import library_form, make_linear
 from methods.engine.positions import sinusoids
 from methods.engine.seq2seq_lm import Seq2SeqLM
 
@@ -235,12 +235,12 @@ class Network(nn.Module):
             if self.shape.norm_first:
                 _take(norm, weights, [f"model.{side}.layer_norm"])
 
-    def settle(self, target: CausalLM, form: LinearForm = "auto") -> None:
+    def settle(self, target: CausalLM) -> None:
         """End the training: products in the engine's form, embedding and output borrowed where they are shared."""
         for module in list(self.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
-                    setattr(module, name, _Settled(child.weight, child.bias, form))
+                    setattr(module, name, _Settled(child.weight, child.bias))
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, PositionalAttention):
@@ -249,12 +249,13 @@ class Network(nn.Module):
             self._embed, self._output = target.embed, target.head
         else:
             assert self.embedding is not None
-            self._output = _Settled(self.embedding, None, form)
+            self._output = _Settled(self.embedding, None)
 
 
 class _Settled(nn.Module):
-    def __init__(self, weight: Tensor, bias: Tensor | None, form: LinearForm) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        form = library_form(weight.device, weight.dtype)
         self._product = make_linear([weight.detach()], [None if bias is None else bias.detach()], form)
 
     def forward(self, states: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from methods.engine import linear, token_tree
 from methods.engine.causal_layers import PROVEN, UnsupportedModel
 from methods.engine.causal_lm import CausalLM
+from methods.engine.cpu_kernels import library
 from methods.engine.linear import Linear, PackedLinear, make_linear, packable
 
 MULTIPLIERS = {
@@ -31,13 +32,11 @@ def tiny(family: str, **options):
         num_hidden_layers=5,  # SmolLM3 leaves rotary positions out of every fourth layer
         num_attention_heads=6,
         num_key_value_heads=2,
-        head_dim=8,
         max_position_embeddings=128,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **MULTIPLIERS.get(family, {}),
-        **options,
+        **{"head_dim": 8} | MULTIPLIERS.get(family, {}) | options,
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -56,10 +55,21 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=PROVEN)
+FUSED = [family for family in PROVEN if family not in ("gemma", "olmo")]  # another activation, another norm
+
+
+@pytest.fixture(scope="module", params=[*PROVEN, *(f"{family}-fused" for family in FUSED)])
 def pair(request):
-    model = tiny(request.param)
-    return model, CausalLM.from_hf(model, keep_hf=True)
+    family, _, fused = request.param.partition("-")
+    if not fused:
+        model = tiny(family)
+        return model, CausalLM.from_hf(model, keep_hf=True)
+    if library() is None:
+        pytest.skip("the kernels cannot be compiled here")
+    model = tiny(family, head_dim=16)
+    lm = CausalLM.from_hf(model, linear="panels", keep_hf=True)
+    assert lm.fused
+    return model, lm
 
 
 def test_forward_equals_transformers(pair):
@@ -197,16 +207,28 @@ def test_packed_linear_equals_plain(dtype):
 
 
 @pytest.mark.skipif(not packable(torch.device("cpu"), torch.float32), reason="needs oneDNN")
-@pytest.mark.parametrize(("plain", "packed", "chosen"), [(100, 90, "packed"), (85, 100, "packed"), (70, 100, "plain")])
-def test_the_form_is_chosen_by_measurement(plain, packed, chosen, monkeypatch):
+@pytest.mark.skipif(library() is None, reason="needs a compiler")
+@pytest.mark.parametrize(
+    ("times", "chosen", "of_library"),
+    [
+        ((100, 90, 85), "panels", "packed"),
+        ((100, 90, 100), "panels", "packed"),
+        ((100, 60, 100), "packed", "packed"),
+        ((60, 100, 80), "plain", "plain"),
+        ((85, 100, 130), "packed", "packed"),
+    ],
+)
+def test_the_form_is_chosen_by_measurement(times, chosen, of_library, monkeypatch):
     def time(product):
-        return packed if isinstance(product.func, PackedLinear) else plain
+        return dict(zip(("plain", "packed", "panels"), times, strict=True))[product.func.form]
 
     monkeypatch.setattr(linear, "_fastest", time)
     linear.faster_form.cache_clear()
     try:
-        made = make_linear([torch.randn(4, 4)], [None])
-        assert isinstance(made, PackedLinear) is (chosen == "packed")
+        assert make_linear([torch.randn(4, 4)], [None]).form == chosen
+        assert linear.library_form(torch.device("cpu"), torch.float32) == of_library
+        odd = make_linear([torch.randn(4, 5)], [None])
+        assert odd.form == (of_library if chosen == "panels" else chosen)
         assert isinstance(make_linear([torch.randn(4, 4)], [None], "packed"), PackedLinear), "what was asked for holds"
     finally:
         linear.faster_form.cache_clear()

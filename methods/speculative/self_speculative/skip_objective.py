@@ -250,7 +250,7 @@ class Calibration:
         """The drafts of this view of the target at every block, by one pass."""
         self.cache.set_lengths(self.lengths)
         state = view.begin(self.inputs, None, self.cache)  # positions are right; what it may see is laid out above
-        state.slots, state.mask, state.end = self.slots, self.mask, self.cache.capacity
+        state.fused, state.slots, state.mask, state.end = False, self.slots, self.mask, self.cache.capacity
         view.run(state, range(view.n_layers))
         hits, sure = [], []
         for hidden, wanted in zip(view.norm(state.hidden), self.wanted, strict=True):  # logits of one row at a time

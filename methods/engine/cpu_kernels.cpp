@@ -1,0 +1,776 @@
+// Decoder layers on a CPU in one call: products, norms, rotary positions, attention over the cache and residuals.
+//
+// A sum always runs in the same order, whatever the number of rows, the shape of the tree, the batch or the threads are,
+// so a pass over many tokens gives the bits that passes over one token give. Numbers between two operations are rounded
+// to the type of the weights where transformers rounds them, and kept in 32 bit.
+//
+// Weights lie in panels of 32 outputs. Of 16-bit weights two inputs are side by side, so a 32-bit lane holds both of one
+// output, and a shift or a mask yields either as a 32-bit float.
+
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <atomic>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, MOST_ROWS = 6;  // 32-bit numbers of a register, rows of a tile
+#else
+constexpr int LANES = 8, MOST_ROWS = 2;
+#endif
+constexpr int VECTORS = 4, PANEL = VECTORS * LANES, HALF = VECTORS / 2;
+constexpr int64_t CHUNK = 192;           // inputs that all tiles go through before the next ones are read
+constexpr int LINE = 64;                 // bytes
+constexpr int MOST_GROUPS = 8;           // query heads that share the loads of a key
+constexpr int64_t ELEMENTS = 4096;       // of element-wise work that a thread takes at a time
+constexpr int64_t AHEAD = 4096;          // bytes of a weight that are asked for before they are needed
+constexpr int64_t FEW_PANELS = 16;        // of a thread: below, threads share panels
+constexpr int SPINS = 4096;
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
+inline Floats load(const BFloat16* from) {
+    Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16;
+    return (Floats)wide;
+}
+inline float one(float value) { return value; }
+inline float one(BFloat16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+inline Floats all(float value) { return value - Floats{}; }
+
+// To the nearest number of the type, ties to even.
+template <class T>
+Floats rounded(Floats value);
+template <>
+inline Floats rounded<float>(Floats value) {
+    return value;
+}
+template <>
+inline Floats rounded<BFloat16>(Floats value) {
+    Words bits = (Words)value;
+    bits += 0x7fff + ((bits >> 16) & 1);
+    return (Floats)(bits & 0xffff0000u);
+}
+template <class T>
+float rounded_one(float value);
+template <>
+inline float rounded_one<float>(float value) {
+    return value;
+}
+template <>
+inline float rounded_one<BFloat16>(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+// Of numbers that are rounded already.
+inline void put(float* to, Floats value) { store(to, value); }
+inline void put(BFloat16* to, Floats value) {
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector((Words)value >> 16, Halves);
+}
+inline void put_one(float* to, float value) { *to = value; }
+inline void put_one(BFloat16* to, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    to->bits = uint16_t(bits >> 16);
+}
+
+inline float sum(Floats v) {
+    float at[LANES];
+    store(at, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) at[i] += at[i + width];
+    return at[0];
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// e^x with a relative error below 2e-7, for -87 <= x <= 87; others as the nearest of these.
+inline Floats exponential(Floats x) {
+    const Floats low = all(-87.0f), high = all(87.0f);
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    Floats scaled = x * 1.44269504088896341f + shift;
+    Floats n = scaled - shift;
+    Floats r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Integers exponent = __builtin_convertvector(n, Integers) << 23;
+    return (Floats)((Integers)p + exponent);
+}
+
+// -- threads ------------------------------------------------------------------------------------------------------------
+
+// One team runs a whole pass; between two steps all of its threads meet. Work within a step goes to whoever is free.
+class Team {
+  public:
+    explicit Team(int size) : size_(size) {}
+
+    int size() const { return size_; }
+    int thread() const { return size_ == 1 ? 0 : omp_get_thread_num(); }
+
+    // Every thread calls it in the same order of steps; work(item) for 0 <= item < items, each once.
+    template <class Work>
+    void each(int64_t items, const Work& work) {
+        if (size_ == 1) {
+            for (int64_t item = 0; item < items; item++) work(item);
+            return;
+        }
+        for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;) work(item);
+        meet();
+    }
+
+  private:
+    void meet() {
+        const uint32_t round = round_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+            arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            round_.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
+            if (spins < SPINS)
+                relax();
+            else
+                sched_yield();
+        }
+    }
+
+    const int size_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// -- products -----------------------------------------------------------------------------------------------------------
+
+// Lines of a weight that a tile asks for at every step, `ahead` bytes from where it reads; tiles share them.
+struct Ahead {
+    int64_t at[VECTORS];
+
+    Ahead(int64_t ahead, int64_t tile, int64_t tiles) {
+        const int64_t each = tiles == 1 ? VECTORS : tiles == 2 ? VECTORS / 2 : 1;
+        for (int64_t i = 0; i < VECTORS; i++) at[i] = ahead + (tile * each + i % each) % VECTORS * LINE;
+    }
+    inline void ask(const void* from) const {
+        for (int i = 0; i < VECTORS; i++) __builtin_prefetch(static_cast<const char*>(from) + at[i]);
+    }
+};
+
+// Add to the sums of ROWS rows with WIDTH vectors of a panel. x: [inputs, ROWS], total: [ROWS, WIDTH]; 16-bit weights
+// have an even number of inputs.
+template <int ROWS, int WIDTH>
+void tile(const BFloat16* weight, int64_t inputs, const float* x, const Ahead& ahead, Floats* total) {
+    Floats sums[ROWS][WIDTH];
+    memcpy(sums, total, sizeof sums);
+    const Words mask = (Words{} + 0xffff0000u);
+    for (int64_t k = 0; k < inputs; k += 2, x += 2 * ROWS, weight += 2 * PANEL) {
+        ahead.ask(weight);
+        Words both[WIDTH];
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) memcpy(&both[v], weight + v * 2 * LANES, sizeof both[v]);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDTH; v++) sums[r][v] += (Floats)(both[v] << 16) * x[r];
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDTH; v++) sums[r][v] += (Floats)(both[v] & mask) * x[ROWS + r];
+    }
+    memcpy(total, sums, sizeof sums);
+}
+
+template <int ROWS, int WIDTH>
+void tile(const float* weight, int64_t inputs, const float* x, const Ahead& ahead, Floats* total) {
+    Floats sums[ROWS][WIDTH];
+    memcpy(sums, total, sizeof sums);
+    for (int64_t k = 0; k < inputs; k++, x += ROWS, weight += PANEL) {
+        ahead.ask(weight);
+        Floats numbers[WIDTH];
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) numbers[v] = load(weight + v * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDTH; v++) sums[r][v] += numbers[v] * x[r];
+    }
+    memcpy(total, sums, sizeof sums);
+}
+
+struct Matrix {
+    const void* panels;
+    const float* bias;  // padded to whole panels; null: none
+    int64_t inputs, outputs;
+};
+
+// Rows that products read, in tiles: [tile][inputs][rows of the tile], so that one address leads to all of them. The
+// first `longer` tiles have a row more than the others.
+struct Rows {
+    float* base;
+    int64_t rows, inputs, tiles, least, longer;
+
+    Rows(float* base, int64_t rows, int64_t inputs)
+        : base(base),
+          rows(rows),
+          inputs(inputs),
+          tiles((rows + MOST_ROWS - 1) / MOST_ROWS),
+          least(rows / tiles),
+          longer(rows % tiles) {}
+    int64_t first(int64_t tile) const { return tile * least + (tile < longer ? tile : longer); }
+    int64_t count(int64_t tile) const { return least + (tile < longer); }
+    int64_t tile(int64_t row) const {
+        const int64_t within = longer * (least + 1);
+        return row < within ? row / (least + 1) : longer + (row - within) / least;
+    }
+};
+
+// Where one row lies in its tile.
+struct Row {
+    float* base;
+    int64_t step;
+
+    Row(const Rows& all, int64_t row) {
+        const int64_t tile = all.tile(row), first = all.first(tile);
+        base = all.base + first * all.inputs + row - first;
+        step = all.count(tile);
+    }
+    void put(int64_t input, Floats value) const {
+        if (step == 1) {
+            store(base + input, value);
+            return;
+        }
+        float* to = base + input * step;
+        for (int i = 0; i < LANES; i++) to[i * step] = value[i];
+    }
+    void put_one(int64_t input, float value) const { base[input * step] = value; }
+};
+
+// The tile of so many rows.
+template <class T, int WIDTH, int ROWS = MOST_ROWS>
+void of_rows(int64_t rows, const T* weight, int64_t inputs, const float* x, const Ahead& ahead, Floats* total) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return of_rows<T, WIDTH, ROWS - 1>(rows, weight, inputs, x, ahead, total);
+    tile<ROWS, WIDTH>(weight, inputs, x, ahead, total);
+}
+
+// finish(row, output, sums, count): `count` sums of outputs from `output` on, of one row. sums: [rows, VECTORS] for
+// every thread.
+template <class T, class Finish>
+void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
+    const int64_t panels = (m.outputs + PANEL - 1) / PANEL;
+    const bool halves = panels < FEW_PANELS * team.size();
+    const int64_t width = halves ? HALF : VECTORS;
+    const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
+    const int64_t distance = x.tiles == 1 ? AHEAD : CHUNK * PANEL * int64_t(sizeof(T));
+    const Ahead aheads[VECTORS] = {
+        {distance, 0, x.tiles}, {distance, 1, x.tiles}, {distance, 2, x.tiles}, {distance, 3, x.tiles}};
+    team.each(halves ? 2 * panels : panels, [&](int64_t item) {
+        const int64_t output = item * width * LANES, inside = output % PANEL;
+        constexpr int64_t each = sizeof(T) == 2 ? 2 : 1;  // inputs of a vector
+        const T* weight = static_cast<const T*>(m.panels) + (output - inside) * m.inputs + inside * each;
+        Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * x.rows * PANEL);
+        for (int64_t i = 0; i < x.rows * width; i++) total[i] = Floats{};
+        for (int64_t k = 0; k < m.inputs; k += chunk) {
+            const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
+            for (int64_t tile = 0; tile < x.tiles; tile++) {
+                const int64_t row = x.first(tile), rows = x.count(tile);
+                const T* from = weight + k * PANEL;
+                const float* read = x.base + row * m.inputs + k * rows;
+                const Ahead& ahead = aheads[tile % VECTORS];
+                if (halves)
+                    of_rows<T, HALF>(rows, from, inputs, read, ahead, total + row * width);
+                else
+                    of_rows<T, VECTORS>(rows, from, inputs, read, ahead, total + row * width);
+            }
+        }
+        for (int64_t row = 0; row < x.rows; row++)
+            for (int64_t v = 0; v < width; v++) {
+                const int64_t at = output + v * LANES, left = m.outputs - at;
+                if (left <= 0) break;
+                Floats value = total[row * width + v];
+                if (m.bias) value += load(m.bias + at);
+                finish(row, at, rounded<T>(value), left < LANES ? int(left) : LANES);
+            }
+    });
+}
+
+// -- norms, rotary positions, activation --------------------------------------------------------------------------------
+
+struct Norm {
+    const float* weight;  // null: no norm here
+    float eps;
+};
+
+// A row in plain order, written as one of a tile is.
+struct Plain {
+    float* base;
+
+    void put(int64_t input, Floats value) const { store(base + input, value); }
+    void put_one(int64_t input, float value) const { base[input] = value; }
+};
+
+// to = from / rms(from) * weight
+template <class T, class To>
+inline void normalise(const Norm& norm, const float* from, const To& to, int64_t width) {
+    Floats squares = Floats{};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) squares += load(from + i) * load(from + i);
+    float total = sum(squares);
+    for (; i < width; i++) total += from[i] * from[i];
+    const float scale = 1.0f / sqrtf(total / float(width) + norm.eps);
+    for (i = 0; i + LANES <= width; i += LANES)
+        to.put(i, rounded<T>(load(from + i) * scale * load(norm.weight + i)));
+    for (; i < width; i++) to.put_one(i, rounded_one<T>(from[i] * scale * norm.weight[i]));
+}
+
+// In place; `sin` has the sign of the half turn, and dimensions beyond `width` pass through.
+template <class T>
+inline void rotate(float* head, const T* cos, const T* sin, int64_t width) {
+    const int64_t half = width / 2;
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        Floats low = load(head + i), high = load(head + half + i);
+        Floats turned_low = rounded<T>(low * load(cos + i)) + rounded<T>(high * load(sin + i));
+        Floats turned_high = rounded<T>(high * load(cos + half + i)) + rounded<T>(low * load(sin + half + i));
+        store(head + i, rounded<T>(turned_low));
+        store(head + half + i, rounded<T>(turned_high));
+    }
+    for (; i < half; i++) {
+        const float low = head[i], high = head[half + i];
+        const float turned_low = rounded_one<T>(low * one(cos[i])) + rounded_one<T>(high * one(sin[i]));
+        const float turned_high =
+            rounded_one<T>(high * one(cos[half + i])) + rounded_one<T>(low * one(sin[half + i]));
+        head[i] = rounded_one<T>(turned_low);
+        head[half + i] = rounded_one<T>(turned_high);
+    }
+}
+
+template <class T>
+inline void gate(const float* gates, const float* ups, const Row& to, int64_t width) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        Floats g = load(gates + i);
+        Floats activated = rounded<T>(g / (1.0f + exponential(-g)));
+        to.put(i, rounded<T>(activated * load(ups + i)));
+    }
+}
+
+// -- attention ----------------------------------------------------------------------------------------------------------
+
+// Queries of one node and one key head. `seen`: slots after `prefix` that the node sees, null: the first `own`.
+template <class T, int GROUPS>
+void attend(const float* query, int64_t dim, const T* keys, const T* values, int64_t prefix,
+            const uint8_t* seen, int64_t own, float scale, float* scores, int64_t room, const Row& to, int64_t at) {
+    const int64_t vectors = dim / LANES;
+    float most[GROUPS];
+    for (int g = 0; g < GROUPS; g++) most[g] = -INFINITY;
+    int64_t count = 0;
+    for (int64_t slot = 0; slot < prefix + own; slot++) {
+        if (seen && slot >= prefix && !seen[slot - prefix]) continue;
+        Floats partial[GROUPS];
+        for (int g = 0; g < GROUPS; g++) partial[g] = Floats{};
+        for (int64_t v = 0; v < vectors; v++) {
+            const Floats key = load(keys + slot * dim + v * LANES);
+            for (int g = 0; g < GROUPS; g++) partial[g] += key * load(query + g * dim + v * LANES);
+        }
+        for (int g = 0; g < GROUPS; g++) {
+            const float score = sum(partial[g]) * scale;
+            scores[g * room + count] = score;
+            most[g] = score > most[g] ? score : most[g];
+        }
+        count++;
+    }
+    for (int g = 0; g < GROUPS; g++)
+        for (int64_t i = 0; i < count; i += LANES)
+            store(scores + g * room + i, exponential(load(scores + g * room + i) - most[g]));
+    float total[GROUPS];
+    for (int g = 0; g < GROUPS; g++) total[g] = 0.0f;
+    for (int64_t start = 0; start < vectors; start += 4) {  // as many sums as registers hold
+        const int64_t end = start + 4 < vectors ? start + 4 : vectors;
+        Floats mixed[GROUPS][4];
+        for (int g = 0; g < GROUPS; g++)
+            for (int v = 0; v < 4; v++) mixed[g][v] = Floats{};
+        int64_t kept = 0;
+        for (int64_t slot = 0; slot < prefix + own; slot++) {
+            if (seen && slot >= prefix && !seen[slot - prefix]) continue;
+            for (int64_t v = start; v < end; v++) {
+                const Floats value = load(values + slot * dim + v * LANES);
+                for (int g = 0; g < GROUPS; g++) mixed[g][v - start] += value * scores[g * room + kept];
+            }
+            if (start == 0)
+                for (int g = 0; g < GROUPS; g++) total[g] += scores[g * room + kept];
+            kept++;
+        }
+        for (int g = 0; g < GROUPS; g++)
+            for (int64_t v = start; v < end; v++)
+                to.put(at + g * dim + v * LANES, rounded<T>(mixed[g][v - start] / total[g]));
+    }
+}
+
+template <class T, int GROUPS = MOST_GROUPS, class... Rest>
+inline void attend_groups(int64_t groups, Rest... rest) {
+    if constexpr (GROUPS == 1)
+        attend<T, 1>(rest...);
+    else if (groups == GROUPS)
+        attend<T, GROUPS>(rest...);
+    else
+        attend_groups<T, GROUPS - 1>(groups, rest...);
+}
+
+// -- a pass -------------------------------------------------------------------------------------------------------------
+
+struct Layer {
+    Matrix qkv, out, gate_up, down;
+    Norm before_attention, after_attention, before_mlp, after_mlp, query, key;
+    int64_t norm_heads;  // query and key norms act on each head, not on all together
+    int64_t rotary;
+};
+
+struct Model {
+    const Layer* layers;
+    int64_t hidden, heads, kv_heads, dim, mlp;
+    float scale, residual;
+};
+
+// Nodes of a pass after `lengths` tokens per row; a row of `work` per thread and buffers, see `workspace`.
+struct Pass {
+    const void* hidden;      // [batch, nodes, hidden]
+    void* result;            // of the same shape
+    const void *cos, *sin;   // [batch or 1, nodes, rotary]
+    int64_t table;           // numbers between the tables of two rows; 0: one for all
+    int64_t rotary;          // dimensions that turn
+    const uint8_t* reach;    // [batch, nodes, nodes]: which nodes a node sees; null: a chain
+    const int64_t* lengths;  // [batch]
+    void* cache;             // [layer, batch, 2 kv_heads, capacity, dim]
+    int64_t batch, nodes, capacity;
+    const int32_t* layers;   // to run, in order
+    const int32_t* places;   // of these in the cache
+    const uint8_t* parts;    // bit 0: attention, bit 1: feed-forward
+    void* const* taps;       // where states after these go; null: nowhere
+    int64_t count;
+    float* work;
+    int64_t threads;
+};
+
+int64_t padded(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; }
+
+struct Buffers {
+    float *hidden, *rows, *wide, *update, *sums, *scores;
+    int64_t room, of_thread;
+};
+
+int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, float* work, Buffers* into) {
+    const int64_t qkv = (m.heads + 2 * m.kv_heads) * m.dim, mixed = m.heads * m.dim;
+    int64_t narrow = m.hidden > mixed ? m.hidden : mixed;
+    narrow = narrow > m.mlp ? narrow : m.mlp;
+    const int64_t wide = qkv > 2 * m.mlp ? qkv : 2 * m.mlp;
+    const int64_t room = padded(slots), groups = m.heads / m.kv_heads;
+    const int64_t sizes[] = {padded(rows * m.hidden), padded(rows * narrow), padded(rows * wide),
+                             padded(rows * m.hidden), threads * rows * PANEL,
+                             threads * (groups < MOST_GROUPS ? groups : MOST_GROUPS) * room};
+    int64_t total = 0;
+    for (int64_t size : sizes) total += size;
+    if (into) {
+        into->hidden = work;
+        into->rows = into->hidden + sizes[0];
+        into->wide = into->rows + sizes[1];
+        into->update = into->wide + sizes[2];
+        into->sums = into->update + sizes[3];
+        into->scores = into->sums + sizes[4];
+        into->room = room;
+        into->of_thread = sizes[5] / threads;
+    }
+    return total;
+}
+
+// From numbers of any type to 32-bit ones.
+template <class T, class To>
+inline void copy(const T* from, const To& to, int64_t numbers) {
+    int64_t i = 0;
+    for (; i + LANES <= numbers; i += LANES) to.put(i, load(from + i));
+    for (; i < numbers; i++) to.put_one(i, one(from[i]));
+}
+
+template <class T>
+void narrow(const float* from, T* to, int64_t numbers) {
+    int64_t i = 0;
+    for (; i + LANES <= numbers; i += LANES) put(to + i, load(from + i));
+    for (; i < numbers; i++) put_one(to + i, from[i]);
+}
+
+template <class T>
+class Runner {
+  public:
+    Runner(const Model& m, const Pass& p) : m_(m), p_(p), rows_(p.batch * p.nodes) {
+        int64_t longest = 0;
+        for (int64_t b = 0; b < p.batch; b++) longest = p.lengths[b] > longest ? p.lengths[b] : longest;
+        lay_out(m, rows_, longest + p.nodes, p.threads, p.work, &buffers_);
+        portion_ = ELEMENTS / m.hidden > 1 ? ELEMENTS / m.hidden : 1;
+    }
+
+    void run(Team& team) {
+        over_rows(team, [&](int64_t row) {
+            copy(static_cast<const T*>(p_.hidden) + row * m_.hidden, Plain{buffers_.hidden + row * m_.hidden}, m_.hidden);
+        });
+        for (int64_t i = 0; i < p_.count; i++) {
+            const Layer& layer = m_.layers[p_.layers[i]];
+            if (p_.parts[i] & 1) attention(team, layer, p_.places[i]);
+            if (p_.parts[i] & 2) feed_forward(team, layer);
+            if (p_.taps[i]) copy_out(team, static_cast<T*>(p_.taps[i]));
+        }
+        copy_out(team, static_cast<T*>(p_.result));
+    }
+
+  private:
+    template <class Work>
+    void over_rows(Team& team, const Work& work) {
+        team.each((rows_ + portion_ - 1) / portion_, [&](int64_t part) {
+            const int64_t end = (part + 1) * portion_ < rows_ ? (part + 1) * portion_ : rows_;
+            for (int64_t row = part * portion_; row < end; row++) work(row);
+        });
+    }
+
+    void copy_out(Team& team, T* to) {
+        over_rows(team, [&](int64_t row) {
+            narrow(buffers_.hidden + row * m_.hidden, to + row * m_.hidden, m_.hidden);
+        });
+    }
+
+    // Input of a sub-layer: the state, or its norm.
+    Rows input(Team& team, const Norm& norm) {
+        const Rows x(buffers_.rows, rows_, m_.hidden);
+        over_rows(team, [&](int64_t row) {
+            const float* state = buffers_.hidden + row * m_.hidden;
+            if (norm.weight)
+                normalise<T>(norm, state, Row(x, row), m_.hidden);
+            else
+                copy(state, Row(x, row), m_.hidden);
+        });
+        return x;
+    }
+
+    inline void add(int64_t row, int64_t output, Floats update, int count) {
+        float* state = buffers_.hidden + row * m_.hidden + output;
+        if (m_.residual != 1.0f) update = rounded<T>(update * m_.residual);
+        if (count == LANES) {
+            store(state, rounded<T>(load(state) + update));
+            return;
+        }
+        for (int i = 0; i < count; i++) state[i] = rounded_one<T>(state[i] + update[i]);
+    }
+
+    // The last product of a sub-layer, and the residual.
+    void output(Team& team, const Matrix& matrix, const Norm& norm, const Rows& x) {
+        if (!norm.weight) {
+            multiply<T>(team, matrix, x, buffers_.sums,
+                        [&](int64_t row, int64_t at, Floats value, int count) { add(row, at, value, count); });
+            return;
+        }
+        multiply<T>(team, matrix, x, buffers_.sums, [&](int64_t row, int64_t at, Floats value, int count) {
+            memcpy(buffers_.update + row * m_.hidden + at, &value, 4 * count);
+        });
+        over_rows(team, [&](int64_t row) {
+            float* update = buffers_.update + row * m_.hidden;
+            normalise<T>(norm, update, Plain{update}, m_.hidden);
+            for (int64_t i = 0; i < m_.hidden; i += LANES) {
+                const int count = m_.hidden - i < LANES ? int(m_.hidden - i) : LANES;
+                Floats value{};
+                memcpy(&value, update + i, 4 * count);
+                add(row, i, value, count);
+            }
+        });
+    }
+
+    void attention(Team& team, const Layer& layer, int64_t place) {
+        const int64_t dim = m_.dim, width = layer.qkv.outputs, turning = m_.heads + m_.kv_heads;
+        const Rows x = input(team, layer.before_attention);
+        multiply<T>(team, layer.qkv, x, buffers_.sums, [&](int64_t row, int64_t at, Floats value, int count) {
+            memcpy(buffers_.wide + row * width + at, &value, 4 * count);
+        });
+        T* cache = static_cast<T*>(p_.cache) + place * p_.batch * 2 * m_.kv_heads * p_.capacity * dim;
+        over_rows(team, [&](int64_t row) {
+            const int64_t b = row / p_.nodes, node = row % p_.nodes;
+            float* heads = buffers_.wide + row * width;
+            norm_heads(layer.query, layer.norm_heads, heads, m_.heads);
+            norm_heads(layer.key, layer.norm_heads, heads + m_.heads * dim, m_.kv_heads);
+            if (layer.rotary) {
+                const int64_t at = b * p_.table + node * p_.rotary;
+                for (int64_t h = 0; h < turning; h++)
+                    rotate(heads + h * dim, static_cast<const T*>(p_.cos) + at, static_cast<const T*>(p_.sin) + at,
+                           p_.rotary);
+            }
+            for (int64_t h = 0; h < 2 * m_.kv_heads; h++)
+                narrow(heads + (m_.heads + h) * dim,
+                       cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + p_.lengths[b] + node) * dim, dim);
+        });
+        const int64_t groups = m_.heads / m_.kv_heads;
+        const Rows mixed(buffers_.rows, rows_, m_.heads * dim);
+        const bool alone = rows_ * m_.kv_heads < 4 * p_.threads || groups > MOST_GROUPS;
+        const int64_t together = alone ? 1 : groups;
+        const int64_t units = m_.heads / together;  // of a node
+        team.each(rows_ * units, [&](int64_t item) {
+            const int64_t row = item / units, head = item % units * together, kv = head / groups;
+            const int64_t b = row / p_.nodes, node = row % p_.nodes;
+            const uint8_t* seen = p_.reach ? p_.reach + (b * p_.nodes + node) * p_.nodes : nullptr;
+            const T* keys = cache + (b * 2 * m_.kv_heads + kv) * p_.capacity * dim;
+            const T* values = keys + m_.kv_heads * p_.capacity * dim;
+            attend_groups<T>(together, buffers_.wide + row * width + head * dim, dim, keys, values, p_.lengths[b], seen,
+                             node + 1, m_.scale, buffers_.scores + team.thread() * buffers_.of_thread,
+                             buffers_.room, Row(mixed, row), head * dim);
+        });
+        output(team, layer.out, layer.after_attention, mixed);
+    }
+
+    void norm_heads(const Norm& norm, bool each, float* heads, int64_t count) {
+        if (!norm.weight) return;
+        if (!each) {
+            normalise<T>(norm, heads, Plain{heads}, count * m_.dim);
+            return;
+        }
+        for (int64_t h = 0; h < count; h++) normalise<T>(norm, heads + h * m_.dim, Plain{heads + h * m_.dim}, m_.dim);
+    }
+
+    void feed_forward(Team& team, const Layer& layer) {
+        const Rows x = input(team, layer.before_mlp), gated(buffers_.rows, rows_, m_.mlp);
+        multiply<T>(team, layer.gate_up, x, buffers_.sums, [&](int64_t row, int64_t at, Floats value, int count) {
+            memcpy(buffers_.wide + row * 2 * m_.mlp + at, &value, 4 * count);
+        });
+        over_rows(team, [&](int64_t row) {
+            const float* both = buffers_.wide + row * 2 * m_.mlp;
+            gate<T>(both, both + m_.mlp, Row(gated, row), m_.mlp);
+        });
+        output(team, layer.down, layer.after_mlp, gated);
+    }
+
+    const Model& m_;
+    const Pass& p_;
+    const int64_t rows_;
+    int64_t portion_;
+    Buffers buffers_;
+};
+
+// work(team) on every thread of a team.
+template <class Work>
+void with_team(int64_t threads, const Work& work) {
+    if (threads == 1) {
+        Team team(1);
+        work(team);
+        return;
+    }
+    Team* team = nullptr;
+#pragma omp parallel num_threads(int(threads))
+    {
+#pragma omp single
+        team = new Team(omp_get_num_threads());
+        work(*team);
+    }
+    delete team;
+}
+
+template <class T>
+void run_pass(const Model* model, const Pass* pass) {
+    Runner<T> runner(*model, *pass);
+    with_team(pass->threads, [&](Team& team) { runner.run(team); });
+}
+
+template <class T>
+void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* work, int64_t threads) {
+    const int64_t portion = ELEMENTS / m.inputs > 1 ? ELEMENTS / m.inputs : 1;
+    const Rows x(work, count, m.inputs);
+    with_team(threads, [&](Team& team) {
+        team.each((count + portion - 1) / portion, [&](int64_t i) {
+            const int64_t end = (i + 1) * portion < count ? (i + 1) * portion : count;
+            for (int64_t row = i * portion; row < end; row++) copy(rows + row * m.inputs, Row(x, row), m.inputs);
+        });
+        multiply<T>(team, m, x, work + count * m.inputs, [&](int64_t row, int64_t at, Floats value, int width) {
+            T* into = to + row * m.outputs + at;
+            if (width == LANES)
+                put(into, value);
+            else
+                for (int i = 0; i < width; i++) put_one(into + i, value[i]);
+        });
+    });
+}
+
+template <class T>
+void pack_panels(const T* weight, T* to, int64_t outputs, int64_t inputs, bool back) {
+    constexpr int pair = sizeof(T) == 2 ? 2 : 1;
+    const int64_t panel = inputs * PANEL;
+    T* plain = const_cast<T*>(weight);
+    for (int64_t o = 0; o < outputs; o++)
+        for (int64_t k = 0; k < inputs; k++) {
+            T& packed = to[o / PANEL * panel + k / pair * pair * PANEL + o % PANEL * pair + k % pair];
+            if (back)
+                plain[o * inputs + k] = packed;
+            else
+                packed = plain[o * inputs + k];
+        }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Numbers of `work` for a pass: rows = batch * nodes, slots = the longest row's tokens and nodes.
+int64_t workspace(const Model* model, int64_t rows, int64_t slots, int64_t threads) {
+    return lay_out(*model, rows, slots, threads, nullptr, nullptr);
+}
+
+void run_bfloat16(const Model* model, const Pass* pass) { run_pass<BFloat16>(model, pass); }
+void run_float32(const Model* model, const Pass* pass) { run_pass<float>(model, pass); }
+
+void multiply_bfloat16(const Matrix* m, const void* rows, void* to, int64_t count, float* work, int64_t threads) {
+    run_product(*m, static_cast<const BFloat16*>(rows), static_cast<BFloat16*>(to), count, work, threads);
+}
+void multiply_float32(const Matrix* m, const void* rows, void* to, int64_t count, float* work, int64_t threads) {
+    run_product(*m, static_cast<const float*>(rows), static_cast<float*>(to), count, work, threads);
+}
+
+// Outputs of a panel.
+int64_t panel_outputs() { return PANEL; }
+
+// Numbers of `work` for a product.
+int64_t product_workspace(const Matrix* m, int64_t rows, int64_t threads) {
+    return rows * (m->inputs + threads * PANEL);
+}
+
+// Between [outputs, inputs] and panels, which must be zero before.
+void pack_bfloat16(void* weight, void* panels, int64_t outputs, int64_t inputs, int64_t back) {
+    pack_panels(static_cast<BFloat16*>(weight), static_cast<BFloat16*>(panels), outputs, inputs, back);
+}
+void pack_float32(void* weight, void* panels, int64_t outputs, int64_t inputs, int64_t back) {
+    pack_panels(static_cast<float*>(weight), static_cast<float*>(panels), outputs, inputs, back);
+}
+
+}  // extern "C"

@@ -1,0 +1,140 @@
+"""The C++ kernels: products as torch's, and bits that do not depend on what else is in a pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from methods.engine import cpu_kernels
+from methods.engine.causal_lm import CausalLM
+from methods.engine.linear import PanelLinear, make_linear
+from tests.engine.test_causal_lm import tiny
+
+pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inputs", [2, 96, 576])
+@pytest.mark.parametrize("outputs", [1, 16, 65, 200])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_is_that_of_torch(dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(outputs)
+    weight, added = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype) if bias else None
+    product = PanelLinear(weight, added)
+    assert torch.equal(product.dense, weight)
+    for rows in (1, 2, 5, 6, 7, 13, 40):
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+        found = product(x)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5 if dtype == torch.float32 else 4e-3, atol=2e-4)
+        for row in range(rows):
+            assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
+
+
+def test_no_rows_are_no_work() -> None:
+    assert PanelLinear(torch.randn(3, 4))(torch.empty(0, 4)).shape == (0, 3)
+
+
+@pytest.fixture(scope="module", params=TYPES, ids=["fp32", "bf16"])
+def lm(request: pytest.FixtureRequest) -> CausalLM:
+    made = CausalLM.from_hf(tiny("llama", head_dim=16).to(request.param), linear="panels")
+    assert made.batch_invariant
+    return made
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_bits_depend_on_nothing_else_in_a_pass(lm: CausalLM) -> None:
+    prompts = [torch.randint(3, 97, (n,)) for n in (21, 3, 40, 1)]
+    text = torch.randint(3, 97, (4, 30))
+    cache = lm.new_cache(4, 96)
+    lm.prefill(prompts, cache)
+    together = lm.forward(text, None, cache).logits
+    for row, prompt in enumerate(prompts):
+        for chunk in (5, 512):
+            own = lm.new_cache(1, 80)
+            lm.prefill([prompt], own, chunk=chunk)
+            assert torch.equal(lm.forward(text[row : row + 1], None, own).logits[0], together[row])
+        for place in range(30):
+            step = lm.forward(text[row : row + 1, place : place + 1], None, own).logits
+            assert torch.equal(step[0, 0], together[row, place])
+            own.advance([1])
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_path_of_a_tree_has_the_bits_of_the_chain_and_stays_so_when_it_is_packed(lm: CausalLM) -> None:
+    prompt, tokens = torch.randint(3, 97, (17,)), torch.randint(3, 97, (1, 7))
+    cache, own = lm.new_cache(1, 64), lm.new_cache(1, 64)
+    for each in (cache, own):
+        lm.prefill([prompt], each)
+    tree = lm.forward(tokens, torch.tensor([[-1, 0, -1, 2, 1, 4]]), cache).logits
+    path = [0, 1, 2, 5, 6]
+    assert torch.equal(tree[:, path], lm.forward(tokens[:, path], None, own).logits)
+    cache.pack(torch.tensor([[0, 1, 4, 5]]))
+    for each in (cache, own):
+        each.advance([5])
+    root = torch.tensor([[5]])
+    assert torch.equal(lm.forward(root, None, cache).logits, lm.forward(root, None, own).logits)
+
+
+def test_taps_and_portions_of_layers_are_those_of_the_whole(lm: CausalLM) -> None:
+    ids = torch.randint(3, 97, (2, 9))
+    whole = lm.forward(ids, None, lm.new_cache(2, 16), hidden_layers=(0, 3, 4))
+    state = lm.begin(ids, None, lm.new_cache(2, 16))
+    before = state.hidden
+    for layer in range(lm.n_layers):
+        kept = state.hidden
+        lm.run(state, [layer])
+        assert layer not in whole.hidden_layers or torch.equal(state.hidden, whole.hidden_layers[layer])
+        assert kept is not state.hidden, "earlier states stay as they are"
+    assert torch.equal(before, lm.embed(ids))
+    assert torch.equal(lm.norm(state.hidden), whole.hidden)
+
+
+def test_without_a_compiler_the_operators_of_torch_do(monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    cpu_kernels.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert cpu_kernels.library() is None
+        assert "cannot be compiled" in caplog.text and "CXX" in caplog.text
+        with pytest.raises(ValueError, match=r"hardware.linear=panels needs .* a C\+\+ compiler"):
+            make_linear([torch.randn(4, 4)], [None], "panels")
+        lm = CausalLM.from_hf(tiny("llama", head_dim=16))
+        assert not lm.fused and lm.linear_form != "panels"
+    finally:
+        cpu_kernels.library.cache_clear()
+
+
+def test_a_processor_without_registers_of_512_bits(monkeypatch, tmp_path, lm: CausalLM) -> None:
+    """Its kernels give logits that are close, and bits of their own that depend on nothing else either."""
+    ids = torch.randint(3, 97, (1, 12))
+    wide = lm.forward(ids, None, lm.new_cache(1, 16)).logits
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, "-mno-avx512f"))
+    cpu_kernels.library.cache_clear()
+    try:
+        narrow = CausalLM.from_hf(tiny("llama", head_dim=16).to(lm.dtype), linear="panels")
+        cache = narrow.new_cache(1, 16)
+        found = narrow.forward(ids, None, cache).logits
+        tolerance = 1e-4 if lm.dtype == torch.float32 else 0.1
+        torch.testing.assert_close(found, wide, rtol=tolerance, atol=tolerance)
+        for place in range(12):
+            assert torch.equal(narrow.forward(ids[:, place : place + 1], None, cache).logits[0, 0], found[0, place])
+            cache.advance([1])
+    finally:
+        cpu_kernels.library.cache_clear()
