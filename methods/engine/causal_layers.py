@@ -210,6 +210,13 @@ def window(config: PretrainedConfig, layer: int) -> int | None:
     return int(size) if size and slides else None
 
 
+def is_sparse(config: PretrainedConfig, layer: int) -> bool:
+    """Whether a layer has a mixture of experts."""
+    every = getattr(config, "decoder_sparse_step", 1)
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    return config.model_type in SPARSE and layer not in dense and (layer + 1) % every == 0
+
+
 def read_layer(layer: nn.Module, form: LinearForm, config: PretrainedConfig, index: int) -> Layer:
     """Weights of one decoder layer, projections with the same input joined."""
     norms = _read_norms(layer)

@@ -13,6 +13,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.expert_layers import ClampedSwish, ExpertWeights, Router, SeparateExperts, StackedExperts
 from methods.engine.linear import Linear, packable
 from tests.engine.test_causal_lm import tiny
+from tests.helpers import host_reads
 
 COUNT, WIDTH, INNER = 7, 32, 64
 
@@ -76,6 +77,27 @@ def test_experts_that_are_not_chosen_are_not_computed():
     chosen[3, 1] = 3
     for experts in forms(own, F.silu):
         assert experts(rows, chosen, shares, CausalLM.gate)[3].isnan().all()
+
+
+def test_a_stack_of_experts_reads_nothing_on_the_host(monkeypatch):
+    """On a CPU, torch's product of groups itself reads their ends; on a GPU it is one kernel."""
+    own, (rows, chosen, shares) = some_weights(True), some_rows(9, 3)
+    router = Router(Linear(torch.randn(COUNT, WIDTH)), 3, softmax_first=True, normalised=True)
+    ends = []
+
+    def product(given, weight, offs):
+        ends.append(offs)
+        return given.new_zeros(len(given), weight.shape[2])
+
+    monkeypatch.setattr(F, "grouped_mm", product)
+    with host_reads.no_host_reads():
+        router(rows)
+        for experts in [*forms(own, F.silu)][-2:]:
+            experts(rows, chosen, shares, CausalLM.gate)
+    counts = chosen.flatten().bincount(minlength=COUNT)
+    assert all(torch.equal(found, counts.cumsum(0)) for found in ends) and len(ends) == 2
+    with pytest.raises(host_reads.HostRead), host_reads.no_host_reads():
+        next(forms(own, F.silu))(rows, chosen, shares, CausalLM.gate)
 
 
 def test_groups_need_aligned_rows():
