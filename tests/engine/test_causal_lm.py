@@ -164,10 +164,11 @@ def test_trees_over_ragged_rows_longer_than_the_window(windowed):
     first = lm.prefill(prompts, cache, chunk=6)
     for row, prompt in enumerate(prompts):
         close(first.logits[row, 0], full(model, prompt[None])[0, -1])
-    parents = torch.tensor([[-1, -1, 0, 2, 1, 3, 5], [-1, 0, 0, 1, 2, 4, 5], [-1, 0, 1, 2, 3, 4, 5]])
+    deep = [-1, -1, -1, 2, 3, 4, 5, 6]  # seven levels: positions in the tree are not those of its columns
+    parents = torch.tensor([[-1, -1, 0, 2, 1, 3, 5, 6], deep, [-1, 0, 1, 2, 3, 4, 5, 6]])
     check_tree(model, lm, cache, prompts, parents)
     together = [torch.randint(3, 97, (8,)) for _ in range(2)]
-    cache = lm.new_cache(2, 20)
+    cache = lm.new_cache(2, 24)
     lm.prefill(together, cache)
     check_tree(model, lm, cache, together, parents[:2])
 
@@ -188,15 +189,17 @@ def test_passes_of_fixed_shape_keep_the_window(windowed):
     """As CUDA graphs run them: attention reads a bucket of slots, whatever the lengths."""
     model, lm = windowed
     fixed = GraphedLM.of(lm, capture=False)
-    prompts = [torch.randint(3, 97, (n,)) for n in (17, 3)]
-    tokens = torch.randint(3, 97, (2, 4))
-    cache = fixed.new_cache(2, 40)
-    fixed.prefill(prompts, cache)
-    for _ in range(3):
-        logits = fixed.forward(tokens, None, cache).logits
+    for lengths in ((17, 13), (4, 2), (17, 3)):
+        prompts = [torch.randint(3, 97, (n,)) for n in lengths]
+        tokens = torch.randint(3, 97, (2, 4))
+        cache = fixed.new_cache(2, 40)
+        fixed.prefill(prompts, cache)
+        for _ in range(3):
+            logits = fixed.forward(tokens, None, cache).logits
+        del cache  # the next one is the same
+        for row, prompt in enumerate(prompts):
+            close(logits[row], full(model, torch.cat([prompt, tokens[row]])[None])[0, -4:])
     assert fixed.graphs.captured == 1
-    for row, prompt in enumerate(prompts):
-        close(logits[row], full(model, torch.cat([prompt, tokens[row]])[None])[0, -4:])
 
 
 def test_states_are_filled_with_the_positions_of_their_layer(windowed):
