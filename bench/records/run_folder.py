@@ -100,6 +100,8 @@ class Sample:
 _FIELDS = tuple(field.name for field in fields(Sample))
 MANIFEST, CONFIG, SAMPLES, SUMMARY = "manifest.json", "config.yaml", "samples.jsonl", "summary.json"
 PACKED = f"{SAMPLES}.gz"
+CALIBRATION = "calibration.json"  # the losses that a threshold was chosen by
+DIGEST = "digest"  # in the manifest, see ``bench.records.digests``
 PAIRS = "pairs.json.gz"  # what ``bench.analysis.pairs.condense`` keeps of the samples
 REPEATED, REPLACED = ".new", ".old"  # endings of folders: a repetition until it is complete, and what it replaces
 _LOCK = ".lock"
@@ -156,6 +158,7 @@ class RunFolder:
             _unpack(path)
             folder = cls(path, lock, read_manifest(path) or {}, _recover(path / SAMPLES))
             files.atomic_write(path / CONFIG, config_yaml)
+            folder.manifest.pop(DIGEST, None)
             folder.update(**manifest, run_id=run_id, schema_version=SCHEMA_VERSION, status="running", error=None)
             folder._lock = lock.pop_all()
         return folder
@@ -237,8 +240,13 @@ def restore(path: Path) -> None:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Replace the summary of a run folder, which need not be the run being written."""
-    _replace(path / SUMMARY, _json(summary))
+    """Replace the summary of a run folder, which need not be the run being written, and its digest if it has one."""
+    content = _json(summary)
+    _replace(path / SUMMARY, content)
+    manifest = read_manifest(path) or {}
+    if DIGEST in manifest:
+        manifest[DIGEST] |= {SUMMARY: files.sha256(content)}
+        _replace(path / MANIFEST, _json(manifest))
 
 
 @contextmanager
@@ -277,13 +285,22 @@ def read_lines(file: Path) -> list[bytes]:
     Raises:
         UserError: what is packed is damaged.
     """
+    return unpacked(file).split(b"\n")
+
+
+def unpacked(file: Path) -> bytes:
+    """The content of a file, packed or not.
+
+    Raises:
+        UserError: what is packed is damaged.
+    """
     data = file.read_bytes()
     if file.suffix == ".gz":
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{file} is damaged ({error}). Restore it, or delete the folder and run again.") from error
-    return data.split(b"\n")
+    return data
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -427,10 +444,11 @@ def validate(folder: Path) -> list[str]:
         manifest, samples = read_manifest(folder), [] if (folder / PAIRS).is_file() else read_samples(folder)
     except UserError as error:
         return [str(error)]
-    return [*_manifest_problems(folder, manifest), *_pair_problems(samples), *_row_problems(samples, manifest or {})]
+    return [*manifest_problems(folder, manifest), *_pair_problems(samples), *_row_problems(samples, manifest or {})]
 
 
-def _manifest_problems(folder: Path, manifest: dict[str, Any] | None) -> Iterator[str]:
+def manifest_problems(folder: Path, manifest: Mapping[str, Any] | None) -> Iterator[str]:
+    """What is wrong with a manifest, and files that are missing beside it."""
     if manifest is None:
         yield f"{MANIFEST} is missing"
         return

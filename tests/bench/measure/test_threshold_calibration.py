@@ -20,7 +20,8 @@ from bench.config.schema import PathsConfig, RunConfig
 from bench.contract import checks
 from bench.errors import UserError
 from bench.measure import threshold_calibration
-from bench.measure.run import CALIBRATION, run
+from bench.measure.run import run
+from bench.records.run_folder import CALIBRATION
 from bench.models import loading
 from bench.models.artifacts import Prepared
 from bench.records import run_folder
