@@ -101,7 +101,8 @@ class Decoder(ABC):
         greedy_only: refuses a temperature under all settings.
         supports_top_k: can sample with top-k.
         one_pass: writes a text in a number of passes that does not grow with its length.
-        speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing.
+        speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing, or is told
+            how much of its drafts is accepted.
         trainable: uses a checkpoint that ``bench.train`` makes; the constructor then has an argument ``checkpoint``.
         checkpoint_of: the setting that names the method whose checkpoint is used.
         instead_of_checkpoint: settings that replace a checkpoint.
@@ -265,6 +266,14 @@ class Calibrator(ABC):
     @abstractmethod
     def planned(self) -> int:
         """How many prompts to take if the settings leave it open."""
+
+class Rehearsed(ABC):
+    """Mix-in: a decoder that may see the prompts before the clock starts; a measuring device, not a method."""
+
+    @abstractmethod
+    def rehearse(self, prompts: Sequence[Int[Tensor, "T"]], limit: int) -> None:
+        """Prepare to decode these prompts; ``decode`` does so itself where it was not called."""
+
 
     @abstractmethod
     def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:

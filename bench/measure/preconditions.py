@@ -263,7 +263,7 @@ def random_weights(like: str, reason: str) -> str:
     """Why a model with random weights is refused."""
     return (
         f"model.like={like} has random weights, and {reason}. Use it with python -m bench cost, or with "
-        "method=autoregressive or method=hf_generate on a data set without scores (dataset=demo, dataset=mtbench); "
+        "method=autoregressive, oracle or hf_generate on a data set without scores (dataset=demo, dataset=mtbench); "
         "otherwise choose a model with weights."
     )
 
