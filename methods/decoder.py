@@ -11,6 +11,7 @@ from collections import abc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -110,6 +111,8 @@ class Decoder(ABC):
         checked_with: settings for the check of a checkpoint, where the default ones would hardly use it.
         paper: "Authors year, arXiv number"; several separated by semicolons.
         needs: what the first run requires, for generated tables.
+        libraries: optional distributions that it decodes with, and the extra of this project that installs each. Their
+            versions are recorded.
     """
 
     guarantee: Guarantee
@@ -130,6 +133,7 @@ class Decoder(ABC):
     checked_with: ClassVar[Mapping[str, Any]] = {}
     paper: ClassVar[str] = ""
     needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore"]] = "nothing"
+    libraries: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def decode(self, prompts: list[Int[Tensor, "T"]], limit: int, rng: Generator) -> Iterator[Step]:
@@ -159,6 +163,19 @@ class Decoder(ABC):
     def needs_draft_model(cls, settings: Mapping[str, Any]) -> bool:
         """Whether a ``method`` group that names no draft model requires one."""
         return cls.needs == "a draft model" and settings.get("draft_model") is None
+
+    @classmethod
+    def missing_library(cls) -> str | None:
+        """Which of ``libraries`` is not installed, and how to install it; None: none is missing."""
+        for name, extra in cls.libraries.items():
+            try:
+                metadata.version(name)
+            except metadata.PackageNotFoundError:
+                return (
+                    f"The package {name}, which is optional, must be installed. Install it: "
+                    f"pip install 'decodebench[{extra}]'"
+                )
+        return None
 
     def memory(self) -> dict[str, int | None]:
         """Bytes that the method holds besides the target, by name; read after the measurement."""
@@ -250,6 +267,14 @@ class Refillable(ABC):
         """
 
 
+class Rehearsed(ABC):
+    """Mix-in: a decoder that may see the prompts before the clock starts; a measuring device, not a method."""
+
+    @abstractmethod
+    def rehearse(self, prompts: Sequence[Int[Tensor, "T"]], limit: int) -> None:
+        """Prepare to decode these prompts; ``decode`` does so itself where it was not called."""
+
+
 class Calibrator(ABC):
     """Chooses a threshold by the losses of texts on calibration prompts.
 
@@ -266,14 +291,6 @@ class Calibrator(ABC):
     @abstractmethod
     def planned(self) -> int:
         """How many prompts to take if the settings leave it open."""
-
-class Rehearsed(ABC):
-    """Mix-in: a decoder that may see the prompts before the clock starts; a measuring device, not a method."""
-
-    @abstractmethod
-    def rehearse(self, prompts: Sequence[Int[Tensor, "T"]], limit: int) -> None:
-        """Prepare to decode these prompts; ``decode`` does so itself where it was not called."""
-
 
     @abstractmethod
     def complete(self, losses: Float[np.ndarray, "prompts tried"]) -> bool:

@@ -156,6 +156,11 @@ def _device(cfg: RunConfig) -> str | None:
     return None
 
 
+def _libraries(cfg: RunConfig) -> str | None:
+    missing = _method(cfg).missing_library()
+    return missing and f"method={cfg.method['name']} cannot run here. {missing}"
+
+
 def _kind(cfg: RunConfig) -> str | None:
     masked = bool(getattr(instantiate.locate(cfg.model["_target_"]), "denoises", False))
     text_kind = _kind_of_model(cfg.model)
@@ -299,6 +304,7 @@ _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the 
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
     _device: ("method", "hardware"),
+    _libraries: ("method",),
     _kind: ("method", "dataset", "model"),
     _filled: ("dataset", "model", "max_new_tokens", "max_context"),
     _models: ("method", "model", "paths"),

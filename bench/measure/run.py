@@ -284,7 +284,8 @@ def build_method(cfg: RunConfig, loaded: Loaded, drafts: Mapping[str, Loaded]) -
         print(f"warning: {part.warning}", file=sys.stderr)
     load_model = loading.draft_loader(cfg, loaded.tokenizer, drafts)
     folder = part.folder if part else None
-    return instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, folder), part
+    cache = Path(cfg.paths.cache)
+    return instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, folder, cache), part
 
 
 def _calibrate_all(arms: Sequence[_Arm], done: dict[int, RunResult | Exception]) -> None:
