@@ -329,7 +329,7 @@ class Runner:
         try:
             places = settings.batch_size if settings.refill else None
             if isinstance(decoder, Rehearsed):
-                decoder.rehearse(ids, settings.limit)
+                self._rehearse(decoder, ids, unit)
             return timed_decode(decoder, ids, settings.limit, settings.eos_ids, rng, self.instruments, places)
         except (RuntimeError, MemoryError, OSError) as error:
             context = max(map(len, unit.rows)) + settings.limit
@@ -345,6 +345,15 @@ class Runner:
             return found
         peaks = [None if s.peak_bytes is None else max(0, s.peak_bytes - others_bytes) for s in found]
         return [replace(sample, peak_bytes=peak) for sample, peak in zip(found, peaks, strict=True)]
+    def _rehearse(self, decoder: Rehearsed, ids: Sequence[Tensor], unit: _Unit) -> None:
+        """Before the clock starts; its time is of the warm-up and not of the loop."""
+        begin = self.wall()
+        decoder.rehearse(ids, self.settings.limit)
+        if unit.phase == "measure":
+            took = self.wall() - begin
+            self.seconds.warmup += took
+            self.seconds.loop -= took
+
 
     def _sample(self, unit: _Unit, row: int, timed: Timed, arm: Arm, order: int) -> Sample:
         example, turn = unit.batch.examples[row], unit.batch.turn
