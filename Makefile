@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
 
-.PHONY: bench test lint format clean gpu-pack gpu-run gpu-train notebooks readme system-packages
+.PHONY: bench test test-hostile lint format clean gpu-pack gpu-run gpu-train notebooks readme system-packages
 .DELETE_ON_ERROR:
 
 bench: $(VENV)/.installed
@@ -28,6 +28,10 @@ bench: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m bench fetch models smollm2
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Inputs and events that should break the suite: over 600 cases, an hour on two cores.
+test-hostile: $(VENV)/.installed-dev
+	DECODEBENCH_HOSTILE=1 $(BIN)/python -m pytest tests/hostile $(PYTEST_ARGS)
 
 # A machine with a GPU, see docs/gpu.md. gpu-pack collects what one without a network lacks, gpu-run measures where
 # everything is installed, gpu-train trains there for hours. Each can be stopped and repeated.

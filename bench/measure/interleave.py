@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.analysis import stalls
-from bench.errors import explain
+from bench.errors import RunFailed, explain, is_of_cluster
 from bench.measure.instruments import Instruments
 from bench.measure.timing import Timed, timed_decode
 from bench.records.run_folder import REPEATED, Arm, RunFolder, Sample
@@ -331,6 +331,13 @@ class Runner:
             if isinstance(decoder, Rehearsed):
                 self._rehearse(decoder, ids, unit)
             return timed_decode(decoder, ids, settings.limit, settings.eos_ids, rng, self.instruments, places)
+        except SystemExit as error:
+            if is_of_cluster(error):
+                raise
+            raise RunFailed(
+                f"{type(decoder).__name__} ended the program at prompt {unit.batch.prompt_ids[0]} (SystemExit: "
+                f"{error.code}). A decoder must return or raise another exception."
+            ) from error
         except (RuntimeError, MemoryError, OSError) as error:
             context = max(map(len, unit.rows)) + settings.limit
             where = f"prompt {unit.batch.prompt_ids[0]} (context {context:,})"
@@ -338,13 +345,6 @@ class Runner:
                 raise failed from error
             raise
 
-    def _samples(self, unit: _Unit, timed: Timed, arm: Arm, order: int, others_bytes: int) -> list[Sample]:
-        """The rows of an arm, one per prompt of the batch."""
-        found = [self._sample(unit, row, timed, arm, order) for row in range(len(unit.rows))]
-        if not others_bytes:
-            return found
-        peaks = [None if s.peak_bytes is None else max(0, s.peak_bytes - others_bytes) for s in found]
-        return [replace(sample, peak_bytes=peak) for sample, peak in zip(found, peaks, strict=True)]
     def _rehearse(self, decoder: Rehearsed, ids: Sequence[Tensor], unit: _Unit) -> None:
         """Before the clock starts; its time is of the warm-up and not of the loop."""
         begin = self.wall()
@@ -354,6 +354,13 @@ class Runner:
             self.seconds.warmup += took
             self.seconds.loop -= took
 
+    def _samples(self, unit: _Unit, timed: Timed, arm: Arm, order: int, others_bytes: int) -> list[Sample]:
+        """The rows of an arm, one per prompt of the batch."""
+        found = [self._sample(unit, row, timed, arm, order) for row in range(len(unit.rows))]
+        if not others_bytes:
+            return found
+        peaks = [None if s.peak_bytes is None else max(0, s.peak_bytes - others_bytes) for s in found]
+        return [replace(sample, peak_bytes=peak) for sample, peak in zip(found, peaks, strict=True)]
 
     def _sample(self, unit: _Unit, row: int, timed: Timed, arm: Arm, order: int) -> Sample:
         example, turn = unit.batch.examples[row], unit.batch.turn

@@ -358,6 +358,10 @@ def _measure_all(arms: Sequence[_Arm], shared: Shared, done: dict[int, RunResult
                 raise
             return
         for arm, method in measured:
+            try:
+                method.folder.require_samples()
+            except RunFailed as error:
+                method.error = method.error or error
             if method.error is not None:
                 done[arm.place] = method.error
             else:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.errors import UserError, explain
+from bench.errors import RunFailed, UserError, explain
 from bench.records import schemas
 from bench.utils import files
 
@@ -119,7 +119,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: ExitStack, manifest: dict[str, Any], samples: list[Sample]) -> None:
         self.path, self.manifest, self.samples = path, manifest, samples
         self._lock, self._done = lock, _keys(samples)
-        self._file = os.open(path / SAMPLES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._open()
 
     @classmethod
     def create(
@@ -163,18 +163,24 @@ class RunFolder:
             folder._lock = lock.pop_all()
         return folder
 
+    def _open(self) -> None:
+        self._file = os.open(self.path / SAMPLES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        now = os.fstat(self._file)
+        self._inode, self._size = (now.st_dev, now.st_ino), now.st_size
+
     def append(self, samples: Sequence[Sample]) -> None:
         """Write the rows of one batch, both arms, and wait until they are on the disk.
 
         Raises:
-            RunFailed: they could not be written; the file is as it was before.
+            RunFailed: they could not be written, and the file is as it was before; or the file is another one.
         """
-        lines = "".join(map(_line, samples))
-        size = os.fstat(self._file).st_size
+        self.require_samples()
+        lines, size = "".join(map(_line, samples)).encode(), self._size
         with machine_failures(kept=len(self._done)):
             try:
-                _write_all(self._file, lines.encode())
+                _write_all(self._file, lines)
                 os.fsync(self._file)
+                self._size += len(lines)
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(self._file, size)
@@ -188,12 +194,30 @@ class RunFolder:
         Raises:
             RunFailed: they could not be written; the file is as it was before.
         """
+        self.require_samples()
         again = {_unit(sample) for sample in samples}
         kept = [replace(s, phase="stalled") if _unit(s) in again else s for s in self.samples]
         _replace(self.path / SAMPLES, "".join(map(_line, [*kept, *samples])))
         os.close(self._file)  # of the file that was replaced
-        self._file = os.open(self.path / SAMPLES, os.O_WRONLY | os.O_APPEND)
+        self._open()
         self.samples = [*kept, *samples]
+
+    def require_samples(self) -> None:
+        """Notice that the samples on the disk are no longer those that were written.
+
+        Raises:
+            RunFailed: they were removed, replaced or cut meanwhile.
+        """
+        try:
+            there = (self.path / SAMPLES).stat()
+        except OSError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != self._inode or there.st_size != self._size:
+            how = "removed" if there is None else "replaced or changed"
+            raise RunFailed(
+                f"{self.path / SAMPLES} was {how} while the run wrote it. What is left of it is kept; run the same "
+                "command to measure the rest."
+            )
 
     def done_keys(self) -> set[tuple[str, int]]:
         """``(prompt_id, repeat)`` of every measured pair."""
@@ -508,8 +532,13 @@ def _line(sample: Sample) -> str:
 
 
 def _replace(file: Path, content: str | bytes) -> None:
-    with machine_failures():
-        files.atomic_write(file, content)
+    try:
+        with machine_failures():
+            files.atomic_write(file, content)
+    except FileNotFoundError as error:
+        raise RunFailed(
+            f"{file.parent} was removed while it was written. Run the same command to measure again."
+        ) from error
 
 
 def _write_all(file: int, data: bytes) -> None:
