@@ -76,6 +76,21 @@ def test_a_damaged_run_is_refused_by_name(home: Path, tmp_path: Path, capsys: py
     assert f"refused      {the_run(home).name}: " in said
 
 
+def test_an_invalid_run_comes_only_if_it_is_asked_for(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.analysis.audit.result", lambda summary: "INVALID")
+    monkeypatch.setattr("bench.analysis.audit.explained", lambda summary: ["the machine was busy"])
+    code, said = bring(home, tmp_path / "reference", capsys)
+    assert code == BAD_INPUT
+    assert f"refused      {the_run(home).name}: it is INVALID: the machine was busy" in said
+    code = command.main(
+        ["import", str(home.parent / "out" / start.ARCHIVE), f"to={tmp_path / 'reference'}", "invalid=true"]
+    )
+    assert code == OK
+    assert (tmp_path / "reference" / the_run(home).name).is_dir()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
