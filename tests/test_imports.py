@@ -36,6 +36,7 @@ LAYERS = [
     for line in """
     bench.__main__
     bench.cli bench.readme
+    bench.gpu
     bench.doctor bench.validate
     bench.sweep bench.train bench.cost bench.lossless
     bench.measure

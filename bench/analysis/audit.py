@@ -30,6 +30,7 @@ WIDEST = 2.0  # upper over lower end of an interval that says how fast a method 
 STALLED_SHARE = 0.02  # of an arm's time: more moves the speed-up out of SAME
 DISAGREEMENT = 0.05  # between two averages of one speed-up; warn above
 _FEWEST_STUCK = 8  # tokens of a text that is one token for ever
+_MOST_NAMED = 3  # prompts in a message
 _FEWEST_REPEATED = 3  # batches measured more than once; the median of fewer is one hiccup
 _FULL_PRECISION = ("float32", "float64")
 _LOAD_WINDOWS_S = (60, 300, 900)  # over which the system averages its load
@@ -67,6 +68,7 @@ class Evidence:
 
     Attributes:
         measured: the measured rows of both arms, failed ones included.
+        replaced: rows of pairs in which the machine stalled and that were measured again.
         rows: those that count, see ``bench.analysis.metrics.paired``.
         batches: of these rows, see ``bench.analysis.metrics.batches``.
         summary: what was derived from them.
@@ -74,6 +76,7 @@ class Evidence:
     """
 
     measured: list[Sample]
+    replaced: list[Sample]
     rows: pd.DataFrame
     batches: pd.DataFrame
     summary: Mapping[str, Any]
@@ -106,7 +109,8 @@ def audit(
     rows = [sample if isinstance(sample, Sample) else Sample(**sample) for sample in samples]
     measured = [sample for sample in rows if sample.phase == "measure"]
     paired = metrics.paired(metrics.frame(rows))
-    evidence = Evidence(measured, paired, metrics.batches(paired), summary, manifest or {})
+    replaced = [sample for sample in rows if sample.phase == "stalled"]
+    evidence = Evidence(measured, replaced, paired, metrics.batches(paired), summary, manifest or {})
     found, by_noise = _Findings(), 0
     for check in CHECKS:
         before = len(found.reasons)
@@ -327,12 +331,43 @@ def check_stalls(evidence: Evidence, found: _Findings) -> None:
     share = (lost / evidence.batches.groupby("arm")["batch_ns"].sum()).max()
     worst = held.iloc[0]
     prompts = [sample.prompt_id for sample in evidence.measured if sample.batch == worst["batch"]]
+    where = f"prompt {prompts[0]} ({worst['arm']}, {_HELD[worst['why']].format(**_seconds_of(worst))})"
     text = (
-        f"The machine stalled in {_counted(len(held), 'batch', 'batches')}, worst at prompt {prompts[0]} "
-        f"({worst['arm']}, {worst['factor']:.1f} times as long as its rounds explain). That is {share:.1%} of the "
-        f"arm's time; above {STALLED_SHARE:.0%} is INVALID. Close other programs and repeat the command."
+        f"The machine stalled in {_counted(len(held), 'batch', 'batches')}, worst at {where}. That is {share:.1%} of "
+        f"the arm's time; above {STALLED_SHARE:.0%} is INVALID. Close other programs and repeat the command."
     )
-    (found.reasons if share > STALLED_SHARE else found.warnings).append(text)
+    late = share > STALLED_SHARE or (held["why"] == "clock").any()
+    (found.reasons if late else found.warnings).append(text)
+
+
+_HELD = {
+    "slow": "{factor:.1f} times as long as its rounds explain",
+    "stopped": "the process had no processor for {lost:.2f} of {whole:.2f} s",
+    "clock": "the system's clock was set, or the machine slept",
+}
+
+
+def _seconds_of(held: pd.Series) -> dict[str, float]:
+    lost = held["batch_ns"] - held["expected_ns"]
+    return {"factor": held["factor"], "lost": lost / 1e9, "whole": held["batch_ns"] / 1e9}
+
+
+def check_measured_again(evidence: Evidence, found: _Findings) -> None:
+    """Names the pairs that were measured again, as the machine had stalled or the process was stopped in them."""
+    if not evidence.replaced:
+        return
+    names = list(dict.fromkeys(sample.prompt_id for sample in evidence.replaced))
+    longest = max(evidence.replaced, key=lambda sample: sample.batch_ns - (sample.cpu_ns or 0))
+    idle = (
+        ""
+        if longest.cpu_ns is None
+        else f" ({max(0, longest.batch_ns - longest.cpu_ns) / 1e9:.2f} s without a processor)"
+    )
+    found.warnings.append(
+        f"{_counted(len(names), 'prompt was', 'prompts were')} measured again, as the machine stalled or the process "
+        f"was stopped: {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}. The longest took "
+        f"{longest.batch_ns / 1e9:.2f} s{idle}. The first measurements do not count."
+    )
 
 
 def check_averages(evidence: Evidence, found: _Findings) -> None:
@@ -442,6 +477,7 @@ CHECKS: tuple[Callable[[Evidence, _Findings], None], ...] = (
     check_acceptance,
     check_steadiness,
     check_stalls,
+    check_measured_again,
     check_averages,
     check_load,
     check_processor,

@@ -128,6 +128,8 @@ _SCALARS = {
     "admitted": "float64",
     "peak_bytes": "float64",
     "energy_j": "float64",
+    "cpu_ns": "float64",
+    "jump_ns": "float64",
 }
 
 

@@ -83,8 +83,14 @@ class Reading:
     """What the instruments saw of one timed section."""
 
     cpu_ns: int | None = None
+    jump_ns: int | None = None
     peak_bytes: int | None = None
     energy_j: float | None = None
+
+
+def clock_offset_ns() -> int:
+    """The system's clock over the monotonic one."""
+    return time.time_ns() - time.monotonic_ns()
 
 
 @dataclass(slots=True)
@@ -94,12 +100,15 @@ class Instruments:
     Attributes:
         clock: monotonic nanoseconds.
         cpu_clock: processor time of all threads of this process, nanoseconds.
+        offset: the system's clock over the monotonic one, nanoseconds; it changes where the machine sleeps or the time
+            is set.
     """
 
     device: torch.device
     floor_bytes: int | None = None
     clock: Clock = time.perf_counter_ns
     cpu_clock: Clock = time.process_time_ns
+    offset: Clock = clock_offset_ns
     memory: MemoryMeter = field(init=False)
     energy: EnergyMeter = field(init=False)
 
@@ -118,10 +127,11 @@ class Instruments:
         reading = Reading()
         self.memory.reset()
         self.synchronise()
-        energy, cpu_ns = self.energy.joules(), self.cpu_clock()
+        energy, offset, cpu_ns = self.energy.joules(), self.offset(), self.cpu_clock()
         yield reading
         self.synchronise()
         reading.cpu_ns = self.cpu_clock() - cpu_ns
+        reading.jump_ns = self.offset() - offset
         reading.energy_j = None if energy is None else _since(energy, self.energy.joules())
         reading.peak_bytes = self.memory.peak_bytes()
 

@@ -275,11 +275,18 @@ class Sources:
         Raises:
             UserError: see ``get``.
         """
+        content, revision = self.content(name, known)
+        return Table(parse_rows(content, revision.file), revision)
+
+    def content(self, name: str, known: DataSet) -> tuple[bytes, Revision]:
+        """The bytes of a data set, uncompressed.
+
+        Raises:
+            UserError: see ``get``.
+        """
         if self.data is not None and not self.data.is_dir():
             raise UserError(f"The data folder {self.data} does not exist. Correct DECODEBENCH_DATA or unset it.")
-        found = _stored(self.data, known) or _stored(self.cache, known) or self._fetch(name, known)
-        revision = found[1]
-        return Table(parse_rows(found[0], revision.file), revision)
+        return _stored(self.data, known) or _stored(self.cache, known) or self._fetch(name, known)
 
     def _fetch(self, name: str, known: DataSet) -> tuple[bytes, Revision]:
         """Ask the origins that need a network, in order, and keep what the first one gives."""

@@ -111,7 +111,7 @@ class FakeTask:
 
 def instruments(clock: FakeClock) -> Instruments:
     """Meters of a CPU whose clock is the fake one."""
-    return Instruments(torch.device("cpu"), clock=clock, cpu_clock=clock)
+    return Instruments(torch.device("cpu"), clock=clock, cpu_clock=clock, offset=lambda: 0)
 
 
 def examples(count: int, turns: int = 1) -> list[FakeExample]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.stalls import FEWEST_BATCHES, stalled
+from bench.analysis import metrics
+from bench.analysis.stalls import FEWEST_BATCHES, held_up, stalled
 from bench.records.run_folder import Sample
-from tests.helpers.sample_rows import both
+from tests.helpers.sample_rows import MS, both
 
 
 def pairs(changes: dict[int, dict[str, Any]], count: int = 12) -> list[Sample]:
@@ -58,6 +59,29 @@ def _slower(sample: Sample) -> dict[str, Any]:
     """At half of its speed."""
     steps = [2 * ns for ns in sample.step_ns]
     return {"step_ns": steps, "prefill_ns": steps[0], "batch_ns": sum(steps)}
+
+
+def test_a_batch_without_a_processor_is_found_whatever_its_counters_explain() -> None:
+    """Also among few batches, where no median says what is usual."""
+    stop = {"ms": [20] + [8] * 8 + [70], "cpu_ns": 92 * MS}  # 154 ms, of which 62 without a processor
+    for count in (2, FEWEST_BATCHES - 1, 12):
+        (found,) = stalled(busy({2: stop}, count))
+        assert found == (2, 0, "method", pytest.approx(154 / 92))
+    assert stalled(busy({2: stop | {"cpu_ns": 150 * MS}})) == []
+    assert stalled(busy({2: {"cpu_ns": 74 * MS}})) == []  # 18 ms: a scheduler's slices
+    assert stalled(busy({i: {"cpu_ns": 60 * MS} for i in range(1, 13)})) == []  # usual here
+
+
+def busy(changes: dict[int, dict[str, Any]], count: int = 12) -> list[Sample]:
+    """Pairs of which both arms kept a processor busy, but for ``changes``."""
+    found = pairs({i: {"cpu_ns": 92 * MS} | changes.get(i, {}) for i in range(1, count + 1)}, count)
+    return [replace(sample, cpu_ns=sample.batch_ns) if sample.arm == "baseline" else sample for sample in found]
+
+
+@pytest.mark.parametrize(("ms", "found"), [(-200, True), (200, True), (6000, True), (90, False), (-90, False)])
+def test_a_clock_that_was_set_is_found(ms: int, found: bool) -> None:
+    held = held_up(metrics.batches(metrics.frame(pairs({4: {"jump_ns": ms * MS}}))))
+    assert held["why"].tolist() == ["clock"] * found
 
 
 def test_only_what_counts_is_judged() -> None:

@@ -26,6 +26,7 @@ from bench.measure import preconditions
 from bench.measure.run import run
 from bench.models import architectures, loading, source
 from bench.models.architectures import ARCHITECTURES, Architecture
+from bench.models.random_weights import RandomModel
 from bench.records.run_folder import Sample, read_manifest, read_samples
 from bench.utils import memory
 from tests.helpers.sample_rows import MS, both, row
@@ -484,7 +485,7 @@ def test_what_reports_acceptance_or_quality_is_refused(words: list[str]) -> None
     assert bench([*WITH_LIKE, *words]) == 2 == bench(["-m", *WITH_LIKE, *words, "seed=0,1"])
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "hf_generate"])
+@pytest.mark.parametrize("method", ["autoregressive", "hf_generate", "oracle"])
 @pytest.mark.parametrize("dataset", ["demo", "mtbench"])
 def test_speed_alone_is_allowed(method: str, dataset: str) -> None:
     cfg = compose.compose([*WITH_LIKE, f"method={method}", f"dataset={dataset}"])
@@ -519,6 +520,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(
         loading.load(group, FP32, PathsConfig(cache=str(tmp_path)))
     with pytest.raises(UserError, match=r"needs 59\.8 GiB"):
         loading.load(group, FP32, PathsConfig(cache=str(tmp_path)), keep_hf=True)
+
+
+def test_what_no_gpu_here_holds_is_refused_with_those_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (70 if device == gpu else 500) * 2**30)
+    source = RandomModel(like="llama3_70b")
+    found = r"needs 135\.0 GiB, and 70\.0 GiB are free on the GPU. It takes 2 GPUs of 80 GB or 2 of 141 GB, and a"
+    with pytest.raises(UserError, match=found):
+        loading._require_memory(source, gpu, torch.bfloat16, keep_hf=False)
+    loading._require_memory(RandomModel(like="llama3_8b"), gpu, torch.bfloat16, keep_hf=False)
+
+
+def test_gpus_are_counted_with_room_for_the_rest() -> None:
+    assert memory.gpus(16_000_000_000) == "1 GPU of 80 GB"
+    assert memory.gpus(72_000_000_000) == "1 GPU of 80 GB"
+    assert memory.gpus(72_000_000_001) == "2 GPUs of 80 GB or 1 of 141 GB"
 
 
 def test_free_memory_is_known_and_sizes_are_readable() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -225,6 +227,42 @@ def test_a_pair_in_which_the_machine_stalled_is_measured_again_and_kept_as_stall
     assert validate(folder.path) == [] and len(read_samples(folder.path)) == 18
     reopened = RunFolder.create(tmp_path, "run", {}, "")
     assert len(reopened.samples) == 18 and len(reopened.done_keys()) == 8
+
+
+class Exits(FakeDecoder):
+    """Calls sys.exit in the second decode."""
+
+    def decode(self, batch: list[torch.Tensor], limit: int, rng: torch.Generator) -> Any:
+        if len(self.calls) == 1:
+            sys.exit("done")
+        return super().decode(batch, limit, rng)
+
+
+def test_a_method_that_ends_the_program_is_a_failure(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, 3)
+    runner.arms[0].decoder = Exits(runner.instruments.clock)  # type: ignore[arg-type]
+    with pytest.raises(RunFailed, match=r"Exits ended the program at prompt .* \(SystemExit: done\)"):
+        runner.measure()
+    assert len(measured(runner)) == 2
+
+
+def test_a_pair_in_which_the_process_was_stopped_is_measured_again(tmp_path: Path) -> None:
+    """Of three pairs, too few to say what is slow; the processor's clock stands still in the first decode."""
+    runner = make_runner(tmp_path, 3)
+    clock = runner.instruments.clock
+    runner.arms[0].decoder = Stalls(clock, {0})  # type: ignore[arg-type]
+    runner.instruments.cpu_clock = lambda: clock() % 10**9
+    runner.measure()
+    assert Counter(sample.phase for sample in runner.arms[0].folder.samples) == {"measure": 6, "stalled": 2}
+    assert max(sample.batch_ns for sample in measured(runner)) < 10**6
+
+
+def test_a_pair_in_which_the_clock_was_set_is_measured_again(tmp_path: Path) -> None:
+    runner, reads = make_runner(tmp_path, 3), itertools.count()
+    runner.instruments.offset = lambda: 10**9 if next(reads) >= 3 else 0  # the second decode reads 2 and 3
+    runner.measure()
+    jumps = Counter((sample.phase, sample.jump_ns) for sample in runner.arms[0].folder.samples)
+    assert jumps == {("measure", 0): 6, ("stalled", 0): 1, ("stalled", 10**9): 1}
 
 
 def test_stalls_that_remain_are_measured_twice_more_at_most(tmp_path: Path) -> None:
