@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from methods.engine.causal_layers import Rows
+from methods.engine.causal_layers import FeedForward, Rows
 from methods.engine.causal_lm import CausalLM
 from methods.engine.linear import Linear
 
@@ -94,6 +94,11 @@ def require(target: CausalLM, weights: Weights = "full", output: Weights = "full
         raise ValueError(
             f"The rotary positions of a model written as GGUF must be {' or '.join(_ROPE)}, got '{rope}'. Choose a "
             "model with these."
+        )
+    if target.window is not None and target.window < target.max_positions:
+        raise ValueError(
+            f"A model written as GGUF must see its whole context, got a sliding window of {target.window} tokens. "
+            "Choose another one."
         )
     one = torch.zeros(1, dtype=torch.long, device=target.device)
     if config.hidden_act != "silu" or target.output_rows(one)[1] is not None:
@@ -176,7 +181,7 @@ def _entries(target: CausalLM, weights: Weights, output: Weights) -> Iterator[En
 
 def _layer(target: CausalLM, index: int) -> Iterator[tuple[str, Float[Tensor, "..."]]]:
     attention, mlp = target.layers[index].attention, target.layers[index].mlp
-    assert attention.norm is not None and mlp.norm is not None, "all types in ARCHITECTURES normalise before"
+    assert isinstance(mlp, FeedForward) and attention.norm is not None and mlp.norm is not None, "so are ARCHITECTURES"
     query, key = target.heads * target.head_dim, target.kv_heads * target.head_dim
     yield "attn_norm.weight", _factors(attention.norm, target.hidden_size, target)
     for kind, joined in _parts(attention.qkv):

@@ -206,3 +206,13 @@ def test_what_cannot_be_written_is_refused(change, said, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=said):
         gguf_file.write(target, tmp_path / "models", "q8_0")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_window_that_ends_before_the_context_is_refused(tmp_path):
+    for size in (64, 512):
+        lm = CausalLM.from_hf(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=size)).eval())
+        if size < lm.max_positions:
+            with pytest.raises(ValueError, match="sliding window of 64 tokens"):
+                gguf_file.write(lm, tmp_path)
+        else:
+            assert gguf_file.write(lm, tmp_path).is_file()
