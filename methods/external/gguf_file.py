@@ -27,18 +27,19 @@ from methods.engine.causal_layers import FeedForward, Rows
 from methods.engine.causal_lm import CausalLM
 from methods.engine.linear import Linear
 
-Weights = Literal["full", "q8_0", "q4_1", "q4_0"]
+Weights = Literal["full", "f16", "q8_0", "q4_1", "q4_0"]
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by type of the model
 BLOCK = 32  # numbers that share a scale in all quantised types here
-_FORMAT = 1  # raise when the file of the same weights changes
+_FORMAT = 2  # raise when the file of the same weights changes
 _FULL = {
     torch.float64: Type.F32,  # the format's 64 bit are no weights to llama.cpp
     torch.float32: Type.F32,
     torch.float16: Type.F16,
     torch.bfloat16: Type.BF16,
 }
-_QUANTISED = {"q8_0": Type.Q8_0, "q4_1": Type.Q4_1, "q4_0": Type.Q4_0}
+_OTHER = {"f16": Type.F16, "q8_0": Type.Q8_0, "q4_1": Type.Q4_1, "q4_0": Type.Q4_0}
+_FILE_TYPES = {Type.F32: 0, Type.F16: 1, Type.Q4_0: 2, Type.Q4_1: 3, Type.Q8_0: 7, Type.BF16: 32}  # of most matrices
 _ROPE = ("default", "llama3")
 _EVEN = 1024.0  # its square is far above every epsilon, and a power of two: norms of such rows are exact
 
@@ -57,7 +58,7 @@ def write(target: CausalLM, folder: Path, weights: Weights = "full", output: Wei
     Args:
         folder: where it goes; its name has a digest of sizes and weights.
         weights: of the layers; full: in the type of the model.
-        output: of the output matrix, and of the embedding if the two are one.
+        output: of the output matrix, and of the embedding if the two are one or it is f16.
 
     Raises:
         ValueError: a model that the format does not hold here, or matrices without whole blocks.
@@ -105,7 +106,7 @@ def require(target: CausalLM, weights: Weights = "full", output: Weights = "full
         raise ValueError("A model written as GGUF must have SiLU and no bias of the output matrix. Choose another one.")
     inputs = (target.hidden_size, target.heads * target.head_dim, config.intermediate_size)
     for wanted, widths in ((weights, inputs), (output, inputs[:1])):
-        if wanted != "full" and any(width % BLOCK for width in widths):
+        if wanted.startswith("q") and any(width % BLOCK for width in widths):
             raise ValueError(
                 f"Weights of type {wanted} need matrices whose inputs are a multiple of {BLOCK}, got "
                 f"{', '.join(map(str, widths))}. Use full weights."
@@ -135,6 +136,7 @@ def _write(target: CausalLM, file: Path, weights: Weights, output: Weights) -> N
     writer.add_rope_dimension_count(sizes["head_dim"])
     writer.add_rope_freq_base(sizes["rope_base"])
     writer.add_layer_norm_rms_eps(sizes["eps"])
+    writer.add_file_type(_FILE_TYPES[_OTHER.get(weights, _FULL[target.dtype])])
     writer.add_tokenizer_model("none")
     for name, tensor, kind in _entries(target, weights, output):
         shape = quants.quant_shape_to_byte_shape(tuple(tensor.shape), kind)
@@ -164,10 +166,10 @@ def _sizes(target: CausalLM) -> dict[str, Any]:
 
 
 def _entries(target: CausalLM, weights: Weights, output: Weights) -> Iterator[Entry]:
-    full, layers = _FULL[target.dtype], _QUANTISED.get(weights, _FULL[target.dtype])
-    last, tied = _QUANTISED.get(output, full), bool(target.config.tie_word_embeddings)
-    ids = torch.arange(target.vocab_size, device=target.device)
-    yield Entry("token_embd.weight", target.embed(ids), last if tied else full)
+    full = _FULL[target.dtype]
+    layers, last = _OTHER.get(weights, full), _OTHER.get(output, full)
+    tied, ids = bool(target.config.tie_word_embeddings), torch.arange(target.vocab_size, device=target.device)
+    yield Entry("token_embd.weight", target.embed(ids), last if tied or last == Type.F16 else full)
     if not tied:
         yield Entry("output.weight", target.output_rows(ids)[0], last)
     yield Entry("output_norm.weight", _factors(target.norm, target.hidden_size, target), Type.F32)
