@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
 
-.PHONY: bench test lint format clean gpu notebooks readme system-packages
+.PHONY: bench test test-hostile lint format clean gpu-pack gpu-run gpu-train notebooks readme system-packages
 .DELETE_ON_ERROR:
 
 bench: $(VENV)/.installed
@@ -29,48 +29,20 @@ test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m bench fetch models smollm2
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Committed records that need a GPU, in order of value. Finished runs are skipped, so the target can be stopped and
-# repeated; each training and each run takes less than ten minutes on a current card.
-GPU := hardware=cuda_bf16 measure=quick paths.results=results/reference
-HEADS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly,gsm8k train.answers.tokens=2000000 train.answers.limit=512 train.answers.batch=256 train.features=live
-LONG := train.recipe.batch_size=64 train.recipe.steps=6000
-EXITS := model=smollm2 hardware=cuda_bf16 force=true corpus=dolly:2200,gsm8k:800 train.answers.tokens=450000 train.answers.batch=256 train.tokens=393216
-PAIRS := corpus=multi30k hardware=cuda_bf16 force=true
-STUDENTS := model=multi30k_4_4 train.recipe.tokens=8192 train.recipe.steps=12000
-FLOW := train.width=128 train.inner=256 'train.steps=[2,1]' train.recipe.learning_rate=5e-4
-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m bench fetch models smollm2
-	$(BIN)/python -m bench fetch data mtbench
-	$(BIN)/python -m pytest -m gpu
-	-$(BIN)/python -m bench train method=eagle out=data/checkpoints/eagle-smollm2 $(HEADS) $(LONG)
-	-$(BIN)/python -m bench train method=medusa out=data/checkpoints/medusa-smollm2 $(HEADS) $(LONG)
-	-$(BIN)/python -m bench train method=hydra_heads out=data/checkpoints/hydra_heads-smollm2 $(HEADS) $(LONG)
-	-$(BIN)/python -m bench train method=blockwise out=data/checkpoints/blockwise-smollm2 $(HEADS) $(LONG)
-	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench train method=teacher out=data/checkpoints/teacher-multi30k_4_4 $(PAIRS)
-	-$(BIN)/python -m bench train method=specdec out=data/checkpoints/specdec-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
-	-$(BIN)/python -m bench train method=blockwise_translation out=data/checkpoints/blockwise_translation-multi30k_4_4 model=multi30k_4_4 $(PAIRS)
-	-for student in nat glat depa cmlm ctc; do $(BIN)/python -m bench train method=$$student out=data/checkpoints/$$student-multi30k_4_4 $(STUDENTS) $(PAIRS); done
-	-$(BIN)/python -m bench train method=flowseq out=data/checkpoints/flowseq-multi30k_4_4 $(STUDENTS) $(FLOW) $(PAIRS)
-	-$(BIN)/python -m bench train method=teacher 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4 out=data/checkpoints/teacher-multi30k_6_1_distilled $(PAIRS)
-	-$(BIN)/python -m bench sweep=translation $(GPU)
-	-$(BIN)/python -m bench train method=calm 'train.exits=[16,20,24,26,28]' train.recipe.steps=4000 out=data/checkpoints/calm-smollm2 $(EXITS)
-	-$(BIN)/python -m bench train method=static_depth 'train.exits=[20,24,28]' train.recipe.steps=4000 out=data/checkpoints/static_depth-smollm2 $(EXITS)
-	-$(BIN)/python -m bench train method=free 'train.exits=[20,24,26]' train.recipe.steps=4000 out=data/checkpoints/free-smollm2 $(EXITS)
-	-$(BIN)/python -m bench sweep=frontier $(GPU)
-	-$(BIN)/python -m bench sweep=frontier_static $(GPU)
-	-$(BIN)/python -m bench train method=exit_teacher model=multi30k_4_4 $(PAIRS)
-	-$(BIN)/python -m bench -m method=eagle method.tree=dynamic method.depth=6 method.top_k=10 method.nodes=59 dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench -m method=medusa,hydra_heads method.tree=mc_sim_7b_63 dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench -m method=eagle,medusa,hydra_heads,blockwise dataset=mtbench batch_size=4,16,32 $(GPU)
-	-$(BIN)/python -m bench -m method=prompt_lookup,hf_generate,hf_prompt_lookup dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench -m method=speculative_sampling,hf_assisted dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench -m method=suffix,token_recycling,lookahead dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench -m method=token_recycling method.tree=paper dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench -m method=lookahead method.window=15 method.ngram=5 method.guesses=15 dataset=mtbench $(GPU)
-	-$(BIN)/python -m bench -m method=prompt_lookup dataset=mtbench batch_size=4,16,32 $(GPU)
-	-$(BIN)/python -m bench -m method=prompt_lookup,speculative_sampling dataset=mtbench sampling=sample $(GPU)
-	$(BIN)/python -m bench lossless experiment=sampling method=speculative_sampling hardware=cuda_bf16
+# Inputs and events that should break the suite: over 600 cases, an hour on two cores.
+test-hostile: $(VENV)/.installed-dev
+	DECODEBENCH_HOSTILE=1 $(BIN)/python -m pytest tests/hostile $(PYTEST_ARGS)
+
+# A machine with a GPU, see docs/gpu.md. gpu-pack collects what one without a network lacks, gpu-run measures where
+# everything is installed, gpu-train trains there for hours. Each can be stopped and repeated.
+gpu-pack: $(VENV)/.installed
+	$(BIN)/python -m bench gpu pack $(ARGS)
+
+gpu-run: $(VENV)/.installed-dev
+	$(BIN)/python -m bench gpu run $(ARGS)
+
+gpu-train: $(VENV)/.installed-dev
+	$(BIN)/python -m bench gpu run stage=model,train $(ARGS)
 
 # Regenerate the tables of README.md and docs/, and RESULTS.md, from the committed records.
 readme: $(VENV)/.installed-dev

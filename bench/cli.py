@@ -280,27 +280,51 @@ def _schema(name: str) -> str:
     return schemas.text(known[name])
 
 
+@dataclass(frozen=True)
+class ValidateOptions:
+    """Options of ``validate``.
+
+    Attributes:
+        derive: also derive every summary again from manifest and samples (a third of a second for each run)
+    """
+
+    derive: bool = False
+
+
 def _validate(arguments: list[str]) -> int:
     from bench import validate
+    from bench.utils.progress import Progress
 
-    if not arguments:
+    settings, named = options.parse(ValidateOptions, arguments)
+    if not named:
         raise UserError("validate needs the folder of a run, or of all runs, as in: python -m bench validate results")
     bad = 0
-    for folder in map(Path, arguments):
-        checks = list(validate.check(folder) if validate.is_results(folder) else [validate.check_one(folder)])
-        wrong = [each.line() for each in checks if each.problems]
-        print(*wrong, f"{folder}: {validate.counted(checks)}", sep="\n")
-        bad += len(wrong)
+    for folder in map(Path, named):
+        many = validate.is_results(folder)
+        checks = []
+        with Progress(
+            "validating", len(places := validate.folders(folder) if many else [folder]), unit=" records"
+        ) as bar:
+            for place in places:
+                checks.append(validate.check_one(place, derive=settings.derive or not many))
+                if checks[-1].problems:
+                    print(checks[-1].line(), flush=True)
+                bar.advance()
+        print(f"{folder}: {validate.counted(checks)}")
+        bad += sum(bool(each.problems) for each in checks)
     return BAD_INPUT if bad else OK
 
 
 def _pack(arguments: list[str]) -> int:
+    from bench import validate
     from bench.records import run_folder
 
     if not arguments:
         raise UserError("pack needs the folder of a finished run, as in: python -m bench pack results/RUN_ID")
     for folder in arguments:
-        print(f"{folder}: {'packed' if run_folder.pack(Path(folder)) else 'packed already'}")
+        packed = run_folder.pack(Path(folder))
+        added = ", digests added" if validate.add_digests(Path(folder)) else ""
+        print(f"{folder}: {'packed' if packed else 'packed already'}{added}")
     return OK
 
 
@@ -603,9 +627,18 @@ _COMMANDS: dict[str, Command] = {
         DashboardOptions,
     ),
     "validate": Command(
-        _validate, "validate FOLDER ...", "check the records of runs; results/ for all of them", "validate results"
+        _validate,
+        "validate FOLDER ... [derive=true]",
+        "check the records of runs; results/ for all of them",
+        "validate results derive=true",
+        ValidateOptions,
     ),
-    "pack": Command(_pack, "pack FOLDER ...", "compress the samples of finished runs", "pack results/RUN_ID"),
+    "pack": Command(
+        _pack,
+        "pack FOLDER ...",
+        "compress the samples of finished runs; add digests to those made before there were any",
+        "pack results/RUN_ID",
+    ),
     "condense": Command(
         _condense,
         "condense FOLDER ...",

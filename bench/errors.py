@@ -35,12 +35,13 @@ def guard(command: Callable[[], int], *, measures: bool = True) -> int:
     """
     try:
         code = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where it was closed before the start (>&-)
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of a pipe closed it, as in `python -m bench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         return report_failure(error, measures=measures)
 
 
@@ -90,6 +91,16 @@ def explain(
     if isinstance(error, OSError) and error.errno in _REFUSED:
         return RunFailed(f"Writing is not permitted{_file(error)}. {resume} once it is{folder}.")
     return None
+
+
+def is_of_cluster(error: SystemExit) -> bool:
+    """Whether submitit's handler of a signal ends the process, so that the cluster resumes the job later."""
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith("submitit."):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _resume(kept: int | None) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.analysis import audit, metrics, pairs
+from bench.analysis.summary import summarise
 from bench.cost import records as cost_records
 from bench.errors import UserError
-from bench.records import run_folder, schemas
+from bench.records import digests, run_folder, schemas
+from bench.utils import files
 from bench.utils.files import read_json
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
 RUN, LOSSLESS, COSTS = "run", "lossless record", "cost curve"
 _RESULT, _LOSSLESS, _COSTS, _REFERENCE = "result.json", "lossless", "costs", "reference"
+_SHORT = 60  # letters of a value in a message
 _EXPERIMENTS = ("greedy", "sampling", "rounds", "joint", "served")
 
 
@@ -50,8 +55,8 @@ def is_results(folder: Path) -> bool:
     return folder.is_dir() and not _holds_records(folder)
 
 
-def check(results: Path) -> Iterator[FolderCheck]:
-    """Every folder of records in a results folder, by kind and name; others, as those of a tracker, are skipped.
+def folders(results: Path) -> list[Path]:
+    """Every folder of records in a results folder, by kind and name; others, as those of a tracker, are left out.
 
     Raises:
         UserError: no such folder.
@@ -59,20 +64,48 @@ def check(results: Path) -> Iterator[FolderCheck]:
     if not results.is_dir():
         raise UserError(f"{results} must be a folder with runs. Name another (python -m bench validate --help).")
     kinds = ("*", f"{_LOSSLESS}/*", f"{_COSTS}/*")
-    for pattern in (*kinds, *(f"{_REFERENCE}/{kind}" for kind in kinds)):
-        for folder in sorted(results.glob(pattern)):
-            if not folder.name.startswith(".") and _holds_records(folder):
-                yield check_one(folder)
+    patterns = (*kinds, *(f"{_REFERENCE}/{kind}" for kind in kinds))
+    found = (folder for pattern in patterns for folder in sorted(results.glob(pattern)))
+    return [folder for folder in found if not folder.name.startswith(".") and _holds_records(folder)]
 
 
-def check_one(folder: Path) -> FolderCheck:
-    """Check one folder; its kind follows from its place and its files."""
+def check(results: Path, *, derive: bool = False) -> Iterator[FolderCheck]:
+    """Check every folder of records in a results folder, see ``folders`` and ``check_one``."""
+    yield from (check_one(folder, derive=derive) for folder in folders(results))
+
+
+def check_one(folder: Path, *, derive: bool = False) -> FolderCheck:
+    """Check one folder; its kind follows from its place and its files.
+
+    Args:
+        derive: read the samples of a run and derive its summary again, although its digests are right.
+    """
     above = folder.resolve().parent.name
     if above == _LOSSLESS or (folder / _RESULT).is_file():
         return FolderCheck(folder, LOSSLESS, list(_lossless_problems(folder)))
     if above == _COSTS or (folder / cost_records.POINTS).is_file():
         return FolderCheck(folder, COSTS, _costs_problems(folder))
-    return FolderCheck(folder, RUN, _run_problems(folder))
+    return FolderCheck(folder, RUN, _run_problems(folder, derive))
+
+
+def add_digests(folder: Path) -> bool:
+    """Give a finished run digests that was made before there were any, with the time at which it got them.
+
+    Returns:
+        False if it has them.
+
+    Raises:
+        UserError: no finished run, records that are not sound, or another process writes them.
+    """
+    manifest = (run_folder.read_manifest(folder) or {}) if folder.is_dir() else {}
+    if run_folder.DIGEST in manifest:
+        return False
+    if wrong := [*_structure(folder, manifest), *_derived_problems(folder)]:
+        raise UserError(f"{folder} cannot get digests: {wrong[0]}.")
+    with run_folder.claimed(folder):
+        added = {digests.ADDED: datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        files.atomic_write(folder / run_folder.MANIFEST, digests.resealed(folder, manifest, **added))
+    return True
 
 
 def _holds_records(folder: Path) -> bool:
@@ -80,22 +113,91 @@ def _holds_records(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*runs, _RESULT, cost_records.POINTS))
 
 
-def _run_problems(folder: Path) -> list[str]:
+def _run_problems(folder: Path, derive: bool) -> list[str]:
+    """What was changed after the run ended; where that cannot be told, or is to be checked, all that does not fit."""
+    try:
+        manifest = run_folder.read_manifest(folder)
+        problems = digests.changed(folder, manifest or {})
+    except UserError as error:
+        return [str(error)]
+    vouched = manifest is not None and run_folder.DIGEST in manifest and manifest.get("status") == "finished"
+    if vouched and not problems and not derive:
+        return [*run_folder.manifest_problems(folder, manifest), *_verdict_problems(folder)]
+    problems += _structure(folder, manifest)
+    if not problems:
+        problems += _derived_problems(folder)
+    if not problems and not vouched:
+        problems.append(f"{run_folder.MANIFEST} has no digests, so changes cannot be told; add them: {_ADD} {folder}")
+    return problems
+
+
+_ADD = "python -m bench pack"
+
+
+def _structure(folder: Path, manifest: Mapping[str, Any] | None) -> list[str]:
     """The problems that ``run_folder.validate`` finds, and a verdict or a speed-up that does not follow."""
     if problems := run_folder.validate(folder):
         return problems
-    summary = read_json(folder / run_folder.SUMMARY)
-    if wrong := schemas.problem("summary", summary):
-        return [f"{run_folder.SUMMARY} is damaged: {wrong}; derive it again with report rebuild=true"]
-    assert summary is not None, "that is a problem of the schema"
-    if wrong := _verdict_problem(summary.get("verdict") or {}):
-        return [f"{run_folder.SUMMARY} {wrong}; derive it again with report rebuild=true"]
+    if problems := _verdict_problems(folder):
+        return problems
+    summary = read_json(folder / run_folder.SUMMARY) or {}
     try:
         units = pairs.read(folder).units
     except UserError as error:
         return [str(error)]
     shown = {"speed-up": metrics.headline(summary), "total speed-up": summary["speedup"]["total"] | {"of": "total"}}
     return [wrong for name, found in shown.items() if (wrong := _speedup_problem(name, found, units))]
+
+
+def _verdict_problems(folder: Path) -> list[str]:
+    summary = read_json(folder / run_folder.SUMMARY)
+    wrong = schemas.problem("summary", summary)
+    said = f"is damaged: {wrong}" if wrong else _verdict_problem((summary or {}).get("verdict") or {})
+    return [f"{run_folder.SUMMARY} {said}; derive it again with report rebuild=true"] if said else []
+
+
+def _derived_problems(folder: Path) -> list[str]:
+    """The first value of a summary that does not follow from samples and manifest; of a condensed run none does."""
+    stored = read_json(folder / run_folder.SUMMARY)
+    if stored is None or (folder / run_folder.PAIRS).is_file():
+        return []
+    try:
+        derived = json.loads(json.dumps(summarise(folder).content, default=str))
+    except (UserError, KeyError, TypeError, ValueError, IndexError) as error:
+        return [f"no summary follows from {run_folder.MANIFEST} and samples: {type(error).__name__}: {error}"]
+    key, found, given = next(_different(stored, derived), ("", None, None))
+    said = f"{run_folder.SUMMARY} has {key} {_short(found)}, manifest and samples give {_short(given)}"
+    return [f"{said}; derive it again with report rebuild=true"] if key else []
+
+
+def _different(stored: Any, derived: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Values that differ by more than rounding; keys that came later are none of an older summary.
+
+    Of the verdict's texts, whose wording may have changed, it counts whether there are any; warnings do not count.
+    """
+    if key in ("verdict.reasons", "verdict.inconclusive"):
+        stored, derived = bool(stored), bool(derived)
+    if key == "verdict.warnings":
+        return
+    if isinstance(stored, dict) and isinstance(derived, dict):
+        for name, value in stored.items():
+            yield from _different(value, derived.get(name), f"{key}.{name}" if key else name)
+    elif isinstance(stored, list) and isinstance(derived, list) and len(stored) == len(derived):
+        for place, (a, b) in enumerate(zip(stored, derived, strict=True)):
+            yield from _different(a, b, f"{key}[{place}]")
+    elif not _same(stored, derived):
+        yield key, stored, derived
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, bool) or isinstance(b, bool) or not (isinstance(a, int | float) and isinstance(b, int | float)):
+        return bool(a == b)
+    return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) or (math.isnan(a) and math.isnan(b))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]} ..."
 
 
 def _speedup_problem(name: str, shown: Mapping[str, Any], units: pd.DataFrame) -> str:

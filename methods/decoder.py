@@ -11,6 +11,7 @@ from collections import abc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -101,7 +102,8 @@ class Decoder(ABC):
         greedy_only: refuses a temperature under all settings.
         supports_top_k: can sample with top-k.
         one_pass: writes a text in a number of passes that does not grow with its length.
-        speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing.
+        speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing, or is told
+            how much of its drafts is accepted.
         trainable: uses a checkpoint that ``bench.train`` makes; the constructor then has an argument ``checkpoint``.
         checkpoint_of: the setting that names the method whose checkpoint is used.
         instead_of_checkpoint: settings that replace a checkpoint.
@@ -109,6 +111,8 @@ class Decoder(ABC):
         checked_with: settings for the check of a checkpoint, where the default ones would hardly use it.
         paper: "Authors year, arXiv number"; several separated by semicolons.
         needs: what the first run requires, for generated tables.
+        libraries: optional distributions that it decodes with, and the extra of this project that installs each. Their
+            versions are recorded.
     """
 
     guarantee: Guarantee
@@ -129,6 +133,7 @@ class Decoder(ABC):
     checked_with: ClassVar[Mapping[str, Any]] = {}
     paper: ClassVar[str] = ""
     needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore"]] = "nothing"
+    libraries: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def decode(self, prompts: list[Int[Tensor, "T"]], limit: int, rng: Generator) -> Iterator[Step]:
@@ -158,6 +163,19 @@ class Decoder(ABC):
     def needs_draft_model(cls, settings: Mapping[str, Any]) -> bool:
         """Whether a ``method`` group that names no draft model requires one."""
         return cls.needs == "a draft model" and settings.get("draft_model") is None
+
+    @classmethod
+    def missing_library(cls) -> str | None:
+        """Which of ``libraries`` is not installed, and how to install it; None: none is missing."""
+        for name, extra in cls.libraries.items():
+            try:
+                metadata.version(name)
+            except metadata.PackageNotFoundError:
+                return (
+                    f"The package {name}, which is optional, must be installed. Install it: "
+                    f"pip install 'decodebench[{extra}]'"
+                )
+        return None
 
     def memory(self) -> dict[str, int | None]:
         """Bytes that the method holds besides the target, by name; read after the measurement."""
@@ -247,6 +265,14 @@ class Refillable(ABC):
             rng: see ``Decoder.decode``.
             longest: tokens of the longest prompt that will be sent; the method sizes its buffers by it.
         """
+
+
+class Rehearsed(ABC):
+    """Mix-in: a decoder that may see the prompts before the clock starts; a measuring device, not a method."""
+
+    @abstractmethod
+    def rehearse(self, prompts: Sequence[Int[Tensor, "T"]], limit: int) -> None:
+        """Prepare to decode these prompts; ``decode`` does so itself where it was not called."""
 
 
 class Calibrator(ABC):

@@ -37,6 +37,11 @@ _LONGEST = 63  # tokens of a perfect draft, where the curve allows
 _NS = 1e9
 
 
+def is_oracle(summary: Mapping[str, Any]) -> bool:
+    """Whether a run was measured with drafts that no method has: those of ``method=oracle``."""
+    return bool((summary.get("method_facts") or {}).get("oracle"))
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A recorded run: its name, the content of its manifest.json, its samples."""

@@ -18,7 +18,7 @@ import pandas as pd
 
 from bench.analysis import metrics
 from bench.errors import UserError
-from bench.records import run_folder
+from bench.records import digests, run_folder
 from bench.records.run_folder import PAIRS, Sample
 from bench.scoring.rouge import rouge_l
 from bench.utils import files
@@ -106,12 +106,15 @@ def condense(folder: Path) -> bool:
     """
     if (folder / PAIRS).is_file():
         return False
-    if problems := run_folder.validate(folder):
+    manifest = {} if not folder.is_dir() else run_folder.read_manifest(folder) or {}
+    if problems := [*run_folder.validate(folder), *digests.changed(folder, manifest)]:
         raise UserError(f"{folder} cannot be condensed: {problems[0]}. Name the folder of a finished run.")
     with run_folder.claimed(folder):
         files.atomic_write(folder / PAIRS, read(folder).packed())
         for name in (run_folder.SAMPLES, run_folder.PACKED):
             (folder / name).unlink(missing_ok=True)
+        if run_folder.DIGEST in manifest:
+            files.atomic_write(folder / run_folder.MANIFEST, digests.resealed(folder, manifest))
     return True
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.analysis import audit, metrics
+from bench.analysis import audit, metrics, oracle
 
 SCORE_LOSS = 0.05  # of the baseline's score: twice the half of the 95 % interval that 1,000 paired translations give
 TEXT_LOSS = 0.35  # 1 - ROUGE-L to the baseline's ids: what rounding alone reaches
@@ -56,6 +56,8 @@ def ranking(summary: Mapping[str, Any], text_loss: float | None = None) -> Ranki
         reason: str = result
     elif metrics.headline(summary)["value"] is None:
         reason = "no speed-up"
+    elif oracle.is_oracle(summary):
+        reason = f"{oracle.MARK}: it drafts the target's own text"
     else:
         reason = "" if summary["guarantee"] == "EXACT" else "; ".join(_losses(summary, text_loss))
     return Ranking(not reason, reason, text_loss)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
+from pathlib import Path, PurePath
 from typing import Any, get_args
 
 import yaml
@@ -22,6 +23,7 @@ from bench.errors import UserError
 from bench.utils import redact
 from bench.utils.files import json_sha256
 
+_NAMED = ("method", "dataset", "model")
 OUTSIDE = frozenset({"paths", "tracker"})  # groups that do not change what is measured
 _LABELLED = frozenset({"measure", "hardware"})  # groups whose name is a label: their values say everything
 _SHORT = 12
@@ -49,7 +51,7 @@ def job_id(cfg: RunConfig) -> str:
 
 def names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Method, data set and model of a configuration, as they are called today; a quick look before ``fingerprint``."""
-    found = ((group, str((config.get(group) or {}).get("name"))) for group in ("method", "dataset", "model"))
+    found = ((group, redact.text(str((config.get(group) or {}).get("name")))) for group in _NAMED)
     return tuple(MOVED_NAMES.get(group, {}).get(name, name) for group, name in found)
 
 
@@ -164,4 +166,10 @@ def _paths(tree: Any) -> list[str]:
 
 
 def _named(cfg: RunConfig, end: str) -> str:
-    return "-".join((*(sanitise(str(part["name"])) for part in (cfg.method, cfg.dataset, cfg.model)), end))
+    return "-".join((*(sanitise(_public(str(part["name"]))) for part in (cfg.method, cfg.dataset, cfg.model)), end))
+
+
+def _public(name: str) -> str:
+    """A name without the folders of this machine: of a path its last part."""
+    shown = redact.text(name)
+    return PurePath(shown).name if shown != name or Path(name).is_dir() else name

@@ -14,7 +14,7 @@ from bench.config.typecheck import check_arguments
 from bench.errors import UserError
 
 _COLDEST = 1e-6  # of ``methods.engine.sampling``, which would import torch
-_MOST_THREADS, _LARGEST_SEED = 4096, 2**63 - 1
+_MOST_THREADS, _LARGEST_SEED, _LONGEST_NAME = 4096, 2**63 - 1, 1000
 DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
 
 WEIGHTS = ("full", "int4")  # of a model's layers: as hardware.dtype says, or rounded to 4 bits
@@ -174,6 +174,10 @@ class RunConfig:
             name = values[key].get("name") if key in values else ""
             if not isinstance(name, str):
                 raise UserError(f"{key}.name must be text, got {name!r}. Set {key}.name=NAME.")
+            if key in values and not 0 < len(name) <= _LONGEST_NAME:
+                raise UserError(
+                    f"{key}.name must have 1 to {_LONGEST_NAME:,} characters, got {len(name):,}. Set {key}.name=NAME."
+                )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

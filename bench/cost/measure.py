@@ -349,8 +349,9 @@ def point_bytes(cost: CostRun, point: Point) -> int:
     batch, context, nodes = point
     shape, capacity = Architecture.of(cost.lm.config), context + max(cost.grid.nodes) + 1
     cache = shape.layers * batch * capacity * 2 * shape.kv_heads * shape.head_dim
-    widths = 2 * shape.vocab_size + 3 * shape.intermediate_size + 6 * shape.hidden_size
-    mask = batch * nodes * capacity * (shape.heads // shape.kv_heads)
+    chosen = shape.active_experts * (3 * shape.expert_size + 2 * shape.hidden_size) + 3 * shape.shared_size
+    widths = 2 * shape.vocab_size + max(3 * shape.intermediate_size, chosen) + 6 * shape.hidden_size
+    mask = batch * nodes * capacity * (shape.heads // shape.kv_heads) * (2 if shape.window_layers else 1)
     return int(cost.lm.dtype.itemsize * (cache + batch * nodes * widths + mask))
 
 

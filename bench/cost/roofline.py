@@ -1,7 +1,9 @@
 """Bytes and FLOPs of a pass, from the sizes of the model, and the measured limits of the device.
 
 Bytes are those no implementation can avoid: every weight once, keys and values of all rows once, those of the new
-nodes, the embeddings read and the logits. FLOPs are those of the matrix products, two per multiply-add; norms,
+nodes, the embeddings read and the logits. Of a mixture of experts, those that the tokens of a pass are expected to
+choose are read (an estimate, ``methods.engine.expert_layers.expected_experts``), and of a layer with a sliding window
+the keys and values that the window shows. FLOPs are those of the matrix products, two per multiply-add; norms,
 rotations and activation functions are left out. The peaks are measured in the run's number type and threads.
 """
 
@@ -29,7 +31,7 @@ class Work:
 
     Attributes:
         flops: of all matrix products, attention included.
-        weight_bytes: every matrix once.
+        weight_bytes: every matrix once, but experts that no token is expected to choose.
         cache_bytes: keys and values of all rows read once, those of the nodes written.
         other_bytes: embeddings read, logits written.
     """
@@ -58,13 +60,15 @@ def work(shape: Architecture, itemsize: int, batch: int, nodes: int, context: in
         context: committed tokens per row.
     """
     tokens = batch * nodes
-    seen = batch * (nodes * context + nodes * (nodes + 1) // 2)
-    attention = 4 * shape.layers * shape.heads * shape.head_dim * seen  # scores, and the mean of the values
-    slot = shape.layers * 2 * shape.kv_heads * shape.head_dim
+    kinds = ((shape.layers - shape.window_layers, context + nodes), (shape.window_layers, shape.window))
+    seen = sum(layers * sum(min(most, context + i + 1) for i in range(nodes)) for layers, most in kinds)
+    read = sum(layers * min(most + nodes - 1, context + nodes) for layers, most in kinds)
+    slot = 2 * shape.kv_heads * shape.head_dim
     return Work(
-        flops=2 * tokens * shape.pass_weights + attention,
-        weight_bytes=itemsize * shape.pass_weights,
-        cache_bytes=itemsize * slot * (batch * (context + nodes) + tokens),
+        # attention: scores, and the mean of the values
+        flops=2 * tokens * shape.token_weights + 4 * batch * shape.heads * shape.head_dim * seen,
+        weight_bytes=round(itemsize * shape.read_weights(tokens)),
+        cache_bytes=itemsize * slot * (batch * read + shape.layers * tokens),
         other_bytes=itemsize * tokens * (shape.hidden_size + shape.vocab_size),
     )
 

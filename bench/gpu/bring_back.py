@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from bench import validate
-from bench.analysis import pairs
+from bench.analysis import audit, pairs
 from bench.errors import UserError
 from bench.gpu import start
 from bench.records import run_folder
+from bench.utils import files
 
 _OTHERS = ("costs", "lossless")  # folders of records that are no runs
 
@@ -57,13 +58,14 @@ def unpack(archives: Sequence[Path], folder: Path) -> None:
         ) from error
 
 
-def bring_back(folder: Path, target: Path, *, condense: bool = False) -> Iterator[Brought]:
+def bring_back(folder: Path, target: Path, *, condense: bool = False, invalid: bool = False) -> Iterator[Brought]:
     """Copy finished and sound records into a folder, with their samples packed.
 
     Args:
         folder: of an unpacked archive.
         target: as ``results/reference``.
         condense: keep only the times of each prompt, see ``bench.analysis.pairs``.
+        invalid: take INVALID runs too.
     """
     for source in _records(folder / "results"):
         place = target / source.relative_to(folder / "results")
@@ -76,6 +78,10 @@ def bring_back(folder: Path, target: Path, *, condense: bool = False) -> Iterato
             continue
         if problems := validate.check_one(source).problems:
             yield Brought(place, "refused", problems[0])
+            continue
+        summary = (files.read_json(source / run_folder.SUMMARY) or {}) if is_run and not invalid else {}
+        if summary and audit.result(summary) == "INVALID":
+            yield Brought(place, "refused", f"it is INVALID: {audit.explained(summary)[0]}")
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, place, ignore=shutil.ignore_patterns("*.lock"))

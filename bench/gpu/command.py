@@ -95,10 +95,12 @@ class ImportOptions:
     Attributes:
         to: folder of the records; unless given, that of the project's
         condense: keep only the times of each prompt, not its steps and texts
+        invalid: take INVALID runs too
     """
 
     to: Path | None = None
     condense: bool = False
+    invalid: bool = False
 
 
 def help_text() -> str:
@@ -204,7 +206,7 @@ def _import(words: list[str]) -> int:
     target = asked.to or Path(reference or "results/reference")
     with tempfile.TemporaryDirectory() as scratch:
         bring_back.unpack([Path(name) for name in archives], Path(scratch))
-        found = list(bring_back.bring_back(Path(scratch), target, condense=asked.condense))
+        found = list(bring_back.bring_back(Path(scratch), target, condense=asked.condense, invalid=asked.invalid))
     print("\n".join(each.line() for each in found) or "no records in the archive")
     print(
         f"{sum(each.state == 'new' for each in found)} new records in {target}. Next: make readme, then git add them."

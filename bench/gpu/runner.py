@@ -25,6 +25,7 @@ from bench.utils import files
 
 State = Literal["done", "failed", "out of time", "not started"]
 _POLL_S = 0.5
+_SHOWN = 4  # words of a command in the log of the stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Job:
         files.write_json(self._state(stage), content)
         words = {OK: "", INVALID: "INVALID", None: "stopped"}
         bad = [
-            f"{words.get(code, f'exit code {code}')}: {' '.join(command)}"
+            f"{words.get(code, f'exit code {code}')}: {' '.join(command[:_SHOWN])}"
             for command, code in zip(commands, outcome.codes, strict=False)
             if code != OK
         ]

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from bench.analysis import stalls
-from bench.errors import explain
+from bench.errors import RunFailed, explain, is_of_cluster
 from bench.measure.instruments import Instruments
 from bench.measure.timing import Timed, timed_decode
 from bench.records.run_folder import REPEATED, Arm, RunFolder, Sample
 from bench.tasks import prompts
 from bench.tasks.prompts import Batch
 from bench.utils.progress import Progress, stage
-from methods.decoder import Decoder, Step
+from methods.decoder import Decoder, Rehearsed, Step
 
 _SEED_BYTES = 6  # 48 bits survive JSON readers that use doubles
 _MOST_AGAIN = 2  # times that a stalled pair is measured again
@@ -328,13 +328,31 @@ class Runner:
         ids: list[Tensor] = [torch.tensor(row, dtype=torch.long, device=device) for row in unit.rows]
         try:
             places = settings.batch_size if settings.refill else None
+            if isinstance(decoder, Rehearsed):
+                self._rehearse(decoder, ids, unit)
             return timed_decode(decoder, ids, settings.limit, settings.eos_ids, rng, self.instruments, places)
+        except SystemExit as error:
+            if is_of_cluster(error):
+                raise
+            raise RunFailed(
+                f"{type(decoder).__name__} ended the program at prompt {unit.batch.prompt_ids[0]} (SystemExit: "
+                f"{error.code}). A decoder must return or raise another exception."
+            ) from error
         except (RuntimeError, MemoryError, OSError) as error:
             context = max(map(len, unit.rows)) + settings.limit
             where = f"prompt {unit.batch.prompt_ids[0]} (context {context:,})"
             if failed := explain(error, where, self._kept()):
                 raise failed from error
             raise
+
+    def _rehearse(self, decoder: Rehearsed, ids: Sequence[Tensor], unit: _Unit) -> None:
+        """Before the clock starts; its time is of the warm-up and not of the loop."""
+        begin = self.wall()
+        decoder.rehearse(ids, self.settings.limit)
+        if unit.phase == "measure":
+            took = self.wall() - begin
+            self.seconds.warmup += took
+            self.seconds.loop -= took
 
     def _samples(self, unit: _Unit, timed: Timed, arm: Arm, order: int, others_bytes: int) -> list[Sample]:
         """The rows of an arm, one per prompt of the batch."""

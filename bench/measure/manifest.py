@@ -146,7 +146,7 @@ def manifest(
             "load_average": {"start": machine.load_average(), "end": None},
             "gpu_utilisation": {"start": shared.gpu_busy},
             "gpu_state": {"start": machine.gpu_state(loaded.lm.device), "end": None},
-            "versions": machine.versions(),
+            "versions": machine.versions(parts.method.libraries),
             "git": machine.git_state(),
         }
     )

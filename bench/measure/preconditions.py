@@ -156,6 +156,11 @@ def _device(cfg: RunConfig) -> str | None:
     return None
 
 
+def _libraries(cfg: RunConfig) -> str | None:
+    missing = _method(cfg).missing_library()
+    return missing and f"method={cfg.method['name']} cannot run here. {missing}"
+
+
 def _kind(cfg: RunConfig) -> str | None:
     masked = bool(getattr(instantiate.locate(cfg.model["_target_"]), "denoises", False))
     text_kind = _kind_of_model(cfg.model)
@@ -263,7 +268,7 @@ def random_weights(like: str, reason: str) -> str:
     """Why a model with random weights is refused."""
     return (
         f"model.like={like} has random weights, and {reason}. Use it with python -m bench cost, or with "
-        "method=autoregressive or method=hf_generate on a data set without scores (dataset=demo, dataset=mtbench); "
+        "method=autoregressive, oracle or hf_generate on a data set without scores (dataset=demo, dataset=mtbench); "
         "otherwise choose a model with weights."
     )
 
@@ -299,6 +304,7 @@ _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the 
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
     _device: ("method", "hardware"),
+    _libraries: ("method",),
     _kind: ("method", "dataset", "model"),
     _filled: ("dataset", "model", "max_new_tokens", "max_context"),
     _models: ("method", "model", "paths"),

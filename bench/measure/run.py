@@ -36,7 +36,7 @@ from bench.measure.threshold_calibration import Choice, Writer
 from bench.models import artifacts, loading
 from bench.models.artifacts import Prepared
 from bench.models.source import Loaded
-from bench.records import lookup, run_folder
+from bench.records import digests, lookup, run_folder
 from bench.records.run_folder import RunFolder, Sample
 from bench.report import terminal, tracked_run
 from bench.report.terminal import plural
@@ -46,7 +46,6 @@ from bench.utils.progress import stage
 from methods.decoder import CostAware, Decoder
 from methods.engine.cuda_graphs import GraphedLM
 
-CALIBRATION = "calibration.json"  # beside the manifest: the losses that a threshold was chosen by
 _BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
 _MASK_BY_MASK = {  # the baseline of a diffusion model, which knows no order of tokens
     "name": "diffusion",
@@ -285,7 +284,8 @@ def build_method(cfg: RunConfig, loaded: Loaded, drafts: Mapping[str, Loaded]) -
         print(f"warning: {part.warning}", file=sys.stderr)
     load_model = loading.draft_loader(cfg, loaded.tokenizer, drafts)
     folder = part.folder if part else None
-    return instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, folder), part
+    cache = Path(cfg.paths.cache)
+    return instantiate.build_decoder(cfg.method, loaded.lm, cfg.sampling, load_model, folder, cache), part
 
 
 def _calibrate_all(arms: Sequence[_Arm], done: dict[int, RunResult | Exception]) -> None:
@@ -346,7 +346,7 @@ def _measure_all(arms: Sequence[_Arm], shared: Shared, done: dict[int, RunResult
                 done[arm.place] = error
                 continue
             if arm.choice:
-                files.write_json(folder.path / CALIBRATION, arm.choice.to_json())
+                files.write_json(folder.path / run_folder.CALIBRATION, arm.choice.to_json())
             measured.append((arm, MethodArm(arm.parts.method, folder, arm.parts.held_bytes)))
         try:
             _measure([(arm.cfg, arm.parts, method) for arm, method in measured], shared)
@@ -358,9 +358,14 @@ def _measure_all(arms: Sequence[_Arm], shared: Shared, done: dict[int, RunResult
                 raise
             return
         for arm, method in measured:
+            try:
+                method.folder.require_samples()
+            except RunFailed as error:
+                method.error = method.error or error
             if method.error is not None:
                 done[arm.place] = method.error
             else:
+                method.folder.update(ended_at=manifest.now())
                 run_folder.write_summary(method.folder.path, summarise(method.folder.path).content)
             _end(method.folder, method.error)
             method.folder.close()
@@ -530,7 +535,7 @@ def _clocked(spent: Seconds, stage: str) -> Iterator[None]:
 def _end(folder: RunFolder, error: BaseException | None) -> None:
     """Record in the manifest how the measurement ended."""
     if error is None:
-        folder.update(status="finished", ended_at=manifest.now())
+        folder.update(**digests.sealed(folder.path, folder.manifest | {"status": "finished"}))
         return
     stopped = isinstance(error, (KeyboardInterrupt, SystemExit))  # by the user, or by a cluster that resumes later
     trace = "".join(traceback.format_exception(error))

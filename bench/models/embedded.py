@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ _CONVERSION = 1  # raise when the conversion changes what it writes
 _WEIGHTS = "model.safetensors"
 _PUBLIC = 0o644  # temporary files and safetensors are private to their maker; a cache may be shared
 _SCRATCH = ".fetch-"
+_CHECKED = ".checked.json"
 _COMMAND = "python -m bench fetch models smollm2"
 
 
@@ -76,7 +77,10 @@ class EmbeddedModel:
     """SmolLM2-135M-Instruct as ``python -m bench fetch models smollm2`` left it."""
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:
-        """See ``bench.models.source.Source``. Takes about a second; other types than bfloat16 hold the same values."""
+        """See ``bench.models.source.Source``. Takes about a second; other types than bfloat16 hold the same values.
+
+        The digest of the weights is checked once, and again after any change of their file.
+        """
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,6 +91,7 @@ class EmbeddedModel:
                 f"(93 MB, half a minute). Fetch it: {_COMMAND}"
             )
         try:
+            require_unchanged(folder / _WEIGHTS, SMOLLM2.weights_sha256)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, SafetensorError) as error:
@@ -95,6 +100,34 @@ class EmbeddedModel:
                 f"it again: {_COMMAND}"
             ) from error
         return Read(model, tokenizer, folder.name, SMOLLM2.weights_sha256)
+
+
+def require_unchanged(weights: Path, sha256: str) -> None:
+    """Refuse weights that are not the ones the model is defined by; a record would name those.
+
+    What was found right is remembered beside the file, by its size, times and inode, where that can be written.
+
+    Raises:
+        UserError: they are others.
+    """
+    remembered = weights.with_name(_CHECKED)
+    state = _state(weights, sha256)
+    if files.read_json(remembered) == state:
+        return
+    if (found := weights_digest(weights)) != sha256:
+        raise UserError(
+            f"{weights} must hold the weights with sha256 {sha256[:12]}, got {found[:12]}: the file was changed after "
+            f"it was fetched. Delete its folder and fetch it again: {_COMMAND}"
+        )
+    with suppress(OSError):
+        files.write_json(remembered, state)
+
+
+def _state(weights: Path, sha256: str) -> dict[str, Any]:
+    """What differs after any change of a file, also after one that sets its time back."""
+    now = weights.stat()
+    times = {"modified_ns": now.st_mtime_ns, "changed_ns": now.st_ctime_ns}
+    return {"sha256": sha256, "bytes": now.st_size, "inode": now.st_ino} | times
 
 
 # ---------------------------------------------------------------------------------------------------------- fetching

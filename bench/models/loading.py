@@ -160,6 +160,7 @@ def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, ke
     what = f"A model of {stored:,} weights in {str(dtype).removeprefix('torch.')}"
     if device.type != "cpu":  # it is made on the host
         memory.require(what, stored * dtype.itemsize, torch.device("cpu"), cure)
+        cure = f"It takes {memory.gpus(stored * dtype.itemsize)}, and a model is on one GPU here. {cure}"
     memory.require(what, peak * dtype.itemsize, device, cure)
 
 

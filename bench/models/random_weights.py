@@ -71,7 +71,10 @@ class RandomModel:
             "kv_heads": kv_heads,
             "max_positions": max_positions,
         }
-        shape = replace(architecture(like) if like else _SMALL, **{k: v for k, v in given.items() if v is not None})
+        shape = architecture(like) if like else _SMALL
+        if layers is not None and layers > 0:
+            shape = shape.with_layers(layers)
+        shape = replace(shape, **{k: v for k, v in given.items() if v is not None})
         _check(shape)
         if not 0 <= seed < 2**63:
             raise ValueError(f"model.seed must be at least 0 and below 2^63, got {seed}.")

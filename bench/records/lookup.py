@@ -125,8 +125,9 @@ def local_files(method: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
+    file = folder / run_folder.CONFIG
     try:
-        found = yaml.load((folder / run_folder.CONFIG).read_text(encoding="utf-8"), Loader=_LOADER)
-    except (OSError, yaml.YAMLError):
+        found = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER) if file.is_file() else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return found if isinstance(found, dict) else None

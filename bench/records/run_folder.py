@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.errors import UserError, explain
+from bench.errors import RunFailed, UserError, explain
 from bench.records import schemas
 from bench.utils import files
 
@@ -100,6 +100,8 @@ class Sample:
 _FIELDS = tuple(field.name for field in fields(Sample))
 MANIFEST, CONFIG, SAMPLES, SUMMARY = "manifest.json", "config.yaml", "samples.jsonl", "summary.json"
 PACKED = f"{SAMPLES}.gz"
+CALIBRATION = "calibration.json"  # the losses that a threshold was chosen by
+DIGEST = "digest"  # in the manifest, see ``bench.records.digests``
 PAIRS = "pairs.json.gz"  # what ``bench.analysis.pairs.condense`` keeps of the samples
 REPEATED, REPLACED = ".new", ".old"  # endings of folders: a repetition until it is complete, and what it replaces
 _LOCK = ".lock"
@@ -117,7 +119,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: ExitStack, manifest: dict[str, Any], samples: list[Sample]) -> None:
         self.path, self.manifest, self.samples = path, manifest, samples
         self._lock, self._done = lock, _keys(samples)
-        self._file = os.open(path / SAMPLES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._open()
 
     @classmethod
     def create(
@@ -156,22 +158,29 @@ class RunFolder:
             _unpack(path)
             folder = cls(path, lock, read_manifest(path) or {}, _recover(path / SAMPLES))
             files.atomic_write(path / CONFIG, config_yaml)
+            folder.manifest.pop(DIGEST, None)
             folder.update(**manifest, run_id=run_id, schema_version=SCHEMA_VERSION, status="running", error=None)
             folder._lock = lock.pop_all()
         return folder
+
+    def _open(self) -> None:
+        self._file = os.open(self.path / SAMPLES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        now = os.fstat(self._file)
+        self._inode, self._size = (now.st_dev, now.st_ino), now.st_size
 
     def append(self, samples: Sequence[Sample]) -> None:
         """Write the rows of one batch, both arms, and wait until they are on the disk.
 
         Raises:
-            RunFailed: they could not be written; the file is as it was before.
+            RunFailed: they could not be written, and the file is as it was before; or the file is another one.
         """
-        lines = "".join(map(_line, samples))
-        size = os.fstat(self._file).st_size
+        self.require_samples()
+        lines, size = "".join(map(_line, samples)).encode(), self._size
         with machine_failures(kept=len(self._done)):
             try:
-                _write_all(self._file, lines.encode())
+                _write_all(self._file, lines)
                 os.fsync(self._file)
+                self._size += len(lines)
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(self._file, size)
@@ -185,12 +194,30 @@ class RunFolder:
         Raises:
             RunFailed: they could not be written; the file is as it was before.
         """
+        self.require_samples()
         again = {_unit(sample) for sample in samples}
         kept = [replace(s, phase="stalled") if _unit(s) in again else s for s in self.samples]
         _replace(self.path / SAMPLES, "".join(map(_line, [*kept, *samples])))
         os.close(self._file)  # of the file that was replaced
-        self._file = os.open(self.path / SAMPLES, os.O_WRONLY | os.O_APPEND)
+        self._open()
         self.samples = [*kept, *samples]
+
+    def require_samples(self) -> None:
+        """Notice that the samples on the disk are no longer those that were written.
+
+        Raises:
+            RunFailed: they were removed, replaced or cut meanwhile.
+        """
+        try:
+            there = (self.path / SAMPLES).stat()
+        except OSError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != self._inode or there.st_size != self._size:
+            how = "removed" if there is None else "replaced or changed"
+            raise RunFailed(
+                f"{self.path / SAMPLES} was {how} while the run wrote it. What is left of it is kept; run the same "
+                "command to measure the rest."
+            )
 
     def done_keys(self) -> set[tuple[str, int]]:
         """``(prompt_id, repeat)`` of every measured pair."""
@@ -237,8 +264,13 @@ def restore(path: Path) -> None:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Replace the summary of a run folder, which need not be the run being written."""
-    _replace(path / SUMMARY, _json(summary))
+    """Replace the summary of a run folder, which need not be the run being written, and its digest if it has one."""
+    content = _json(summary)
+    _replace(path / SUMMARY, content)
+    manifest = read_manifest(path) or {}
+    if DIGEST in manifest:
+        manifest[DIGEST] |= {SUMMARY: files.sha256(content)}
+        _replace(path / MANIFEST, _json(manifest))
 
 
 @contextmanager
@@ -277,13 +309,22 @@ def read_lines(file: Path) -> list[bytes]:
     Raises:
         UserError: what is packed is damaged.
     """
+    return unpacked(file).split(b"\n")
+
+
+def unpacked(file: Path) -> bytes:
+    """The content of a file, packed or not.
+
+    Raises:
+        UserError: what is packed is damaged.
+    """
     data = file.read_bytes()
     if file.suffix == ".gz":
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{file} is damaged ({error}). Restore it, or delete the folder and run again.") from error
-    return data.split(b"\n")
+    return data
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -427,10 +468,11 @@ def validate(folder: Path) -> list[str]:
         manifest, samples = read_manifest(folder), [] if (folder / PAIRS).is_file() else read_samples(folder)
     except UserError as error:
         return [str(error)]
-    return [*_manifest_problems(folder, manifest), *_pair_problems(samples), *_row_problems(samples, manifest or {})]
+    return [*manifest_problems(folder, manifest), *_pair_problems(samples), *_row_problems(samples, manifest or {})]
 
 
-def _manifest_problems(folder: Path, manifest: dict[str, Any] | None) -> Iterator[str]:
+def manifest_problems(folder: Path, manifest: Mapping[str, Any] | None) -> Iterator[str]:
+    """What is wrong with a manifest, and files that are missing beside it."""
     if manifest is None:
         yield f"{MANIFEST} is missing"
         return
@@ -490,8 +532,13 @@ def _line(sample: Sample) -> str:
 
 
 def _replace(file: Path, content: str | bytes) -> None:
-    with machine_failures():
-        files.atomic_write(file, content)
+    try:
+        with machine_failures():
+            files.atomic_write(file, content)
+    except FileNotFoundError as error:
+        raise RunFailed(
+            f"{file.parent} was removed while it was written. Run the same command to measure again."
+        ) from error
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bench.analysis import audit, metrics, ranking
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
-from bench.records import run_folder, schemas
+from bench.records import digests, run_folder, schemas
 from bench.report import tables, terminal
 from bench.utils import files
 from bench.utils.files import read_json
@@ -80,6 +80,8 @@ def _record(folder: Path, source: Source) -> Record:
     except UserError as error:
         return Record(folder, {"status": "damaged", "error": str(error)}, None, source, str(error))
     summary, file = read_summary(folder), folder / run_folder.SUMMARY
+    if (summary is not None or not file.is_file()) and (wrong := digests.changed(folder, manifest, data=False)):
+        return Record(folder, manifest, None, source, f"{folder}: {wrong[0]}.")
     if summary is not None or not file.is_file():
         return Record(folder, manifest, summary, source)
     wrong = schemas.problem("summary", read_json(file))

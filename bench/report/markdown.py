@@ -15,7 +15,7 @@ from typing import Any
 from bench.analysis import audit, oracle
 from bench.analysis.summary import summarise
 from bench.errors import UserError
-from bench.records import run_folder
+from bench.records import digests, run_folder
 from bench.report import html, leaderboard, tables, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import ComparisonGroup
@@ -34,6 +34,11 @@ def rebuild(found: Sequence[Record], *, everything: bool = False) -> tuple[list[
     for record in found:
         condensed = (record.path / run_folder.PAIRS).is_file()  # its summary cannot be derived again
         if record.source == "own" and record.finished and (record.summary is None or (everything and not condensed)):
+            if run_folder.DIGEST in record.manifest and not digests.damaged_summary_alone(record.path, record.manifest):
+                changed = digests.changed(record.path, record.manifest)
+                problems.append(f"{record.path}: {changed[0]}.")
+                made.append(replace(record, summary=None))
+                continue
             try:
                 summary = summarise(record.path).content
                 run_folder.write_summary(record.path, summary)

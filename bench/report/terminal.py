@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.analysis import audit, metrics, ranking
+from bench.analysis import audit, metrics, oracle, ranking
 from bench.config import overrides
 from bench.errors import UserError
 from bench.report import tables
@@ -346,7 +346,8 @@ def _result(summary: Mapping[str, Any], path: str) -> Iterator[str]:
         return
     outcome, reasons = audit.result(summary), audit.explained(summary)
     counted = f" - {plural(len(reasons), 'reason')}" if reasons else ""
-    yield f"RESULT: {outcome}{counted}     {path}"
+    mark = f" {oracle.MARK}" if oracle.is_oracle(summary) else ""
+    yield f"RESULT: {outcome}{mark}{counted}     {path}"
     for number, reason in enumerate(reasons, start=1):
         yield from textwrap.wrap(reason, width(), initial_indent=f"  {number}. ", subsequent_indent="     ")
     for warning in verdict.get("warnings") or []:
@@ -418,7 +419,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "memory": lambda run: _quantity(run["peak_memory_bytes"], ".0f", " MiB", scale=2**20),
     "agreement": lambda run: _percent((run.get("agreement") or {}).get("exact")),
     "identical": _identical,
-    "result": audit.result,
+    "result": lambda run: f"{audit.result(run)} {oracle.MARK}" if oracle.is_oracle(run) else audit.result(run),
 }
 _TRANSLATION: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "BLEU": lambda run: number(run["quality"]["bleu"]),

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.config import compose
 from bench.config.schema import RunConfig
-from bench.errors import BAD_INPUT, FAILED, INTERRUPTED, INVALID, OK, classify, report_failure
+from bench.errors import BAD_INPUT, FAILED, INTERRUPTED, INVALID, OK, classify, is_of_cluster, report_failure
 from bench.utils import files
 
 ARMS = "arms"  # word of the command line: methods that are measured together
@@ -96,7 +96,9 @@ def attempt(task: Task, fresh: bool | datetime, since: datetime | None = None) -
         if len(cfgs) == 1:
             return Result(execute(cfgs[0], fresh, since=since))
         return _execute_together(cfgs, fresh, since)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and is_of_cluster(error):
+            raise
         return Result(report_failure(error), classify(error)[1])
 
 

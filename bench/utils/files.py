@@ -73,7 +73,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """A JSON object; None where the file has none."""
+    """A JSON object; None where the file has none, or is no regular file."""
+    if not file.is_file():  # reading a named pipe would wait for a writer
+        return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,9 +45,13 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of what the numbers depend on."""
-    packages = ("torch", "transformers", "numpy", "decodebench")
+def versions(more: Iterable[str] = ()) -> dict[str, str | None]:
+    """Versions of what the numbers depend on.
+
+    Args:
+        more: optional packages that did the work.
+    """
+    packages = ("torch", "transformers", "numpy", "decodebench", *more)
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 

@@ -14,6 +14,8 @@ from bench.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+_GPU_GB = (80, 141)  # memory of an H100 and of an H200
+_USABLE = 0.9  # of it: the rest is for caches and work space
 _GROUP = Path("/sys/fs/cgroup")  # limits of a container (cgroup v2)
 
 
@@ -41,6 +43,15 @@ def require(what: str, needed: int, device: torch.device, cure: str) -> None:
     if needed > (free := free_bytes(device)):
         place = "on the GPU" if device.type == "cuda" else "in memory"
         raise UserError(f"{what} needs {gib(needed)}, and {gib(free)} are free {place}. {cure}")
+
+
+def gpus(needed: int) -> str:
+    """How many GPUs of usual sizes hold so many bytes: ``2 GPUs of 80 GB or 1 of 141 GB``."""
+    counts = [-(-needed // int(_USABLE * size * 1e9)) for size in _GPU_GB]
+    first = f"{counts[0]} GPU{'s' if counts[0] > 1 else ''} of {_GPU_GB[0]} GB"
+    if counts[0] == 1:
+        return first
+    return " or ".join([first, *(f"{count} of {size} GB" for count, size in zip(counts[1:], _GPU_GB[1:], strict=True))])
 
 
 def gib(count: int | float) -> str:

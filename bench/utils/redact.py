@@ -21,16 +21,20 @@ _SHAPES = re.compile(  # what the tokens of common services look like, whatever 
 )
 _IN_URL = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)[^/\s:@]*:[^/\s@]+@")
 _PART = r"[^\s/'\",:;=()\[\]{}]+"
-_PATH = re.compile(rf"(?<![\w.:/\-])(?:~|/{_PART})(?:/{_PART})+")
+_PATH = re.compile(rf"(?<![\w.:/\-])(?:~|\.\.?|/{_PART})(?:/{_PART})+")
 
 # What a reader may want to know of the environment, because it changes speed or numbers.
 _RELEVANT = re.compile(
     r"^(?:OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|ONEDNN_|DNNL_|TORCH|PYTORCH_|CUDA_|CUBLAS_|NCCL_|NVIDIA_TF32|MALLOC_|LD_PRELOAD$)"
 )
+_FOLDER = re.compile(r"_(?:DIR|HOME|PATH|ROOT)$")  # as of caches, which may contain the name of a user
 
 
 def text(value: str) -> str:
-    """A text without secrets and without absolute paths; of a path its last part stays."""
+    """A text without secrets and without paths that begin at a root, a home or the current folder.
+
+    Of a path its last part stays.
+    """
     value = _IN_URL.sub(rf"\g<scheme>{HIDDEN}@", value)
     value = _NAMED.sub(_hide, value)
     value = _SHAPES.sub(HIDDEN, value)
@@ -47,9 +51,10 @@ def argv(words: Sequence[str]) -> list[str]:
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that change speed or numbers, scrubbed; all others are left out."""
+    """The variables that change speed or numbers, scrubbed; all others are left out, as are names of folders."""
     variables = os.environ if variables is None else variables
-    return {name: text(value) for name, value in sorted(variables.items()) if _RELEVANT.match(name)}
+    kept = {name: value for name, value in variables.items() if _RELEVANT.match(name) and not _FOLDER.search(name)}
+    return {name: text(value) for name, value in sorted(kept.items())}
 
 
 def tree(value: Any) -> Any:

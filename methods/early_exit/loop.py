@@ -338,5 +338,9 @@ def map_share(target: CausalLM) -> float:
 
 
 def _layer_bytes(target: CausalLM) -> float:
-    """What a token reads in one layer; of an encoder-decoder, in one of the decoder."""
-    return float(target.weight_bytes - target.skip([0], [0]).weight_bytes)
+    """What a token reads in one layer, the mean of all; of an encoder-decoder, in one of the decoder.
+
+    Of a mixture of experts, those that a token passes through.
+    """
+    every = range(target.n_layers)
+    return float(target.pass_bytes(1) - target.skip(every, every).pass_bytes(1)) / target.n_layers

@@ -18,10 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from methods.engine import causal_layers, token_tree
-from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, UnsupportedModel
+from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, SparseFeedForward, UnsupportedModel
 from methods.engine.cpu_kernels import FusedLayers, expressible
+from methods.engine.expert_layers import ClampedSwish, expected_experts
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Int4Linear, Linear, LinearForm, make_linear
+from methods.engine.sampling import in_float
 from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
@@ -61,6 +63,21 @@ class Output:
 
 
 @dataclass(slots=True)
+class Near:
+    """What layers with a sliding window use in a pass in the place of ``Pass.cos``, ``Pass.sin`` and ``Pass.mask``.
+
+    Attributes:
+        mask: over the slots from ``start`` on.
+        start: the first slot that a node of any row may see there.
+    """
+
+    cos: Float[Tensor, "b M 1 r"]
+    sin: Float[Tensor, "b M 1 r"]
+    mask: Float[Tensor, "b 1 MG S"] | None
+    start: int = 0
+
+
+@dataclass(slots=True)
 class Pass:
     """State of a pass on its way through the layers.
 
@@ -70,6 +87,7 @@ class Pass:
         mask: [B or 1, 1, M * G, S] additive, G query heads per key head; None where all of S is visible, or ``fused``.
         slots: cache slots of the nodes; None where all rows have the same length.
         end: S, the slots a node may see at most.
+        near: of layers with a sliding window; None if the model has none.
         fused: kernels run the layers, which know what a node sees from ``reach`` and the cache's lengths.
         reach: which node sees which, its own included; None: a chain.
     """
@@ -81,6 +99,7 @@ class Pass:
     slots: Int[Tensor, "B M"] | None
     end: int
     cache: Cache
+    near: Near | None = None
     fused: bool = False
     reach: Bool[Tensor, "B M M"] | None = None
 
@@ -94,10 +113,13 @@ class CausalLM:
         eos_ids: ids that end a text; empty if the model declares none.
         hf: the original model, or None where its weights were released.
         weights: of the layers: ``full``, in the type of the device; or ``int4``, see ``methods.engine.linear``.
+        window: tokens that a token sees in layers with a sliding window; None if there are none.
     """
 
     weights: Weights = "full"
     _fused: FusedLayers | None = None
+    window: int | None = None
+    _logit_cap: float | None = None
 
     def __init__(
         self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False, weights: Weights = "full"
@@ -111,13 +133,15 @@ class CausalLM:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.max_positions = causal_layers.max_positions(config)
+        self.max_positions = int(config.max_position_embeddings)
         self.eos_ids = eos_ids(model)
         self.skipped_attention: frozenset[int] = frozenset()
         self.skipped_mlp: frozenset[int] = frozenset()
-        self._scale = float(getattr(config, "attention_multiplier", None) or self.head_dim**-0.5)
+        over = getattr(config, "query_pre_attn_scalar", None) or self.head_dim
+        self._scale = float(getattr(config, "attention_multiplier", None) or over**-0.5)
         self._residual = float(getattr(config, "residual_multiplier", 1.0))
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
+        self._logit_cap = getattr(config, "final_logit_softcapping", None)
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
         self.weights = weights
         self._read(model, linear, keep_hf)
@@ -165,17 +189,23 @@ class CausalLM:
         )
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._embed_factor = torch.tensor(self._embed_scale, dtype=self.dtype, device=self.device)
-        self._rope = RotaryTable(base.rotary_emb, self.device, self.dtype)
+        kinds = sorted(causal_layers.rope_parameters(self.config))  # of all layers, or full_ before sliding_attention
+        self._rope = RotaryTable(base.rotary_emb, self.device, self.dtype, kinds[0])
+        self._near_rope = self._rope
+        if len(kinds) > 1:
+            self._near_rope = RotaryTable(base.rotary_emb, self.device, self.dtype, kinds[1])
         head: Any = model.get_output_embeddings()
         self._final_norm: Rows = causal_layers.read_norm(base.norm)  # type: ignore[assignment]
         self._head: Linear = make_linear([head.weight.detach()], [head.bias], linear)
         self.layers: list[Layer] = []
-        for layer in base.layers[: self.config.num_hidden_layers]:
-            self.layers.append(causal_layers.read_layer(layer, linear if self.weights == "full" else self.weights))
+        form: LinearForm = linear if self.weights == "full" else self.weights
+        for index, layer in enumerate(base.layers[: self.config.num_hidden_layers]):
+            self.layers.append(causal_layers.read_layer(layer, form, self.config, index))
             if not keep_hf:
                 causal_layers.release(layer)
         if not keep_hf:
             causal_layers.release(model)
+        self.window = next((found.attention.window for found in self.layers if found.attention.window), None)
         self.hf = model if keep_hf else None
 
     @property
@@ -184,21 +214,40 @@ class CausalLM:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the matrices this view multiplies with in a pass, and of the embedding."""
+        """Bytes of the matrices this view multiplies with, all experts among them, and of the embedding."""
         products = [self._head, *self._products()]
-        return sum(p.nbytes for p in products) + self._embedding.numel() * self._embedding.element_size()
+        experts = sum(mlp.experts.nbytes for mlp in self._sparse())
+        embedding = self._embedding.numel() * self._embedding.element_size()
+        return sum(p.nbytes for p in products) + experts + embedding
+
+    def pass_bytes(self, tokens: int) -> float:
+        """Of ``weight_bytes``, those that a pass over so many tokens is expected to read, see ``expected_experts``."""
+        unread = 0.0
+        for mlp in self._sparse():
+            count = mlp.experts.count
+            unread += mlp.experts.nbytes * (1 - expected_experts(count, mlp.router.active, tokens) / count)
+        return self.weight_bytes - unread
 
     @property
     def int4_bytes(self) -> int:
         """Of ``weight_bytes``, those in 4-bit blocks; passes of many rows multiply with a copy in bfloat16."""
-        return sum(product.int4_bytes for product in self._products() if isinstance(product, Int4Linear))
+        experts = [product for mlp in self._sparse() for product in mlp.experts.products()]
+        return sum(product.int4_bytes for product in (*self._products(), *experts) if isinstance(product, Int4Linear))
 
     def _products(self) -> Iterator[Linear]:
+        """All but those of experts that only some tokens pass through."""
         for index, layer in enumerate(self.layers):
             if index not in self.skipped_attention:
                 yield from (layer.attention.qkv, layer.attention.out)
             if index not in self.skipped_mlp:
-                yield from (layer.mlp.gate_up, layer.mlp.down)
+                mlp = layer.mlp
+                yield from mlp.products if isinstance(mlp, SparseFeedForward) else (mlp.gate_up, mlp.down)
+
+    def _sparse(self) -> Iterator[SparseFeedForward]:
+        """Mixtures of experts that this view does not skip."""
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped_mlp and isinstance(layer.mlp, SparseFeedForward):
+                yield layer.mlp
 
     @property
     def encoder_bytes(self) -> int:
@@ -272,7 +321,8 @@ class CausalLM:
             if self._fused is not None:
                 return Pass(hidden, cos, sin, None, None, end, cache, fused=True)
             mask = None if nodes == 1 else causal_mask(nodes, start, groups, self.dtype, self.device)
-            return Pass(hidden, cos, sin, mask, None, end, cache)
+            near = None if self.window is None else self._near_chain(cos, sin, mask, nodes, cache)
+            return Pass(hidden, cos, sin, mask, None, end, cache, near)
         reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
         offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
         self._rope.reserve(end)
@@ -281,11 +331,48 @@ class CausalLM:
         if self._fused is not None:
             return Pass(hidden, cos, sin, None, slots, end, cache, fused=True, reach=reach)
         mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
-        return Pass(hidden, cos, sin, mask, slots, end, cache)
+        near = None if self.window is None else self._near(cos, sin, mask, reach, offsets, end, cache, fixed)
+        return Pass(hidden, cos, sin, mask, slots, end, cache, near)
 
-    def reserve_positions(self, positions: int) -> tuple[Tensor, Tensor]:
+    def _near_chain(self, cos: Tensor, sin: Tensor, mask: Tensor | None, nodes: int, cache: Cache) -> Near:
+        """Of a chain after rows of the same length."""
+        assert self.window is not None
+        begin = cache.lengths[0]
+        start, end, groups = max(0, begin + 1 - self.window), begin + nodes, self.heads // self.kv_heads
+        if self._near_rope is not self._rope:
+            cos, sin = self._near_rope.slice(begin, end)
+        if nodes > 1 and end > self.window:
+            row, places = cache.length[:1], torch.arange(nodes, device=self.device)[None]
+            mask = ragged_mask(row, None, nodes, end, groups, self.dtype, Window(self.window, start, places))
+        return Near(cos, sin, mask, start)
+
+    def _near(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        reach: Bool[Tensor, "B M M"] | None,
+        places: Int[Tensor, "b M"],
+        end: int,
+        cache: Cache,
+        fixed: bool,
+    ) -> Near:
+        """Of a tree, of rows of different length, or of a pass whose shapes do not depend on the lengths."""
+        assert self.window is not None
+        if self._near_rope is not self._rope:
+            self._near_rope.reserve(end)
+            cos, sin = self._near_rope.gather(cache.length[:, None] + places)
+        if end <= self.window:
+            return Near(cos, sin, mask)
+        start = 0 if fixed else max(0, min(cache.lengths) + 1 - self.window)
+        nodes, groups = places.shape[1], self.heads // self.kv_heads
+        window = Window(self.window, start, places)
+        return Near(cos, sin, ragged_mask(cache.length, reach, nodes, end, groups, self.dtype, window), start)
+
+    def reserve_positions(self, positions: int) -> tuple[Tensor, ...]:
         """Extend the rotary tables to so many positions; returned tables keep their memory while referenced."""
-        return self._rope.slice(0, positions)
+        near = () if self._near_rope is self._rope else self._near_rope.slice(0, positions)
+        return (*self._rope.slice(0, positions), *near)
 
     def run(
         self, state: Pass, layers: Iterable[int], hidden_layers: Collection[int] = ()
@@ -311,13 +398,15 @@ class CausalLM:
         propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3).
         """
         kept = [index for index in layers if index not in self.skipped_attention]
-        for rotary in (True, False):
-            group = [index for index in kept if self.layers[index].attention.rotary is rotary]
-            if not group:
-                continue
+        by_turn: dict[tuple[bool, bool], list[int]] = {}
+        for index in kept:
+            attention = self.layers[index].attention
+            by_turn.setdefault((attention.rotary, attention.window is not None), []).append(index)
+        for (rotary, windowed), group in by_turn.items():
             heads = torch.stack([self._project(index, state.hidden) for index in group])
             if rotary:  # of all layers at once: the token has one position
-                cos, sin = (t if len(t) == 1 else t.repeat(len(group), 1, 1, 1) for t in (state.cos, state.sin))
+                turn = state.near if windowed and state.near is not None else state
+                cos, sin = (t if len(t) == 1 else t.repeat(len(group), 1, 1, 1) for t in (turn.cos, turn.sin))
                 rotate_(heads.flatten(0, 1)[:, :, : self.kv_heads], cos, sin)
             for index, new in zip(group, heads, strict=True):
                 state.cache.write(index, new, state.slots)
@@ -345,6 +434,8 @@ class CausalLM:
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
         """Logits of hidden states that are already after the final norm."""
         logits = self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+        if self._logit_cap is not None:
+            return torch.tanh(logits / self._logit_cap) * self._logit_cap
         return logits if self._logit_divisor == 1.0 else logits / self._logit_divisor
 
     def norm(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
@@ -356,7 +447,10 @@ class CausalLM:
         return F.embedding(tokens, self._embedding) * self._embed_scale
 
     def output_rows(self, ids: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n D"], Float[Tensor, "n"] | None]:
-        """Weight and bias of the output matrix for some tokens: ``hidden @ weight.T + bias`` are their logits."""
+        """Weight and bias of the output matrix for some tokens: ``hidden @ weight.T + bias`` are their logits.
+
+        Of a model with a soft cap on its logits (Gemma 2) they are those before it, whose order is the same.
+        """
         weight, bias = self._head.dense[ids], self._head.bias
         kept = None if bias is None else bias[ids]
         if self._logit_divisor == 1.0:
@@ -468,10 +562,14 @@ class CausalLM:
         batch, nodes, width = state.hidden.shape
         rows = state.hidden if attention.norm is None else attention.norm(state.hidden)
         heads = attention.qkv(rows.reshape(-1, width)).view(batch, nodes, self.heads + 2 * self.kv_heads, self.head_dim)
-        heads = self.turn(attention, heads, state.cos, state.sin)
+        near = state.near if attention.window is not None else None
+        used = state if near is None else near
+        heads = self.turn(attention, heads, used.cos, used.sin)
         state.cache.write(index, heads[:, :, self.heads :], state.slots)
         keys, values = state.cache.view(index, state.end)
-        mixed = self._mix(heads[:, :, : self.heads], keys, values, state.mask)
+        if near is not None:
+            keys, values = keys[:, :, near.start :], values[:, :, near.start :]
+        mixed = self._mix(heads[:, :, : self.heads], keys, values, used.mask, attention)
         update = attention.out(mixed).view(batch, nodes, width)
         return update if attention.post_norm is None else attention.post_norm(update)
 
@@ -483,10 +581,10 @@ class CausalLM:
         return heads
 
     @staticmethod
-    def gate(activation: Rows, both: Float[Tensor, "R G"]) -> Float[Tensor, "R F"]:
+    def gate(activation: Rows | ClampedSwish, both: Float[Tensor, "R G"]) -> Float[Tensor, "R F"]:
         """The gate of a feed-forward sub-layer: from its first products to the input of the last."""
         gate, up = both.chunk(2, dim=-1)
-        return activation(gate) * up
+        return activation.join(gate, up) if isinstance(activation, ClampedSwish) else activation(gate) * up
 
     def _project(self, index: int, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M H d"]:
         attention = self.layers[index].attention
@@ -519,33 +617,73 @@ class CausalLM:
         return torch.cat([query, key, value], dim=2)
 
     def _mix(
-        self, query: Float[Tensor, "B M H d"], keys: Tensor, values: Tensor, mask: Tensor | None
+        self,
+        query: Float[Tensor, "B M H d"],
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        attention: Attention,
     ) -> Float[Tensor, "R HD"]:
         """Attention with the query heads of a group laid side by side, so that no key or value is repeated."""
         batch, nodes, heads, dim = query.shape
         groups = heads // self.kv_heads
         folded = query.view(batch, nodes, self.kv_heads, groups, dim).transpose(1, 2)
         folded = folded.reshape(batch, self.kv_heads, nodes * groups, dim)
-        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
+        if attention.soft_cap is None and attention.sinks is None:
+            mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
+        else:
+            mixed = capped_attention(folded, keys, values, mask, self._scale, attention)
         mixed = mixed.view(batch, self.kv_heads, nodes, groups, dim).transpose(1, 2)
         return mixed.reshape(batch * nodes, heads * dim)
 
-    def _feed(self, mlp: FeedForward, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M D"]:
-        rows = hidden if mlp.norm is None else mlp.norm(hidden)
-        update = mlp.down(self.gate(mlp.activation, mlp.gate_up(rows.reshape(-1, rows.shape[-1])))).view(hidden.shape)
+    def _feed(self, mlp: FeedForward | SparseFeedForward, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M D"]:
+        rows = (hidden if mlp.norm is None else mlp.norm(hidden)).reshape(-1, hidden.shape[-1])
+        if isinstance(mlp, SparseFeedForward):
+            update = mlp.mix(rows, self.gate).view(hidden.shape)
+        else:
+            update = mlp.down(self.gate(mlp.activation, mlp.gate_up(rows))).view(hidden.shape)
         return update if mlp.post_norm is None else mlp.post_norm(update)
 
 
-class RotaryTable:
-    """Cosines and sines of all positions so far asked for, computed by the model's own rotary module."""
+def capped_attention(
+    query: Float[Tensor, "B K R d"],
+    keys: Float[Tensor, "B K S d"],
+    values: Float[Tensor, "B K S d"],
+    mask: Float[Tensor, "b 1 R S"] | None,
+    scale: float,
+    attention: Attention,
+) -> Float[Tensor, "B K R d"]:
+    """Attention with a soft cap on the scores, or with sinks; row m * G + g of R is query head g of node m."""
+    scores = in_float(query @ keys.transpose(2, 3)) * scale
+    if attention.soft_cap is not None:
+        scores = torch.tanh(scores / attention.soft_cap) * attention.soft_cap
+    if mask is not None:
+        scores = scores + mask
+    if attention.sinks is None:
+        return scores.softmax(-1).to(values.dtype) @ values
+    batch, heads, rows, _ = scores.shape
+    sinks = attention.sinks.to(scores.dtype).view(heads, 1, -1).expand(-1, rows * heads // len(attention.sinks), -1)
+    column = sinks.reshape(1, heads, rows, 1).expand(batch, -1, -1, -1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1].to(values.dtype) @ values
 
-    def __init__(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        self._module, self._like = module, torch.empty(0, device=device, dtype=dtype)
+
+class RotaryTable:
+    """Cosines and sines of all positions so far asked for, computed by the model's own rotary module.
+
+    Args:
+        kind: type of the layers whose positions they are, if a module has several (Gemma 3).
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype, kind: str = "") -> None:
+        self._module, self._like, self._kind = module, torch.empty(0, device=device, dtype=dtype), kind
         self._cos, self._sin = self._build(256)
 
     def _build(self, positions: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():  # the same kind of tensors in every mode
-            cos, sin = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
+            positions_row = torch.arange(positions, device=self._like.device)[None]
+            cos, sin = self._module(self._like, positions_row, *((self._kind,) if self._kind else ()))
+        if type(self._module).__name__ == "GptOssRotaryEmbedding":  # both halves of a head share its columns
+            cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
         half = sin.shape[-1] // 2
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         return cos[0, :, None], signed[0, :, None]
@@ -592,17 +730,43 @@ def causal_mask(nodes: int, start: int, groups: int, dtype: torch.dtype, device:
     return mask.repeat_interleave(groups, 0)[None, None]
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A window on the slots of a cache.
+
+    Attributes:
+        size: positions that a node sees, the last ones and its own.
+        start: slots before this one are left out of the mask.
+        places: of the nodes, positions after the row's length.
+    """
+
+    size: int
+    start: int
+    places: Int[Tensor, "b M"]
+
+
 def ragged_mask(
-    length: Int[Tensor, "B"], reach: Bool[Tensor, "B M M"] | None, nodes: int, end: int, groups: int, dtype: torch.dtype
+    length: Int[Tensor, "B"],
+    reach: Bool[Tensor, "B M M"] | None,
+    nodes: int,
+    end: int,
+    groups: int,
+    dtype: torch.dtype,
+    window: Window | None = None,
 ) -> Float[Tensor, "B 1 MG S"]:
-    """Row b sees its own prefix, and of the pass what ``reach`` says (None: a chain)."""
-    offset = torch.arange(end, device=length.device)[None] - length[:, None]
+    """Row b sees its own prefix, and of the pass what ``reach`` says (None: a chain); of both what the window shows."""
+    start = 0 if window is None else window.start
+    offset = torch.arange(start, end, device=length.device)[None] - length[:, None]
+    inside = (offset >= 0) & (offset < nodes)
     if reach is None:
         visible = offset[:, None] <= torch.arange(nodes, device=length.device)[:, None]
     else:
-        inside = (offset >= 0) & (offset < nodes)
         columns = offset.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1)
         visible = torch.where(inside[:, None], reach.gather(2, columns), offset[:, None] < 0)
+    if window is not None:
+        places = window.places.expand(len(length), -1)
+        of_slots = torch.where(inside, places.gather(1, offset.clamp(0, nodes - 1)), offset)
+        visible = visible & (places[:, :, None] - of_slots[:, None] < window.size)
     mask = torch.zeros(visible.shape, dtype=dtype, device=length.device).masked_fill_(~visible, -torch.inf)
     return mask.repeat_interleave(groups, 1)[:, None]
 

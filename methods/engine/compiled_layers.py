@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from methods.engine.causal_layers import SparseFeedForward
+
 if TYPE_CHECKING:
     from methods.engine.causal_layers import Attention
     from methods.engine.causal_lm import CausalLM
@@ -72,12 +74,16 @@ class Compiled:
         for batch in (1, _ROWS):
             for nodes in (1, _NODES):
                 heads = _any(lm, batch, nodes, lm.heads + 2 * lm.kv_heads, lm.head_dim)
-                shared = lm.reserve_positions(nodes)  # of rows that stand at the same positions
+                shared = lm.reserve_positions(nodes)[:2]  # of rows that stand at the same positions
                 for tables in (shared, [table.repeat(batch, 1, 1, 1) for table in shared]):
                     self.turn(layer.attention, _marked(heads), *map(_marked, tables))
+        mlp = layer.mlp
         for rows in (1, _ROWS * _NODES):
-            both = layer.mlp.gate_up(_any(lm, rows, lm.hidden_size))
-            self.gate(layer.mlp.activation, _marked(both, only=1))
+            given = _any(lm, rows, lm.hidden_size)
+            if isinstance(mlp, SparseFeedForward):
+                mlp.mix(given, lambda activation, both: self.gate(activation, _marked(both, only=1)))
+            else:
+                self.gate(mlp.activation, _marked(mlp.gate_up(given), only=1))
 
 
 def _any(lm: CausalLM, *shape: int) -> Tensor:

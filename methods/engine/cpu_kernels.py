@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.cpp_extension import _get_build_directory, get_cxx_compiler
 
 if TYPE_CHECKING:
-    from methods.engine.causal_layers import Layer
+    from methods.engine.causal_layers import FeedForward, Layer
     from methods.engine.causal_lm import CausalLM, Pass
 
 log = logging.getLogger(__name__)
@@ -194,14 +194,13 @@ class FusedLayers:
         assert found is not None, "no kernels"
         self._kept: list[Tensor] = []
         self._layers = (_Layer * lm.n_layers)(*(self._layer(layer) for layer in lm.layers))
-        scale, residual = lm._scale, lm._residual
-        sizes = (lm.hidden_size, lm.heads, lm.kv_heads, lm.head_dim, lm.layers[0].mlp.down.panels.matrix.inputs)
-        self._model = _Model(ctypes.addressof(self._layers), *sizes, scale, residual)
+        sizes = (lm.hidden_size, lm.heads, lm.kv_heads, lm.head_dim, _width(lm))
+        self._model = _Model(ctypes.addressof(self._layers), *sizes, lm._scale, lm._residual)
         self._run: Callable[..., Any] = getattr(found, f"run_{_KINDS[lm.dtype]}")
         self._workspace: Callable[..., int] = found.workspace
 
     def _layer(self, layer: Layer) -> _Layer:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.attention, cast("FeedForward", layer.mlp)
         products: list[Any] = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
         norms = (
             attention.norm, attention.post_norm, mlp.norm, mlp.post_norm, attention.query_norm, attention.key_norm
@@ -255,11 +254,13 @@ class FusedLayers:
 
 def expressible(lm: CausalLM) -> bool:
     """Whether the kernels have all that this model's layers do, with its weights in panels."""
-    from methods.engine.causal_layers import RMSNorm
+    from methods.engine.causal_layers import FeedForward, RMSNorm
     from methods.engine.linear import PanelLinear
 
     def known(layer: Layer) -> bool:
         attention, mlp = layer.attention, layer.mlp
+        if not isinstance(mlp, FeedForward) or (attention.window, attention.soft_cap, attention.sinks) != (None,) * 3:
+            return False
         norms = (
             attention.norm, attention.post_norm, mlp.norm, mlp.post_norm, attention.query_norm, attention.key_norm
         )  # fmt: skip
@@ -270,7 +271,11 @@ def expressible(lm: CausalLM) -> bool:
             and type(mlp.activation).__name__.startswith("SiLU")
         )
 
-    if lm.dtype not in _KINDS or lm.head_dim % _LANES or not all(map(known, lm.layers)):
-        return False
-    down: Any = lm.layers[0].mlp.down
-    return down.panels.matrix.inputs % _LANES == 0
+    known_all = lm.dtype in _KINDS and lm.head_dim % _LANES == 0 and all(map(known, lm.layers))
+    return known_all and _width(lm) % _LANES == 0
+
+
+def _width(lm: CausalLM) -> int:
+    """Numbers between the two matrices of a feed-forward layer."""
+    down: Any = cast("FeedForward", lm.layers[0].mlp).down
+    return int(down.panels.matrix.inputs)

@@ -66,7 +66,7 @@ class Replay(NamedTuple):
     parents: Parents
     run: Callable[[], None]
     states: States
-    tables: tuple[Tensor, Tensor]  # a longer table takes the place of the model's, not of these
+    tables: tuple[Tensor, ...]  # a longer table takes the place of the model's, not of these
 
 
 @dataclass

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from methods.engine.causal_lm import CausalLM, Pass
+from methods.engine.causal_lm import CausalLM, Pass, UnsupportedModel
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import LinearForm
 from methods.engine.token_tree import Nodes, Parents
@@ -75,6 +75,10 @@ class MaskedLM(CausalLM):
 
     def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
         super().__init__(model, linear, keep_hf)
+        if self.window is not None:
+            raise UnsupportedModel(
+                f"A diffusion model must have no sliding window, got one of {self.window} tokens. Choose another model."
+            )
         config: Any = self.config
         self.denoising = Denoising(**config.denoising)
 

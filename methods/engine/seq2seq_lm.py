@@ -227,6 +227,10 @@ class Seq2SeqLM(CausalLM):
         products = sum(layer.attention_bytes for layer in kept) + sum(layer.mlp_bytes for layer in fed)
         return products + self._head.nbytes + self._embedding.numel() * self._embedding.element_size()
 
+    def pass_bytes(self, tokens: int) -> float:
+        """See ``CausalLM.pass_bytes``: all of them."""
+        return float(self.weight_bytes)
+
     @property
     def encoder_bytes(self) -> int:
         """Bytes of the matrices that reading a source multiplies with."""

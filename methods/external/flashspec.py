@@ -46,6 +46,7 @@ class FlashSpec(Decoder):
     needs_hf = True
     supports_top_k = False
     model_kind = "causal"
+    libraries = {"flashspec": "peers"}
 
     def __init__(
         self,

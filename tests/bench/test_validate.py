@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ from typing import Any
 import pytest
 
 from bench import cli, validate
+from bench.records import digests, run_folder
+from bench.report import collect
 
 RESULTS = Path(__file__).parents[2] / "results" / "reference"
-RUN = next(RESULTS.glob("prompt_lookup-mtbench-*"))
+RUN = next(
+    each for each in RESULTS.glob("prompt_lookup-mtbench-*") if '"memory"' in (each / "summary.json").read_text()
+)
 
 
 @pytest.fixture
@@ -26,6 +32,11 @@ def kept(tmp_path: Path) -> Path:
     (tmp_path / ".hydra" / "x").mkdir(parents=True)
     (tmp_path / "wandb").mkdir()
     return tmp_path
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 def change(folder: Path, file: str, edit: Callable[[Any], Any]) -> None:
@@ -43,6 +54,155 @@ def test_sound_records_are_counted(kept: Path, capsys: pytest.CaptureFixture[str
 
 def test_the_committed_records_are_sound() -> None:
     assert [each.line() for each in validate.check(RESULTS) if each.problems] == []
+    assert all("digest" in _json_of(file) for file in RESULTS.glob("*/manifest.json"))
+
+
+def test_committed_summaries_follow_from_manifest_and_samples() -> None:
+    """Of every tenth run that has samples; tests/hostile checks all."""
+    some = sorted(file.parent for file in RESULTS.glob(f"*/{run_folder.PACKED}"))[::10]
+    assert [each.line() for each in (validate.check_one(folder, derive=True) for folder in some) if each.problems] == []
+
+
+def summary(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda folder: change(folder, "summary.json", edit)
+
+
+def manifest(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda folder: change(folder, "manifest.json", edit)
+
+
+def samples(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Of the first measured row of the method."""
+
+    def act(folder: Path) -> None:
+        rows = [json.loads(line) for line in run_folder.read_lines(folder / run_folder.PACKED) if line]
+        edit(next(row for row in rows if row["phase"] == "measure" and row["arm"] == "method"))
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / run_folder.PACKED).write_bytes(gzip.compress(text.encode()))
+
+    return act
+
+
+def config(folder: Path) -> None:
+    file = folder / run_folder.CONFIG
+    file.write_text(file.read_text().replace("max_new_tokens: 128", "max_new_tokens: 256"))
+
+
+EDITS: dict[str, Callable[[Path], Any]] = {
+    "summary.json verdict": summary(lambda s: s["verdict"].update(valid=False, result="INVALID", reasons=["x"])),
+    "summary.json tokens per second": summary(lambda s: s.update(tokens_per_s=99.0)),
+    "summary.json interval": summary(lambda s: s["speedup"]["headline"].update(low=1.5)),
+    "summary.json agreement": summary(lambda s: s["agreement"].update(exact=1.0)),
+    "summary.json memory": summary(lambda s: s["memory"].update(weights=1)),
+    "summary.json method": summary(lambda s: s.update(method="eagle")),
+    "summary.json total speed-up": summary(lambda s: s["speedup"]["total"].update(value=9.0)),
+    "manifest.json method": manifest(lambda m: m["method"].update(name="eagle")),
+    "manifest.json agreement": manifest(lambda m: m["agreement"].update(exact=1.0)),
+    "manifest.json hardware": manifest(lambda m: m["hardware"].update(cpu="another")),
+    "manifest.json model": manifest(lambda m: m["model"].update(sha256="0" * 64)),
+    "manifest.json done": manifest(lambda m: m.update(n_done=999)),
+    "manifest.json run_id": manifest(lambda m: m.update(run_id="another")),
+    "samples.jsonl ids": samples(lambda row: row["output_ids"].__setitem__(0, 17)),
+    "samples.jsonl text": samples(lambda row: row.update(text="another")),
+    "samples.jsonl times": samples(lambda row: row.update(batch_ns=row["batch_ns"] * 2)),
+    "config.yaml": config,
+    "the folder is called": lambda folder: folder.rename(folder.with_name("another")),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_every_edit_of_a_record_is_found_by_name(
+    what: str, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(kept / "lossless")
+    EDITS[what](kept / RUN.name)
+    assert cli.main(["validate", str(kept)]) == 2
+    line, last = capsys.readouterr().out.splitlines()
+    assert what.split()[0] in line and last.endswith("1 run: 1 bad")
+    if "samples" not in what and "folder" not in what:
+        (record,) = collect.read(kept)
+        assert record.summary is None and what.split()[0] in record.problem  # so no table ranks it
+
+
+def test_a_changed_summary_is_derived_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    EDITS["summary.json verdict"](kept / RUN.name)
+    assert cli.main(["report", f"paths.results={kept}"]) == 0
+    assert _json_of(kept / RUN.name / "summary.json") == _json_of(RUN / "summary.json")
+    assert cli.main(["validate", str(kept / RUN.name)]) == 0
+
+
+@pytest.mark.parametrize("what", ["samples.jsonl times", "manifest.json agreement", "config.yaml"])
+def test_no_summary_is_derived_from_changed_records(what: str, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    EDITS[what](kept / RUN.name)
+    before = (kept / RUN.name / "summary.json").read_bytes()
+    assert cli.main(["report", "rebuild=true", f"paths.results={kept}"]) == 0
+    assert f"{what.split()[0]} was changed after the run ended" in capsys.readouterr().err
+    assert (kept / RUN.name / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("key", "edit"),
+    [
+        ("tokens_per_s 99.0", EDITS["summary.json tokens per second"]),
+        ("memory.weights 1", EDITS["summary.json memory"]),
+        ("agreement.exact 1.0", EDITS["manifest.json agreement"]),
+        ("verdict.noisy true", summary(lambda s: s["verdict"].update(noisy=True))),
+    ],
+)
+def test_without_digests_a_summary_must_follow_from_manifest_and_samples(
+    key: str, edit: Callable[[Path], Any], kept: Path
+) -> None:
+    folder = kept / RUN.name
+    change(folder, "manifest.json", lambda m: m.pop("digest"))
+    assert "has no digests" in validate.check_one(folder).problems[0]
+    edit(folder)
+    name, _, value = key.partition(" ")
+    (problem,) = validate.check_one(folder).problems
+    assert f"summary.json has {name}" in problem and (value in problem or "manifest" in key)
+
+
+def test_packing_adds_digests_to_a_sound_record_once(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = kept / RUN.name
+    change(folder, "manifest.json", lambda m: m.pop("digest"))
+    assert cli.main(["pack", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}: packed already, digests added\n"
+    assert validate.check_one(folder).problems == [] and "added_at" in _json_of(folder / "manifest.json")["digest"]
+    assert cli.main(["pack", str(folder)]) == 0 and capsys.readouterr().out == f"{folder}: packed already\n"
+    change(folder, "manifest.json", lambda m: m.pop("digest"))
+    EDITS["summary.json memory"](folder)
+    assert cli.main(["pack", str(folder)]) == 2
+    assert "cannot get digests: summary.json has memory.weights 1" in capsys.readouterr().err
+
+
+def test_condensing_renews_the_digests_of_an_unchanged_record(kept: Path) -> None:
+    folder = kept / RUN.name
+    EDITS["samples.jsonl text"](folder)
+    assert cli.main(["condense", str(folder)]) == 2
+    shutil.rmtree(folder)
+    shutil.copytree(RUN, folder)
+    assert cli.main(["condense", str(folder)]) == 0 and validate.check_one(folder).problems == []
+    EDITS["summary.json interval"](folder)
+    assert "summary.json was changed" in validate.check_one(folder).problems[0]
+
+
+def test_many_records_are_checked_within_their_time(tmp_path: Path) -> None:
+    """12 ms of processor time for each, or 60 s for 5,000; by the fastest of three, as other programs may run."""
+    for place in range(50):
+        copy = shutil.copytree(RUN, tmp_path / f"run-{place}")
+        content = _json_of(copy / "manifest.json")
+        content.pop("digest")
+        text = digests.resealed(copy, content | {"run_id": copy.name})
+        (copy / "manifest.json").write_text(text)
+    assert _processor_s(tmp_path) / 50 < 0.012
+
+
+def _processor_s(results: Path) -> float:
+    spent = []
+    for _ in range(3):
+        begin = time.process_time()
+        assert not [each for each in validate.check(results) if each.problems]
+        spent.append(time.process_time() - begin)
+    return min(spent)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +225,8 @@ def test_a_changed_record_is_one_line(
     kept: Path, pattern: str, file: str, edit: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = next(each for each in [*kept.glob("*/"), *kept.glob("lossless/*")] if each.name.startswith(pattern))
+    if (folder / "summary.json").exists():
+        change(folder, "manifest.json", lambda m: m.pop("digest"))
     change(folder, file, edit)
     assert cli.main(["validate", str(kept)]) == 2
     line, last = capsys.readouterr().out.splitlines()

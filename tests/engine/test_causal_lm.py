@@ -7,41 +7,76 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from methods.engine import linear, token_tree
-from methods.engine.causal_layers import PROVEN, UnsupportedModel
+from methods.engine.causal_layers import DENSE, PROVEN, SPARSE, UnsupportedModel
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cpu_kernels import library
+from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.linear import Linear, PackedLinear, make_linear, packable
 
-MULTIPLIERS = {
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+OPTIONS = {
     "granite": {
         "residual_multiplier": 0.22,
         "embedding_multiplier": 12.0,
         "logits_scaling": 8.0,
         "attention_multiplier": 0.0156,
-    }
+    },
+    "gemma2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        },
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+    },
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": EXPERTS,
+    "mixtral": LOCAL_EXPERTS,
+    "gpt_oss": {**LOCAL_EXPERTS, "swiglu_limit": 0.8},
+}
+VARIANTS = {
+    **{family: (family, {}) for family in PROVEN},
+    "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3 with a cap": ("gemma3_text", {"final_logit_softcapping": 4.0}),
+    "qwen2_moe with dense layers": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "qwen2_moe normalised": ("qwen2_moe", {"norm_topk_prob": True, "num_experts_per_tok": 4}),
+    "qwen3_moe with dense layers": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "gpt_oss default positions": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "glm4 turned whole": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False}),
+}
+NEWER = ("gemma2", "gemma3_text", "glm4", *SPARSE)
+FIRST_IS_FULL = ["full_attention", *["sliding_attention"] * 4]
+USED = {"use_sliding_window": True, "max_window_layers": 2}
+WINDOWS = {  # of all layers, or of some
+    **{family: (family, {}) for family in ("mistral", "phi3", "mixtral", "gemma2", "gemma3_text", "gpt_oss")},
+    **{family: (family, USED) for family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")},
+    "smollm3": ("smollm3", {"use_sliding_window": True, "layer_types": FIRST_IS_FULL}),
+    "gpt_oss, last layers": ("gpt_oss", {"layer_types": FIRST_IS_FULL}),
 }
 
 
 def tiny(family: str, **options):
     """A random model of a family with every weight, biases and norms included, away from its initial value."""
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=5,  # SmolLM3 leaves rotary positions out of every fourth layer
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **{"head_dim": 8} | MULTIPLIERS.get(family, {}) | options,
-    )
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 5,  # SmolLM3 leaves rotary positions out of every fourth layer
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = AutoConfig.for_model(family, **(sizes | OPTIONS.get(family, {}) | options))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
-        mean = 1.0 if parameter.dim() == 1 and family != "gemma" else 0.0
+        mean = 1.0 if parameter.dim() == 1 and not family.startswith("gemma") else 0.0
         torch.nn.init.normal_(parameter.data, mean=mean, std=0.2)
     return model
 
@@ -55,20 +90,30 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-FUSED = [family for family in PROVEN if family not in ("gemma", "olmo")]  # another activation, another norm
+FUSED = [family for family in DENSE if not family.startswith("gemma") and family != "olmo"]  # SiLU and RMS norms
 
 
-@pytest.fixture(scope="module", params=[*PROVEN, *(f"{family}-fused" for family in FUSED)])
+@pytest.fixture(scope="module", params=[*VARIANTS, *(f"{family}, fused" for family in FUSED)])
 def pair(request):
-    family, _, fused = request.param.partition("-")
-    if not fused:
-        model = tiny(family)
+    if request.param in VARIANTS:
+        family, options = VARIANTS[request.param]
+        model = tiny(family, **options)
         return model, CausalLM.from_hf(model, keep_hf=True)
     if library() is None:
         pytest.skip("the kernels cannot be compiled here")
-    model = tiny(family, head_dim=16)
+    model = tiny(request.param.removesuffix(", fused"), head_dim=16)
     lm = CausalLM.from_hf(model, linear="panels", keep_hf=True)
     assert lm.fused
+    return model, lm
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def windowed(request):
+    """A model whose contexts are longer than its window of 5 tokens."""
+    family, options = WINDOWS[request.param]
+    model = tiny(family, **{"sliding_window": 5, **options})
+    lm = CausalLM.from_hf(model, keep_hf=True)
+    assert lm.window == 5 and lm.max_positions == 128
     return model, lm
 
 
@@ -85,15 +130,7 @@ def test_chunked_ragged_prefill_then_tree(pair):
     first = lm.prefill(prompts, cache, chunk=4)
     for row, prompt in enumerate(prompts):
         close(first.logits[row, 0], full(model, prompt[None])[0, -1])
-    parents = torch.tensor([[-1, -1, 0, 2, 1], [-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3]])
-    tokens = torch.randint(3, 97, (3, 6))
-    tree_logits = lm.forward(tokens, parents, cache).logits
-    for row, node in ((r, n) for r in range(3) for n in range(6)):
-        path = [node]
-        while path[0]:
-            path.insert(0, int(parents[row, path[0] - 1]) + 1)
-        text = torch.cat([prompts[row], tokens[row, path]])
-        close(tree_logits[row, node], full(model, text[None])[0, -1])
+    check_tree(model, lm, cache, prompts, torch.tensor([[-1, -1, 0, 2, 1], [-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3]]))
 
 
 def test_pack_keeps_the_path(pair):
@@ -118,7 +155,95 @@ def test_score_is_teacher_forcing(pair):
     close(lm.score(ids, 4), full(model, ids[None])[0, 4:])
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma"])
+def test_contexts_longer_than_the_window(windowed):
+    model, lm = windowed
+    ids = torch.randint(3, 97, (2, 23))
+    whole = full(model, ids)
+    close(lm.forward(ids, None, lm.new_cache(2, 24)).logits, whole)
+    close(lm.score(ids[0], 4), whole[0, 4:])
+    cache = lm.new_cache(2, 32)
+    lm.prefill(list(ids[:, :9]), cache, chunk=4)
+    for begin, end in ((9, 10), (10, 13), (13, 14), (14, 23)):  # of rows of the same length
+        close(lm.forward(ids[:, begin:end], None, cache).logits, whole[:, begin:end])
+        cache.advance([end - begin] * 2)
+
+
+def test_trees_over_ragged_rows_longer_than_the_window(windowed):
+    model, lm = windowed
+    prompts = [torch.randint(3, 97, (n,)) for n in (17, 2, 11)]
+    cache = lm.new_cache(3, 40)
+    first = lm.prefill(prompts, cache, chunk=6)
+    for row, prompt in enumerate(prompts):
+        close(first.logits[row, 0], full(model, prompt[None])[0, -1])
+    deep = [-1, -1, -1, 2, 3, 4, 5, 6]  # seven levels: positions in the tree are not those of its columns
+    parents = torch.tensor([[-1, -1, 0, 2, 1, 3, 5, 6], deep, [-1, 0, 1, 2, 3, 4, 5, 6]])
+    check_tree(model, lm, cache, prompts, parents)
+    together = [torch.randint(3, 97, (8,)) for _ in range(2)]
+    cache = lm.new_cache(2, 24)
+    lm.prefill(together, cache)
+    check_tree(model, lm, cache, together, parents[:2])
+
+
+def check_tree(model, lm, cache, prompts, parents):
+    """Every node's logits are those after its prompt and its ancestors."""
+    tokens = torch.randint(3, 97, (len(prompts), parents.shape[1] + 1))
+    logits = lm.forward(tokens, parents, cache).logits
+    for row, node in ((r, n) for r in range(len(prompts)) for n in range(tokens.shape[1])):
+        path = [node]
+        while path[0]:
+            path.insert(0, int(parents[row, path[0] - 1]) + 1)
+        text = torch.cat([prompts[row], tokens[row, path]])
+        close(logits[row, node], full(model, text[None])[0, -1])
+
+
+def test_passes_of_fixed_shape_keep_the_window(windowed):
+    """As CUDA graphs run them: attention reads a bucket of slots, whatever the lengths."""
+    model, lm = windowed
+    fixed = GraphedLM.of(lm, capture=False)
+    for lengths in ((17, 13), (4, 2), (17, 3)):
+        prompts = [torch.randint(3, 97, (n,)) for n in lengths]
+        tokens = torch.randint(3, 97, (2, 4))
+        cache = fixed.new_cache(2, 40)
+        fixed.prefill(prompts, cache)
+        for _ in range(3):
+            logits = fixed.forward(tokens, None, cache).logits
+        del cache  # the next one is the same
+        for row, prompt in enumerate(prompts):
+            close(logits[row], full(model, torch.cat([prompt, tokens[row]])[None])[0, -4:])
+    assert fixed.graphs.captured == 1
+
+
+def test_states_are_filled_with_the_positions_of_their_layer(windowed):
+    """What an early exit writes for layers above it, in layers with and without a window."""
+    _, lm = windowed
+    prompts, tokens = [torch.randint(3, 97, (n,)) for n in (9, 4)], torch.randint(3, 97, (2, 2))
+    caches = [lm.new_cache(2, 16) for _ in range(2)]
+    for cache in caches:
+        lm.prefill(prompts, cache)
+    for layer in range(lm.n_layers):
+        lm.run(lm.begin(tokens, None, caches[0]), [layer])  # every layer sees the same state: the embeddings
+    lm.fill(lm.begin(tokens, None, caches[1]), range(lm.n_layers))
+    torch.testing.assert_close(caches[1].store, caches[0].store, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_reads_no_slot_before_it(windowed):
+    """Keys before the window do not change the text, unless a layer without one sees them."""
+    _, lm = windowed
+    near = [i for i, layer in enumerate(lm.layers) if layer.attention.window]
+    view = lm.skip(attention=[i for i in range(lm.n_layers) if i != near[0]])
+    ids, root = torch.randint(3, 97, (2, 12)), torch.randint(3, 97, (2, 1))
+    results = []
+    for noise in (0.0, 100.0):
+        cache = view.new_cache(2, 16)
+        view.prefill(list(ids), cache)
+        cache.store[:, :, :8] += noise  # slots 8 to 11, and its own, are the window of the 13th token
+        results.append(view.forward(root, None, cache).logits)
+    assert torch.equal(*results)
+    cache.store[:, :, 8] += 100.0
+    assert not torch.equal(results[1], view.forward(root, None, cache).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma", *NEWER])
 def test_skip_view_leaves_sublayers_out(family):
     model = tiny(family)
     lm = CausalLM.from_hf(model, keep_hf=True)
@@ -127,16 +252,18 @@ def test_skip_view_leaves_sublayers_out(family):
     ours = view.forward(ids, None, view.new_cache(1, 8)).logits
     for layer, part in ((1, "self_attn"), (1, "mlp"), (3, "mlp")):
         module = getattr(model.model.layers[layer], part)
-        out = module.o_proj if part == "self_attn" else module.down_proj
-        out.weight.data.zero_()
+        for name, parameter in module.named_parameters():
+            if "o_proj" in name or "down_proj" in name:  # of experts, too; biases with them
+                parameter.data.zero_()
     if family == "olmo2":  # a norm behind a zero output is still zero
         assert model.model.layers[1].post_attention_layernorm is not None
     close(ours, full(model, ids))
     assert lm.skipped_attention == frozenset()
 
 
-def test_taps_are_the_hidden_states_of_transformers():
-    model = tiny("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", *NEWER])
+def test_taps_are_the_hidden_states_of_transformers(family):
+    model = tiny(family)
     lm = CausalLM.from_hf(model, keep_hf=True)
     ids = torch.randint(3, 97, (1, 9))
     out = lm.forward(ids, None, lm.new_cache(1, 16), hidden_layers=(0, 3))
@@ -162,9 +289,20 @@ def test_unproven_models_are_refused_by_name():
         CausalLM.from_hf(scaled)
 
 
-def test_sliding_window_bounds_the_context():
-    assert CausalLM.from_hf(tiny("mistral", sliding_window=32)).max_positions == 32
-    assert CausalLM.from_hf(tiny("qwen2", sliding_window=32, use_sliding_window=False)).max_positions == 128
+def test_options_without_an_equality_test_are_refused():
+    with pytest.raises(UnsupportedModel, match="use_bidirectional_attention"):
+        CausalLM.from_hf(tiny("gemma3_text", use_bidirectional_attention=True))
+    with pytest.raises(UnsupportedModel, match="attn_logit_softcapping"):  # transformers leaves it out
+        CausalLM.from_hf(tiny("gemma3_text", attn_logit_softcapping=30.0))
+    local = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    kinds = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": local}
+    with pytest.raises(UnsupportedModel, match="'dynamic'"):
+        CausalLM.from_hf(tiny("gemma3_text", rope_parameters=kinds))
+
+
+def test_a_window_that_no_layer_uses_is_none():
+    lm = CausalLM.from_hf(tiny("qwen2", sliding_window=32, use_sliding_window=False))
+    assert lm.window is None and lm.max_positions == 128
 
 
 @pytest.mark.parametrize("scaling", ["linear", "llama3", "yarn"])

@@ -28,6 +28,7 @@ from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.token_recycling import TokenRecycling
+from tests.engine.test_causal_lm import tiny
 from tests.engine.test_cuda_graphs import PROMPTS, decode
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -52,6 +53,21 @@ def compiled() -> Iterator[tuple[Any, Compiled]]:
 @pytest.fixture(scope="module")
 def ours(compiled: tuple[Any, Compiled]) -> Any:
     return compiled[0]
+
+
+@needs_compiler
+def test_windows_sinks_and_experts_are_those_of_the_layers_as_written() -> None:
+    plain, lm = (CausalLM.from_hf(tiny("gpt_oss", sliding_window=5)) for _ in range(2))
+    Compiled(lm)
+    try:
+        found = []
+        for model in (plain, lm):
+            cache = model.new_cache(2, 16)
+            model.prefill([torch.arange(3, 12), torch.tensor([7, 50])], cache)
+            found.append(model.forward(torch.tensor([[4, 9, 5], [6, 8, 3]]), None, cache).logits)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    finally:
+        torch._dynamo.reset()
 
 
 @needs_compiler

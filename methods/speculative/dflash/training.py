@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from methods.engine.causal_layers import FeedForward
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
 from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, Part, Spec
 from methods.speculative.draft_layers import rotary_table
-from methods.speculative.eagle.training import Places, RMSNorm, default_taps, gain_of, sizes_of_target
+from methods.speculative.eagle.training import Places, RMSNorm, default_taps, gain_of, is_plain, sizes_of_target
 from methods.training.draft_training import DraftTraining
 from methods.training.features import Batch, Features
 from methods.training.head_trainer import Learner
@@ -344,9 +345,10 @@ def _copy_layer(layer: Layer, source: Any, spec: Spec, target: CausalLM) -> None
     attention, mlp = source.attention, source.mlp
     if mlp.norm is not None:
         layer.post_attention_layernorm.weight.copy_(gain_of(mlp.norm, target))
-    for name, copy in zip(("gate", "up", "down"), (*mlp.gate_up.dense.chunk(2), mlp.down.dense), strict=True):
-        layer.get_parameter(f"mlp.{name}_proj.weight").copy_(copy)
-    if attention.norm is None or (attention.query_norm is not None and not attention.norm_heads):
+    if isinstance(mlp, FeedForward) and mlp.width == spec.intermediate_size:  # others have experts, or another width
+        for name, copy in zip(("gate", "up", "down"), (*mlp.gate_up.dense.chunk(2), mlp.down.dense), strict=True):
+            layer.get_parameter(f"mlp.{name}_proj.weight").copy_(copy)
+    if not is_plain(attention) or (attention.query_norm is not None and not attention.norm_heads):
         return
     sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
     copies = (in_float(attention.qkv.dense) * gain_of(attention.norm, target)).split(sizes)

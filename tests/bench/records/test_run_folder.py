@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,8 @@ def test_paths_of_the_machine_are_cut(tmp_path: Path) -> None:
     assert redact.text("paths.results=/home/alice/work/results") == "paths.results=.../results"
     assert redact.text('File "/opt/app/bench/measure/run.py", line 3') == 'File ".../run.py", line 3'
     assert redact.text("in /home/alice now") == "in ... now"
+    assert redact.text("model.name=../alice/mymodel ./x/y") == "model.name=.../mymodel .../y"
+    assert redact.text(redact.text("~/alice/mymodel")) == ".../mymodel"
     assert redact.tree({"tracker": {"api_key": "abc", "n": 1}, "data": ["/a/b/c"]}) == {
         "tracker": {"api_key": redact.HIDDEN, "n": 1}, "data": [".../c"],
     }  # fmt: skip
@@ -276,6 +279,7 @@ def test_paths_of_the_machine_are_cut(tmp_path: Path) -> None:
 
 def test_only_variables_that_change_numbers_are_recorded() -> None:
     given = {"OMP_NUM_THREADS": "2", "WANDB_API_KEY": "k", "HOME": "/home/alice", "LD_PRELOAD": "/x/y.so"}
+    given |= {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_alice", "CUDA_HOME": "/opt/alice"}
     assert redact.environment(given) == {"OMP_NUM_THREADS": "2", "LD_PRELOAD": ".../y.so"}
 
 
@@ -309,3 +313,36 @@ def test_peak_memory_is_that_of_the_section_and_not_of_an_earlier_one() -> None:
     small = meter.peak_bytes()
     assert big is not None and small is not None
     assert big >= before + 250 * mib and small <= big - 200 * mib
+
+
+# --------------------------------------------------------------------------------------------- files that others change
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 10)
+
+
+def replaced(file: Path) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(("act", "how"), [(Path.unlink, "removed"), (cut, "changed"), (replaced, "replaced")])
+def test_samples_that_others_change_are_noticed_while_running(tmp_path: Path, act: Any, how: str) -> None:
+    with RunFolder.create(tmp_path, "run", {}, "") as folder:
+        folder.append(pair("a/1", 0))
+        act(folder.path / "samples.jsonl")
+        for write in (lambda: folder.append(pair("b/1", 1)), lambda: folder.replace(pair("a/1", 0))):
+            with pytest.raises(RunFailed, match=f"samples.jsonl was .*{how}.* while the run wrote it"):
+                write()
+    with RunFolder.create(tmp_path, "run", {}, "") as folder:
+        folder.append(pair("b/1", 1))
+    assert ("b/1", 0) in folder.done_keys()
+
+
+def test_a_folder_that_is_removed_is_noticed(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "run", {}, "") as folder:
+        shutil.rmtree(folder.path)
+        with pytest.raises(RunFailed, match="run was removed while it was written"):
+            folder.update(status="finished")

@@ -172,6 +172,17 @@ def test_paths_are_relative_to_where_the_user_is(tmp_path: Path, monkeypatch: py
     assert "RESULT: VALID     /elsewhere/x/\n" in terminal.render(summary(), "/elsewhere/x/")
 
 
+def test_an_oracle_is_marked_and_has_no_rank() -> None:
+    oracle = copy.deepcopy(summary(method="oracle")) | {"method_facts": {"oracle": True}}
+    assert "RESULT: VALID ORACLE     " in terminal.render(oracle, PATH)
+    text = terminal.leaderboard([oracle, summary()])
+    assert "Not ranked: oracle (ORACLE: it drafts the target's own text)" in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith(("eagle", "oracle"))] == [
+        "VALID",
+        "ORACLE",
+    ]
+
+
 def test_leaderboard_ranks_and_marks() -> None:
     slow, broken = copy.deepcopy(summary(method="lookup")), copy.deepcopy(summary(method="wrong"))
     slow["speedup"]["headline"] |= {"value": 1.1, "low": None, "high": None}
