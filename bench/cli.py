@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -382,7 +383,7 @@ class ResultsOptions:
         from bench.report import collect
 
         reference = Path(compose.compose([]).paths.reference or "")
-        given = self.results is not None and self.results.resolve() != reference.resolve()
+        given = self.results is not None and realpath(self.results) != realpath(reference)
         return collect.read_all(self.folders[0], None if given else reference)
 
     def select(self, filters: Sequence[str]) -> list[Record]:

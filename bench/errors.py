@@ -15,6 +15,7 @@ _INSTALL = "Activate the environment (. .venv/bin/activate), or install it: make
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG)
+_NO_PATH, _SHOWN = (errno.ENAMETOOLONG, errno.ELOOP), 80
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -62,6 +63,11 @@ def classify(error: BaseException, *, measures: bool = True) -> tuple[int, str, 
         return BAD_INPUT, f"{error.name} is not installed for this Python, {sys.executable}. {_INSTALL}", True
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"Interrupted. {_resume(getattr(error, 'kept', None))}.", True
+    if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename:
+        name = str(error.filename)
+        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+        said = f"{shown} must be a path that can be opened, got: {os.strerror(error.errno)}. Correct it."
+        return BAD_INPUT, said, True
     if failed := explain(error, measures=measures):
         return FAILED, str(failed), True
     return FAILED, f"The run failed: {type(error).__name__}: {error}", False

@@ -192,7 +192,7 @@ TRAININGS: dict[str, list[Any]] = {
     "out is a file": [["method=medusa", "out=in/a_file"], REFUSED],
     "out below a file": [["method=medusa", "out=/etc/passwd/x"], REFUSED],
     "half a character": [["method=medusa", "corpus=in/surrogate.jsonl"], REFUSED],
-    "no answers": [["method=medusa", "corpus=in/good.jsonl"], REFUSED | frozenset({0})],
+    "no answers": [["method=medusa", "corpus=in/good.jsonl", "train.recipe.steps=2"], REFUSED | frozenset({0})],
     "no such corpus": [["method=medusa", "corpus=nope"], REFUSED],
     "a folder": [["method=medusa", "corpus=in/folder.jsonl"], REFUSED],
     "no dialogue": [["method=medusa", "corpus=in/empty.jsonl"], REFUSED],
@@ -212,4 +212,4 @@ def test_trainings(words: list[str], codes: frozenset[int], shell: Shell) -> Non
 def test_one_dialogue(shell: Shell) -> None:
     Path(shell.folder / "one.jsonl").write_text('{"prompt": "a b c", "answer": "d e f"}\n')
     words = ["train", "method=medusa", "model=random", "hardware=cpu_fp32", "corpus=one.jsonl", "out=made"]
-    check(shell.run(words), REFUSED)
+    check(shell.run([*words, "train.recipe.steps=2"]), REFUSED | DONE)

@@ -105,10 +105,11 @@ def test_an_archive_is_cut_below_a_size_and_joined_again(tmp_path: Path, most: i
     home, out = tmp_path / "home", tmp_path / "out"
     record = home / "results" / "run" / "samples.jsonl"
     record.parent.mkdir(parents=True)
-    record.write_bytes(os.urandom(55_000))
+    record.write_bytes(os.urandom(95_000))
     (home / "cache").mkdir()
     (home / "cache" / "large").write_text("stays")
     start.archive(home, out, most)
+    record.write_bytes(os.urandom(55_000))
     (home / "results" / "run" / "more").write_text("1")
     files = start.archive(home, out, most)  # in place of the first one
     assert sorted(out.iterdir()) == sorted(files)

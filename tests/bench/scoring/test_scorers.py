@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import resource
 import sys
+import tempfile
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -365,6 +367,52 @@ def test_the_working_folder_is_empty_and_gone_afterwards(tmp_path: Path, monkeyp
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert sandbox.run("import os; assert os.listdir() == []; open('left', 'w').close()", QUICK) is None
     assert os.listdir(tmp_path) == []
+
+
+FLOOD = """
+import os
+for report in range(3, 32):
+    try:
+        while True:
+            os.write(report, bytes(2**20))
+    except OSError:
+        pass
+"""
+DEEP = """
+import os
+at = os.open(".", os.O_RDONLY)
+for _ in range(3000):
+    os.mkdir("d", dir_fd=at)
+    at, above = os.open("d", os.O_RDONLY, dir_fd=at), at
+    os.close(above)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "ends"),
+    [
+        (FLOOD, "output"),
+        ("for i in range(3000):\n  open(str(i), 'wb').write(b'x' * 2**20)\nwhile 1: pass", "disk"),
+        ("for i in range(10**6):\n  open(str(i), 'w').close()", "disk"),
+        (f"{DEEP}\nwhile 1: pass", "disk"),
+    ],
+    ids=["report", "bytes", "files", "depth"],
+)  # fmt: skip
+def test_a_program_that_floods_is_ended_and_leaves_nothing(
+    program: str, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sandbox.run(program) == f"{ends} limit"
+    assert list(tmp_path.iterdir()) == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
+
+
+def test_a_deep_tree_of_a_program_that_ended_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox, "_LOOK_S", 60.0)
+    assert sandbox.run(DEEP) in (None, "disk limit")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not sandbox._isolation(), reason="this machine offers no namespaces")
