@@ -328,7 +328,7 @@ class CausalLM:
         self._rope.reserve(end)
         cos, sin = self._rope.gather(cache.length[:, None] + offsets)
         slots = None if cache.uniform and not fixed else cache.slots(nodes)
-        if self._fused is not None:
+        if self._fused is not None and not fixed:  # whose host may not know the lengths
             return Pass(hidden, cos, sin, None, slots, end, cache, fused=True, reach=reach)
         mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
         near = None if self.window is None else self._near(cos, sin, mask, reach, offsets, end, cache, fixed)
