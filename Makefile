@@ -29,7 +29,7 @@ test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m bench fetch models smollm2
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Inputs and events that should break the suite: over 600 cases, an hour on two cores.
+# Inputs and events that should break the suite: over 500 cases, an hour on two cores.
 test-hostile: $(VENV)/.installed-dev
 	DECODEBENCH_HOSTILE=1 $(BIN)/python -m pytest tests/hostile $(PYTEST_ARGS)
 

@@ -102,8 +102,8 @@ class Decoder(ABC):
         greedy_only: refuses a temperature under all settings.
         supports_top_k: can sample with top-k.
         one_pass: writes a text in a number of passes that does not grow with its length.
-        speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing, or is told
-            how much of its drafts is accepted.
+        speed_only: its speed does not depend on the values of the weights, as it drafts and skips nothing, or has a
+            set acceptance.
         trainable: uses a checkpoint that ``bench.train`` makes; the constructor then has an argument ``checkpoint``.
         checkpoint_of: the setting that names the method whose checkpoint is used.
         instead_of_checkpoint: settings that replace a checkpoint.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "decodebench.methods"  # where an installed package registers its decoders
 _OWN = ("methods.", "bench.")
 _FROM_RUN = {  # constructor arguments that the run provides: a YAML file may not set them
-    "method": frozenset({"target", "sampling", "cache"}),
+    "method": frozenset({"target", "sampling", "storage"}),
     "dataset": frozenset({"data", "cache"}),  # paths must not get into the identity of a run
 }
 
@@ -70,7 +70,7 @@ def build_decoder(
     sampling: SamplingConfig,
     load_model: ModelLoader | None = None,
     checkpoint: Path | None = None,
-    cache: Path | None = None,
+    storage: Path | None = None,
 ) -> Decoder:
     """The decoder under test, bound to its target.
 
@@ -81,7 +81,7 @@ def build_decoder(
         load_model: turns a model's name into a model, for arguments like ``draft_model``; see ``model_loader``.
         checkpoint: what was prepared for this method and model (``bench.models.artifacts``); used where the settings
             name nothing else.
-        cache: root of what was fetched or made earlier, for methods that convert the target; None: they keep nothing.
+        storage: root of what was fetched or made earlier, for methods that convert the target; None: they keep nothing.
 
     Raises:
         UserError: arguments the method does not take, or values it refuses.
@@ -89,7 +89,7 @@ def build_decoder(
     from methods.engine.sampling import Sampling
 
     processed = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
-    provided: dict[str, Any] = {"target": target, "sampling": processed, "cache": cache}
+    provided: dict[str, Any] = {"target": target, "sampling": processed, "storage": storage}
     replaced = ("checkpoint", *method_class(method).instead_of_checkpoint)
     if checkpoint is not None and all(method.get(key) is None for key in replaced):
         provided["checkpoint"] = checkpoint

@@ -49,7 +49,7 @@ class CTranslate2(Decoder):
         num_beams: hypotheses per row; 1 is greedy search.
         length_penalty: exponent of the length that a hypothesis' log-probability is divided by.
         weights: full: in the type of the run; int8: also the inputs of the products.
-        cache: root under which the files are kept; None: they are written anew, and removed with this object.
+        storage: root under which the files are kept; None: they are written anew, and removed with this object.
 
     Raises:
         ValueError: it is not installed, or the model or a setting is not supported.
@@ -69,7 +69,7 @@ class CTranslate2(Decoder):
         num_beams: int = 1,
         length_penalty: float = 1.0,
         weights: Literal["full", "int8"] = "full",
-        cache: Path | None = None,
+        storage: Path | None = None,
     ) -> None:
         model = _required(target, sampling, num_beams)
         library, device = _library(), target.device.type
@@ -84,8 +84,8 @@ class CTranslate2(Decoder):
             self.guarantee = Guarantee.RELAXED
         self.target, self.sampling = model, sampling
         self.num_beams, self.length_penalty = num_beams, length_penalty
-        self._own_folder = tempfile.TemporaryDirectory() if cache is None else None
-        root = Path(self._own_folder.name if self._own_folder else cache or "")
+        self._own_folder = tempfile.TemporaryDirectory() if storage is None else None
+        root = Path(self._own_folder.name if self._own_folder else storage or "")
         self.folder = write(model, root / "models" / "ctranslate2")
         threads = {"inter_threads": 1, "intra_threads": torch.get_num_threads()} if device == "cpu" else {}
         self._translator = library.Translator(str(self.folder), device=device, compute_type=compute, **threads)

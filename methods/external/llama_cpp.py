@@ -57,7 +57,7 @@ class LlamaCpp(Decoder):
         kv: type of keys and values; f16 is llama.cpp's default.
         flash_attention: llama.cpp's kernel of that name.
         context: tokens that keys and values are first reserved for; a longer text doubles it.
-        cache: root under which the file is kept; None: it is written anew, and removed with this object.
+        storage: root under which the file is kept; None: it is written anew, and removed with this object.
 
     Raises:
         ValueError: it is not installed, is built for another device, or the model or a setting is not supported.
@@ -83,7 +83,7 @@ class LlamaCpp(Decoder):
         kv: Literal["f32", "f16", "bf16"] = "f16",
         flash_attention: bool = False,
         context: int = 4096,
-        cache: Path | None = None,
+        storage: Path | None = None,
     ) -> None:
         for name, number in (("gamma", gamma), ("max_ngram", max_ngram), ("context", context)):
             if number < 1:
@@ -113,8 +113,8 @@ class LlamaCpp(Decoder):
         if {weights, output} != {"full"} or coarse:
             self.guarantee = Guarantee.RELAXED
         self._kv_bytes = kv_dtype.itemsize
-        self._own_folder = tempfile.TemporaryDirectory() if cache is None else None
-        folder = Path(self._own_folder.name if self._own_folder else cache or "") / "models" / "gguf"
+        self._own_folder = tempfile.TemporaryDirectory() if storage is None else None
+        folder = Path(self._own_folder.name if self._own_folder else storage or "") / "models" / "gguf"
         self._file = gguf_file.write(target, folder, weights, output)
         self._draft_target = draft_model
         self._draft_file = None if draft_model is None else gguf_file.write(draft_model, folder)

@@ -52,7 +52,7 @@ class OpenVINO(Decoder):
         max_ngram: longest key of the prompt lookup.
         kv: type of keys and values; u8 is the library's default.
         quantise_inputs: the library's default: it may round the inputs of products with quantised weights to 8 bit.
-        cache: root under which the file is kept; None: it is written anew, and removed with this object.
+        storage: root under which the file is kept; None: it is written anew, and removed with this object.
 
     Raises:
         ValueError: it is not installed, or the model or a setting is not supported.
@@ -75,7 +75,7 @@ class OpenVINO(Decoder):
         max_ngram: int = 3,
         kv: Literal["u8", "f16", "f32"] = "u8",
         quantise_inputs: bool = True,
-        cache: Path | None = None,
+        storage: Path | None = None,
     ) -> None:
         _require(target, sampling, gamma, max_ngram)
         self._library = _library()
@@ -83,7 +83,7 @@ class OpenVINO(Decoder):
         self._draft, self._gamma, self._max_ngram = draft, gamma, max_ngram
         self._own_folder = tempfile.TemporaryDirectory()
         folder = Path(self._own_folder.name)
-        self._file = gguf_file.write(target, (cache or folder) / "models" / "gguf", weights, "f16")
+        self._file = gguf_file.write(target, (storage or folder) / "models" / "gguf", weights, "f16")
         schedule = self._library.SchedulerConfig()
         schedule.enable_prefix_caching = False
         schedule.max_num_batched_tokens = _NO_LIMIT

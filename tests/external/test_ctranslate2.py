@@ -44,7 +44,7 @@ def cut(rows):
 
 @installed
 def test_greedy_translations_of_a_ragged_batch_are_the_targets(target, folder):
-    rival, batch = CTranslate2(target, Sampling(), cache=folder), ids(5, 1, 14, 30)
+    rival, batch = CTranslate2(target, Sampling(), storage=folder), ids(5, 1, 14, 30)
     assert rival.guarantee is Guarantee.EXACT
     for limit in (1, 25):
         wanted = cut(checks.outputs(Autoregressive(target, Sampling()), batch, limit))
@@ -56,12 +56,12 @@ def test_greedy_translations_of_a_ragged_batch_are_the_targets(target, folder):
 def test_a_token_that_is_forbidden_is_not_written(folder):
     """One that the model would write; the search then goes on as the target's."""
     model, batch = tiny("pegasus", torch.float32), ids(5, 1, 14, 30)
-    free = CTranslate2(Seq2SeqLM.from_hf(model, keep_hf=True), Sampling(), cache=folder)
+    free = CTranslate2(Seq2SeqLM.from_hf(model, keep_hf=True), Sampling(), storage=folder)
     written = [token for row in checks.outputs(free, batch, 25) for token in row if token != EOS]
     forbidden = max(written, key=written.count)
     model.generation_config.bad_words_ids = [[forbidden]]
     target = Seq2SeqLM.from_hf(model, keep_hf=True)
-    rows = checks.outputs(CTranslate2(target, Sampling(), cache=folder), batch, 25, eos_ids=[EOS])
+    rows = checks.outputs(CTranslate2(target, Sampling(), storage=folder), batch, 25, eos_ids=[EOS])
     assert not any(forbidden in row for row in rows)
     assert rows == cut(checks.outputs(Autoregressive(target, Sampling()), batch, 25))
 
@@ -75,7 +75,7 @@ def mean_logprob(target, source, row):
 @installed
 def test_beams_find_what_is_likelier(target, folder):
     """Two tokens, all first ones kept: the best pair is that of the enumeration."""
-    rival = CTranslate2(target, Sampling(), num_beams=VOCAB, cache=folder)
+    rival = CTranslate2(target, Sampling(), num_beams=VOCAB, storage=folder)
     assert rival.guarantee is Guarantee.RELAXED
     source, allowed = ids(6)[0], [token for token in range(VOCAB) if token not in FORBIDDEN]
     (found,) = checks.outputs(rival, [source], 2, eos_ids=[EOS])
@@ -87,7 +87,7 @@ def test_beams_find_what_is_likelier(target, folder):
 @installed
 def test_steps_and_times(target, folder):
     for beams in (1, 3):
-        rival = CTranslate2(target, Sampling(), num_beams=beams, cache=folder)
+        rival = CTranslate2(target, Sampling(), num_beams=beams, storage=folder)
         steps = list(rival.decode(ids(7, 4), 9, torch.Generator()))
         times = [step.at_ns for step in steps]
         assert times == sorted(times) and len(steps) <= 9 and {step.nodes for step in steps} == {beams}
@@ -98,7 +98,7 @@ def test_steps_and_times(target, folder):
 @installed
 def test_eight_bits_are_near_the_target(folder):
     target = teacher()
-    rival = CTranslate2(target, Sampling(), weights="int8", cache=folder)
+    rival = CTranslate2(target, Sampling(), weights="int8", storage=folder)
     assert rival.guarantee is Guarantee.RELAXED
     batch = ids(5, 9, 14, 30)
     ours = cut(checks.outputs(Autoregressive(target, Sampling()), batch, 12))
@@ -109,11 +109,11 @@ def test_eight_bits_are_near_the_target(folder):
 
 @installed
 def test_the_files_are_written_once_per_content(tmp_path):
-    first, again = (CTranslate2(teacher(), Sampling(), cache=tmp_path).folder for _ in range(2))
+    first, again = (CTranslate2(teacher(), Sampling(), storage=tmp_path).folder for _ in range(2))
     changed = teacher()
     with torch.no_grad():
         changed.hf.model.encoder.layers[0].fc1.bias[0] += 1e-3
-    other = CTranslate2(changed, Sampling(), cache=tmp_path).folder
+    other = CTranslate2(changed, Sampling(), storage=tmp_path).folder
     assert first == again and {first, other} == set((tmp_path / "models" / "ctranslate2").iterdir())
     alone = CTranslate2(teacher(), Sampling())
     made = alone.folder

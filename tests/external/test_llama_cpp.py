@@ -39,7 +39,7 @@ def test_texts_are_the_targets(name, folder):
     target = CausalLM.from_hf(random_model(name))
     batch = checks.prompts(target.vocab_size, (1, 5, 40, 90))
     ours = [checks.outputs(Autoregressive(target, Sampling()), [prompt], 24)[0] for prompt in batch]
-    rival = LlamaCpp(target, Sampling(), kv="f32", cache=folder)
+    rival = LlamaCpp(target, Sampling(), kv="f32", storage=folder)
     assert rival.guarantee is Guarantee.EXACT
     assert [checks.outputs(rival, [prompt], 24)[0] for prompt in batch] == ours
 
@@ -48,7 +48,7 @@ def test_texts_are_the_targets(name, folder):
 @pytest.mark.parametrize("draft", ["none", "prompt_lookup"])
 def test_the_contract_of_decoders(draft, target, folder):
     def make(target, sampling):
-        return LlamaCpp(target, sampling, draft=draft, kv="f32", cache=folder)
+        return LlamaCpp(target, sampling, draft=draft, kv="f32", storage=folder)
 
     checks.check_greedy_identity(make, target)
     checks.check_guarantee(make(target, Sampling()))
@@ -65,7 +65,7 @@ def test_the_contract_of_decoders(draft, target, folder):
 def test_texts_in_bfloat16_are_likely_to_the_target(folder):
     """Of two roundings of one model: no token is further from the likeliest than near-ties are."""
     target = CausalLM.from_hf(random_model("llama", torch.bfloat16))
-    rival = LlamaCpp(target, Sampling(), cache=folder)
+    rival = LlamaCpp(target, Sampling(), storage=folder)
     assert rival.guarantee is Guarantee.EXACT
     for prompt in checks.prompts(target.vocab_size, (3, 20)):
         text = checks.outputs(rival, [prompt], 20)[0]
@@ -78,8 +78,8 @@ def test_texts_in_bfloat16_are_likely_to_the_target(folder):
 @pytest.mark.parametrize("weights", ["q8_0", "q4_1", "q4_0"])
 def test_quantised_weights_promise_less(weights, folder):
     target = CausalLM.from_hf(random_model("llama", torch.bfloat16))
-    rival = LlamaCpp(target, Sampling(), weights=weights, cache=folder)
-    full = LlamaCpp(target, Sampling(), cache=folder)
+    rival = LlamaCpp(target, Sampling(), weights=weights, storage=folder)
+    full = LlamaCpp(target, Sampling(), storage=folder)
     assert rival.guarantee is Guarantee.RELAXED
     assert rival.memory()["weights"] < full.memory()["weights"]
     assert len(checks.outputs(rival, checks.prompts(96, (9,)), 12)[0]) == 12
@@ -87,12 +87,12 @@ def test_quantised_weights_promise_less(weights, folder):
 
 @installed
 def test_keys_of_16_bit_are_no_promise_in_32_bit(folder):
-    assert LlamaCpp(CausalLM.from_hf(random_model("llama")), Sampling(), cache=folder).guarantee is Guarantee.RELAXED
+    assert LlamaCpp(CausalLM.from_hf(random_model("llama")), Sampling(), storage=folder).guarantee is Guarantee.RELAXED
 
 
 @installed
 def test_prompt_lookup_drafts_and_keeps_the_text(target, folder):
-    rival = LlamaCpp(target, Sampling(), draft="prompt_lookup", gamma=4, kv="f32", cache=folder)
+    rival = LlamaCpp(target, Sampling(), draft="prompt_lookup", gamma=4, kv="f32", storage=folder)
     checks.check_greedy_identity(lambda t, s: rival, target, lengths=(2, 17))
     prompt = torch.tensor([7, 8, 9] * 5)
     steps = list(rival.decode([prompt], 40, torch.Generator()))
@@ -103,7 +103,7 @@ def test_prompt_lookup_drafts_and_keeps_the_text(target, folder):
 
 @installed
 def test_a_draft_model_that_is_the_target_is_always_right(target, folder):
-    rival = LlamaCpp(target, Sampling(), draft_model=target, gamma=3, kv="f32", cache=folder)
+    rival = LlamaCpp(target, Sampling(), draft_model=target, gamma=3, kv="f32", storage=folder)
     steps = list(rival.decode([checks.prompts(target.vocab_size, (9,))[0]], 17, torch.Generator()))
     assert [len(step.tokens[0]) for step in steps] == [1, 4, 4, 4, 4]
     assert {step.draft_passes for step in steps[1:]} == {3}
@@ -114,13 +114,13 @@ def test_another_draft_model_keeps_the_text(target, folder):
     """One that knows more ids than the target drafts those that both know."""
     draft = checks.tiny_target(target.vocab_size + 30, layers=2, seed=5)
     checks.check_greedy_identity(
-        lambda t, s: LlamaCpp(t, s, draft_model=draft, gamma=5, kv="f32", cache=folder), target, lengths=(1, 9)
+        lambda t, s: LlamaCpp(t, s, draft_model=draft, gamma=5, kv="f32", storage=folder), target, lengths=(1, 9)
     )
 
 
 @installed
 def test_a_text_beyond_the_context_makes_a_larger_one(target, folder):
-    rival = LlamaCpp(target, Sampling(), kv="f32", context=32, cache=folder)
+    rival = LlamaCpp(target, Sampling(), kv="f32", context=32, storage=folder)
     prompt = checks.prompts(target.vocab_size, (100,))
     assert rival.stats()["contexts_made"] == 1
     assert checks.outputs(rival, prompt, 20) == checks.outputs(Autoregressive(target, Sampling()), prompt, 20)
@@ -129,7 +129,7 @@ def test_a_text_beyond_the_context_makes_a_larger_one(target, folder):
 
 @installed
 def test_the_file_lies_in_the_cache_or_goes_with_the_decoder(target, tmp_path):
-    LlamaCpp(target, Sampling(), cache=tmp_path)
+    LlamaCpp(target, Sampling(), storage=tmp_path)
     assert len(list((tmp_path / "models" / "gguf").iterdir())) == 1
     alone = LlamaCpp(target, Sampling())
     file = alone._file

@@ -41,7 +41,7 @@ def texts(decoder, limit=20, batch=BATCH, **options):
 @pytest.mark.parametrize("draft", ["none", "prompt_lookup"])
 def test_texts_are_the_targets(name, draft, folder):
     target = of_16_bit(name)
-    rival = OpenVINO(target, Sampling(), draft=draft, kv="f32", cache=folder)
+    rival = OpenVINO(target, Sampling(), draft=draft, kv="f32", storage=folder)
     assert texts(rival) == texts(Autoregressive(target, Sampling()))
     assert rival.guarantee is Guarantee.RELAXED
 
@@ -63,14 +63,14 @@ def test_quantised_texts_are_those_of_the_rounded_weights(weights, folder, tmp_p
                 heads = {"attn_q": 4, "attn_k": 2}.get(own)
                 module.weight.copy_(torch.from_numpy(rows if heads is None else halves_apart(rows, heads)))
     rival = OpenVINO(
-        CausalLM.from_hf(model), Sampling(), weights=weights, kv="f32", quantise_inputs=False, cache=folder
+        CausalLM.from_hf(model), Sampling(), weights=weights, kv="f32", quantise_inputs=False, storage=folder
     )
     assert texts(rival, 12) == texts(Autoregressive(CausalLM.from_hf(rounded), Sampling()), 12)
 
 
 @installed
 def test_rounds_of_the_prompt_lookup(folder):
-    rival = OpenVINO(of_16_bit("qwen3"), Sampling(), draft="prompt_lookup", kv="f32", cache=folder)
+    rival = OpenVINO(of_16_bit("qwen3"), Sampling(), draft="prompt_lookup", kv="f32", storage=folder)
     steps = list(rival.decode([torch.tensor([7, 8, 9] * 6)], 40, torch.Generator()))
     times = [step.at_ns for step in steps]
     assert times == sorted(times) and sum(len(step.tokens[0]) for step in steps) >= 40
@@ -83,7 +83,7 @@ def test_it_stops_after_an_end_of_sequence_token_and_no_state_leaks(folder):
     target = of_16_bit("llama")
     whole = texts(Autoregressive(target, Sampling()), 20, BATCH[1:2])[0]
     target.eos_ids = (whole[4],)
-    rival = OpenVINO(target, Sampling(), kv="f32", cache=folder)
+    rival = OpenVINO(target, Sampling(), kv="f32", storage=folder)
     steps = list(rival.decode([BATCH[1]], 20, torch.Generator()))
     assert [token for step in steps for token in step.tokens[0]] == whole[: whole.index(whole[4]) + 1]
     wanted = texts(Autoregressive(target, Sampling()), 20, eos_ids=target.eos_ids)

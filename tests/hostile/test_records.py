@@ -71,7 +71,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
         for value in (None, "x", 17, [], {})
     },
 }
-LISTED = ["collect", "report", "report rebuild=true", "frontier", "validate"]
+LISTED = ["validate", "collect", "frontier", "report", "report rebuild=true"]  # the last two derive summaries again
 
 
 def records(root: Path, damage: Callable[[Path], Any]) -> Path:
@@ -90,10 +90,11 @@ def test_one_damaged_record(what: str, shell: Shell) -> None:
         out = ["out=page.html"] if words[0] == "report" else []
         ended = shell.run([*words, *place, *out])
         assert ended.code in ({0, 2} if words[0] == "validate" else {0}) and not ended.traceback, ended.said[-3000:]
+        if words[0] == "validate" and not what.startswith("no manifest"):
+            assert RUNS[0].name in ended.said
         if words[0] == "collect":
             names = {run.name.split("-")[0] for run in RUNS[1:]}
             assert all(name in ended.said for name in names)
-    assert RUNS[0].name in shell.run(["validate", "results"]).said or what.startswith("no manifest")
 
 
 @pytest.mark.parametrize("what", [what for what in DAMAGES if what.startswith(M)][::4])

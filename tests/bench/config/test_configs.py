@@ -353,5 +353,5 @@ def test_methods_say_whether_they_need_the_hugging_face_model() -> None:
     needs = {
         name: instantiate.needs_hf(compose.compose([f"method={name}"]).method) for name in compose.groups()["method"]
     }
-    peers = {name for name in needs if name.startswith("hf_")} | {"flashspec"}
+    peers = {name for name in needs if name.startswith("hf_")} | {"flashspec", "ctranslate2"}
     assert {name for name in needs if needs[name]} == peers
