@@ -115,6 +115,8 @@ def run_bench(words, folder, fixture):
     elif words[0] in ("compare", "collect", "report"):
         named = [word.replace("out=", f"out={folder}/") for word in words]
         assert cli.main([*named, *([f"out={folder}/x.html"] if words[0] == "report" else [])]) == 0
+    elif words[0] == "gpu":  # tests/bench/gpu/test_bring_back.py runs it
+        assert cli.main(words) == (0 if "--help" in words else 2)
     elif words[0] == "acceptance":
         (folder / "metrics.json").write_text('{"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_tokens": 3}')
         run = str(next((ROOT / "results" / "reference").glob("eagle-mtbench-*")))
