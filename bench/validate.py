@@ -114,7 +114,7 @@ def _holds_records(folder: Path) -> bool:
 
 
 def _run_problems(folder: Path, derive: bool) -> list[str]:
-    """What was changed after the run ended; where that cannot be told, or is to be checked, all that does not fit."""
+    """What was changed after the run ended; where it has no digests, or with ``derive``, all that does not fit."""
     try:
         manifest = run_folder.read_manifest(folder)
         problems = digests.changed(folder, manifest or {})
@@ -127,7 +127,7 @@ def _run_problems(folder: Path, derive: bool) -> list[str]:
     if not problems:
         problems += _derived_problems(folder)
     if not problems and not vouched:
-        problems.append(f"{run_folder.MANIFEST} has no digests, so changes cannot be told; add them: {_ADD} {folder}")
+        problems.append(f"{run_folder.MANIFEST} has no digests, so changes are not found; add them: {_ADD} {folder}")
     return problems
 
 

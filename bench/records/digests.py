@@ -1,8 +1,8 @@
 """Digests over the files of a finished run, so that what was changed afterwards is found by name.
 
 The manifest has them under ``digest``: by file, sha256 over its bytes, of samples and pairs over what is packed, so
-that packing changes none; of the manifest over its content without them. They find changes and prove no origin:
-whoever wants to deceive can make new ones.
+that packing changes none; of the manifest over its content without them. They find changes and prove no origin,
+as anyone can make new ones.
 """
 
 from __future__ import annotations

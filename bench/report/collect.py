@@ -84,9 +84,9 @@ def _record(folder: Path, source: Source) -> Record:
         return Record(folder, manifest, None, source, f"{folder}: {wrong[0]}.")
     if summary is not None or not file.is_file():
         return Record(folder, manifest, summary, source)
-    wrong = schemas.problem("summary", read_json(file))
+    damage = schemas.problem("summary", read_json(file))
     return Record(
-        folder, manifest, None, source, f"{file} is damaged: {wrong}. Derive it again: python -m bench report"
+        folder, manifest, None, source, f"{file} is damaged: {damage}. Derive it again: python -m bench report"
     )
 
 

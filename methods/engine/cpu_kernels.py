@@ -3,8 +3,8 @@
 They are compiled at first use, with the compiler that torch's extensions use, for the processor at hand, and kept in
 torch's folder for extensions. Where no compiler is found ``library`` is None, and torch's operators do the work.
 
-A decoding step on a CPU reads every weight once, and what stands between the products (norms, rotary positions, cache
-writes, the softmax, residuals) is small; but as torch operators these are forty calls a layer. Here one call runs all
+A decoding step on a CPU reads every weight once, and the rest (norms, rotary positions, cache writes, the softmax,
+residuals) is small; but as torch operators these are forty calls a layer. Here one call runs all
 layers on one team of threads. Every sum runs in one order whatever the number of rows is, so passes over one token and
 over many, batches of any size and trees give the same bits.
 """
@@ -170,15 +170,16 @@ class Panels:
         self._pack(weight.data_ptr(), self._weight.data_ptr(), *weight.shape, 1)
         return weight
 
-    def times(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
+    def times(self, rows: Float[Tensor, "*b I"]) -> Float[Tensor, "*b O"]:
         """The product with some rows."""
         rows = rows.contiguous()
-        result = torch.empty(len(rows), self.matrix.outputs, dtype=self.dtype)
-        if not len(rows):
+        result = torch.empty(*rows.shape[:-1], self.matrix.outputs, dtype=self.dtype)
+        count = rows.numel() // self.matrix.inputs
+        if not count:
             return result
         matrix, threads = byref(self.matrix), torch.get_num_threads()
-        work = torch.empty(self._workspace(matrix, len(rows), threads))
-        self._multiply(matrix, rows.data_ptr(), result.data_ptr(), len(rows), work.data_ptr(), threads)
+        work = torch.empty(self._workspace(matrix, count, threads))
+        self._multiply(matrix, rows.data_ptr(), result.data_ptr(), count, work.data_ptr(), threads)
         return result
 
 
@@ -245,7 +246,7 @@ class FusedLayers:
             hidden.data_ptr(), result.data_ptr(), state.cos.data_ptr(), state.sin.data_ptr(),
             0 if len(state.cos) == 1 else nodes * turning, turning,
             None if reach is None else reach.data_ptr(), ctypes.addressof(lengths), kv.store.data_ptr(),
-            batch, nodes, kv.capacity, *map(ctypes.addressof, arrays), count, work.data_ptr(), threads,
+            batch, nodes, kv.capacity, *(ctypes.addressof(array) for array in arrays), count, work.data_ptr(), threads,
         )  # fmt: skip
         self._run(byref(self._model), byref(described))
         state.hidden = result

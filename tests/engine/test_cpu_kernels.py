@@ -37,8 +37,10 @@ def test_a_product_is_that_of_torch(dtype: torch.dtype, inputs: int, outputs: in
             assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
 
 
-def test_no_rows_are_no_work() -> None:
-    assert PanelLinear(torch.randn(3, 4))(torch.empty(0, 4)).shape == (0, 3)
+def test_no_rows_are_no_work_and_rows_have_any_shape() -> None:
+    panels, x = cpu_kernels.Panels(torch.randn(3, 4), None), torch.randn(2, 5, 4)
+    assert panels.times(torch.empty(0, 4)).shape == (0, 3)
+    assert torch.equal(panels.times(x), panels.times(x.flatten(0, 1)).view(2, 5, 3))
 
 
 @pytest.fixture(scope="module", params=TYPES, ids=["fp32", "bf16"])

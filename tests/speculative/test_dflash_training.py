@@ -239,7 +239,7 @@ def test_training_learns_a_periodic_text(options: dict[str, Any], tmp_path: Path
     method = DSpark if options is DSPARK else DFlash
     decoder = method(target, Sampling(), checkpoint=tmp_path / "part")
     steps = list(decoder.decode([torch.tensor([4]), torch.tensor([3, 9, 13])], 21, torch.Generator()))
-    assert len(steps) <= 7, "one token, then four a pass"
+    assert len(steps) <= 11, "21 tokens a row: two a pass and more, at most four"
     if options is DSPARK:
         assert losses[-1]["overlap_1"] > 0.8 and losses[-1]["loss_confidence"] < 0.7 * losses[0]["loss_confidence"]
 

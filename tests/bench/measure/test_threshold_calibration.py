@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -481,13 +481,13 @@ def test_layers_in_the_record_are_those_that_ran(
     more = [f"method={method}", "method.threshold=0.3", "measure.agreement=false", "dataset.limit=2"]
     own = replace(compose.compose([*plain, *more]), paths=PathsConfig(str(tmp_path), None, str(files / "cache")))
     ran: list[int] = []
-    attend = CausalLM._attend
+    as_written = CausalLM.run
 
-    def counted(lm: CausalLM, attention: Any, index: int, state: Any) -> torch.Tensor:
-        ran.append(index)
-        return attend(lm, attention, index, state)
+    def counted(lm: CausalLM, state: Any, layers: Iterable[int], *rest: Any) -> dict[int, torch.Tensor]:
+        ran.extend(order := list(layers))
+        return as_written(lm, state, order, *rest)
 
-    monkeypatch.setattr(CausalLM, "_attend", counted)
+    monkeypatch.setattr(CausalLM, "run", counted)
     outcome = run(own)
     samples = run_folder.read_samples(outcome.path)
     passes = [zip(s.step_target_passes, s.step_layers, strict=True) for s in samples]  # those of the warm-up ran, too
