@@ -260,7 +260,8 @@ def expressible(lm: CausalLM) -> bool:
 
     def known(layer: Layer) -> bool:
         attention, mlp = layer.attention, layer.mlp
-        if not isinstance(mlp, FeedForward) or (attention.window, attention.soft_cap, attention.sinks) != (None,) * 3:
+        sees_all = attention.window is None or attention.window >= lm.max_positions
+        if not isinstance(mlp, FeedForward) or not sees_all or (attention.soft_cap, attention.sinks) != (None, None):
             return False
         norms = (
             attention.norm, attention.post_norm, mlp.norm, mlp.post_norm, attention.query_norm, attention.key_norm

@@ -475,6 +475,7 @@ def test_the_named_sweeps() -> None:
     assert (
         set(NAMED)
         == {"smoke", "all_methods", "draft_length", "batch", "batch_refilled", "pareto", "translation", "peers"}
+        | {"rivals", "rivals_openvino", "rivals_translation"}
         | {"translation_draft_model", "contexts", "full_chat", "full_spec_bench"}
         | {"temperatures", "temperatures_block", "temperatures_block_eagle"}
         | early_exit
