@@ -26,11 +26,15 @@ _MEASURED = ("prefill_ns", "batch_ns", "step_ns", "step_draft_ns", "peak_bytes",
 
 
 def outputs(results: Path) -> dict[str, list[dict[str, Any]]]:
-    """What was recorded, by run, in order, without times; a run that is cut or holds anything twice is an error."""
+    """What was recorded, by run and pair, without times; a run that is cut or holds anything twice is an error.
+
+    A pair that the machine disturbed is measured again later, so the order of the lines is not compared.
+    """
     found = {}
     for path in run_folders(results):
         assert not run_folder.validate(path) and {file.name for file in path.iterdir()} == FILES
         rows = [asdict(row) for row in run_folder.read_samples(path) if row.phase == "measure"]
+        rows.sort(key=lambda row: (row["repeat"], row["prompt_id"], row["turn"], row["arm"]))
         found[path.name] = [{key: row[key] for key in row if key not in _MEASURED} for row in rows]
     return found
 

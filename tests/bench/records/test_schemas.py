@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from bench import cli
 from bench.config import compose
 from bench.measure import run
-from bench.records import run_folder, schemas
+from bench.records import digests, run_folder, schemas
 from bench.records.run_folder import Sample
 from bench.records.schemas import Kind
 
@@ -152,7 +152,8 @@ def results(tmp_path: Path) -> Path:
     for name in ("bad", "good"):
         shutil.copytree(RUN, tmp_path / name)
         manifest = json.loads((RUN / "manifest.json").read_text(encoding="utf-8"))
-        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest | {"run_id": name}))
+        text = digests.resealed(tmp_path / name, manifest | {"run_id": name})
+        (tmp_path / name / "manifest.json").write_text(text)
     return tmp_path
 
 
@@ -185,6 +186,11 @@ def test_a_wrong_type_is_one_message_and_the_other_run_is_shown(
     file: str, changes: dict[str, Any], said: str, results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(results / "bad", file, **changes)
+    if file != "manifest.json":  # how a run without digests is judged
+        bad = results / "bad"
+        content = json.loads((bad / "summary.json").read_text(encoding="utf-8"))
+        assert said in (schemas.problem("summary", content) or "".join(run_folder.validate(bad)))
+        said = f"{file} was changed after the run ended"
     assert cli.main(["validate", str(results)]) == 2
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith(f"{results / 'bad'}: ") for line in lines) and any(said in line for line in lines)
