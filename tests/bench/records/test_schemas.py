@@ -186,14 +186,14 @@ def test_a_wrong_type_is_one_message_and_the_other_run_is_shown(
     file: str, changes: dict[str, Any], said: str, results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(results / "bad", file, **changes)
+    changed = said if file == "manifest.json" else f"{file} was changed after the run ended"
     if file != "manifest.json":  # how a run without digests is judged
         bad = results / "bad"
         content = json.loads((bad / "summary.json").read_text(encoding="utf-8"))
         assert said in (schemas.problem("summary", content) or "".join(run_folder.validate(bad)))
-        said = f"{file} was changed after the run ended"
     assert cli.main(["validate", str(results)]) == 2
     *lines, last = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(f"{results / 'bad'}: ") for line in lines) and any(said in line for line in lines)
+    assert all(line.startswith(f"{results / 'bad'}: ") for line in lines) and any(changed in line for line in lines)
     assert last == f"{results}: 2 runs: 1 bad"
     for command in ("collect", "frontier", "report"):  # the last one derives summaries again
         assert cli.main([command, f"paths.results={results}"]) == 0
