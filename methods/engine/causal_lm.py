@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from methods.engine import causal_layers, token_tree
 from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, SparseFeedForward, UnsupportedModel
-from methods.engine.cpu_kernels import FusedLayers, expressible
 from methods.engine.expert_layers import ClampedSwish, expected_experts
+from methods.engine.fused_layers import FusedLayers, Portion, expressible
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Int4Linear, Linear, LinearForm, make_linear
 from methods.engine.sampling import in_float
@@ -145,8 +145,8 @@ class CausalLM:
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
         self.weights = weights
         self._read(model, linear, keep_hf)
-        if type(self) is CausalLM and expressible(self):
-            self._fused = FusedLayers(self)
+        if type(self) is CausalLM and expressible(self.layers, self.head_dim, self.max_positions):
+            self._fused = FusedLayers(self.layers, self.heads, self.kv_heads, self._scale, self._residual)
 
     @classmethod
     def from_hf(
@@ -379,7 +379,10 @@ class CausalLM:
     ) -> dict[int, Float[Tensor, "B M D"]]:
         """Run a pass through ``layers``; returns the hidden states after those in ``hidden_layers``."""
         if state.fused and self._fused is not None:
-            return self._fused.run(self, state, layers, hidden_layers)
+            where = (state.cos, state.sin, state.reach, state.cache)
+            portions = [Portion(i, i not in self.skipped_attention, i not in self.skipped_mlp) for i in layers]
+            state.hidden, seen = self._fused.run(state.hidden, *where, portions, hidden_layers)
+            return seen
         seen = {}
         for index in layers:
             layer = self.layers[index]
@@ -418,7 +421,7 @@ class CausalLM:
 
     @property
     def fused(self) -> bool:
-        """Whether kernels run the layers, see ``methods.engine.cpu_kernels``."""
+        """Whether kernels run the layers, see ``methods.engine.fused_layers``."""
         return self._fused is not None
 
     @property

@@ -4,8 +4,8 @@
 // so a pass over many tokens gives the bits that passes over one token give. Numbers between two operations are rounded
 // to the type of the weights where transformers rounds them, and kept in 32 bit.
 //
-// Weights lie in panels of 32 outputs. Of 16-bit weights two inputs are side by side, so a 32-bit lane holds both of one
-// output, and a shift or a mask yields either as a 32-bit float.
+// Weights are in panels of 4 registers of outputs. Of 16-bit weights two inputs are side by side, so a 32-bit lane holds
+// both of one output, and a shift or a mask yields either as a 32-bit float.
 
 #include <math.h>
 #include <omp.h>
@@ -23,18 +23,18 @@ constexpr int LANES = 16, MOST_ROWS = 6;  // 32-bit numbers of a register, rows 
 constexpr int LANES = 8, MOST_ROWS = 2;
 #endif
 constexpr int VECTORS = 4, PANEL = VECTORS * LANES, HALF = VECTORS / 2;
-constexpr int64_t CHUNK = 192;           // inputs that all tiles go through before the next ones are read
-constexpr int LINE = 64;                 // bytes
-constexpr int MOST_GROUPS = 8;           // query heads that share the loads of a key
-constexpr int64_t ELEMENTS = 4096;       // of element-wise work that a thread takes at a time
-constexpr int64_t AHEAD = 4096;          // bytes of a weight that are asked for before they are needed
-constexpr int64_t FEW_PANELS = 16;        // of a thread: below, threads share panels
+constexpr int64_t CHUNK = 192;      // inputs that all tiles go through before the next ones are read
+constexpr int LINE = 64;            // bytes
+constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
+constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
+constexpr int64_t AHEAD = 4096;     // bytes of a weight that are asked for before they are needed
+constexpr int64_t FEW_PANELS = 16;  // of a thread: below, threads share panels
 constexpr int SPINS = 4096;
 
-typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 struct BFloat16 {
     uint16_t bits;
@@ -69,19 +69,10 @@ inline Floats rounded<BFloat16>(Floats value) {
     return (Floats)(bits & 0xffff0000u);
 }
 template <class T>
-float rounded_one(float value);
-template <>
-inline float rounded_one<float>(float value) {
-    return value;
+inline float rounded_one(float value) {
+    return rounded<T>(all(value))[0];
 }
-template <>
-inline float rounded_one<BFloat16>(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-    memcpy(&value, &bits, 4);
-    return value;
-}
+
 // Of numbers that are rounded already.
 inline void put(float* to, Floats value) { store(to, value); }
 inline void put(BFloat16* to, Floats value) {
@@ -148,6 +139,16 @@ class Team {
         }
         for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;) work(item);
         meet();
+    }
+
+    // work(row) for 0 <= row < rows of so many numbers; a thread takes several short ones at a time.
+    template <class Work>
+    void each_row(int64_t rows, int64_t numbers, const Work& work) {
+        const int64_t portion = ELEMENTS / numbers > 1 ? ELEMENTS / numbers : 1;
+        each((rows + portion - 1) / portion, [&](int64_t part) {
+            const int64_t end = (part + 1) * portion < rows ? (part + 1) * portion : rows;
+            for (int64_t row = part * portion; row < end; row++) work(row);
+        });
     }
 
   private:
@@ -285,8 +286,7 @@ void of_rows(int64_t rows, const T* weight, int64_t inputs, const float* x, cons
     tile<ROWS, WIDTH>(weight, inputs, x, ahead, total);
 }
 
-// finish(row, output, sums, count): `count` sums of outputs from `output` on, of one row. sums: [rows, VECTORS] for
-// every thread.
+// finish(row, output, values, count): `count` outputs of one row, from `output` on. sums: [threads, rows, PANEL].
 template <class T, class Finish>
 void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
     const int64_t panels = (m.outputs + PANEL - 1) / PANEL;
@@ -536,7 +536,6 @@ class Runner {
         int64_t longest = 0;
         for (int64_t b = 0; b < p.batch; b++) longest = p.lengths[b] > longest ? p.lengths[b] : longest;
         lay_out(m, rows_, longest + p.nodes, p.threads, p.work, &buffers_);
-        portion_ = ELEMENTS / m.hidden > 1 ? ELEMENTS / m.hidden : 1;
     }
 
     void run(Team& team) {
@@ -555,10 +554,7 @@ class Runner {
   private:
     template <class Work>
     void over_rows(Team& team, const Work& work) {
-        team.each((rows_ + portion_ - 1) / portion_, [&](int64_t part) {
-            const int64_t end = (part + 1) * portion_ < rows_ ? (part + 1) * portion_ : rows_;
-            for (int64_t row = part * portion_; row < end; row++) work(row);
-        });
+        team.each_row(rows_, m_.hidden, work);
     }
 
     void copy_out(Team& team, T* to) {
@@ -676,7 +672,6 @@ class Runner {
     const Model& m_;
     const Pass& p_;
     const int64_t rows_;
-    int64_t portion_;
     Buffers buffers_;
 };
 
@@ -706,13 +701,9 @@ void run_pass(const Model* model, const Pass* pass) {
 
 template <class T>
 void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* work, int64_t threads) {
-    const int64_t portion = ELEMENTS / m.inputs > 1 ? ELEMENTS / m.inputs : 1;
     const Rows x(work, count, m.inputs);
     with_team(threads, [&](Team& team) {
-        team.each((count + portion - 1) / portion, [&](int64_t i) {
-            const int64_t end = (i + 1) * portion < count ? (i + 1) * portion : count;
-            for (int64_t row = i * portion; row < end; row++) copy(rows + row * m.inputs, Row(x, row), m.inputs);
-        });
+        team.each_row(count, m.inputs, [&](int64_t row) { copy(rows + row * m.inputs, Row(x, row), m.inputs); });
         multiply<T>(team, m, x, work + count * m.inputs, [&](int64_t row, int64_t at, Floats value, int width) {
             T* into = to + row * m.outputs + at;
             if (width == LANES)

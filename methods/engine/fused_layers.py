@@ -1,0 +1,179 @@
+"""Whole decoder layers on a CPU in one call of the C++ kernels, see ``methods.engine.cpu_kernels``.
+
+A decoding step on a CPU reads every weight once, and the rest (norms, rotary positions, cache writes, the softmax,
+residuals) is small; but as torch operators these are forty calls a layer. Here one team of threads runs all layers.
+Every sum runs in one order, so passes over one token and over many, batches of any size and trees give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from methods.engine.causal_layers import FeedForward, Layer, RMSNorm, Rows
+from methods.engine.cpu_kernels import KINDS, Matrix, Panels, library
+from methods.engine.kv_cache import Cache
+from methods.engine.linear import Linear, PanelLinear
+
+_LANES = 16  # a head and a feed-forward layer must be multiples of as many numbers
+
+
+class _Norm(Structure):
+    _fields_ = [("weight", c_void_p), ("eps", c_float)]
+
+
+class _Layer(Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
+        ("norm_heads", c_int64),
+        ("rotary", c_int64),
+    ]
+
+
+class _Model(Structure):
+    _fields_ = [
+        ("layers", c_void_p),
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "mlp")),
+        ("scale", c_float),
+        ("residual", c_float),
+    ]
+
+
+class _Pass(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("hidden", "result", "cos", "sin")),
+        ("table", c_int64),
+        ("rotary", c_int64),
+        *((name, c_void_p) for name in ("reach", "lengths", "cache")),
+        *((name, c_int64) for name in ("batch", "nodes", "capacity")),
+        *((name, c_void_p) for name in ("layers", "places", "parts", "taps")),
+        ("count", c_int64),
+        ("work", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
+class Portion(NamedTuple):
+    """A layer to run, or one of its sub-layers."""
+
+    layer: int
+    attention: bool = True
+    mlp: bool = True
+
+
+class FusedLayers:
+    """The layers of a model as one call runs them.
+
+    Args:
+        layers: all of the model, which ``expressible`` accepts.
+        scale: of attention scores.
+        residual: factor of what a sub-layer adds.
+    """
+
+    def __init__(self, layers: Sequence[Layer], heads: int, kv_heads: int, scale: float, residual: float) -> None:
+        found = library()
+        assert found is not None, "no kernels"
+        self._kept: list[Tensor] = []
+        self._layers = (_Layer * len(layers))(*map(self._described, layers))
+        out, down = self._layers[0].out, self._layers[0].down
+        sizes = (out.outputs, heads, kv_heads, out.inputs // heads, down.inputs)
+        self._model = _Model(ctypes.addressof(self._layers), *sizes, scale, residual)
+        self._run: Callable[..., Any] = getattr(found, f"run_{KINDS[_panels(layers[0].attention.out).dtype]}")
+        self._run.argtypes = [POINTER(_Model), POINTER(_Pass)]
+        self._workspace: Callable[..., int] = found.workspace
+        found.workspace.restype, found.workspace.argtypes = c_int64, [POINTER(_Model), *[c_int64] * 3]
+
+    def _described(self, layer: Layer) -> _Layer:
+        matrices = (_panels(product).matrix for product in _products(layer))
+        norms = (self._norm(norm) for norm in _norms(layer))
+        return _Layer(*matrices, *norms, layer.attention.norm_heads, layer.attention.rotary)
+
+    def _norm(self, norm: Any) -> _Norm:
+        if norm is None:
+            return _Norm(None, 0.0)
+        self._kept.append(norm.factor.float().contiguous())
+        return _Norm(self._kept[-1].data_ptr(), norm.eps)
+
+    def run(
+        self,
+        hidden: Float[Tensor, "B M D"],
+        cos: Float[Tensor, "b M 1 r"],
+        sin: Float[Tensor, "b M 1 r"],
+        reach: Bool[Tensor, "B M M"] | None,
+        cache: Cache,
+        portions: Sequence[Portion],
+        wanted: Collection[int],
+    ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
+        """States after some layers, and after those ``wanted``; keys and values go after the cache's lengths.
+
+        Args:
+            reach: which node sees which, its own included; None: a chain.
+        """
+        hidden = hidden.contiguous()
+        batch, nodes, _ = hidden.shape
+        result, threads, count = torch.empty_like(hidden), torch.get_num_threads(), len(portions)
+        taps = {portion.layer: torch.empty_like(hidden) for portion in portions if portion.layer in wanted}
+        slots = max(cache.lengths) + nodes
+        work = torch.empty(self._workspace(byref(self._model), batch * nodes, slots, threads))
+        arrays = (
+            (c_int32 * count)(*(portion.layer for portion in portions)),
+            (c_int32 * count)(*(cache.place[part.layer] if part.attention else 0 for part in portions)),
+            (c_uint8 * count)(*(part.attention + 2 * part.mlp for part in portions)),
+            (c_void_p * count)(*(taps[part.layer].data_ptr() if part.layer in taps else None for part in portions)),
+        )
+        lengths, turning = (c_int64 * batch)(*cache.lengths), cos.shape[-1]
+        described = _Pass(
+            hidden.data_ptr(), result.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            0 if len(cos) == 1 else nodes * turning, turning,
+            None if reach is None else reach.data_ptr(), ctypes.addressof(lengths), cache.store.data_ptr(),
+            batch, nodes, cache.capacity, *(ctypes.addressof(array) for array in arrays), count, work.data_ptr(),
+            threads,
+        )  # fmt: skip
+        self._run(byref(self._model), byref(described))
+        return result, taps
+
+
+def expressible(layers: Sequence[Layer], head_dim: int, longest: int) -> bool:
+    """Whether the kernels have all that these layers do, with their weights in panels.
+
+    Args:
+        longest: context, in tokens.
+    """
+    return head_dim % _LANES == 0 and all(_known(layer, longest) for layer in layers)
+
+
+def _known(layer: Layer, longest: int) -> bool:
+    attention, mlp = layer.attention, layer.mlp
+    sees_all = attention.window is None or attention.window >= longest
+    return (
+        isinstance(mlp, FeedForward)
+        and sees_all
+        and attention.soft_cap is None
+        and attention.sinks is None
+        and all(norm is None or isinstance(norm, RMSNorm) for norm in _norms(layer))
+        and all(isinstance(product, PanelLinear) for product in _products(layer))
+        and _panels(mlp.down).matrix.inputs % _LANES == 0
+        and type(mlp.activation).__name__.startswith("SiLU")
+    )
+
+
+def _norms(layer: Layer) -> tuple[Rows | None, ...]:
+    attention, mlp = layer.attention, layer.mlp
+    return attention.norm, attention.post_norm, mlp.norm, mlp.post_norm, attention.query_norm, attention.key_norm
+
+
+def _products(layer: Layer) -> tuple[Linear, ...]:
+    assert isinstance(layer.mlp, FeedForward)
+    return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+
+
+def _panels(product: Linear) -> Panels:
+    assert isinstance(product, PanelLinear)
+    return product.panels
