@@ -301,15 +301,12 @@ def _validate(arguments: list[str]) -> int:
         raise UserError("validate needs the folder of a run, or of all runs, as in: python -m bench validate results")
     bad = 0
     for folder in map(Path, named):
-        many = validate.is_results(folder)
         checks = []
-        with Progress(
-            "validating", len(places := validate.folders(folder) if many else [folder]), unit=" records"
-        ) as bar:
-            for place in places:
-                checks.append(validate.check_one(place, derive=settings.derive or not many))
-                if checks[-1].problems:
-                    print(checks[-1].line(), flush=True)
+        with Progress("validating", len(validate.folders(folder)), unit=" records") as bar:
+            for each in validate.check(folder, derive=settings.derive):
+                checks.append(each)
+                if each.problems:
+                    print(each.line(), flush=True)
                 bar.advance()
         print(f"{folder}: {validate.counted(checks)}")
         bad += sum(bool(each.problems) for each in checks)

@@ -58,11 +58,10 @@ def is_results(folder: Path) -> bool:
 def folders(results: Path) -> list[Path]:
     """Every folder of records in a results folder, by kind and name; others, as those of a tracker, are left out.
 
-    Raises:
-        UserError: no such folder.
+    Of any other folder it is the folder itself.
     """
-    if not results.is_dir():
-        raise UserError(f"{results} must be a folder with runs. Name another (python -m bench validate --help).")
+    if not is_results(results):
+        return [results]
     kinds = ("*", f"{_LOSSLESS}/*", f"{_COSTS}/*")
     patterns = (*kinds, *(f"{_REFERENCE}/{kind}" for kind in kinds))
     found = (folder for pattern in patterns for folder in sorted(results.glob(pattern)))
@@ -70,7 +69,8 @@ def folders(results: Path) -> list[Path]:
 
 
 def check(results: Path, *, derive: bool = False) -> Iterator[FolderCheck]:
-    """Check every folder of records in a results folder, see ``folders`` and ``check_one``."""
+    """Check every folder of records in a results folder, see ``folders`` and ``check_one``; one alone is derived."""
+    derive = derive or not is_results(results)
     yield from (check_one(folder, derive=derive) for folder in folders(results))
 
 
