@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from bench import cli
-from bench.analysis import audit
+from bench.analysis import audit, stalls
 from bench.config import compose
 from bench.config.schema import RunConfig
 from bench.errors import OK, RunFailed, UserError
-from bench.measure import interleave
 from bench.measure.interleave import MethodArm, Runner, random_order
 from bench.measure.run import RunResult, run, run_together
 from bench.records.run_folder import RunFolder, Sample, read_manifest, read_samples, validate
@@ -76,7 +75,7 @@ def rows(path: Path, arm: str) -> list[Sample]:
 def test_each_method_has_the_record_of_a_run_of_its_own_and_the_baseline_in_common(
     cfgs: list[RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interleave.stalls, "stalled", lambda samples: [])  # else a method's pair has a baseline anew
+    monkeypatch.setattr(stalls, "stalled", lambda samples: [])  # else a method's pair has a baseline anew
     together = results(run_together(cfgs))
     assert [each.summary["method"] for each in together] == list(METHODS)
     before = [[(s.prompt_id, s.batch_ns) for s in rows(each.path, "baseline")] for each in together]
