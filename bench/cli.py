@@ -287,9 +287,11 @@ class ValidateOptions:
 
     Attributes:
         derive: also derive every summary again from manifest and samples (a third of a second for each run)
+        signers: a file of allowed signers (man ssh-keygen), whose names are then said of the runs they signed
     """
 
     derive: bool = False
+    signers: Path | None = None
 
 
 def _validate(arguments: list[str]) -> int:
@@ -303,7 +305,7 @@ def _validate(arguments: list[str]) -> int:
     for folder in map(Path, named):
         checks = []
         with Progress("validating", len(validate.folders(folder)), unit=" records") as bar:
-            for each in validate.check(folder, derive=settings.derive):
+            for each in validate.check(folder, derive=settings.derive, signers=settings.signers):
                 checks.append(each)
                 if each.problems:
                     print(each.line(), flush=True)
@@ -323,6 +325,28 @@ def _pack(arguments: list[str]) -> int:
         packed = run_folder.pack(Path(folder))
         added = ", digests added" if validate.add_digests(Path(folder)) else ""
         print(f"{folder}: {'packed' if packed else 'packed already'}{added}")
+    return OK
+
+
+@dataclass(frozen=True)
+class SignOptions:
+    """Options of ``sign``.
+
+    Attributes:
+        key: your OpenSSH key, private, or public if an ssh-agent holds the private one
+    """
+
+    key: Path = Path("~/.ssh/id_ed25519")
+
+
+def _sign(arguments: list[str]) -> int:
+    from bench.records import signatures
+
+    settings, folders = options.parse(SignOptions, arguments)
+    if not folders:
+        raise UserError("sign needs the folder of a finished run, as in: python -m bench sign results/RUN_ID")
+    for folder in folders:
+        print(f"{folder}: signed with {signatures.sign(Path(folder), settings.key.expanduser()).key}", flush=True)
     return OK
 
 
@@ -626,7 +650,7 @@ _COMMANDS: dict[str, Command] = {
     ),
     "validate": Command(
         _validate,
-        "validate FOLDER ... [derive=true]",
+        "validate FOLDER ... [derive=true] [signers=F]",
         "check the records of runs; results/ for all of them",
         "validate results derive=true",
         ValidateOptions,
@@ -642,6 +666,13 @@ _COMMANDS: dict[str, Command] = {
         "condense FOLDER ...",
         "replace the samples of finished runs by the times of each prompt",
         "condense results/RUN_ID",
+    ),
+    "sign": Command(
+        _sign,
+        "sign FOLDER ... [key=F]",
+        "sign finished runs with an OpenSSH key, so that others see who vouches for them",
+        "sign results/RUN_ID key=~/.ssh/id_ed25519",
+        SignOptions,
     ),
     "completion": Command(
         _completion,

@@ -15,7 +15,8 @@ from bench.analysis import audit, metrics, pairs
 from bench.analysis.summary import summarise
 from bench.cost import records as cost_records
 from bench.errors import UserError
-from bench.records import digests, run_folder, schemas
+from bench.records import digests, run_folder, schemas, signatures
+from bench.records.signatures import Signature
 from bench.utils import files
 from bench.utils.files import read_json
 
@@ -35,6 +36,7 @@ class FolderCheck:
     path: Path
     kind: str
     problems: list[str]
+    signature: Signature | None = None
 
     def line(self) -> str:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
@@ -42,12 +44,14 @@ class FolderCheck:
 
 
 def counted(checks: Sequence[FolderCheck]) -> str:
-    """The number of records of each kind, and of bad ones."""
+    """The number of records of each kind, of bad ones, and of those that somebody signed."""
     condensed = sum((each.path / run_folder.PAIRS).is_file() for each in checks)
     gone = f" (samples not kept of {condensed})" if condensed else ""
     kinds = [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in Counter(c.kind for c in checks).items()]
     bad = sum(bool(each.problems) for each in checks)
-    return f"{', '.join(kinds) or 'no record'}{gone}: {f'{bad} bad' if bad else 'ok'}"
+    signed = Counter(str(each.signature) for each in checks if each.signature and each.signature.key)
+    whose = "".join(f", {count} signed by {name}" for name, count in signed.most_common())
+    return f"{', '.join(kinds) or 'no record'}{gone}: {f'{bad} bad' if bad else 'ok'}{whose}"
 
 
 def is_results(folder: Path) -> bool:
@@ -68,24 +72,31 @@ def folders(results: Path) -> list[Path]:
     return [folder for folder in found if not folder.name.startswith(".") and _holds_records(folder)]
 
 
-def check(results: Path, *, derive: bool = False) -> Iterator[FolderCheck]:
+def check(results: Path, *, derive: bool = False, signers: Path | None = None) -> Iterator[FolderCheck]:
     """Check every folder of records in a results folder, see ``folders`` and ``check_one``; one alone is derived."""
     derive = derive or not is_results(results)
-    yield from (check_one(folder, derive=derive) for folder in folders(results))
+    yield from (check_one(folder, derive=derive, signers=signers) for folder in folders(results))
 
 
-def check_one(folder: Path, *, derive: bool = False) -> FolderCheck:
+def check_one(folder: Path, *, derive: bool = False, signers: Path | None = None) -> FolderCheck:
     """Check one folder; its kind follows from its place and its files.
 
     Args:
         derive: read the samples of a run and derive its summary again, although its digests are right.
+        signers: file of allowed signers, who are named; see ``bench.records.signatures``.
+
+    Raises:
+        UserError: there is no such file, or a signed run and no ssh-keygen.
     """
     above = folder.resolve().parent.name
     if above == _LOSSLESS or (folder / _RESULT).is_file():
         return FolderCheck(folder, LOSSLESS, list(_lossless_problems(folder)))
     if above == _COSTS or (folder / cost_records.POINTS).is_file():
         return FolderCheck(folder, COSTS, _costs_problems(folder))
-    return FolderCheck(folder, RUN, _run_problems(folder, derive))
+    problems, signature = _run_problems(folder, derive), signatures.read(folder, signers)
+    if signature and signature.problem:
+        problems.append(signature.problem)
+    return FolderCheck(folder, RUN, problems, signature)
 
 
 def add_digests(folder: Path) -> bool:
