@@ -136,11 +136,13 @@ DECODERS = {
     "suffix": Row(SuffixDecoding),
     "suffix_long": Row(lambda t, s: SuffixDecoding(t, s, gamma=6, factor=8.0, min_prob=0.0), samples=False),
     "suffix_one": Row(lambda t, s: SuffixDecoding(t, s, gamma=1, min_match=2)),
+    "suffix_all": Row(lambda t, s: SuffixDecoding(t, s, factor=2.0, matches="all")),
     "rest": Row(lambda t, s: rest(t, s, nodes=8, occurrences=64)),
     "rest_defaults": Row(rest, samples=False),
     "rest_wide": Row(
         lambda t, s: rest(t, s, nodes=12, max_ngram=2, min_ngram=1, continuation=3, occurrences=5), samples=False
     ),
+    "rest_cut": Row(lambda t, s: rest(t, s, nodes=8, occurrences=64, cut=True)),
     "rest_one": Row(lambda t, s: rest(t, s, nodes=1, max_ngram=3, min_ngram=3, continuation=1)),
     "blockwise": Row(blockwise),
     "blockwise_two": Row(lambda t, s: blockwise(t, s, k=2)),

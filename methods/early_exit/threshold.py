@@ -3,7 +3,8 @@
     paper          lambda_t = clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1)        eq. 5 of arXiv 2207.07061
     code           lambda_t = lambda (0.9 + 0.1 exp(-tau t / N))                   t5x, and FREE's copy of it
 
-t counts the tokens after the prompt, N is the most there can be. Two defects of the published form are not kept:
+N is the most tokens that there can be after the prompt. The first of them has t = 0 by eq. 5 and t = 1 in the code.
+Two defects of the published form are not kept:
 
 * By eq. 5 lambda = 1 falls to 0.902 at t = N and tau = 4, so the fallback of CALM's guarantee, "the threshold 1 is the
 full model", does not hold. Here 1 is never lowered: no token exits.
@@ -57,7 +58,8 @@ class Threshold:
         """The threshold for the token at ``place`` (0 is the first after the prompt) of at most ``limit``."""
         if self.never or self.decay == "none":
             return self.value
-        fading = 0.1 * math.exp(-self.tau * place / (self.horizon or limit))
+        counted = place + (self.decay == "code")
+        fading = 0.1 * math.exp(-self.tau * counted / (self.horizon or limit))
         if self.decay == "code":
             return self.value * (0.9 + fading)
         return min(max(0.9 * self.value + fading, 0.0), 1.0)

@@ -8,9 +8,15 @@ transition, at most ``factor`` times the match's length and ``gamma`` tokens, an
 frequencies falls below ``min_prob``. With ``costs`` the path ends where a further token costs more than it is likely to
 save (``budget.py``). No training is needed.
 
+``matches=all`` scores every match length, as Arctic Inference does for SuffixDecoding: of the paths after all of them the
+one with the highest sum of probabilities is drafted. Replayed over 8,849 recorded tokens it keeps what the longest match
+keeps (1.648 tokens per step each on MT-bench, 1.719 on Spec-Bench).
+
 Published: SAM decoding on Spec-Bench: 2.27x together with Token Recycling; with EAGLE-2, Vicuna-7B, 2.73x on an A100.
 Tree depth 24, factor 1 and token probability 0.1 are vLLM's defaults for SuffixDecoding. Differences: only the text so
-far is searched, no corpus and no earlier answers; a chain instead of a tree; no second drafter where nothing matches.
+far is searched, no corpus and no earlier answers; a chain instead of a tree; no second drafter where nothing matches. A draft goes on
+beyond the end of the text, of equally frequent tokens the latest is drafted, and of matches of all lengths the 32
+longest are scored.
 
 Command: ``python -m bench method=suffix dataset=spec_bench``
 """
@@ -20,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from methods.drafting import Context, Continuation, Draft
 from methods.engine.causal_lm import CausalLM
@@ -28,6 +35,8 @@ from methods.rows import of_rows
 from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
+
+Matches = Literal["longest", "all"]
 
 _COUNTED = 32  # endings of the text whose occurrences are counted per token: periodic text has very many
 
@@ -57,6 +66,11 @@ class SuffixAutomaton:
     def match(self) -> tuple[int, int]:
         """State and length of the longest ending of the text that also occurs elsewhere in it."""
         state = max(self._link[self.whole], 0)
+        return state, self._length[state]
+
+    def shorter(self, state: int) -> tuple[int, int]:
+        """State and length of the longest ending of a state's strings that other places have too."""
+        state = max(self._link[state], 0)
         return state, self._length[state]
 
     def likeliest(self, state: int) -> tuple[int, int, float]:
@@ -120,8 +134,10 @@ class SuffixDrafter:
 
     hidden_layers: Sequence[int] = ()
 
-    def __init__(self, gamma: int, factor: float, min_match: int, min_prob: float) -> None:
-        self.nodes = gamma
+    def __init__(
+        self, gamma: int, factor: float, min_match: int, min_prob: float, matches: Matches = "longest"
+    ) -> None:
+        self.nodes, self._matches = gamma, matches
         self._factor, self._min_match, self._min_prob = factor, min_match, min_prob
         self._automata: list[SuffixAutomaton] = []
         self._read: list[int] = []
@@ -146,17 +162,26 @@ class SuffixDrafter:
         """Nothing to do: the next search reads what was committed."""
 
     def find(self, row: int, tokens: list[int]) -> Continuation:
-        """What followed most often the longest ending of the text that occurred before.
-
-        A text that has repeated m tokens repeats one more with probability m / (m + 1) (Laplace's rule of succession),
-        and by that much a token's relative frequency counts.
-        """
+        """What followed most often an ending of the text that occurred before."""
         automaton = self._automata[row]
         automaton.extend(tokens[self._read[row] :])
         self._read[row] = len(tokens)
         state, length = automaton.match()
-        if length < self._min_match:
-            return Continuation([])
+        best = Continuation([])
+        for _ in range(1 if self._matches == "longest" else _COUNTED):
+            if length < self._min_match:
+                break
+            path = self._path(automaton, state, length)
+            best = path if not best.match or path.expected > best.expected else best
+            state, length = automaton.shorter(state)
+        return best
+
+    def _path(self, automaton: SuffixAutomaton, state: int, length: int) -> Continuation:
+        """The most frequent path after a match.
+
+        A text that has repeated m tokens repeats one more with probability m / (m + 1) (Laplace's rule of succession),
+        and by that much a token's relative frequency counts.
+        """
         draft: list[int] = []
         gains: list[float] = []
         prob, expected = 1.0, 0.0
@@ -179,6 +204,7 @@ class SuffixDecoding(SpeculativeDecoder):
         factor: tokens drafted per token of the match.
         min_match: shortest ending of the text that is taken for a match.
         min_prob: a draft ends where the product of its tokens' relative frequencies falls below this.
+        matches: draft after the ``longest`` match, or of ``all`` after the one with the highest score.
         costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
 
     Raises:
@@ -196,6 +222,7 @@ class SuffixDecoding(SpeculativeDecoder):
         factor: float = 1.0,
         min_match: int = 1,
         min_prob: float = 0.1,
+        matches: Matches = "longest",
         costs: CostsOption = None,
     ) -> None:
         if gamma < 1 or min_match < 1 or not 0.0 <= min_prob <= 1.0:
@@ -208,5 +235,5 @@ class SuffixDecoding(SpeculativeDecoder):
                 "factor times min_match, the tokens drafted after the shortest match, must be finite and at least 1, "
                 f"got factor={factor} and min_match={min_match}. Change one of the two."
             )
-        drafter = SuffixDrafter(gamma, factor, min_match, min_prob)
+        drafter = SuffixDrafter(gamma, factor, min_match, min_prob, matches)
         super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False), costs)

@@ -336,9 +336,9 @@ def test_static_depth_of_all_layers_is_the_full_model(target: CausalLM) -> None:
 def test_decay_follows_eq_5_and_the_code_scales_instead() -> None:
     paper, code = Threshold(0.8, "paper", tau=4.0), Threshold(0.8, "code", tau=4.0)
     for place in (0, 10, 64):
-        fading = 0.1 * math.exp(-4.0 * place / 64)
-        assert paper.at(place, 64) == pytest.approx(0.72 + fading)
-        assert code.at(place, 64) == pytest.approx(0.8 * (0.9 + fading))
+        assert paper.at(place, 64) == pytest.approx(0.72 + 0.1 * math.exp(-4.0 * place / 64))
+        counted = place + 1  # FREE's code counts the token itself
+        assert code.at(place, 64) == pytest.approx(0.8 * (0.9 + 0.1 * math.exp(-4.0 * counted / 64)))
     assert Threshold(0.8, "paper", horizon=16).at(16, 64) == Threshold(0.8, "paper").at(64, 64)
     assert Threshold(0.8).at(50, 64) == 0.8 and Threshold(0.8, "paper", tau=0.0).at(50, 64) == pytest.approx(0.82)
 

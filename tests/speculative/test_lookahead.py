@@ -197,6 +197,22 @@ def test_prompt_fills_the_pool():
     assert draft.tokens.tolist() == [[7, 8], [ABSENT, ABSENT]]
 
 
+@pytest.mark.parametrize("pool_from_prompt", [True, False])
+def test_what_is_written_enters_the_pool_with_the_prompt(pool_from_prompt):
+    """Of several tokens kept at once each ends an n-gram; rows that leave and rows that begin anew keep their texts."""
+    drafter = LookaheadDrafter(window=1, ngram=3, guesses=3, pool_from_prompt=pool_from_prompt)
+    drafter.reset([[1], [2, 3]], limit=9)
+    drafter.propose(context_of([[1, 5], [2, 3, 4]]))
+    drafter.skip(context_of([[1, 5, 6, 7, 8], [2, 3, 4, 9]]))
+    grams = [[pool.find(key) for key in range(1, 8)] for pool in drafter._pools]
+    assert grams[0] == ([[(5, 6)], [], [], [], [(6, 7)], [(7, 8)], []] if pool_from_prompt else [[]] * 7)
+    assert grams[1] == ([[], [(3, 4)], [(4, 9)], [], [], [], []] if pool_from_prompt else [[]] * 7)
+    drafter.keep_rows([1])
+    drafter.reset_rows({0: [6, 6, 7]})
+    draft = drafter.propose(context_of([[6, 6, 7, 6]]))
+    assert draft.tokens.tolist() == ([[7, 6, 6, 7]] if pool_from_prompt else [[]])
+
+
 @pytest.mark.parametrize("window, ngram, guesses", [(15, 5, 15), (1, 3, 1), (4, 3, 4)])
 def test_a_round_fits_the_declared_nodes(target, window, ngram, guesses):
     decoder = Lookahead(target, Sampling(), window, ngram, guesses, pool_from_prompt=True)

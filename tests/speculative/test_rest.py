@@ -24,7 +24,7 @@ from methods.drafting import ABSENT, Context
 from methods.engine.causal_lm import Output
 from methods.engine.sampling import Sampling
 from methods.speculative import rest_datastore
-from methods.speculative.rest import Rest, RestDrafter, frequent_prefixes
+from methods.speculative.rest import Rest, RestDrafter, cut_prefixes, frequent_prefixes
 from methods.speculative.rest_datastore import HEADER, MARGIN, PLACES, SEPARATOR, TOKENS, Datastore, RestDatastore
 from methods.training.answer_memo import AnswerMemo, Origin
 from methods.training.answers import AnswerRecipe
@@ -51,8 +51,8 @@ def context_of(*texts):
     return Context([list(text) for text in texts], root, Output(logits, logits), None, Sampling(), torch.Generator())
 
 
-def drafter(store, nodes=8, max_ngram=4, min_ngram=1, continuation=3, occurrences=100):
-    return RestDrafter(store, nodes, max_ngram, min_ngram, continuation, occurrences)
+def drafter(store, nodes=8, max_ngram=4, min_ngram=1, continuation=3, occurrences=100, cut=False):
+    return RestDrafter(store, nodes, max_ngram, min_ngram, continuation, occurrences, cut)
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -178,6 +178,29 @@ def test_tree_holds_the_most_frequent_prefixes(paths, most):
     assert prefixes_of(tree) == wanted
     assert tree.counts == [counts[prefix] for prefix in wanted]
     assert tree.depths == [len(prefix) for prefix in wanted]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=20), st.integers(1, 12))
+def test_the_cut_removes_the_longest_prefixes_until_their_tokens_are_few_enough(paths, most):
+    ordered = sorted(path + [SEPARATOR] + [9] * (4 - len(path)) for path in paths)
+    tree = frequent_prefixes(np.array(ordered, np.uint32).reshape(-1, 5), most)
+    left = prefixes_of(tree)
+    while sum(len(set(prefix)) for prefix in left) > most:
+        longest = max(len(set(prefix)) for prefix in left)
+        left.remove([prefix for prefix in left if len(set(prefix)) == longest][-1])
+    wanted = {prefix[:end] for prefix in left for end in range(1, len(prefix) + 1)}
+    cut = cut_prefixes(tree, most)
+    assert set(prefixes_of(cut)) == wanted and len(cut.tokens) == len(wanted)
+    counts = dict(zip(prefixes_of(tree), zip(tree.depths, tree.counts, strict=True), strict=True))
+    assert list(zip(cut.depths, cut.counts, strict=True)) == [counts[prefix] for prefix in prefixes_of(cut)]
+
+
+def test_a_cut_draft_is_smaller():
+    store = Datastore.build(DOCUMENTS, 61)
+    draft = drafter(store, nodes=5, cut=True).propose(context_of([3, 5, 6], [60]))
+    # 7, 7 8, 7 9, 7 8 2 and 7 9 9 have 1, 2, 2, 3 and 2 different tokens: without 7 8 2 and 7 9 9 they are five
+    assert draft.tokens.tolist() == [[7, 8, 9], [ABSENT] * 3] and draft.parents[0].tolist() == [-1, 0, 0]
 
 
 def test_draft_of_ragged_rows():

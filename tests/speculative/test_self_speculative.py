@@ -158,19 +158,19 @@ def test_presets_fit_a_model_of_their_depth() -> None:
 def test_threshold_follows_the_formulas() -> None:
     threshold = Threshold(0.6, goal=0.9)
     threshold.update(accepted=1, drafted=2, full=False)
-    assert threshold.rate == 0.5  # the first round's own
+    assert threshold.rate == 0.25  # begun at 0, as the paper's code does
     assert threshold.value == pytest.approx(0.9 * 0.6 + 0.1 * 0.61)  # too few kept: stop earlier
     threshold.update(accepted=4, drafted=4, full=True)
-    assert threshold.rate == 0.5 * 0.5 + 0.5 * 1.0
-    assert threshold.value == pytest.approx(0.602)  # 0.75 is still below the goal
+    assert threshold.rate == 0.5 * 0.25 + 0.5 * 1.0
+    assert threshold.value == pytest.approx(0.602)  # 0.625 is still below the goal
     for _ in range(3):
         threshold.update(4, 4, True)
-    assert threshold.rate == pytest.approx(0.96875)  # 0.875, 0.9375, 0.96875
+    assert threshold.rate == pytest.approx(0.953125)  # 0.8125, 0.90625, 0.953125
     assert threshold.value == pytest.approx(0.603)  # above the goal, the draft was as long as it may be
     threshold.update(2, 2, False)
     assert threshold.value == pytest.approx(0.602)  # kept all, and could have drafted more
     threshold.reset()
-    assert (threshold.value, threshold.rate) == (0.6, None)
+    assert (threshold.value, threshold.rate) == (0.6, 0.0)
 
 
 @pytest.mark.parametrize("threshold", [Threshold(0.6, goal=None), Threshold(0.0)], ids=["no goal", "never stops"])

@@ -8,6 +8,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.contract import checks
 from methods.drafting import ABSENT, Context
@@ -314,6 +316,52 @@ def test_the_most_frequent_continuation_wins_and_rare_ones_end_the_draft():
     assert drafts(SuffixDrafter(9, 9.0, 1, 0.0), prompt, [1])[:2] == [2, 7]
     assert drafts(SuffixDrafter(9, 9.0, 1, 0.6), prompt, [1]) == [2]
     assert drafts(SuffixDrafter(9, 9.0, 1, 0.7), prompt, [1]) == []
+
+
+def naive_path(text, match, most, least):
+    """The most frequent path after the last ``match`` tokens, by searching the whole text for every token."""
+    string, path, prob, score = text[-match:], [], 1.0, 0.0
+    while len(path) < most:
+        followers = []
+        while not followers:
+            size = len(string)
+            ends = [end for end in range(size, len(text)) if text[end - size : end] == string]
+            followers, string = [(text[end], end) for end in ends], string if ends else string[1:]
+        counts = Counter(token for token, _ in followers)
+        token = max(counts, key=lambda t: (counts[t], max(end for other, end in followers if other == t)))
+        prob *= counts[token] / len(followers)
+        if prob < least:
+            break
+        score, path, string = score + prob, [*path, token], [*string, token]
+    return score, path
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=30),
+    st.integers(1, 6),
+    st.sampled_from([1.0, 1.5, 3.0]),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_the_best_of_all_match_lengths_is_found(text, gamma, factor, least, floor):
+    """As Arctic Inference scores them: the sum of the probabilities of a path; of equal scores the longer match."""
+    best = (0.0, [])
+    for match in range(1, len(text)):
+        if not any(text[end - match : end] == text[-match:] for end in range(match, len(text))):
+            break
+        if match >= least:
+            found = naive_path(text, match, min(gamma, int(factor * match)), floor)
+            best = found if found[0] >= best[0] else best
+    drafter = SuffixDrafter(gamma, factor, least, floor, "all")
+    assert drafts(drafter, text[:-1], text[-1:]) == best[1]
+    assert drafter.find(0, text).expected == best[0]
+
+
+def test_a_shorter_match_with_surer_followers_can_win():
+    text = [1, 2, 5, 1, 2, 6, 9, 2, 7, 8, 4, 2, 7, 8, 3, 2, 7, 8, 1]
+    assert drafts(SuffixDrafter(2, 4.0, 1, 0.0), text, [2]) == [6, 9]  # after 1 2: once 5, once 6, the later one
+    assert drafts(SuffixDrafter(2, 4.0, 1, 0.0, "all"), text, [2]) == [7, 8]  # after 2: three times of five
 
 
 def test_rows_have_automata_of_their_own():

@@ -166,7 +166,7 @@ class Threshold:
         A <- beta_rate * A + (1 - beta_rate) * r
         u  = t + step if A < goal;  t if the round drafted all it might;  t - step otherwise
         t <- beta_threshold * t + (1 - beta_threshold) * u
-    A begins with the first round's r. The constants are those of the paper's code.
+    A begins at 0 with each text. The constants and this start are those of the paper's code.
 
     Attributes:
         start: the threshold of the first round.
@@ -179,14 +179,14 @@ class Threshold:
     beta_rate: float = 0.5
     beta_threshold: float = 0.9
     value: float = 0.0
-    rate: float | None = None
+    rate: float = 0.0
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget every round."""
-        self.value, self.rate = self.start, None
+        self.value, self.rate = self.start, 0.0
 
     def update(self, accepted: int, drafted: int, full: bool) -> None:
         """Learn from a round.
@@ -198,8 +198,7 @@ class Threshold:
         """
         if self.goal is None or not self.start or not drafted:
             return
-        now = accepted / drafted
-        self.rate = now if self.rate is None else self.beta_rate * self.rate + (1 - self.beta_rate) * now
+        self.rate = self.beta_rate * self.rate + (1 - self.beta_rate) * accepted / drafted
         move = self.step if self.rate < self.goal else 0.0 if full else -self.step
         self.value = min(max(self.value + (1 - self.beta_threshold) * move, 0.0), 1.0)
 
