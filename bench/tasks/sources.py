@@ -410,6 +410,8 @@ def read_bytes(path: Path) -> bytes:
         UserError: it does not exist or cannot be read.
     """
     try:
+        if path.is_fifo():
+            raise OSError("it is a pipe, which would be waited for")
         return _unpack(path.read_bytes(), path.name)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -564,13 +566,17 @@ def _download(folder: Path, *words: str) -> Path:
 
 
 def _from_web(known: DataSet) -> tuple[bytes, Revision]:
+    """What a page gives, if it gives the rows that are pinned."""
     assert known.web is not None
     try:
         with urllib.request.urlopen(known.web, timeout=_WEB_PATIENCE_S) as answer:
             raw = _unpack(answer.read(), known.web)
     except (OSError, EOFError, zlib.error) as error:
         raise Unavailable(_brief(error)) from error
-    return raw, _revision(known, raw, "web", known.web)
+    revision = _revision(known, raw, "web", known.web)
+    if revision.warning:
+        raise Unavailable(f"it gives {revision.warning}")
+    return raw, revision
 
 
 def _brief(reason: object) -> str:

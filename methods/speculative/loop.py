@@ -35,6 +35,8 @@ from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally
 
+MOST_NODES = 4096  # of a draft; every round would verify as many
+
 
 class SpeculativeDecoder(Decoder, Refillable, CostAware):
     """A target, a drafter and a rule, run in lockstep over a batch.
@@ -48,7 +50,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         costs: those in use; None: every proposal is drafted whole.
 
     Raises:
-        ValueError: costs that are none.
+        ValueError: costs that are none, or a drafter of more than ``MOST_NODES``.
     """
 
     guarantee = Guarantee.EXACT
@@ -62,6 +64,11 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         rule: AcceptanceRule,
         costs: CostsOption = None,
     ) -> None:
+        if drafter.nodes > MOST_NODES:
+            raise ValueError(
+                f"a draft must have at most {MOST_NODES:,} tokens, got {drafter.nodes:,}. Set a smaller draft, as "
+                "method.gamma=10."
+            )
         self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
         self.guarantee = rule.guarantee
         self._costs_option, self.costs, self._tally = costs, Costs.given(costs), Tally()

@@ -65,6 +65,7 @@ def make(folder: Path) -> Path:
     for name, content in PROMPTS.items():
         (folder / name).write_bytes(content)
     (folder / "folder.jsonl").mkdir()
+    os.mkfifo(folder / "pipe.jsonl")
     (folder / "a_file").write_text("text\n")
     (folder / "dangling").symlink_to(folder / "nowhere")
     (folder / "loop").symlink_to(folder / "loop")

@@ -11,6 +11,7 @@ from bench.contract import checks
 from methods.drafting import ABSENT, Draft, StatelessDrafter
 from methods.engine.sampling import Sampling, draw
 from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.verification import (
     ChainRejection,
     DeterministicTree,
@@ -177,3 +178,8 @@ class DrawnChain(DrawnTrees):
         batch = len(context.tokens)
         tokens = draw(self.probs.expand(batch * 3, -1), context.rng).view(batch, 3)
         return Draft.chain(tokens, self.probs.expand(batch, 3, -1))
+
+
+def test_a_draft_longer_than_any_pass_should_be_is_refused(target):
+    with pytest.raises(ValueError, match=r"at most 4,096 tokens, got 100,000\. Set a smaller draft"):
+        PromptLookup(target, Sampling(), gamma=100_000)

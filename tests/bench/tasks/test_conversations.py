@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,12 @@ def test_a_file_that_is_none_is_one_message(
         Jsonl(str(path)).load()
     assert cli.main(["dataset=jsonl", f"dataset.path={path}", "model=random", f"paths.results={tmp_path / 'r'}"]) == 2
     assert "Traceback" not in capsys.readouterr().err and not [*tmp_path.glob("r/*")]
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "own.jsonl")
+    with pytest.raises(UserError, match=r"own\.jsonl cannot be read \(it is a pipe"):
+        Jsonl(str(tmp_path / "own.jsonl")).load()
 
 
 def test_several_accepted_answers_are_for_one_scorer(tmp_path: Path) -> None:

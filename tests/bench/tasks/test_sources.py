@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import tarfile
+import urllib.request
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from bench.tasks.sources import KNOWN, DataSet, Hub, Revision, SourceArchive, So
 
 RAW = b'{"question_id": 1}\n{"question_id": 2}\n'
 MEMBER = "package/data/rows.jsonl"
-_REAL_FROM_WHEEL, _REAL_FROM_HUB = sources._from_wheel, sources._from_hub
+_REAL_FROM_WHEEL, _REAL_FROM_HUB, _REAL_FROM_WEB = sources._from_wheel, sources._from_hub, sources._from_web
 Fetch = Callable[[DataSet], tuple[bytes, Revision]]
 
 
@@ -134,6 +135,14 @@ def test_other_bytes_in_a_folder_are_used_and_noted(known: DataSet, tmp_path: Pa
     table = Sources(tmp_path, tmp_path).get("a")
     assert table.rows == [{"question_id": 3}]
     assert "other rows" in str(table.revision.warning)
+
+
+def test_a_page_of_other_bytes_is_not_used(known: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b'{"question_id": 3}\n'))
+    with pytest.raises(Unavailable, match=r"it gives a/rows\.jsonl has sha256"):
+        _REAL_FROM_WEB(known)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(RAW))
+    assert _REAL_FROM_WEB(known)[0] == RAW
 
 
 def test_a_broken_archive_is_named(known: DataSet, tmp_path: Path) -> None:
