@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from bench.records import run_folder
 from tests.helpers.pauses import paused_run
@@ -98,21 +99,37 @@ def _train(folder: str, said: str) -> None:
     sys.exit(cli.main([*TRAINING, "out=made"]))
 
 
-@pytest.mark.parametrize("seed", range(max(1, KILLS // 4)))
-def test_a_killed_training_goes_on(seed: int, tmp_path: Path) -> None:
+def _taught(folder: Path, kill_after_s: float | None = None) -> dict[str, torch.Tensor]:
+    """The weights that a training ends with, one that was killed and begun again too."""
+    folder.mkdir(exist_ok=True)
     lines = [{"prompt": f"Say {i} {i}.", "answer": f"{i} {i} {i} and {i + 1} and then {i + 2}."} for i in range(80)]
-    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = tmp_path / "said.txt"
-    process = start_call(_train, str(tmp_path), str(said))
-    time.sleep(Random(seed).uniform(1, 8))
-    if process.is_alive():
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    again = start_call(_train, str(tmp_path), str(said))
-    again.join(300)
-    assert again.exitcode == 0, said.read_text()[-3000:]
-    assert (tmp_path / "made" / "card.json").is_file()
+    (folder / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = folder / "said.txt"
+    process = start_call(_train, str(folder), str(said))
+    if kill_after_s is not None:
+        process.join(kill_after_s)
+        process.kill()
+        process.join()
+        process = start_call(_train, str(folder), str(said))
+    process.join(300)
+    assert process.exitcode == 0, said.read_text()[-3000:]
+    (file,) = (folder / "made").glob("*.safetensors")
+    assert (folder / "made" / "card.json").is_file()
+    return load_file(file)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], float]:
+    """What a training ends with that nothing disturbs, and how long it takes."""
+    begin = time.monotonic()
+    return _taught(tmp_path_factory.mktemp("taught")), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_training_goes_on(seed: int, tmp_path: Path, taught: tuple[dict[str, torch.Tensor], float]) -> None:
+    whole, seconds = taught
+    found = _taught(tmp_path, Random(seed).uniform(0, seconds))
+    assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
 
 
 def test_a_closed_standard_output_keeps_the_verdict(shell: Shell) -> None:
