@@ -154,6 +154,8 @@ DECODERS = {
     "hydra_heads": Row(lambda t, s: hydra(t, s, texts_of(t))),
     "hydra_heads_wide": Row(lambda t, s: hydra(t, s, texts_of(t), nodes=20), samples=False),
     "hydra_heads_chain": Row(lambda t, s: hydra(t, s, texts_of(t), tree=[[0], [0, 0]])),
+    "hydra_heads_prefix": Row(lambda t, s: hydra(t, s, texts_of(t), prefix=1.0)),
+    "hydra_heads_prefix_costs": Row(lambda t, s: hydra(t, s, texts_of(t), prefix=1.0, costs=PRICED)),
     "hydra_heads_published_tree": Row(lambda t, s: hydra(t, s, tree="mc_sim_7b_63"), samples=False),
     "eagle": Row(lambda t, s: eagle(t, s, 3, texts_of(t), depth=3, top_k=3, nodes=8)),
     "eagle_chain": Row(lambda t, s: eagle(t, s, 3, texts_of(t), 6, tree="chain", gamma=3)),

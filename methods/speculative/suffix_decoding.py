@@ -8,15 +8,15 @@ transition, at most ``factor`` times the match's length and ``gamma`` tokens, an
 frequencies falls below ``min_prob``. With ``costs`` the path ends where a further token costs more than it is likely to
 save (``budget.py``). No training is needed.
 
-``matches=all`` scores every match length, as Arctic Inference does for SuffixDecoding: of the paths after all of them the
-one with the highest sum of probabilities is drafted. Replayed over 8,849 recorded tokens it keeps what the longest match
-keeps (1.648 tokens per step each on MT-bench, 1.719 on Spec-Bench).
+``matches=all`` scores every match length, as Arctic Inference does for SuffixDecoding: of the paths after all of them
+the one with the highest sum of probabilities is drafted. Replayed over 8,849 recorded tokens it keeps what the longest
+match keeps (1.648 tokens per step each on MT-bench, 1.719 on Spec-Bench).
 
 Published: SAM decoding on Spec-Bench: 2.27x together with Token Recycling; with EAGLE-2, Vicuna-7B, 2.73x on an A100.
 Tree depth 24, factor 1 and token probability 0.1 are vLLM's defaults for SuffixDecoding. Differences: only the text so
-far is searched, no corpus and no earlier answers; a chain instead of a tree; no second drafter where nothing matches. A draft goes on
-beyond the end of the text, of equally frequent tokens the latest is drafted, and of matches of all lengths the 32
-longest are scored.
+far is searched, no corpus and no earlier answers; a chain instead of a tree; no second drafter where nothing matches. A
+draft goes on beyond the end of the text, of equally frequent tokens the latest is drafted, and of matches of all
+lengths the 32 longest are scored.
 
 Command: ``python -m bench method=suffix dataset=spec_bench``
 """

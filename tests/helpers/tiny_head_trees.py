@@ -44,10 +44,12 @@ Kind = type[MedusaLearner] | type[HydraLearner]
 
 
 @cache
-def heads_of(kind: Kind, target: CausalLM, texts: tuple[Text, ...], heads: int = 3, blocks: int = 2) -> Any:
+def heads_of(
+    kind: Kind, target: CausalLM, texts: tuple[Text, ...], heads: int = 3, blocks: int = 2, **options: Any
+) -> Any:
     """Heads that know some texts by heart; without texts random ones, measured at random."""
     torch.manual_seed(0)
-    learner = kind(target, DraftVocabulary.all(target.vocab_size, target.device), heads, blocks)
+    learner = kind(target, DraftVocabulary.all(target.vocab_size, target.device), heads, blocks, **options)
     if texts:
         batch = batch_of(target, [list(text) for text in texts], [1] * len(texts))
         learn_by_heart(learner, batch)
@@ -64,8 +66,14 @@ def medusa(target: CausalLM, sampling: Sampling, texts: Sequence[Sequence[int]] 
         return Medusa(target, sampling, checkpoint=Path(folder), **options)
 
 
-def hydra(target: CausalLM, sampling: Sampling, texts: Sequence[Sequence[int]] = (), **options: Any) -> HydraHeads:
-    """The method with such heads."""
+def hydra(
+    target: CausalLM,
+    sampling: Sampling,
+    texts: Sequence[Sequence[int]] = (),
+    prefix: float | None = None,
+    **options: Any,
+) -> HydraHeads:
+    """The method with such heads, with a prefix layer where ``prefix`` says how long its states are."""
     with tempfile.TemporaryDirectory() as folder:
-        heads_of(HydraLearner, target, tuple(map(tuple, texts))).save(Path(folder), target, FACTS)
+        heads_of(HydraLearner, target, tuple(map(tuple, texts)), prefix=prefix).save(Path(folder), target, FACTS)
         return HydraHeads(target, sampling, checkpoint=Path(folder), **options)

@@ -623,6 +623,8 @@ def test_training_writes_a_network_that_decodes(options, target, shop):
     assert losses[-1] < losses[0]
     assert len(facts["acceptance"]) == 5 and facts["draft_vocabulary"] <= 40 and 0 < facts["held_out_coverage"] <= 1
     version = options.get("version", 3)
+    unrolled = options.get("unroll", 7 if version == 3 else 1)
+    assert sum(name.startswith("loss_") for name in points[0]) == unrolled
     stored = load_file(context.output / WEIGHTS)
     assert ("lm_head.weight" in stored) == (options.get("output") == "own")
     checks.check_greedy_identity(

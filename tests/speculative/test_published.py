@@ -223,6 +223,17 @@ def test_hydra(dropout, target, tmp_path):
         assert torch.equal(found.outputs[head][1], random(V, seed=head))
 
 
+@pytest.mark.parametrize(("noise", "noted"), [(0.0, False), (0.3, True)])
+def test_hydra_with_the_embedding_that_the_authors_save(noise, noted, target, tmp_path):
+    """Their heads hold the base model's embedding as a module, so a state dict has it."""
+    copy = target.embed(torch.arange(V)).float()
+    copy = copy + noise * copy.std() * torch.randn(copy.shape, generator=torch.Generator().manual_seed(3))
+    write(tmp_path, "hydra_lm_head.pt", hydra() | {"input_embed_fn.weight": copy.half()}, HYDRA)
+    found = read(tmp_path, target)
+    assert isinstance(found, HydraWeights) and [len(head) for head in found.blocks] == [4, 4, 4]
+    assert bool(found.notes) is noted and found.prefix is None
+
+
 def test_hydra_without_a_bias_of_the_output(target, tmp_path):
     write(
         tmp_path,
@@ -239,10 +250,13 @@ def test_hydra_without_a_bias_of_the_output(target, tmp_path):
         (
             hydra() | {"prefix_embeding_layer.layers.0.mlp.up_proj.weight": random(4, 4)},
             HYDRA,
-            "architecture mlp .*got prefix-mlp",
+            "read as heads of Hydra.., .*missing: prefix_embeding_layer.layers.0.self_attn.q_proj.weight",
         ),
-        (hydra(), HYDRA | {"hydra_head_arch": "eagle-attn"}, "architecture mlp .*got eagle-attn"),
-        (hydra(), HYDRA | {"grounded_heads": False}, "grounded_heads=false"),
+        (hydra(), HYDRA | {"hydra_head_arch": "eagle-attn"}, "architecture mlp or prefix-mlp, .*got eagle-attn"),
+        (hydra(), HYDRA | {"grounded_heads": False}, "got mlp with grounded_heads=false"),
+        (hydra(), HYDRA | {"hidden_state_offset": 1}, "last state .*got mlp with hidden_state_offset=1"),
+        (hydra() | {"input_embed_fn.weight": random(V, 16)}, HYDRA, r"has the shape \(61, 16\), \(61, 32\)"),
+        (hydra() | {"input_embed_fn.weight": random(V, H)}, HYDRA, "embedding is that of another model"),
         ({"hydra_other.weight": random(2)}, HYDRA, "Heads of Hydra must have .*, got hydra_other.weight"),
         (hydra(hidden=16), HYDRA, "for hidden size 16"),
         (hydra(vocab=62), HYDRA, "for a vocabulary of 62"),
@@ -451,6 +465,30 @@ def test_numbers_of_vllm_in_a_configuration_of_specforge_are_noted(target, tmp_p
     write(tmp_path, "model.safetensors", eagle3() | vocabulary(), forge(eagle_aux_hidden_state_layer_ids=[2, 4, 5]))
     with pytest.warns(UserWarning, match="look like the inputs that vLLM counts"):
         assert read(tmp_path, target).taps == (2, 4, 5)
+
+
+@pytest.mark.parametrize(("counted", "taps"), [("outputs", (2, 4, 5)), ("inputs", (1, 3, 4))])
+def test_the_user_may_say_how_layers_are_counted(counted, taps, target, tmp_path):
+    """In every dialect, and where the form alone does not tell."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    forms = {
+        "a": (eagle3(), forge(**ids)),
+        "b": (eagle3("layers.0."), speculators(**ids)),
+        "c": (eagle3(), EAGLE3 | ids),
+    }
+    for folder, (tensors, config) in forms.items():
+        write(tmp_path / folder, "model.safetensors", tensors | vocabulary(), config)
+        found = read(tmp_path / folder, target, counted)
+        assert found.taps == taps and not found.notes
+    write(tmp_path / "d", "model.safetensors", eagle3() | vocabulary(), EAGLE3)
+    with pytest.raises(ValueError, match=f"no eagle_aux_hidden_state_layer_ids, which layers_counted={counted} is"):
+        read(tmp_path / "d", target, counted)
+
+
+def test_numbers_of_specforge_s_default_can_be_read_as_inputs(target, tmp_path):
+    config = speculators(eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    write(tmp_path, "model.safetensors", eagle3("layers.0.") | vocabulary(), config)
+    assert read(tmp_path, target, "inputs").taps == (0, 2, 3)
 
 
 def test_another_verifier_is_noted(target, tmp_path):

@@ -41,6 +41,7 @@ from methods.speculative.eagle.checkpoint import TRAIN, Part
 from methods.speculative.eagle.network import Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
 from methods.speculative.heads.base import HeadsDecoder
+from methods.speculative.published.eagle import LayersCounted
 from methods.speculative.ranked_tree import require_sizes
 from methods.speculative.verification import rule_of_network
 
@@ -120,6 +121,7 @@ class Eagle(HeadsDecoder):
         nodes: of a dynamic tree.
         draw: at a temperature, draw the nodes of a chain or a static tree.
         block: at a temperature, judge a drawn chain as a block (Sun et al. 2024, arXiv 2403.10444).
+        layers_counted: of a published version 3: what its numbers of layers are, see ``published.eagle.read_eagle3``.
         costs: of passes, by which the best of these nodes are drafted; see ``methods.speculative.budget``.
         checkpoint: folder of a trained network, or a published one by path or hub id; None: the one prepared for this
             model.
@@ -144,11 +146,12 @@ class Eagle(HeadsDecoder):
         nodes: int = 59,
         draw: bool = False,
         block: bool = False,
+        layers_counted: LayersCounted = "auto",
         costs: CostsOption = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         folder = own_folder("eagle", "draft network", checkpoint)
-        found = _part(folder, checkpoint, target)
+        found = _part(folder, checkpoint, target, layers_counted)
         _require_version(version, found.spec.version)
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
         growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
@@ -189,9 +192,14 @@ def _require_version(wanted: int, found: int) -> None:
         )
 
 
-def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM) -> Part:
+def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM, counted: LayersCounted) -> Part:
     if folder is not None:
+        if counted != "auto":
+            raise ValueError(
+                f"layers_counted must be auto for a network that was trained here, got {counted}. Remove it, or name a "
+                "published network as method.checkpoint."
+            )
         return Part.load(folder, target)
     from methods.speculative.published import eagle, formats
 
-    return eagle.of_published(formats.read(str(checkpoint), target), str(checkpoint), target)
+    return eagle.of_published(formats.read(str(checkpoint), target, counted), str(checkpoint), target)

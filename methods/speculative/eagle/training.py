@@ -2,8 +2,9 @@
 
 Version 3 uses the training-time test (Li et al. 2025, arXiv 2503.01840, sec. 3.2): the network is unrolled over its own
 features, as in decoding, and step i has the cross-entropy against the target's distribution over the draft vocabulary
-with weight 0.8^i. Versions 1 and 2 learn the target's next feature (smooth L1) and its distribution (Li et al. 2024,
-arXiv 2401.15077, sec. 3.2) in one step, or in ``unroll`` steps, as in HASS (Zhang et al. 2024, arXiv 2408.15766).
+with weight 0.8^i, over 7 steps as in the authors' code. Versions 1 and 2 learn the target's next feature (smooth L1)
+and its distribution (Li et al. 2024, arXiv 2401.15077, sec. 3.2) in one step, or in ``unroll`` steps, as in HASS (Zhang
+et al. 2024, arXiv 2408.15766).
 
 In step i the query of place t sees the keys of the true features up to t, and the key of its own place in each later
 step: what a draft from t sees. Only places from which the target writes its answer are unrolled; prompts provide keys
@@ -43,6 +44,7 @@ from methods.training.losses import CROSS_ENTROPY, DraftLoss, draft_loss_of_stat
 
 Output = Literal["shared", "own"]
 
+PUBLISHED_UNROLL = 7  # of version 3, in the authors' code
 _POSITIONS, _RANKS = 5, 10  # of the held-out acceptance
 _CHUNK = 256  # rows of logits that exist at once
 _QUIET = 0.02  # standard deviation of what is not copied from the target
@@ -454,8 +456,8 @@ class EagleTraining(DraftTraining):
 
     Args:
         version: 1, 2 (the same network) or 3.
-        unroll: see ``EagleLearner``; None: 4 for version 3, else 1.
-        taps: layers of the target that version 3 reads, 0-based; None: 1, L / 2 - 1 and L - 4.
+        unroll: see ``EagleLearner``; None: as published, 7 for version 3, else 1.
+        taps: layers of the target that version 3 reads, 0-based; None: as published, 1, L / 2 - 1 and L - 4.
         output: ``shared``, the target's rows of the output matrix, or ``own``, trained and saved.
         noise, classification, decay: see ``EagleLearner``.
         loss, top_k, top_k_weight: see ``DraftLoss``.
@@ -488,7 +490,7 @@ class EagleTraining(DraftTraining):
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> EagleLearner:
         """See ``HeadTraining``."""
-        spec, unroll = self._spec(target), self.unroll or (4 if self.version == 3 else 1)
+        spec, unroll = self._spec(target), self.unroll or (PUBLISHED_UNROLL if self.version == 3 else 1)
         return EagleLearner(
             target,
             spec,

@@ -8,20 +8,24 @@ as it is:
 
     python -m bench train method=hydra_heads model=smollm2
 
-Published (Hydra++, with a further decoder layer): 2.70x with Vicuna-7B on MT-bench, one A100, 1.27x to 1.31x over
-Medusa; Spec-Bench with Vicuna-7B: 2.07x on an A100, 3.26 tokens per step, by 63 nodes. Published heads of the plain
-architecture are read as they are; those of Hydra++ (``hydra_head_arch: prefix-mlp``) are refused.
+In Hydra++ (sec. 4) the state h is what a decoder layer of its own makes of the target's states of the whole text
+(``hydra_prefix.py``; ``train.prefix=true``). Its heads have four layers in the paper (``train.blocks=4``).
 
-Differences: heads trained here share the target's output matrix, over a reduced vocabulary. Drafts are judged by the
-exact rule for drafts that were not drawn; ``acceptance=typical`` is Medusa's. Tree and options are Medusa's, see
-``medusa.py``.
+Published (Hydra++): 2.70x with Vicuna-7B on MT-bench, one A100, 1.27x to 1.31x over Medusa; Spec-Bench with Vicuna-7B:
+2.07x on an A100, 3.26 tokens per step, by 63 nodes. Published heads of both are read as they are; those that attend to
+states in another way (``cross-attn``, ``eagle-attn``), that read no tokens, or a state of an earlier layer
+(``hidden_state_offset``) are refused.
+
+Differences: rows of a batch with a prefix layer take no new prompts (``measure.refill``). Heads trained here share the
+target's output matrix, over a reduced vocabulary. Drafts are judged by the exact rule for drafts that were not drawn;
+``acceptance=typical`` is Medusa's. Tree and options are Medusa's, see ``medusa.py``.
 
 Command: ``python -m bench method=hydra_heads dataset=mtbench``
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +45,7 @@ from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.budget import CostsOption
 from methods.speculative.heads.candidate_tree import Tree
+from methods.speculative.heads.hydra_prefix import Prefix, prefix_shapes
 from methods.speculative.heads.medusa import (
     MEASURED,
     Acceptance,
@@ -55,6 +60,8 @@ from methods.speculative.heads.medusa import (
     vocabulary_of,
 )
 from methods.speculative.published.formats import HydraWeights, read
+
+_PREFIX = "prefix."  # of tensors in a file of ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +88,14 @@ class Heads:
         vocabulary: what they propose from.
         outputs: [n, D] and bias of every head; None: the target's own rows for the vocabulary.
         ranks: [positions, P] measured on held-out text, see ``candidate_tree.search``; None: not measured.
+        prefix: of Hydra++, the tensors of the layer before the heads (``hydra_prefix.py``).
     """
 
     blocks: list[list[Block]]
     vocabulary: DraftVocabulary
     outputs: list[tuple[Float[Tensor, "n D"], Float[Tensor, "n"] | None]] | None = None
     ranks: Int[Tensor, "N P"] | None = None
+    prefix: Mapping[str, Tensor] | None = None
 
     def save(self, folder: Path, target: CausalLM, facts: dict[str, Any]) -> None:
         """Write heads that use the target's output matrix."""
@@ -94,6 +103,7 @@ class Heads:
         tensors: dict[str, Tensor] = {}
         for key, (head, block, name) in _keys(len(self.blocks), len(self.blocks[0])).items():
             tensors[key] = getattr(self.blocks[head][block], name)
+        tensors |= {_PREFIX + name: tensor for name, tensor in (self.prefix or {}).items()}
         sizes = {"heads": len(self.blocks), "blocks": len(self.blocks[0])}
         save_heads(folder, target, tensors, self.vocabulary, self.ranks, sizes | facts)
 
@@ -107,12 +117,15 @@ class Heads:
         count, layers, tensors = read_heads(folder, "hydra_heads", target)
         keys, width = _keys(count, layers), target.hidden_size
         shapes = {key: _shape(head, block, name, width) for key, (head, block, name) in keys.items()}
+        prefixed = any(key.startswith(_PREFIX) for key in tensors)
+        shapes |= {_PREFIX + name: shape for name, shape in prefix_shapes(target).items()} if prefixed else {}
         require_heads(folder, tensors, shapes, count)
         blocks: list[list[dict[str, Tensor]]] = [[{} for _ in range(layers)] for _ in range(count)]
         for key, (head, block, name) in keys.items():
             blocks[head][block][name] = tensors[key].to(target.device, target.dtype)
         heads = [[Block(**block) for block in head] for head in blocks]
-        return cls(heads, vocabulary_of(tensors, target), None, tensors["ranks"].long())
+        prefix = {key.removeprefix(_PREFIX): tensors[key] for key in shapes if key.startswith(_PREFIX)}
+        return cls(heads, vocabulary_of(tensors, target), None, tensors["ranks"].long(), prefix or None)
 
     @classmethod
     def published(cls, checkpoint: str | Path, target: CausalLM) -> Heads:
@@ -133,7 +146,7 @@ class Heads:
 
         blocks = [[Block(*map(here, block)) for block in head] for head in found.blocks]  # type: ignore[arg-type]
         outputs: Any = [(here(weight), here(bias)) for weight, bias in found.outputs]
-        return cls(blocks, DraftVocabulary.all(target.vocab_size, target.device), outputs)
+        return cls(blocks, DraftVocabulary.all(target.vocab_size, target.device), outputs, prefix=found.prefix)
 
 
 def _keys(heads: int, blocks: int) -> dict[str, tuple[int, int, str]]:
@@ -223,8 +236,9 @@ class HydraDrafter(StatelessDrafter):
         }
 
     def propose(self, context: Context) -> Draft:
-        state = context.last_hidden
-        inputs = torch.cat([state, self._target.embed(context.root)], 1)[:, None]  # what the path to each node says
+        inputs = torch.cat([self._state(context), self._target.embed(context.root)], 1)[
+            :, None
+        ]  # what the path to each node says
         drafted = []
         for number, level in enumerate(self._levels):
             inputs = inputs[:, level.open]
@@ -234,10 +248,47 @@ class HydraDrafter(StatelessDrafter):
                 inputs = torch.cat([inputs[:, level.above], self._target.embed(tokens)], 2)
         return self._layout.draft(torch.cat(drafted, 1), len(self._levels), self._gains)
 
+    def _state(self, context: Context) -> Float[Tensor, "B D"]:
+        return context.last_hidden
+
     def _candidates(self, head: int, inputs: Float[Tensor, "B k I"], width: int) -> Int[Tensor, "B k width"]:
         output = self._outputs[min(head, len(self._outputs) - 1)]
         logits = output(self._heads[head](inputs.flatten(0, 1)))
         return self._vocabulary.tokens(top_candidates(logits.view(*inputs.shape[:2], -1), width))
+
+
+class PrefixedHydraDrafter(HydraDrafter):
+    """Hydra++: the heads read what the prefix layer makes of the text's states."""
+
+    def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
+        super().__init__(target, heads, tree)
+        assert heads.prefix is not None
+        self._prefix = Prefix(target, heads.prefix, self.nodes)
+        self.hidden_layers = (target.n_layers - 1,)  # a prefill then returns the states of all places
+        self.nbytes["prefix_layer"] = self._prefix.nbytes
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        self._prefix.reset(prompts, limit)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._prefix.keep_rows(rows)
+
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
+        """Refuse.
+
+        Raises:
+            ValueError: the states of a prompt are known only where the whole batch begins.
+        """
+        raise ValueError(
+            "measure.refill must be false with Hydra++ heads, whose prefix layer reads the states of whole prompts, "
+            "got true. Set measure.refill=false, or use heads without a prefix layer."
+        )
+
+    def skip(self, context: Context) -> None:
+        self._prefix.skip(context)
+
+    def _state(self, context: Context) -> Float[Tensor, "B D"]:
+        return self._prefix.state(context)
 
 
 class HydraHeads(StaticTreeDecoder):
@@ -272,4 +323,5 @@ class HydraHeads(StaticTreeDecoder):
         choice = TreeChoice(tree, nodes, heads.ranks, len(heads.blocks), len(heads.vocabulary))
         rule = rule_of(acceptance, sampling, epsilon, delta)
         published = str(checkpoint) if folder is None else None
-        super().__init__(target, sampling, choice, partial(HydraDrafter, target, heads), rule, published, costs)
+        drafter = HydraDrafter if heads.prefix is None else PrefixedHydraDrafter
+        super().__init__(target, sampling, choice, partial(drafter, target, heads), rule, published, costs)

@@ -9,6 +9,9 @@ A head reads a normed state and embeddings, which are far smaller in most models
 steps, so the embeddings' part would be learnt late. They are scaled to the states' root mean square in training, and
 the factor goes into the saved weights.
 
+With ``prefix`` the layer of Hydra++ is trained along (``hydra_prefix.py``), without the noise that the authors add to
+the embeddings; it begins as the identity, theirs at random.
+
 Command: ``python -m bench train method=hydra_heads model=smollm2``
 """
 
@@ -25,8 +28,9 @@ from torch import Tensor, nn
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.speculative.heads.hydra import Block, Heads
+from methods.speculative.heads.hydra_prefix import PrefixModule
 from methods.speculative.heads.medusa_training import DraftStates, HeadsLearner, HeadsTraining, Labels
-from methods.training.features import Features
+from methods.training.features import Batch, Features
 from methods.training.losses import CROSS_ENTROPY, DraftLoss
 
 _SCALE_ROWS = 8  # dialogues of which the scale of the states is taken
@@ -74,6 +78,7 @@ class HydraLearner(HeadsLearner):
         target, vocabulary, heads, labels, decay, draft_loss: see ``HeadsLearner``; the target's embedding is read too.
         blocks: layers of each head.
         scale: factor on the embeddings in training.
+        prefix: the root mean square of the states that the prefix layer of Hydra++ begins with; None: no such layer.
     """
 
     def __init__(
@@ -86,11 +91,18 @@ class HydraLearner(HeadsLearner):
         decay: float = 1.0,
         scale: float = 1.0,
         draft_loss: DraftLoss = CROSS_ENTROPY,
+        prefix: float | None = None,
     ) -> None:
         super().__init__(target, vocabulary, heads, labels, decay, draft_loss)
         self._embed, self.scale = target.embed, scale
         width = target.hidden_size
         self.layers = nn.ModuleList(HydraHead(head + 2, width, blocks, target.device) for head in range(heads))
+
+        self.prefix = None if prefix is None else PrefixModule(target, prefix)
+
+    def places(self, batch: Batch) -> DraftStates:
+        """See ``HeadsLearner``."""
+        return DraftStates.of(batch, self.heads, None if self.prefix is None else self.prefix(batch.hidden))
 
     def states(self, places: DraftStates) -> Iterator[Float[Tensor, "n D"]]:
         """From the state and the tokens up to the one before the label."""
@@ -103,27 +115,41 @@ class HydraLearner(HeadsLearner):
     def trained(self, ranks: Int[Tensor, "N P"]) -> Heads:
         """The current heads."""
         blocks = [layer.trained(self.scale) for layer in self.layers if isinstance(layer, HydraHead)]
-        return Heads(blocks, self.vocabulary, None, ranks)
+        return Heads(blocks, self.vocabulary, None, ranks, None if self.prefix is None else self.prefix.trained())
 
 
 @dataclass(kw_only=True)
 class HydraTraining(HeadsTraining):
-    """Trains the heads of Hydra, of which head i has 2 (i + 2) D^2 weights and more."""
+    """Trains the heads of Hydra, of which head i has 2 (i + 2) D^2 weights and more.
+
+    Args:
+        prefix: train the decoder layer before the heads too, which makes them Hydra++.
+        heads, blocks, labels, decay, loss, top_k, top_k_weight: see ``HeadsTraining``.
+        vocabulary, answers, features, recipe: see ``HeadTraining``.
+    """
 
     description = "heads that each propose a token from those before it, and the tree that suits them"
     paper_labels = "soft"
 
+    prefix: bool = False
+
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> HydraLearner:
-        scale = embedding_scale(found, vocabulary, target)
-        labels = self.labels or self.paper_labels
-        return HydraLearner(target, vocabulary, self.heads, self.blocks, labels, self.decay, scale, self.draft_loss)
+        states = state_scale(found)
+        scale = states / max(_rms(target.embed(vocabulary.ids)), 1e-6)
+        labels, prefix = self.labels or self.paper_labels, states if self.prefix else None
+        return HydraLearner(
+            target, vocabulary, self.heads, self.blocks, labels, self.decay, scale, self.draft_loss, prefix
+        )
 
 
-def embedding_scale(found: Features, vocabulary: DraftVocabulary, target: CausalLM) -> float:
-    """Root mean square of the target's states over that of its embeddings."""
+def state_scale(found: Features) -> float:
+    """Root mean square of the target's states."""
     batch = found.batch(list(found.train or found.held_out)[:_SCALE_ROWS])
-    states, embedded = batch.hidden[batch.present], target.embed(vocabulary.ids).float()
-    return float(states.pow(2).mean().sqrt() / embedded.pow(2).mean().sqrt().clamp(min=1e-6))
+    return _rms(batch.hidden[batch.present])
+
+
+def _rms(values: Float[Tensor, "n D"]) -> float:
+    return float(values.float().pow(2).mean().sqrt())
 
 
 def _scaled(weight: Float[Tensor, "D I"], width: int, scale: float) -> Float[Tensor, "D I"]:

@@ -49,7 +49,7 @@ class DraftStates:
     """The places of a batch from which something can be drafted: after the prompt, and after tokens of the answer.
 
     Attributes:
-        hidden: the target's state there, from which the next token, the root, is chosen.
+        hidden: the target's state there, from which the next token, the root, is chosen, or what heads read for it.
         tokens: the root and the P tokens after it; column i + 1 is the label of head i.
         judged: whether the answer is long enough for each head's label.
         later: the target's states from which the labels were chosen.
@@ -61,15 +61,16 @@ class DraftStates:
     later: Float[Tensor, "n P D"]
 
     @classmethod
-    def of(cls, batch: Batch, heads: int) -> DraftStates:
-        """Every place whose root and at least one label are tokens of the answer."""
+    def of(cls, batch: Batch, heads: int, read: Float[Tensor, "B T D"] | None = None) -> DraftStates:
+        """Every place whose root and at least one label are tokens of the answer; ``read``: states that heads read."""
         rows, places = (batch.shifted(1)[1] & batch.shifted(2)[1]).nonzero(as_tuple=True)
         ahead = places[:, None] + torch.arange(1, heads + 2, device=places.device)
         inside = ahead < batch.tokens.shape[1]
         ahead = torch.where(inside, ahead, 0)
         judged = (inside & batch.answered[rows[:, None], ahead])[:, 1:]
         tokens = batch.tokens[rows[:, None], ahead]
-        return cls(batch.hidden[rows, places], tokens, judged, batch.hidden[rows[:, None], ahead[:, :-1]])
+        hidden = (batch.hidden if read is None else read)[rows, places]
+        return cls(hidden, tokens, judged, batch.hidden[rows[:, None], ahead[:, :-1]])
 
 
 @runtime_checkable
@@ -114,9 +115,13 @@ class HeadsLearner(Learner):
         """The current heads, with the measured ranks."""
         raise NotImplementedError
 
+    def places(self, batch: Batch) -> DraftStates:
+        """The places to draft from."""
+        return DraftStates.of(batch, self.heads)
+
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Sum of the heads' losses, each a mean over the tokens that can be proposed."""
-        places = DraftStates.of(batch, self.heads)
+        places = self.places(batch)
         labels = self.vocabulary.of(places.tokens[:, 1:]).masked_fill(~places.judged, -1)
         losses = []
         for head, state in enumerate(self.states(places)):
@@ -140,7 +145,7 @@ class HeadsLearner(Learner):
 
     def ranks(self, batch: Batch) -> tuple[Int[Tensor, "n P"], Bool[Tensor, "n P"]]:
         """The rank of the right token among each head's candidates, ``RANKS`` for none; and where that was judged."""
-        places = DraftStates.of(batch, self.heads)
+        places = self.places(batch)
         labels = self.vocabulary.of(places.tokens[:, 1:]).masked_fill(~places.judged, -1)
         found = []
         for head, state in enumerate(self.states(places)):

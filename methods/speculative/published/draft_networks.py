@@ -85,9 +85,11 @@ def _compare_t2d(report: Report, tensors: Mapping[str, Tensor], ids: Tensor, voc
         report.add(f"t2d marks {int(marked.bool().sum())} ids that are not the {len(ids)} which d2t leads to")
 
 
-def own_embedding(report: Report, tensors: Mapping[str, Tensor], target: CausalLM) -> Tensor | None:
+def own_embedding(
+    report: Report, tensors: Mapping[str, Tensor], target: CausalLM, key: str = "embed_tokens.weight"
+) -> Tensor | None:
     """The stored embedding where it is not the target's; a file may hold a copy of the target's."""
-    stored = tensors.get("embed_tokens.weight")
+    stored = tensors.get(key)
     if stored is None or tuple(stored.shape) != (target.vocab_size, target.hidden_size):
         return None
     ids = torch.linspace(0, target.vocab_size - 1, min(_SAMPLED, target.vocab_size)).long()

@@ -8,14 +8,18 @@ error of one costs acceptance without any other sign:
 - speculators writes numbers as vLLM counts them, j for what enters layer j: by default 2, L // 2, L - 3 (the same).
 
 Here a tap is the 0-based number of the layer whose output is read. Configurations converted to the form of speculators
-may have kept SpecForge's default numbers; those are recognised, read as outputs, and noted.
+may have kept SpecForge's default numbers; those are recognised, read as outputs, and noted. ``layers_counted`` says how
+a file counts where its form does not.
+
+A configuration with linear rope scaling and a base of its own is read with both. The authors' layer drops the base then
+(cnets.py, in training too), so a head trained by their code with both drafts badly here; none is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -25,6 +29,8 @@ from methods.speculative.eagle.checkpoint import TRAIN, Part, Spec
 from methods.speculative.published.draft_networks import draft_ids, layer_config, note_verifier, own_embedding, rows_of
 from methods.speculative.published.files import Checkpoint
 from methods.speculative.published.report import Report
+
+LayersCounted = Literal["auto", "outputs", "inputs"]
 
 _LAYER1, _LAYER3 = "layers.0.", "midlayer."
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -87,8 +93,14 @@ def read_eagle1(found: Checkpoint, target: CausalLM) -> EagleWeights:
     return EagleWeights(1, dict(config), _kept(tensors, {**wanted, **optional}, embedding), notes=found.notes)
 
 
-def read_eagle3(found: Checkpoint, target: CausalLM) -> EagleWeights:
+def read_eagle3(found: Checkpoint, target: CausalLM, layers_counted: LayersCounted = "auto") -> EagleWeights:
     """A head of EAGLE-3, in any of the dialects.
+
+    Args:
+        found: its files.
+        target: the model that is to verify.
+        layers_counted: what the numbers in the configuration are: outputs of layers, inputs of layers, or (auto) by the
+            dialect.
 
     Raises:
         ValueError: it does not belong to the target, or is not complete.
@@ -100,7 +112,10 @@ def read_eagle3(found: Checkpoint, target: CausalLM) -> EagleWeights:
     tensors = _authors_names(found.tensors) if converted else dict(found.tensors)
     _require_config(report, config)
     flags = _flags(config)
-    taps = _speculators_taps(report, config) if converted else _plain_taps(report, config)
+    if layers_counted != "auto":
+        taps = _counted_taps(report, config, layers_counted)
+    else:
+        taps = _speculators_taps(report, config) if converted else _plain_taps(report, config)
     hidden, draft = rows_of(tensors, "midlayer.post_attention_layernorm.weight"), rows_of(tensors, "lm_head.weight")
     vocab = int(config.get("vocab_size", 0))
     _require_width(report, config, hidden)
@@ -162,7 +177,7 @@ def _plain_taps(report: Report, config: Mapping[str, Any]) -> tuple[int, ...]:
         if "eagle_aux_hidden_state_layer_ids" in config:
             report.add(
                 "eagle_aux_hidden_state_layer_ids is outside eagle_config and there is no speculators_config, so "
-                "whether it counts outputs or inputs of layers is not known"
+                "whether it counts outputs or inputs of layers is not known; method.layers_counted says it"
             )
         return _require_taps(report, _default_taps(layers), "the authors' default: 1, L // 2 - 1, L - 4")
     if list(ids) == [tap + 1 for tap in _default_taps(layers)]:
@@ -187,6 +202,15 @@ def _speculators_taps(report: Report, config: Mapping[str, Any]) -> tuple[int, .
         return tuple(ids)
     taps = [number - 1 for number in ids]
     return _require_taps(report, taps, f"{list(ids)} as inputs of layers, as speculators and vLLM count, less 1")
+
+
+def _counted_taps(report: Report, config: Mapping[str, Any], counted: LayersCounted) -> tuple[int, ...]:
+    """As the user says."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = (config.get("eagle_config") or {}).get(name) or config.get(name) or []
+    if not ids:
+        report.add(f"its config.json has no {name}, which layers_counted={counted} is about")
+    return _require_taps(report, [number - (counted == "inputs") for number in ids], f"{list(ids)} as {counted}")
 
 
 def _default_taps(layers: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Published draft heads, by their own formats: Medusa 1 and 2, Hydra, EAGLE 1 and 2, EAGLE-3, DFlash and DSpark.
+"""Published draft heads, by their own formats: Medusa, Hydra and Hydra++, EAGLE 1 to 3, DFlash and DSpark.
 
 ``read`` tells the formats apart by the names of their tensors and checks everything against the target before a head is
 used: a head of another model, or one read with layers off by one, would decode correctly and slowly.
@@ -8,6 +8,7 @@ used: a head of another model, or one read with layers off by one, would decode 
 | Medusa-1 | medusa_lm_head.pt, .safetensors | {i}.{j}.linear.weight, .bias; {i}.{last}.weight |
 | Medusa-2 | the same beside a whole model, or medusa_head.{i}... among its weights | the same |
 | Hydra | hydra_lm_head.pt | hydra_mlp.{i}.{j}.linear.*, .res_connection.*; hydra_lm_head.{i}[.1].weight, .bias |
+| Hydra++ | the same | the same and prefix_embeding_layer.layers.0.*, prefix_embeding_layer.norm.weight |
 | EAGLE 1, 2 | pytorch_model.bin, model.safetensors | fc.*, layers.0.*, embed_tokens.weight |
 | EAGLE-3, authors and SpecForge | the same | fc.weight, midlayer.*, norm.weight, lm_head.weight, d2t, t2d |
 | EAGLE-3, speculators | model.safetensors | the same with layers.0.* for midlayer.* |
@@ -28,8 +29,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
+from methods.speculative.heads.hydra_prefix import prefix_shapes
 from methods.speculative.published.dflash import DFlashWeights, is_block_drafter, read_dflash
-from methods.speculative.published.eagle import EagleWeights, read_eagle1, read_eagle3
+from methods.speculative.published.draft_networks import own_embedding
+from methods.speculative.published.eagle import EagleWeights, LayersCounted, read_eagle1, read_eagle3
 from methods.speculative.published.files import WITHIN, Checkpoint, read_checkpoint
 from methods.speculative.published.report import Report, other_name
 
@@ -41,9 +44,11 @@ _MEDUSA_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _MEDUSA_OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
 _HYDRA_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 _HYDRA_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)(\.\d+)?\.weight")
+_EMBEDDED = "input_embed_fn.weight"
+_PREFIX = "prefix_embeding_layer."  # sic
 _KNOWN = (
-    "Medusa 1 and 2, Hydra (mlp), EAGLE 1 and 2, EAGLE-3 of the authors, of SpecForge and of speculators, DFlash and "
-    "DSpark"
+    "Medusa 1 and 2, Hydra (mlp), Hydra++ (prefix-mlp), EAGLE 1 and 2, EAGLE-3 of the authors, of SpecForge and of "
+    "speculators, DFlash and DSpark"
 )
 
 Block = tuple[Tensor, Tensor]
@@ -73,20 +78,26 @@ class HydraWeights:
         blocks: head by head R z + SiLU(W z + b): W, b, R and the bias of R. The first block of head i maps (i + 2) H
             values to H; the others keep H, and their R is the identity: None.
         outputs: head by head, the output matrix [V, H] and its bias.
+        prefix: of Hydra++, the decoder layer that makes the state which the heads read of the target's states: names
+            as in ``methods.speculative.heads.hydra_prefix``; None: the heads read the target's last state.
         notes: what a user should know.
     """
 
     blocks: list[list[HydraBlock]]
     outputs: list[tuple[Float[Tensor, "V H"], Float[Tensor, "V"] | None]]
+    prefix: dict[str, Tensor] | None = None
     notes: list[str] = field(default_factory=list)
 
 
-def read(where: str | Path, target: CausalLM) -> MedusaWeights | HydraWeights | EagleWeights | DFlashWeights:
+def read(
+    where: str | Path, target: CausalLM, layers_counted: LayersCounted = "auto"
+) -> MedusaWeights | HydraWeights | EagleWeights | DFlashWeights:
     """Read a published head, on the CPU and in the type of its file.
 
     Args:
         where: a folder, a file or a hub id.
         target: the model that is to verify.
+        layers_counted: of EAGLE-3, see ``read_eagle3``.
 
     Raises:
         ValueError: nothing that can be read, an unknown format, or a head that does not belong to the target.
@@ -99,7 +110,7 @@ def read(where: str | Path, target: CausalLM) -> MedusaWeights | HydraWeights | 
     if is_block_drafter(found):
         return read_dflash(found, target)
     if any(key.startswith("midlayer.") for key in found.tensors) or "speculators_config" in found.config:
-        return read_eagle3(found, target)
+        return read_eagle3(found, target, layers_counted)
     if "fc.weight" in found.tensors and any(key.startswith("layers.0.") for key in found.tensors):
         return read_eagle1(found, target)
     keys = ", ".join(sorted(found.tensors)[:6])
@@ -168,8 +179,8 @@ def _compare_name(found: Checkpoint, target: CausalLM) -> None:
 
 def _read_hydra(found: Checkpoint, target: CausalLM) -> HydraWeights:
     tensors = found.tensors
-    _require_mlp(found)
-    report = Report(found, target, "heads of Hydra")
+    prefixed = _require_mlp(found)
+    report = Report(found, target, "heads of Hydra++" if prefixed else "heads of Hydra")
     heads, layers = _counts(tensors, _HYDRA_BLOCK)
     places = {head: _hydra_places(tensors, head) for head in range(heads)}
     outputs = {int(m[1]): f"hydra_lm_head.{m[1]}{m[2] or ''}" for m in map(_HYDRA_OUTPUT.fullmatch, tensors) if m}
@@ -177,32 +188,48 @@ def _read_hydra(found: Checkpoint, target: CausalLM) -> HydraWeights:
     vocab = tensors[f"{outputs[0]}.weight"].shape[0] if 0 in outputs else 0
     report.require_target(hidden, vocab)
     wanted, optional = _hydra_shapes(places, outputs, layers, hidden, vocab)
+    prefix = {_prefix_key(name): name for name in prefix_shapes(target)} if prefixed else {}
+    wanted |= {key: prefix_shapes(target)[name] for key, name in prefix.items()}
+    # modules of the authors' heads that hold a copy of the target's embedding, and one that is never used
+    optional |= dict.fromkeys([_EMBEDDED, *([f"{_PREFIX}embed_tokens.weight"] if prefixed else [])], (vocab, hidden))
     report.require_tensors(tensors, wanted, optional)
+    own_embedding(report, tensors, target, _EMBEDDED)
     report.raise_problems()
     _compare_count(found, "hydra_num_heads", heads)
     _compare_count(found, "hydra_num_layers", layers)
     _compare_name(found, target)
     blocks = [[_hydra_block(tensors, f"hydra_mlp.{head}.{j}") for j in places[head]] for head in range(heads)]
     ends = [(tensors[f"{outputs[head]}.weight"], tensors.get(f"{outputs[head]}.bias")) for head in range(heads)]
-    return HydraWeights(blocks, ends, found.notes)
+    read_before = {name: tensors[key] for key, name in prefix.items()} if prefixed else None
+    return HydraWeights(blocks, ends, read_before, found.notes)
 
 
-def _require_mlp(found: Checkpoint) -> None:
-    """Of Hydra's architectures only the feed-forward one, reading the drafted tokens."""
+def _require_mlp(found: Checkpoint) -> bool:
+    """Of Hydra's architectures only the feed-forward ones that read the drafted tokens; whether it is Hydra++."""
     arch = str(found.config.get("hydra_head_arch", "mlp"))
-    if any(key.startswith("prefix_embeding_layer.") for key in found.tensors):  # sic
+    if any(key.startswith(_PREFIX) for key in found.tensors):
         arch = "prefix-mlp"
-    if arch != "mlp" or not found.config.get("grounded_heads", True):
-        kind = arch if arch != "mlp" else "mlp with grounded_heads=false"
+    odd = "" if arch in ("mlp", "prefix-mlp") else arch
+    if not found.config.get("grounded_heads", True):
+        odd = f"{arch} with grounded_heads=false"
+    elif found.config.get("hidden_state_offset"):
+        odd = f"{arch} with hidden_state_offset={found.config['hidden_state_offset']}"
+    if odd:
         raise ValueError(
-            f"Heads of Hydra must be of the architecture mlp with grounded heads, got {kind} in {found.name}. Choose "
-            "such heads, or train some: python -m bench train method=hydra_heads model=MODEL."
+            "Heads of Hydra must be of the architecture mlp or prefix-mlp, with grounded heads that read the target's "
+            f"last state (hidden_state_offset 0), got {odd} in {found.name}. Choose such heads, or train some: "
+            "python -m bench train method=hydra_heads model=MODEL."
         )
     if not any(map(_HYDRA_BLOCK.fullmatch, found.tensors)):
         keys = ", ".join(sorted(found.tensors)[:6])
         raise ValueError(
             f"Heads of Hydra must have hydra_mlp.0.*.linear.weight, got {keys}, .. in {found.name}. Fetch it again."
         )
+    return arch == "prefix-mlp"
+
+
+def _prefix_key(name: str) -> str:
+    return f"{_PREFIX}{'' if name == 'norm.weight' else 'layers.0.'}{name}"
 
 
 def _hydra_places(tensors: Mapping[str, Tensor], head: int) -> list[int]:
