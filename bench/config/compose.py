@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,9 @@ def groups() -> dict[str, list[str]]:
     return {name: choices for name, choices in every_group().items() if name not in (TRAIN, SWEEP, CLUSTER)}
 
 
+@cache
 def every_group() -> dict[str, list[str]]:
-    """All config groups and their choices, read from the folder."""
+    """All config groups and their choices, read from the folder once."""
     found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in conf_dir().iterdir()}
     return {name: choices for name, choices in sorted(found.items()) if choices}
 

@@ -95,7 +95,7 @@ def _usual() -> dict[str, str]:
 
 
 def _newer(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    parameters = inspect.signature(instantiate.locate(base["method._target_"])).parameters
+    parameters = _parameters(base["method._target_"])
     defaults = {f"method.{name}": found.default for name, found in parameters.items() if f"method.{name}" in base}
     return [
         f"{key}={written(default)}"
@@ -104,6 +104,11 @@ def _newer(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
         and default is not inspect.Parameter.empty
         and not _equal(default, base[key])
     ]
+
+
+@cache
+def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(instantiate.locate(target)).parameters
 
 
 def _moved(key: str, value: Any) -> bool:

@@ -1,18 +1,21 @@
 """The report as one self-contained HTML page: charts, and tables to sort, filter and open.
 
-Text from records is escaped or in a block of JSON that is shown as text only; a content policy allows only the page's
-own scripts. The tables work without scripts.
+Text from records is escaped or in a packed block of JSON that is shown as text only; a content policy allows only the
+page's own scripts. Only the first rows of the tables are in the page as markup, and these work without scripts; the
+other rows and the details of runs are unpacked when they are shown.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from bench.report.style import style_of
 TITLE = "DecodeBench: results"
 EXACT = leaderboard.GUARANTEES[0]
 _PAGE = Path(__file__).parent / "page"
-_SCRIPTS = ("vendor/d3/d3.min.js", "vendor/plot/plot.umd.min.js", "charts.js", "report.js")
+_SCRIPTS = ("vendor/d3/d3.min.js", "vendor/plot/plot.umd.min.js", "unpack.js", "charts.js", "report.js")
 _STYLE_OF_PLOT = re.compile(r'append\("style"\)\.text\(`(:where\(\.\$\{\w\}\) \{.*?)`\)')
 _CLASS = "chart"  # of each drawing, as charts.js names it
 _FILTERS: dict[str, Callable[[Row], str]] = {
@@ -39,6 +42,9 @@ _FILTERS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: row.record.source,
 }
 _LABELS = {"dataset": "data set", "batch": "batch size"}
+STEP = 100  # rows of a table that are shown at first, and that each press of a button adds
+_STATIC = 500  # rows of all tables that are in the page as markup
+_PACKED = 64  # runs whose details are unpacked together
 Span = tuple[terminal.Number, terminal.Number]
 Ids = Mapping[Path, str]
 
@@ -53,7 +59,7 @@ def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str]) -> str:
     groups = sorted(groups, key=lambda group: ("own" not in chart_data.sources(group), -len(group.valid)))
     rows = [row for group in groups for row in group.rows]
     ids = {row.record.path: f"run-{number}" for number, row in enumerate(rows)}
-    sections = _sections(groups, ids)
+    tables = _made(groups, ids)
     style, *scripts = ((_PAGE / name).read_text(encoding="utf-8") for name in ("report.css", *_SCRIPTS))
     style += _hidden_columns()
     return "\n".join(
@@ -64,16 +70,19 @@ def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str]) -> str:
             f"<title>{TITLE}</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>{TITLE}</h1>",
             _INTRODUCTION,
             _tiles(groups, ids) if rows else "",
-            _contents(sections),
+            _contents(tables),
             _filters(rows),
             '<p id="count" role="status"></p>',
+            _NO_SCRIPTS if any(table.packed for table in tables) else "",
             _CHARTS,
             f'<main data-hidden="{" ".join(_HIDDEN)}">',
-            "\n".join(section for _, section in sections)
+            "\n".join(table.markup for table in tables)
             or "<p>No finished run yet. Run: <code>python -m bench</code></p>",
             _unfinished(open_runs),
-            f"</main>\n{_json('charts-data', chart_data.charts(groups, ids))}",
-            _json("details-data", {ids[row.record.path]: run_details.details(row) for row in rows}),
+            f"</main>\n{_packed('charts-data', chart_data.charts(groups, ids))}",
+            _packed("index-data", _index(tables)),
+            *(_packed(f"rows-{place}", table.packed) for place, table in enumerate(tables) if table.packed),
+            *_details(rows),
             *(f"<script>{script}</script>" for script in scripts),
             "</body>\n</html>\n",
         ]
@@ -85,6 +94,9 @@ Speed-ups are over a baseline measured in the same run, with 95 % intervals over
 guarantee, <em>tie</em> marks an interval that overlaps that of the row above. Runs that are INVALID, that show nothing,
 or that lost quality have none, and come last, however the table is sorted. <em>own</em> runs were measured here,
 <em>reference</em> records are part of the project.</p>"""
+
+_NO_SCRIPTS = """<noscript><p>Without scripts the tables show their first runs only. <code>python -m bench report
+out=page.md</code> writes all of them.</p></noscript>"""
 
 _CHARTS = """<section id="charts" hidden aria-label="Charts">
 <h2>Charts</h2>
@@ -106,11 +118,21 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _json(name: str, value: Any) -> str:
-    """Data without characters of markup."""
+def _packed(name: str, value: Any) -> str:
+    """Data as gzip in base64, which has no character of markup."""
     text = json.dumps(value, default=str, separators=(",", ":"))
-    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return f'<script type="application/json" id="{name}">{text}</script>'
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return f'<script type="application/gzip" id="{name}">{packed}</script>'
+
+
+def _details(rows: Sequence[Row]) -> Iterator[str]:
+    """What rows show when they are opened, many runs to a block; the place of a run is the number in its id."""
+    for start in range(0, len(rows), _PACKED):
+        found = [run_details.details(row) for row in rows[start : start + _PACKED]]
+        facts = [dict(each.pop("manifest")) for each in found]
+        names = list(dict.fromkeys(name for each in facts for name in each))
+        manifests = [[each.get(name) for each in facts] for name in names]  # alike ones side by side pack well
+        yield _packed(f"details-{start // _PACKED}", {"runs": found, "names": names, "manifests": manifests})
 
 
 def _unfinished(open_runs: Sequence[str]) -> str:
@@ -207,9 +229,9 @@ def _naturally(word: str) -> tuple[int, str]:
     return (int(word), "") if word.isdigit() else (0, word)
 
 
-def _contents(sections: Sequence[tuple[str, str]]) -> str:
-    items = "\n".join(f'<li><a href="#table-{place}">{line}</a></li>' for place, (line, _) in enumerate(sections))
-    title = terminal.plural(len(sections), "table")
+def _contents(tables: Sequence[_Table]) -> str:
+    items = "\n".join(f'<li><a href="#table-{place}">{table.line}</a></li>' for place, table in enumerate(tables))
+    title = terminal.plural(len(tables), "table")
     return f'<nav aria-label="Contents"><details><summary>Contents: {title}</summary>\n<ol>{items}</ol></details></nav>'
 
 
@@ -269,13 +291,36 @@ def _cells(row: Row, setting: str, metric: str | None) -> dict[str, str]:
     return {name: "-" if cell == terminal.MISSING else cell for name, cell in cells.items()}
 
 
-def _sections(groups: Sequence[ComparisonGroup], ids: Ids) -> list[tuple[str, str]]:
-    """Line of the contents and markup of each table."""
-    made = []
+@dataclass(frozen=True)
+class _Table:
+    """One table of the page.
+
+    Attributes:
+        line: of the contents.
+        markup: heading and first rows.
+        packed: by id, markup of the other rows.
+        index: by what each row is found and sorted: id, 0 ranked, 1 not, 2 INVALID, name, words, values of the filters,
+            values of the columns by heading.
+    """
+
+    line: str
+    markup: str
+    packed: dict[str, str]
+    index: list[list[Any]]
+
+
+def _index(tables: Sequence[_Table]) -> dict[str, Any]:
+    """What the page has to know before it shows anything."""
+    return {"filters": list(_FILTERS), "tables": [t.index for t in tables], "step": STEP, "details": _PACKED}
+
+
+def _made(groups: Sequence[ComparisonGroup], ids: Ids) -> list[_Table]:
+    made, left = [], _STATIC
     for place, (heading, shown) in enumerate(_tables(groups)):
         facts = _facts(shown[0]) if len(shown) == 1 else terminal.plural(len(shown), "run")
         line = f'{escape(heading)} <span class="facts">{escape(facts)}</span>'
-        made.append((line, _section(heading, line, shown, ids, place)))
+        made.append(_table(heading, line, shown, ids, place, min(STEP, left)))
+        left -= len(made[-1].index) - len(made[-1].packed)
     return made
 
 
@@ -297,7 +342,7 @@ def _facts(group: ComparisonGroup) -> str:
     return " · ".join(filter(None, facts))
 
 
-def _section(heading: str, line: str, groups: Sequence[ComparisonGroup], ids: Ids, place: int) -> str:
+def _table(heading: str, line: str, groups: Sequence[ComparisonGroup], ids: Ids, place: int, static: int) -> _Table:
     alone = len(groups) == 1
     columns = [name for name in _COLUMNS if name != (_SETTING if alone else _RANK)]
     rows = [(group, row) for group in groups for row in group.rows]
@@ -305,11 +350,14 @@ def _section(heading: str, line: str, groups: Sequence[ComparisonGroup], ids: Id
     metric = chart_data.score([row for _, row in rows])
     named = f"quality, {chart_data.SCORES.get(metric, metric)}" if metric else "quality"
     head = "".join(_heading(name, named if name == "quality" else name) for name in columns)
-    lines = "\n".join(
-        _table_row(row, number, ids[row.record.path], span, columns, _cells(row, group.heading, metric))
-        for number, (group, row) in enumerate(rows)
-    )
-    return (
+    index, made = [], {}
+    for number, (group, row) in enumerate(rows):
+        name, texts = ids[row.record.path], _cells(row, group.heading, metric)
+        index.append(_indexed(row, name, number, texts, columns))
+        made[name] = _table_row(row, name, span, columns, texts)
+    names = list(made)
+    lines = "\n".join(made[name] for name in names[:static])
+    markup = (
         f'<section class="group" id="table-{place}">\n<details{"" if place else " open"}>'
         f"<summary><h2>{line}</h2></summary>\n"
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(heading)}">\n<table>\n'
@@ -317,6 +365,25 @@ def _section(heading: str, line: str, groups: Sequence[ComparisonGroup], ids: Id
         f"<thead><tr><td></td>{head}</tr></thead>\n"
         f"<tbody>\n{lines}\n</tbody>\n</table>\n</div>\n</details>\n</section>"
     )
+    return _Table(line, markup, {name: made[name] for name in names[static:]}, index)
+
+
+def _indexed(row: Row, name: str, place: int, texts: Mapping[str, str], columns: Sequence[str]) -> list[Any]:
+    """See ``_Table``."""
+    facts = [of(row) for of in _FILTERS.values()]
+    words = " ".join(dict.fromkeys([row.name, *texts.values(), *facts])).lower()
+    kind = 2 if not row.valid else 0 if row.rank else 1
+    values = [_value(column, row, place, texts) for column in columns]
+    return [name, kind, f"{row.label}, {texts['speed-up']}", words, facts, values]
+
+
+def _value(column: str, row: Row, place: int, texts: Mapping[str, str]) -> Any:
+    """What a column is sorted by; ranks guarantee by guarantee, as the table begins."""
+    if column == _RANK:
+        return place
+    if column in ("95 %", "run"):
+        return row.name if column == "run" else None
+    return _SORTED[column](row) if column in _SORTED else texts[column]
 
 
 def _heading(name: str, shown: str) -> str:
@@ -326,17 +393,13 @@ def _heading(name: str, shown: str) -> str:
     return f'<th scope="col" class="c-{_css(name)}{kind}"{sortable}>{escape(shown)}</th>'
 
 
-def _table_row(row: Row, place: int, name: str, span: Span, columns: Sequence[str], texts: Mapping[str, str]) -> str:
-    cells = "".join(_cell(column, texts, row, place, span) for column in columns)
-    facts = {key: of(row) for key, of in _FILTERS.items()}
-    words = " ".join([row.name, *texts.values(), *facts.values()]).lower()
-    data = {**facts, "words": words, "place": str(place), "name": f"{row.label}, {texts['speed-up']}"}
-    attributes = " ".join(f'data-{key}="{escape(value)}"' for key, value in data.items())
+def _table_row(row: Row, name: str, span: Span, columns: Sequence[str], texts: Mapping[str, str]) -> str:
+    cells = "".join(_cell(column, texts, row, span) for column in columns)
     kind = "run invalid" if not row.valid else "run" if row.rank else "run unranked"
-    return f'<tr class="{kind}" id="{name}" {attributes}><td></td>{cells}</tr>'
+    return f'<tr class="{kind}" id="{name}"><td></td>{cells}</tr>'
 
 
-def _cell(column: str, texts: Mapping[str, str], row: Row, place: int, span: Span) -> str:
+def _cell(column: str, texts: Mapping[str, str], row: Row, span: Span) -> str:
     kind = f"c-{_css(column)}"
     if column == "95 %":
         return f'<td class="{kind} number">{escape(texts[column])} {_interval(row, span)}</td>'
@@ -348,12 +411,8 @@ def _cell(column: str, texts: Mapping[str, str], row: Row, place: int, span: Spa
     if column == "method":
         own = ' <span class="own">own</span>' if row.record.source == "own" else ""
         return f'<td class="{kind}">{escape(texts[column])}{own}</td>'
-    if column == _RANK:  # guarantee by guarantee, as the table begins
-        return f'<td class="{kind} number" data-value="{place}">{escape(texts[column])}</td>'
-    if column not in _SORTED:
-        return f'<td class="{kind}">{escape(texts[column])}</td>'
-    value = _SORTED[column](row)
-    return f'<td class="{kind} number" data-value="{"" if value is None else value}">{escape(texts[column])}</td>'
+    number = " number" if column == _RANK or column in _SORTED else ""
+    return f'<td class="{kind}{number}">{escape(texts[column])}</td>'
 
 
 _WIDE, _HIGH = 90, 16  # of an interval

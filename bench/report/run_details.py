@@ -13,7 +13,7 @@ from bench.analysis import audit
 from bench.config import compose, overrides
 from bench.config.identity import MOVED_NAMES
 from bench.errors import UserError
-from bench.records import run_folder
+from bench.records import lookup, run_folder
 from bench.report import terminal
 from bench.report.chart_data import SCORES
 from bench.report.leaderboard import Row
@@ -60,7 +60,11 @@ def details(row: Row) -> dict[str, Any]:
             for name, found in summary["speedup"].get("by_category", {}).items()
         ],
         "samples": list(_samples(row)),
-        "manifest": [(name, _written(value)) for name, value in flatten(row.record.manifest)],
+        "manifest": [
+            (name, _written(value))
+            for name, value in flatten(row.record.manifest)
+            if not name.startswith(f"{run_folder.DIGEST}.")
+        ],
     }
 
 
@@ -70,7 +74,7 @@ def _command(folder: Path) -> str | None:
     None without a configuration, or for a method that conf/ does not have.
     """
     try:
-        config = yaml.safe_load((folder / run_folder.CONFIG).read_text(encoding="utf-8"))
+        config = yaml.load((folder / run_folder.CONFIG).read_text(encoding="utf-8"), Loader=lookup.LOADER)
     except (OSError, yaml.YAMLError):
         return None
     method = config.get("method") if isinstance(config, Mapping) else None

@@ -1,9 +1,10 @@
 "use strict";
 // The charts of the report, with d3 and Observable Plot. What comes from a record is only ever set as text.
-const charts = (() => {
-  const data = JSON.parse(document.getElementById("charts-data").textContent);
+const charts = (async () => {
+  const data = await unpack("charts-data");
   const section = document.getElementById("charts");
   const NARROW = 560; // pixels; below, labels are put above the marks
+  const MOST = 60; // runs of a chart with a line for each, and labels of the others
   const RATIOS = [0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16, 24, 32];
   let keep = () => true; // whether a run passes the filters
 
@@ -55,7 +56,7 @@ const charts = (() => {
     });
   const tips = (rows, place, pointer = Plot.pointer) => Plot.tip(rows, pointer({ ...place, title }));
   const labels = (rows, place, text = name) =>
-    Plot.text(rows, { ...place, text, className: "labels", fill: "currentColor", stroke: "var(--page)", strokeWidth: 3 });
+    Plot.text(rows.slice(0, MOST), { ...place, text, className: "labels", fill: "currentColor", stroke: "var(--page)", strokeWidth: 3 });
 
   // --------------------------------------------------------------------------------------------------- scales
 
@@ -84,10 +85,7 @@ const charts = (() => {
 
   // --------------------------------------------------------------------------------------------------- charts
 
-  const ranked = (_, rows) => rows.filter((row) => row.rank !== null);
-
-  function speedups(table, all, width) {
-    const rows = ranked(table, all);
+  function speedups(table, rows, width) {
     const narrow = width < NARROW;
     const left = narrow ? 12 : margin(rows);
     const x = ratios(ends(rows), width - left - 48, "speed-up over the baseline, with 95 % interval \u2192");
@@ -319,14 +317,15 @@ const charts = (() => {
 
   // -------------------------------------------------------------------------------------------------- figures
 
-  // title; what there is to choose from; whether there is enough of it to draw; the drawing; a caption
+  // title; what there is to choose from; which runs, and whether only the first; whether they are enough; the drawing; a
+  // caption
   const enough = (of) => (_, rows) => new Set(rows.map(of).filter((value) => value !== null)).size > 1;
   const FIGURES = [
-    { title: "Speed-up", from: "tables", fits: (table, rows) => ranked(table, rows).length > 0, make: speedups,
-      note: "Runs with a rank only." },
+    { title: "Speed-up", from: "tables", only: (row) => row.rank !== null, cut: true, fits: (_, rows) => rows.length > 0,
+      make: speedups, note: "Runs with a rank only." },
     { title: "Quality against speed", from: "tables", make: quality, fits: enough((row) => row.quality),
       note: "The line joins the runs that none beats in both; a cross is the baseline." },
-    { title: "Speed-up by category of prompts", from: "tables", make: categories,
+    { title: "Speed-up by category of prompts", from: "tables", make: categories, cut: true,
       fits: (_, rows) => new Set(rows.flatMap((row) => Object.keys(row.categories))).size > 1,
       note: "n is the number of conversations; a few give an impression only." },
     { title: "Speed-up on novel text", from: "tables", make: novel, fits: enough((row) => row.novel),
@@ -386,7 +385,8 @@ const charts = (() => {
     const drawn = [];
     for (const figure of FIGURES) {
       const source = data[figure.from][chosen[figure.from]];
-      const rows = (source?.rows ?? []).filter((row) => keep(row.run));
+      const found = (source?.rows ?? []).filter((row) => keep(row.run) && (!figure.only || figure.only(row)));
+      const rows = figure.cut ? found.slice(0, MOST) : found;
       const shown = source !== undefined && figure.fits(source, rows);
       figure.node.hidden = !shown;
       if (!shown) continue;
@@ -396,7 +396,8 @@ const charts = (() => {
       figure.plot.classList.toggle("scrolls", svg.clientWidth > figure.plot.clientWidth);
       if (figure.entries) legend(figure.legend, figure.entries(source));
       const note = typeof figure.note === "function" ? figure.note(rows) : figure.note;
-      figure.caption.textContent = `${origin(source)}: ${source.heading}. ${note ?? ""}`;
+      const cut = rows.length < found.length ? `The first ${rows.length} of ${found.length} runs. ` : "";
+      figure.caption.textContent = `${origin(source)}: ${source.heading}. ${cut}${note ?? ""}`;
       for (const link of svg.querySelectorAll("a")) link.setAttribute("tabindex", "-1"); // the table has them, too
       if (svg.querySelector(".ends")) spread(svg);
       else arrange(svg);
@@ -421,7 +422,7 @@ const charts = (() => {
     filter(passes) {
       keep = passes;
       section.hidden = false; // its width is needed
-      redraw();
+      if (section.clientWidth === width) redraw(); // else the observer does
     },
   };
 })();

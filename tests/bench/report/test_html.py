@@ -116,10 +116,16 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
+def opened(driver: Any, page: Path) -> None:
+    """Open the page and wait until it has unpacked its rows."""
+    driver.get(page.as_uri())
+    WebDriverWait(driver, 30).until(lambda _: count(driver) and driver.find_elements(By.CSS_SELECTOR, "svg.chart"))
+
+
 @pytest.fixture
 def browser(chromium: Any, page: Path) -> Iterator[Any]:
     """The page, freshly opened; nothing may have been logged when a test ends."""
-    chromium.get(page.as_uri())
+    opened(chromium, page)
     yield chromium
     assert chromium.get_log("browser") == []
     assert chromium.title == html.TITLE, "a text of a record ran as a script"
@@ -163,11 +169,52 @@ def figures(browser: Any) -> dict[str, int]:
 
 def test_it_opens_in_under_three_seconds(browser: Any, page: Path) -> None:
     browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})  # another process may have the machine
-    browser.get(page.as_uri())
+    opened(browser, page)
     assert browser.current_url.startswith("file://") and count(browser) == f"{ROWS} of {ROWS} runs shown"
     metrics = {m["name"]: m["value"] for m in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
     assert 0 < metrics["TaskDuration"] < 3, metrics
-    assert page.stat().st_size < 4e6
+    assert page.stat().st_size < 1e6
+
+
+def test_rows_are_in_the_page_once_they_are_shown(browser: Any, page: Path) -> None:
+    """Of a long table the first rows, and more on demand, in the order of all rows."""
+    static = page.read_text(encoding="utf-8").count('<tr class="run')
+    assert 0 < static <= html._STATIC and static < ROWS
+
+    def rest() -> Any:
+        return browser.find_element(By.CSS_SELECTOR, "section.group details[open] .rest")
+
+    choose(browser, "dataset", "mtbench")
+    choose(browser, "batch", "1")
+    assert len(shown(browser)) == html.STEP and rest().text.startswith("The first 100 of 233 runs.")
+    heading(browser, "novel").click()
+    WebDriverWait(browser, 5).until(lambda _: "INVALID" not in shown(browser, "result"))
+    best = max(float(value[:-1]) for value in shown(browser, "novel"))
+    rest().find_element(By.XPATH, "button[1]").click()
+    WebDriverWait(browser, 5).until(lambda _: len(shown(browser)) == 2 * html.STEP)
+    assert browser.switch_to.active_element.text == "show 33 more"
+    rest().find_element(By.XPATH, "button[1]").click()
+    WebDriverWait(browser, 5).until(lambda _: len(shown(browser)) == 233)
+    assert not browser.find_elements(By.CSS_SELECTOR, ".rest")
+    ranked = [
+        float(v[:-1]) for v, rank in zip(shown(browser, "novel"), shown(browser, "rank"), strict=True) if rank != "-"
+    ]
+    assert ranked == sorted(ranked, reverse=True) and ranked[0] == best
+    assert len({row.get_attribute("id") for row in browser.find_elements(By.CSS_SELECTOR, "tr.run")}) == 233
+
+
+def test_a_link_leads_to_a_run_that_is_not_in_the_page_yet(browser: Any) -> None:
+    shown_ids = {row.get_attribute("id") for row in browser.find_elements(By.CSS_SELECTOR, "tr.run")}
+    missing = next(f"run-{number}" for number in range(ROWS) if f"run-{number}" not in shown_ids)
+    browser.execute_script("location.hash = arguments[0]", missing)
+    row = WebDriverWait(browser, 5).until(lambda _: browser.find_element(By.CSS_SELECTOR, f"tr.target#{missing}"))
+    assert row.is_displayed()
+
+
+def test_without_scripts_the_first_rows_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<noscript>") == 1 and "out=page.md" in text
+    assert text.index('<tr class="run') < text.index("application/gzip")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -177,7 +224,7 @@ def test_it_fits_every_screen(browser: Any, page: Path, width: int, scheme: str)
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    browser.get(page.as_uri())
+    opened(browser, page)
     wide, drawn, dark, requests = browser.execute_script(
         """const brightness = (colour) => colour.match(/\\d+/g).slice(0, 3).reduce((sum, x) => sum + Number(x), 0);
         const style = getComputedStyle(document.body);
@@ -212,10 +259,10 @@ def test_charts_of_speed_quality_and_machine_link_to_their_runs(browser: Any) ->
     captions = [caption.text for caption in browser.find_elements(By.CSS_SELECTOR, "figure:not([hidden]) figcaption")]
     assert captions and all(caption.split(":")[0].startswith(("own", "reference")) for caption in captions)
     link = browser.find_element(By.CSS_SELECTOR, "figure:not([hidden]) svg a")
-    row = browser.find_element(By.ID, browser.execute_script("return arguments[0].href.baseVal", link)[1:])
+    row = browser.execute_script("return arguments[0].href.baseVal", link)[1:]
     browser.execute_script("document.querySelectorAll('section.group > details').forEach((f) => { f.open = false; })")
     browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", link)
-    WebDriverWait(browser, 5).until(lambda _: row.is_displayed())
+    WebDriverWait(browser, 5).until(lambda _: browser.find_element(By.ID, row).is_displayed())
 
 
 def test_own_runs_come_first_and_single_runs_share_a_table(browser: Any) -> None:
@@ -224,7 +271,7 @@ def test_own_runs_come_first_and_single_runs_share_a_table(browser: Any) -> None
     assert summaries[-1] == f"Settings with a single run, reference {ALONE} runs"
     assert not any("own" in summary for summary in summaries[1:-1])
     marked = browser.find_elements(By.CSS_SELECTOR, "section.group:first-of-type .own")
-    assert 0 < len(marked) == len(browser.find_elements(By.CSS_SELECTOR, "tr[data-source=own]"))
+    assert 0 < len(marked) == len(browser.find_elements(By.CSS_SELECTOR, ".own"))
     tiles = browser.find_element(By.CLASS_NAME, "tiles").text
     assert f"{ROWS}" in tiles and "A CPU" in tiles and f"{len(marked)} own" in tiles
     browser.find_element(By.CSS_SELECTOR, "nav summary").click()
@@ -301,6 +348,7 @@ def test_a_run_opens_to_its_command_agreement_samples_and_manifest(browser: Any)
     button.click()
     details = browser.find_element(By.ID, button.get_attribute("aria-controls"))
     assert button.get_attribute("aria-expanded") == "true" and details.is_displayed()
+    WebDriverWait(browser, 5).until(lambda _: details.find_elements(By.TAG_NAME, "summary"))
     for fold in details.find_elements(By.TAG_NAME, "summary"):
         fold.click()
     command = "python -m bench method=eagle dataset=jsonl method.depth=3 dataset.path=prompts.jsonl max_new_tokens=64"
@@ -323,7 +371,7 @@ def test_a_run_opens_to_its_command_agreement_samples_and_manifest(browser: Any)
     assert not details.is_displayed() and button.get_attribute("aria-expanded") == "false"
     button.click()
     browser.find_element(By.NAME, "text").send_keys("9999")
-    assert not details.is_displayed(), "details go with their run"
+    assert not browser.find_elements(By.CSS_SELECTOR, "tr.detail"), "details go with their run"
 
 
 def test_all_of_it_by_keyboard(browser: Any) -> None:
@@ -385,6 +433,6 @@ def test_the_policy_stops_what_would_slip_through(chromium: Any, page: Path, tmp
     """Were markup to get into the page in spite of all, no script of its own would run."""
     bad = tmp_path / "bad.html"
     bad.write_text(page.read_text(encoding="utf-8").replace("<main ", f"{MARKUP}<main "), encoding="utf-8")
-    chromium.get(bad.as_uri())
+    opened(chromium, bad)
     assert chromium.title == html.TITLE and count(chromium).startswith(f"{ROWS} of")
     assert any("Content Security Policy" in row["message"] for row in chromium.get_log("browser"))
