@@ -82,11 +82,16 @@ class Features:
     Attributes:
         answers: the dialogues.
         train, held_out: their numbers.
+
+    Raises:
+        ValueError: fewer than two dialogues.
     """
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
         count = len(answers.rows)
+        if count < 2:
+            raise ValueError(f"A corpus must have at least 2 dialogues, got {count}. Choose another one (corpus=...).")
         held_out = range(_HELD_OUT - 1, count, _HELD_OUT) if count >= _HELD_OUT else range(count - 1, count)
         self.held_out: Sequence[int] = held_out
         self.train: Sequence[int] = [row for row in range(count) if row not in held_out]
@@ -101,7 +106,7 @@ class Features:
 
     def vocabulary(self, most: int, target: CausalLM) -> DraftVocabulary:
         """The most frequent tokens of the target's answers to learn from, on its device."""
-        tokens = self.answer_tokens(self.train or self.held_out)
+        tokens = self.answer_tokens(self.train)
         return DraftVocabulary.frequent(tokens, most, target.vocab_size, target.eos_ids).to(target.device)
 
     def coverage(self, vocabulary: DraftVocabulary) -> float:
