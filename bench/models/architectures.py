@@ -174,7 +174,8 @@ def _experts_of(config: Any) -> dict[str, int]:
         "experts": getattr(config, "num_local_experts", None) or config.num_experts,
         "active_experts": config.num_experts_per_tok,
         "expert_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-        "shared_size": getattr(config, "shared_expert_intermediate_size", None) or 0,
+        "shared_size": getattr(config, "shared_expert_intermediate_size", None)
+        or getattr(config, "n_shared_experts", 0) * getattr(config, "moe_intermediate_size", 0),
     }
 
 

@@ -20,12 +20,13 @@ from transformers import PretrainedConfig
 
 from methods.engine.expert_layers import ClampedSwish, Experts, ExpertWeights, Gate, Router, make_experts
 from methods.engine.linear import Linear, LinearForm, make_linear
+from methods.engine.sampling import in_float
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "phi3", "smollm3", "granite", "glm4"),
     *("gemma", "gemma2", "gemma3_text"),
 )
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")
 PROVEN = (*DENSE, *SPARSE)
 PROVEN_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -82,7 +83,7 @@ class SparseFeedForward:
     """One feed-forward sub-layer with a mixture of experts.
 
     Attributes:
-        shared: an expert of all tokens; its output is multiplied by the sigmoid of ``shared_gate``.
+        shared: an expert of all tokens; its output is multiplied by the sigmoid of ``shared_gate``, if there is one.
     """
 
     norm: Rows | None
@@ -95,10 +96,10 @@ class SparseFeedForward:
     def mix(self, rows: Float[Tensor, "R D"], gate: Gate) -> Float[Tensor, "R D"]:
         """What the chosen experts, and the shared one, make of rows that are after the norm."""
         found = self.experts(rows, *self.router(rows), gate)
-        if self.shared is None or self.shared_gate is None:
+        if self.shared is None:
             return found
         always = self.shared.down(gate(self.shared.activation, self.shared.gate_up(rows)))
-        return found + torch.sigmoid(self.shared_gate(rows)) * always
+        return found + (always if self.shared_gate is None else torch.sigmoid(self.shared_gate(rows)) * always)
 
     @property
     def width(self) -> int:
@@ -199,6 +200,11 @@ def check(config: PretrainedConfig) -> None:
             "A gemma3_text model must have no soft cap on its attention scores (attn_logit_softcapping), which "
             "transformers leaves out. Choose another model."
         )
+    if getattr(config, "n_group", 1) > 1:
+        raise UnsupportedModel(
+            f"A {config.model_type} model must choose among all experts of a layer, got n_group={config.n_group}, "
+            "which is not proven equal. Choose another model."
+        )
     if getattr(config, "clip_qkv", None) is not None:
         raise UnsupportedModel(
             "OLMo models must not clip queries and keys (clip_qkv), which is not proven equal. Choose another model."
@@ -223,7 +229,8 @@ def is_sparse(config: PretrainedConfig, layer: int) -> bool:
     """Whether a layer has a mixture of experts."""
     every = getattr(config, "decoder_sparse_step", 1)
     dense = getattr(config, "mlp_only_layers", None) or ()
-    return config.model_type in SPARSE and layer not in dense and (layer + 1) % every == 0
+    first = getattr(config, "first_k_dense_replace", 0)
+    return config.model_type in SPARSE and layer >= first and layer not in dense and (layer + 1) % every == 0
 
 
 def read_layer(layer: nn.Module, form: LinearForm, config: PretrainedConfig, index: int) -> Layer:
@@ -288,15 +295,27 @@ def _read_mlp(layer: nn.Module, form: LinearForm, norms: _Norms) -> FeedForward 
     routed: LinearForm = "auto" if form == "int4" else form  # 4 bits would change which experts are chosen
     scores: Any = module.get_submodule("router" if hasattr(module, "router") else "gate")
     bias = getattr(scores, "bias", None)
-    linear = make_linear([scores.weight.detach()], [None if bias is None else bias.detach()], routed)
+    correction = getattr(scores, "e_score_correction_bias", None)
+    weight = scores.weight.detach() if correction is None else in_float(scores.weight.detach())
+    linear = make_linear([weight], [None if bias is None else bias.detach()], routed)
     softmax_first = not hasattr(module, "router")
-    shared = module.get_submodule("shared_expert") if hasattr(module, "shared_expert") else None
+    name = next((name for name in ("shared_expert", "shared_experts") if hasattr(module, name)), None)
+    shared = None if name is None else module.get_submodule(name)
     return SparseFeedForward(
         norm=norms.mlp,
-        router=Router(linear, int(scores.top_k), softmax_first, bool(getattr(scores, "norm_topk_prob", True))),
+        router=Router(
+            linear,
+            int(scores.top_k),
+            softmax_first,
+            bool(getattr(scores, "norm_topk_prob", True)),
+            None if correction is None else correction.detach().clone(),
+            float(getattr(scores, "routed_scaling_factor", 1.0)),
+        ),
         experts=_read_experts(module.get_submodule("experts"), form),
         shared=None if shared is None else _read_dense(shared, form, None, None),
-        shared_gate=None if shared is None else _join(module, ("shared_expert_gate",), routed),
+        shared_gate=None
+        if not hasattr(module, "shared_expert_gate")
+        else _join(module, ("shared_expert_gate",), routed),
         post_norm=norms.after_mlp,
     )
 

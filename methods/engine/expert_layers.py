@@ -54,21 +54,35 @@ class Router:
         active: k, experts that a row passes through.
         softmax_first: whether the softmax is over all experts, of which k are kept, or over the k highest scores only.
         normalised: whether the weights that are kept are divided by their sum.
+        correction: shares are sigmoids, and the k experts those with the highest sums of share and correction, which
+            balances their load (DeepSeek-V3, arXiv 2412.19437, sec. 2.1.2); None: shares are softmaxes.
+        factor: of the weights.
     """
 
     scores: Linear
     active: int
     softmax_first: bool
     normalised: bool
+    correction: Float[Tensor, "E"] | None = None
+    factor: float = 1.0
 
     def __call__(self, rows: Float[Tensor, "R D"]) -> tuple[Int[Tensor, "R k"], Float[Tensor, "R k"]]:
         """Experts and their weights, which are in 32 bit at least."""
+        if self.correction is not None:
+            return self._corrected(in_float(self.scores(in_float(rows))).sigmoid(), self.correction)
         scores = in_float(self.scores(rows))
         if not self.softmax_first:
             highest, chosen = scores.topk(self.active, dim=-1)
             return chosen, highest.softmax(-1)
         shares, chosen = scores.softmax(-1).topk(self.active, dim=-1)
         return chosen, shares / shares.sum(-1, keepdim=True) if self.normalised else shares
+
+    def _corrected(
+        self, shares: Float[Tensor, "R E"], correction: Float[Tensor, "E"]
+    ) -> tuple[Int[Tensor, "R k"], Float[Tensor, "R k"]]:
+        chosen = (shares + correction).topk(self.active, dim=-1).indices
+        kept = shares.gather(1, chosen)
+        return chosen, self.factor * (kept / (kept.sum(-1, keepdim=True) + 1e-20) if self.normalised else kept)
 
 
 @dataclass(frozen=True, slots=True)

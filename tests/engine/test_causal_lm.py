@@ -34,6 +34,14 @@ OPTIONS = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS,
     "mixtral": LOCAL_EXPERTS,
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
     "gpt_oss": {**LOCAL_EXPERTS, "swiglu_limit": 0.8},
 }
 VARIANTS = {
@@ -43,6 +51,7 @@ VARIANTS = {
     "qwen2_moe with dense layers": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     "qwen2_moe normalised": ("qwen2_moe", {"norm_topk_prob": True, "num_experts_per_tok": 4}),
     "qwen3_moe with dense layers": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "glm4_moe without norms": ("glm4_moe", {"use_qk_norm": False, "norm_topk_prob": False, "first_k_dense_replace": 3}),
     "gpt_oss default positions": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "glm4 turned whole": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False}),
 }
@@ -78,6 +87,9 @@ def tiny(family: str, **options):
     for parameter in model.parameters():
         mean = 1.0 if parameter.dim() == 1 and not family.startswith("gemma") else 0.0
         torch.nn.init.normal_(parameter.data, mean=mean, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     return model
 
 
@@ -294,6 +306,8 @@ def test_options_without_an_equality_test_are_refused():
         CausalLM.from_hf(tiny("gemma3_text", use_bidirectional_attention=True))
     with pytest.raises(UnsupportedModel, match="attn_logit_softcapping"):  # transformers leaves it out
         CausalLM.from_hf(tiny("gemma3_text", attn_logit_softcapping=30.0))
+    with pytest.raises(UnsupportedModel, match="among all experts of a layer, got n_group=2"):
+        CausalLM.from_hf(tiny("glm4_moe", n_group=2, topk_group=1))
     local = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     kinds = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": local}
     with pytest.raises(UnsupportedModel, match="'dynamic'"):
