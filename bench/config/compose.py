@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 VERSION_BASE = "1.3"
 TRAIN, SWEEP, CLUSTER = "train", "sweep", "cluster"  # groups that are no part of a run
 _LONGEST_WORD = 20_000
+_ASKS_HYDRA = re.compile(r"^defaults:|@package|\$\{|\?\?\?", re.MULTILINE)
+_SEARCHPATH = "hydra.searchpath"
 _REFERS = re.compile(r"\$\{(?!oc\.env|now|hydra)")  # an interpolation of another setting
 
 
@@ -91,8 +93,8 @@ def compose_cluster(overrides: Sequence[str]) -> dict[str, Any]:
 def compose_jobs(overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
     """The words and the run of every job of a sweep, so that a mistake in the last job shows before the first starts.
 
-    Hydra composes each choice of groups once; the other settings of a job replace values in the result, which is a
-    hundred times faster.
+    Hydra composes what the jobs share once, and each choice that is more than a plain file; plain files and the other
+    settings of a job replace values in the result, which is a hundred times faster.
 
     Raises:
         UserError: see ``compose``.
@@ -106,27 +108,82 @@ def compose_jobs(overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
             (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
         except HydraException as error:
             raise UserError(_one_line(error)) from error
-        varying = {o.get_key_element() for o in parsed if o.is_sweep_override()} - set(groups())
-        composed = _Composed()
-        return [([w for w in job if not w.startswith("hydra")], composed.run(job, varying)) for job in jobs]
+        swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
+        composed = _Composed(swept & set(groups()), swept - set(groups()))
+        return [(_kept(job), composed.run(job)) for job in jobs]
+
+
+def _kept(words: Sequence[str]) -> list[str]:
+    """Without settings of Hydra itself, but for the folders in which a job finds its own methods."""
+    return [word for word in words if not word.startswith("hydra") or word.startswith(f"{_SEARCHPATH}=")]
 
 
 class _Composed:
-    """Remembers resolved configurations by choices of groups; None where a setting refers to another one."""
+    """Remembers resolved configurations by choices of groups; None where a setting refers to another one.
 
-    def __init__(self) -> None:
+    Args:
+        groups: in which the jobs differ. A choice that is a plain file takes the place of the one before it.
+        settings: in which the jobs differ.
+    """
+
+    def __init__(self, groups: Collection[str], settings: Collection[str]) -> None:
+        self._groups, self._settings = groups, settings
         self._known: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        self._read: dict[str, list[Override]] = {}
 
-    def run(self, words: Sequence[str], varying: Collection[str]) -> RunConfig:
-        """The run of one job; settings in ``varying`` differ from job to job."""
-        common = tuple(word for word in words if word.split("=")[0] not in varying)
-        own = [word for word in words if word.split("=")[0] in varying]
-        if common not in self._known:
-            self._known[common] = _settled(common)
-        tree = _with(self._known[common], own)
-        if tree is None:
-            return RunConfig.from_dict(_resolve(_compose(words)))
-        return RunConfig.from_dict(tree)
+    def run(self, words: Sequence[str]) -> RunConfig:
+        """The run of one job."""
+        own = [word for word in words if self._is_own(word)]
+        common = [word for word in words if word not in own]
+        choices = {group: choice for group, _, choice in (w.partition("=") for w in common) if group in self._groups}
+        tree = self._chosen(common, choices)
+        for word in own:
+            tree = self._with(tree, word)
+        return RunConfig.from_dict(_resolve(_compose(words)) if tree is None else tree)
+
+    def _is_own(self, word: str) -> bool:
+        """Whether it sets a value in which jobs differ, or one of a group in which they do."""
+        key = word.partition("=")[0]
+        group = re.split(r"[.@]", key.lstrip("+~"))[0]
+        return key in self._settings or (group in self._groups and key not in self._groups)
+
+    def _chosen(self, common: Sequence[str], choices: Mapping[str, str]) -> dict[str, Any] | None:
+        files = {group: _plain_file(group, choice) for group, choice in choices.items()}
+        fixed = tuple(word for word in common if files.get(word.partition("=")[0]) is None)
+        if fixed not in self._known:
+            self._known[fixed] = _settled(fixed)
+        found = self._known[fixed]
+        return None if found is None else deepcopy(found | {group: tree for group, tree in files.items() if tree})
+
+    def _with(self, tree: dict[str, Any] | None, word: str) -> dict[str, Any] | None:
+        """The tree with a value replaced; None where the word does more than replace one plain value by another."""
+        if word not in self._read:
+            self._read[word] = _check_words([word])
+        for override in self._read[word] if tree else ():
+            *path, last = override.key_or_group.split(".")
+            place: Any = tree
+            for key in path:
+                place = place.get(key) if isinstance(place, dict) else None
+            value = override.value()
+            plain = not (override.is_add() or override.is_delete() or isinstance(value, dict) or "${" in str(value))
+            if not plain or not isinstance(place, dict) or last not in place or isinstance(place[last], dict):
+                return None
+            place[last] = deepcopy(value)
+        return tree
+
+
+@cache
+def _plain_file(group: str, choice: str) -> dict[str, Any] | None:
+    """What a choice puts under its group; None where Hydra has more to do than to read its file."""
+    from omegaconf import OmegaConf
+
+    file = conf_dir() / group / f"{choice}.yaml"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if not text or _ASKS_HYDRA.search(text) or (conf_dir() / "local.yaml").exists():
+        return None
+    shared: Any = OmegaConf.load(conf_dir() / "config.yaml")
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(shared.get(group, {}), OmegaConf.load(file)))
+    return dict(merged)
 
 
 def _settled(words: Sequence[str]) -> dict[str, Any] | None:
@@ -137,24 +194,6 @@ def _settled(words: Sequence[str]) -> dict[str, Any] | None:
         return None if _REFERS.search(OmegaConf.to_yaml(cfg)) else _resolve(cfg)
     except UserError:  # a later word may supply what is missing; if not, composing the whole job fails likewise
         return None
-
-
-def _with(tree: dict[str, Any] | None, words: Sequence[str]) -> dict[str, Any] | None:
-    """A copy with settings replaced; None where a word does more than replace one plain value by another."""
-    if tree is None or not words:
-        return tree
-    tree = deepcopy(tree)
-    for override in _check_words(words):
-        *path, last = override.key_or_group.split(".")
-        place: Any = tree
-        for key in path:
-            place = place.get(key) if isinstance(place, dict) else None
-        value = override.value()
-        plain = not (override.is_add() or override.is_delete() or isinstance(value, dict) or "${" in str(value))
-        if not plain or not isinstance(place, dict) or last not in place or isinstance(place[last], dict):
-            return None
-        place[last] = value
-    return tree
 
 
 def _resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -237,7 +276,7 @@ def _check_choice(override: Override) -> None:
         raise UserError(f"{key} must be a name, got {value}. (python -m bench list {plural(key)})")
     if override.is_sweep_override() and key in groups() and not list(override.sweep_string_iterator()):
         raise UserError(f"No {key} matches '{override.input_line}'. (python -m bench list {plural(key)})")
-    if key == "hydra.searchpath":
+    if key == _SEARCHPATH:
         for path in value if isinstance(value, list) else [value]:
             place = str(path).removeprefix("file://")
             if "://" not in place and not Path(place).is_dir():

@@ -155,6 +155,11 @@ def _describe_class(kind: type, args: tuple[Any, ...]) -> str:
 
 def hint_of(target: Callable[..., Any], name: str) -> Any:
     """The evaluated type hint of one parameter; Any without one, or where it is imported for type checkers only."""
+    return _hint(target, name)
+
+
+@lru_cache(maxsize=8192)  # a sweep asks for each class thousands of times
+def _hint(target: Callable[..., Any], name: str) -> Any:
     parameter = _parameters(target).get(name)
     hint = Any if parameter is None or parameter.annotation is inspect.Parameter.empty else parameter.annotation
     if not isinstance(hint, str):
@@ -165,7 +170,7 @@ def hint_of(target: Callable[..., Any], name: str) -> Any:
         return Any
 
 
-@lru_cache(maxsize=1024)  # a sweep asks for each class thousands of times
+@lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(target).parameters
 

@@ -145,7 +145,7 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
             parsed = replace(parsed, baseline="shared")
         elif key.lstrip("+") == compose.SWEEP:
             rest = [*named(value), *rest]
-        elif key.startswith("hydra"):
+        elif key.startswith("hydra") and key != "hydra.searchpath":
             raise UserError(
                 f"{word} is not supported: use resume, shuffle_seed and cluster=NAME (python -m bench list cluster) "
                 "instead."
