@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from bench.config.schema import PathsConfig, RunConfig
 from bench.errors import UserError
 from bench.models.embedded import SMOLLM2
+from bench.scoring import sandbox
 from bench.tasks.sources import project_data
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Finding:
 
 
 def examine(cfg: RunConfig) -> list[Finding]:
-    """Check what a run with this config needs; starts and downloads nothing."""
+    """Check what a run with this config needs; downloads nothing."""
     return [
         _python(),
         *map(_package, _NEEDS),
@@ -48,6 +49,7 @@ def examine(cfg: RunConfig) -> list[Finding]:
         _disk(cfg.paths.cache),
         _data(cfg.paths.data),
         _model(cfg.paths.cache),
+        _sandbox(),
         _wandb(),
     ]
 
@@ -150,6 +152,13 @@ def _model(cache: str) -> Finding:
     if not (folder / "model.safetensors").is_file():
         return Finding("warn", "model", "the embedded model is not downloaded; python -m bench fetch models smollm2")
     return Finding("ok", "model", str(folder))
+
+
+def _sandbox() -> Finding:
+    try:
+        return Finding("ok", "sandbox", f"{sandbox.isolation().text}; only dataset.allow_code_execution=true needs it")
+    except UserError as error:
+        return Finding("warn", "sandbox", str(error))
 
 
 def _wandb() -> Finding:

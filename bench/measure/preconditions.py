@@ -20,6 +20,7 @@ from bench.errors import UserError
 from bench.models import artifacts, in_memory, loading
 from bench.models.architectures import ARCHITECTURES
 from bench.models.source import Loaded
+from bench.scoring import sandbox
 from methods.decoder import Calibrated, Decoder
 
 _KINDS = {"causal": "a causal model", "seq2seq": "an encoder-decoder model", "masked": "a masked diffusion model"}
@@ -114,6 +115,16 @@ def _folder(cfg: RunConfig) -> str | None:
 
 def _method(cfg: RunConfig) -> type[Decoder]:
     return instantiate.method_class(cfg.method)
+
+
+def _module(cfg: RunConfig) -> str | None:
+    """Models of the project ship no module; of others the files tell, when they are loaded."""
+    if _method(cfg).needs != "a module in the model" or cfg.model["_target_"] == _HUB:
+        return None
+    return (
+        f"method={cfg.method['name']} needs a model that ships a module for multi-token prediction, got "
+        f"{cfg.model['name']}. Choose one, such as model=hf model.name=zai-org/GLM-4.5-Air."
+    )
 
 
 def _batch(cfg: RunConfig) -> str | None:
@@ -299,13 +310,26 @@ def _checkpoint(cfg: RunConfig) -> str | None:
     )
 
 
+def _code(cfg: RunConfig) -> str | None:
+    """Answers that are to be executed need a sandbox."""
+    if not cfg.dataset.get("allow_code_execution"):
+        return None
+    try:
+        sandbox.isolation()
+    except UserError as error:
+        return str(error)
+    return None
+
+
 _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the settings that each of them reads
     _folder: ("paths",),
+    _module: ("method", "model"),
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
     _device: ("method", "hardware"),
     _libraries: ("method",),
     _kind: ("method", "dataset", "model"),
+    _code: ("dataset",),
     _filled: ("dataset", "model", "max_new_tokens", "max_context"),
     _models: ("method", "model", "paths"),
     _weights: ("method", "dataset", "model", "paths"),

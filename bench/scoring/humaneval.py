@@ -1,8 +1,8 @@
 """HumanEval (Chen et al. 2021, arXiv 2107.03374): pass@1, the share of problems whose tests the answer passes.
 
 One answer per problem is judged, so pass@1 is the plain share (eq. 1 of the paper with n = k = 1). The published
-package executes programs inside its own process tree; ours runs each in a guarded process of its own, and only
-where the user has allowed it.
+package executes an answer and its tests in one process; ours runs the answer in a sandbox and the tests outside of the
+answer's process, and only where the user has allowed it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HumanEvalScorer(Scorer):
     ) -> None:
         self.allowed, self.limits = allow_code_execution, limits or sandbox.Limits()
         self.workers = workers or os.cpu_count() or 1
-        self._passed: dict[str, bool] = {}
+        self._passed: dict[tuple[str, str], bool] = {}
 
     def score(self, reference: Any, answer: str) -> dict[str, float]:
         return {"pass@1": percent(self.passes(reference, answer))} if self.allowed else {}
@@ -52,21 +52,24 @@ class HumanEvalScorer(Scorer):
 
     def passes(self, problem: Mapping[str, str], answer: str) -> bool:
         """Whether the tests pass. A program is run once; the same text later gives the same verdict."""
-        program = build_program(problem, answer)
-        if program not in self._passed:
-            self._passed[program] = sandbox.run(program, self.limits) is None
-        return self._passed[program]
+        solution = build_solution(problem["prompt"], problem["entry_point"], answer)
+        key = solution, build_check(problem)
+        if key not in self._passed:
+            self._passed[key] = sandbox.run(solution, self.limits, key[1]) is None
+        return self._passed[key]
 
     def notes(self) -> dict[str, str]:
         if self.allowed:
-            return {"pass@1": f"one answer per problem, {self.limits.cpu_s} s of processor time each"}
+            limits = f"{self.limits.cpu_s} s of processor time each"
+            return {"pass@1": f"one answer per problem, {limits}, isolated by {sandbox.isolation().name}"}
         return {"pass@1": "not measured: running what a model wrote needs dataset.allow_code_execution=true"}
 
 
-def build_program(problem: Mapping[str, str], answer: str) -> str:
-    """The program that fails unless the code in ``answer`` solves ``problem``."""
+def build_check(problem: Mapping[str, str]) -> str:
+    """The program that fails unless the function ``remote`` gives solves ``problem``; its tests use the prompt too."""
     entry = problem["entry_point"]
-    return f"{build_solution(problem['prompt'], entry, answer)}\n\n{problem['test']}\n\ncheck({entry})\n"
+    prompt = f"{problem['prompt'].rstrip()}\n    pass\n\n\n{entry} = remote({entry!r})"
+    return f"{prompt}\n\n{problem['test']}\n\ncheck({entry})\n"
 
 
 def build_solution(prompt: str, entry: str, answer: str) -> str:

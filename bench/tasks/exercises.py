@@ -58,8 +58,8 @@ class HumanEval(Task):
     """HumanEval (Chen et al. 2021, arXiv 2107.03374): 164 Python functions to be completed.
 
     Attributes:
-        allow_code_execution: run the answers, without which pass@1 is not measured. They run with limits and without
-            a network, but hostile code can do harm: use a container if you do not trust the model.
+        allow_code_execution: run the answers, without which pass@1 is not measured. They run in a sandbox
+            (``bench.scoring.sandbox``); a machine that cannot offer one refuses them.
         style: ``chat`` asks for the function, for instruction-tuned models; ``plain`` gives its beginning, as in
             the paper.
     """

@@ -386,7 +386,7 @@ def test_doctor_looks_at_everything(capsys: pytest.CaptureFixture[str], monkeypa
     assert cli.main(["doctor"]) == 0
     looked_at = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     machine = ["python", "torch", "transformers", "hydra-core", "device", "threads"]
-    assert looked_at == [*machine, "results", "disk", "data", "model", "wandb"]
+    assert looked_at == [*machine, "results", "disk", "data", "model", "sandbox", "wandb"]
 
 
 def test_doctor_finds_what_is_wrong(

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import os
 import re
-import resource
-import sys
-import tempfile
-import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,6 +13,7 @@ import pytest
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
+from bench.errors import UserError
 from bench.scoring import (
     SCORERS,
     Gsm8kScorer,
@@ -43,6 +39,18 @@ PROBLEM = {
     "entry_point": "area",
     "test": "def check(f):\n    assert abs(f(2) - 4 * math.pi) < 1e-9\n",
 }
+
+
+def refused() -> str:
+    """Why no program can be executed here; empty if it can."""
+    try:
+        sandbox.isolation()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+needs_sandbox = pytest.mark.skipif(bool(refused()), reason="this machine offers no sandbox")
 
 
 @pytest.fixture
@@ -82,6 +90,7 @@ def test_bleu_of_english_copied_as_german(data_root: Path) -> None:
     assert rounded(TranslationScorer().aggregate(list(zip(german, english, strict=True))))[0] == 0.48
 
 
+@needs_sandbox
 def test_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not(public: Sources) -> None:
     rows = public.get("humaneval").rows
     scorer = HumanEvalScorer(allow_code_execution=True)
@@ -101,7 +110,7 @@ def test_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not(public: Sou
         (NQScorer(), ["Vienna", "Wien"], "wien.", "Graz"),
         (RougeScorer(), "The cat sat down.", "The cats sat down", "zzz"),
         (TranslationScorer(), "The dog is sleeping late today.", "The dog is sleeping late today.", "zzz"),
-        (HumanEvalScorer(True, QUICK), PROBLEM, BODY, "    return 0\n"),
+        pytest.param(HumanEvalScorer(True, QUICK), PROBLEM, BODY, "    return 0\n", marks=needs_sandbox),
     ],
     ids=["gsm8k", "nq", "rouge", "translation", "humaneval"],
 )
@@ -226,6 +235,7 @@ def test_a_translation_in_two_lines_is_one_segment() -> None:
 # ---------------------------------------------------------------------------------------------------- code in answers
 
 
+@needs_sandbox
 @pytest.mark.parametrize(
     "answer",
     [
@@ -263,11 +273,20 @@ def test_a_whole_function_keeps_imports_and_helpers_of_the_prompt() -> None:
     assert extract_code("no code here", "area") == "no code here"
 
 
+@needs_sandbox
 @pytest.mark.parametrize(
     "answer", ["", "I cannot do that.", "```python\n```", "def area(:", "(" * 5000, "\x00", "\ud800"]
 )
 def test_answers_without_a_solution_fail_without_an_error(answer: str) -> None:
     assert HumanEvalScorer(True, QUICK).score(PROBLEM, answer) == {"pass@1": 0.0}
+
+
+@needs_sandbox
+def test_tests_see_the_helpers_of_the_prompt_and_not_those_of_the_answer() -> None:
+    problem = PROBLEM | {"test": "def check(f):\n    assert half(f(2)) == 2 and area(0) == 0\n"}
+    assert HumanEvalScorer(True, QUICK).passes(problem, "def area(r):\n    return 2 * r\n")
+    own = "def half(x):\n    return 2\n\n\ndef area(r):\n    return 6 * r\n"
+    assert not HumanEvalScorer(True, QUICK).passes(problem, own)
 
 
 def test_nothing_runs_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,152 +295,3 @@ def test_nothing_runs_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scorer.score(PROBLEM, BODY) == {}
     assert scorer.aggregate([(PROBLEM, BODY)]) == {"pass@1": None}
     assert "allow_code_execution=true" in scorer.notes()["pass@1"]
-
-
-# ------------------------------------------------------------------------------------------------------ the sandbox
-
-
-@pytest.mark.parametrize(
-    ("program", "ends"),
-    [
-        ("x = 1", None),
-        ("open('a', 'w').write('x'); import os; os.remove('a')", None),
-        ("print('done'); assert False", "AssertionError"),
-        ("raise SystemExit(0)", "SystemExit"),
-        ("import os; os._exit(0)", "ended early with code 0"),
-        (
-            "import os\nfor d in range(3, 32):\n    try: os.write(d, b'done')\n    except OSError: pass\nos._exit(0)",
-            "done",
-        ),
-        ("import ctypes; ctypes.CDLL(None)", "PermissionError"),
-        ("while True: pass", "time limit"),
-        ("try:\n    while True: pass\nexcept Exception: pass", "time limit"),
-        ("x = bytearray(3 * 2**29)", "MemoryError"),  # which most machines would give
-        ("x = [open('a', 'w') for _ in range(64)]", "OSError"),
-        ("def f(): f()\nf()", "RecursionError"),
-        ("open('a', 'w').write('x' * 10**7)", "OSError"),
-        ("import os; os.fork()", "PermissionError"),
-        ("import os; os.system('true')", "PermissionError"),
-        ("import subprocess; subprocess.run(['true'])", "PermissionError"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9))", "PermissionError"),
-        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
-        ("syntax error", "SyntaxError"),
-        ("input()", "EOFError"),
-    ],
-)
-def test_a_program_ends_as_it_should(program: str, ends: str | None) -> None:
-    assert sandbox.run(program, QUICK) == ends
-
-
-def test_files_outside_the_working_folder_are_safe(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.write_text("mine")
-    for line in ("open(p, 'w')", "os.remove(p)", "os.rename(p, 'x')", "os.truncate(p, 0)", "shutil.rmtree(f)"):
-        program = f"import os, shutil\np, f = {str(kept)!r}, {str(tmp_path)!r}\n{line}"
-        assert sandbox.run(program, QUICK) == "PermissionError", line
-    assert kept.read_text() == "mine"
-
-
-def _landlock() -> bool:
-    import ctypes
-
-    return sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0
-
-
-@pytest.mark.skipif(not _landlock(), reason="this kernel has no Landlock")
-@pytest.mark.parametrize(
-    "line",
-    [
-        "d = os.open(f, os.O_RDONLY); os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=d)",
-        "d = os.open(f, os.O_RDONLY); os.remove('kept', dir_fd=d)",
-        "d = os.open(f, os.O_RDONLY); os.rename('kept', 'x', src_dir_fd=d)",
-        "os.mkfifo(f + '/pipe')",
-        "d = os.open(f, os.O_RDONLY); os.fchdir(d); os.remove('kept')",
-    ],
-)
-def test_the_kernel_refuses_what_audit_events_do_not_show(line: str, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.write_text("mine")
-    assert sandbox.run(f"import os\nf = {str(tmp_path)!r}\n{line}", QUICK) == "PermissionError"
-    assert kept.read_text() == "mine" and os.listdir(tmp_path) == ["kept"]
-
-
-def test_a_program_that_sleeps_is_ended_by_the_clock_on_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_START_S", 0.0)
-    assert sandbox.run("import time; time.sleep(60)", QUICK) == "time limit"
-
-
-def test_a_program_that_calculates_is_ended_by_the_clock_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_START_S", 300.0)
-    begin = time.monotonic()
-    assert sandbox.run("while True: pass", QUICK) == "time limit"
-    assert time.monotonic() - begin < 250, "it was ended by the clock on the wall"
-
-
-def test_the_environment_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_TOKEN", "secret")
-    assert sandbox.run("import os; assert 'SOME_TOKEN' not in os.environ", QUICK) is None
-
-
-def test_the_working_folder_is_empty_and_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert sandbox.run("import os; assert os.listdir() == []; open('left', 'w').close()", QUICK) is None
-    assert os.listdir(tmp_path) == []
-
-
-FLOOD = """
-import os
-for report in range(3, 32):
-    try:
-        while True:
-            os.write(report, bytes(2**20))
-    except OSError:
-        pass
-"""
-DEEP = """
-import os
-at = os.open(".", os.O_RDONLY)
-for _ in range(3000):
-    os.mkdir("d", dir_fd=at)
-    at, above = os.open("d", os.O_RDONLY, dir_fd=at), at
-    os.close(above)
-"""
-
-
-@pytest.mark.parametrize(
-    ("program", "ends"),
-    [
-        (FLOOD, "output"),
-        ("for i in range(3000):\n  open(str(i), 'wb').write(b'x' * 2**20)\nwhile 1: pass", "disk"),
-        ("for i in range(10**6):\n  open(str(i), 'w').close()", "disk"),
-        (f"{DEEP}\nwhile 1: pass", "disk"),
-    ],
-    ids=["report", "bytes", "files", "depth"],
-)  # fmt: skip
-def test_a_program_that_floods_is_ended_and_leaves_nothing(
-    program: str, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert sandbox.run(program) == f"{ends} limit"
-    assert list(tmp_path.iterdir()) == []
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
-
-
-def test_a_deep_tree_of_a_program_that_ended_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(sandbox, "_LOOK_S", 60.0)
-    assert sandbox.run(DEEP) in (None, "disk limit")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not sandbox._isolation(), reason="this machine offers no namespaces")
-def test_there_is_no_network_even_below_python() -> None:
-    program = "assert [line for line in open('/proc/net/dev') if ':' in line and 'lo:' not in line] == []"
-    assert sandbox.run(program, QUICK) is None
-
-
-def test_a_machine_without_namespaces_still_runs_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_isolation", lambda: ())
-    assert sandbox.run("x = 1", QUICK) is None
-    assert sandbox.run("import socket; socket.socket()", QUICK) == "PermissionError"
