@@ -132,7 +132,7 @@ class Decoder(ABC):
     min_warmup: ClassVar[int] = 0
     checked_with: ClassVar[Mapping[str, Any]] = {}
     paper: ClassVar[str] = ""
-    needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore"]] = "nothing"
+    needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore", "a module in the model"]] = "nothing"
     libraries: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod

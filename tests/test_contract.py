@@ -39,6 +39,7 @@ from tests.helpers.tiny_block_drafter import hybrid as block_hybrid
 from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
+from tests.helpers.tiny_mtp import mtp
 from tests.helpers.tiny_vocabularies import pair
 
 
@@ -178,6 +179,10 @@ DECODERS = {
         lambda t, s: block_drafter(t, s, texts_of(t), 6, DSPARK, draw=True, block=True, confidence=0.2)
     ),
     "dspark_tree": Row(lambda t, s: block_drafter(t, s, texts_of(t), sizes=DSPARK, tree="dynamic", gamma=3, nodes=7)),
+    "mtp": Row(lambda t, s: mtp(t, s, gamma=3)),
+    "mtp_one": Row(mtp),
+    "mtp_confident": Row(lambda t, s: mtp(t, s, gamma=4, confidence=0.3)),
+    "mtp_block": Row(lambda t, s: mtp(t, s, gamma=3, block=True)),
     "hybrid": Row(lambda t, s: hybrid(t, s, texts_of(t), min_match=1, depth=3, top_k=3, nodes=8)),
     "hybrid_expected": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="expected", min_match=1)),
     "hybrid_union": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="union", min_match=1, budget=9)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,36 +19,29 @@ from methods.rows import of_rows
 _PADDING = 1024  # output matrices of one family differ by their padding at most by this
 
 
-class DraftModel:
-    """A language model that drafts a chain, with a cache of its own."""
+class ChainDrafter(ABC):
+    """Drafts a chain token by token, from distributions over the target's vocabulary.
+
+    Args:
+        gamma: most tokens of a draft.
+        confidence: a draft ends where the most likely token of every row is less likely; 0: never.
+    """
 
     hidden_layers: Sequence[int] = ()
 
-    def __init__(self, model: CausalLM, vocab_size: int, gamma: int, confidence: float) -> None:
-        self.model, self.nodes, self.confidence = model, gamma, confidence
-        self._padding = vocab_size - model.vocab_size
-        self._cache: Cache | None = None
-        self._prompt_lengths: list[int] = []
+    def __init__(self, gamma: int, confidence: float) -> None:
+        self.nodes, self.confidence = gamma, confidence
 
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        self._prompt_lengths = [len(prompt) for prompt in prompts]
-        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
-        self._cache = self.model.new_cache(len(prompts), capacity)
+    @abstractmethod
+    def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
+        """Read what was committed since the last draft; logits after each row's last committed token."""
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        assert self._cache is not None, "reset comes before keep_rows"
-        self._prompt_lengths = of_rows(self._prompt_lengths, rows)
-        self._cache.select(rows)
-
-    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
-        assert self._cache is not None, "reset comes before renew"
-        for row, prompt in prompts.items():
-            self._prompt_lengths[row] = len(prompt)
-        if max(self._cache.lengths):  # else the first draft will read all prompts at once
-            read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
-            self.model.prefill_rows(read, self._cache)
+    @abstractmethod
+    def _next(self, token: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Logits after a drafted token."""
 
     def propose(self, context: Context) -> Draft:
+        """Draft up to ``nodes`` tokens for every row."""
         tokens, probs = [], []
         logits = self._catch_up(context)
         while True:
@@ -71,6 +65,35 @@ class DraftModel:
         if self.confidence == 0.0:
             return False
         return bool((logits.float().softmax(-1).amax(-1) < self.confidence).all())
+
+
+class DraftModel(ChainDrafter):
+    """A language model that drafts a chain, with a cache of its own."""
+
+    def __init__(self, model: CausalLM, vocab_size: int, gamma: int, confidence: float) -> None:
+        super().__init__(gamma, confidence)
+        self.model = model
+        self._padding = vocab_size - model.vocab_size
+        self._cache: Cache | None = None
+        self._prompt_lengths: list[int] = []
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
+        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
+        self._cache = self.model.new_cache(len(prompts), capacity)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        assert self._cache is not None, "reset comes before keep_rows"
+        self._prompt_lengths = of_rows(self._prompt_lengths, rows)
+        self._cache.select(rows)
+
+    def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
+        assert self._cache is not None, "reset comes before renew"
+        for row, prompt in prompts.items():
+            self._prompt_lengths[row] = len(prompt)
+        if max(self._cache.lengths):  # else the first draft will read all prompts at once
+            read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
+            self.model.prefill_rows(read, self._cache)
 
     def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
         """Feed what was committed since the last draft; logits after each row's last committed token."""

@@ -15,7 +15,7 @@ match keeps (1.648 tokens per step each on MT-bench, 1.719 on Spec-Bench).
 Published: SAM decoding on Spec-Bench: 2.27x together with Token Recycling; with EAGLE-2, Vicuna-7B, 2.73x on an A100.
 Tree depth 24, factor 1 and token probability 0.1 are vLLM's defaults for SuffixDecoding. Differences: only the text so
 far is searched, no corpus and no earlier answers; a chain instead of a tree; no second drafter where nothing matches. A
-draft goes on beyond the end of the text, of equally frequent tokens the latest is drafted, and of matches of all
+draft continues beyond the end of the text, of equally frequent tokens the latest is drafted, and of matches of all
 lengths the 32 longest are scored.
 
 Command: ``python -m bench method=suffix dataset=spec_bench``

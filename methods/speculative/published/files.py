@@ -151,6 +151,38 @@ def tensors_of(file: Path) -> dict[str, Tensor]:
         return _require_tensors(file, _unpickled(file))
 
 
+def tensors_within(name: str, prefix: str, revision: str | None = None) -> dict[str, Tensor]:
+    """Tensors of a whole model whose names begin with ``prefix``, which is cut off; only their files are read.
+
+    Args:
+        name: a folder, or a hub id, of which only the files that hold such tensors are fetched.
+        revision: of the hub; None: the newest.
+
+    Raises:
+        ValueError: it cannot be reached, a file is missing or damaged, or the weights are no safetensors.
+    """
+    folder = Path(name).expanduser()
+    local = folder.is_dir()
+    if not local:
+        folder = _snapshot(name, (INDICES[0],), revision)
+    index = folder / INDICES[0]
+    if index.is_file():
+        places = _json(index).get("weight_map", {})
+        files = sorted({file for key, file in places.items() if key.startswith(prefix)})
+    else:
+        files = [MODELS[0]]
+    if not local and files:
+        folder = _snapshot(name, files, revision)
+    found: dict[str, Tensor] = {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder / file}, which holds weights of {name}, must be there, got none. Copy it.")
+        with _explained(folder / file), safe_open(folder / file, "pt") as opened:
+            inside = [key for key in opened.keys() if key.startswith(prefix)]  # noqa: SIM118, no mapping
+            found |= {key.removeprefix(prefix): opened.get_tensor(key) for key in inside}
+    return found
+
+
 def _unpickled(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -202,11 +234,11 @@ def _download(name: str) -> Path:
     return folder
 
 
-def _snapshot(name: str, files: Sequence[str]) -> Path:
+def _snapshot(name: str, files: Sequence[str], revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub's client raises dozens of kinds, those of its HTTP library among them
         raise ValueError(
             f"{name} must be a folder here or a hub id that can be reached ({_first_line(error)}). Fetch it where "

@@ -544,6 +544,14 @@ def test_lengths_of_the_contexts_leave_room_for_the_answer_and_longer_ones_are_r
     assert [job.cfg.dataset["limit"] for job in found.jobs] == [10, 10]
 
 
+def test_a_model_without_a_module_is_left_out_with_the_method_that_needs_one(results: Path) -> None:
+    plan = planned([*sweep.read_words(["sweep=all_methods", f"paths.results={results}"])[1]])
+    (job,) = (job for job in plan.jobs if job.cfg.method["name"] == "mtp")
+    assert job.state == "incompatible" and "ships a module for multi-token prediction, got smollm2" in plan.text()
+    hub = planned(["method=mtp,suffix", "model=hf", "model.name=owner/model", f"paths.results={results}"])
+    assert set(states(hub).values()) == {"new"}
+
+
 def test_temperatures_leave_out_what_is_greedy_by_definition(results: Path) -> None:
     words = ["sweep=temperatures", "method=autoregressive,free,hf_beam", f"paths.results={results}"]
     found = states(planned(sweep.read_words([*words, "model=multi30k_4_4", "dataset=multi30k"])[1]))
