@@ -127,16 +127,6 @@ def _module(cfg: RunConfig) -> str | None:
     )
 
 
-def _module(cfg: RunConfig) -> str | None:
-    """Models of the project ship no module; of others the files tell, when they are loaded."""
-    if _method(cfg).needs != "a module in the model" or cfg.model["_target_"] == _HUB:
-        return None
-    return (
-        f"method={cfg.method['name']} needs a model that ships a module for multi-token prediction, got "
-        f"{cfg.model['name']}. Choose one, such as model=hf model.name=zai-org/GLM-4.5-Air."
-    )
-
-
 def _batch(cfg: RunConfig) -> str | None:
     most = _method(cfg).max_batch
     if most is None or cfg.batch_size <= most:
@@ -333,7 +323,6 @@ def _code(cfg: RunConfig) -> str | None:
 
 _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the settings that each of them reads
     _folder: ("paths",),
-    _module: ("method", "model"),
     _module: ("method", "model"),
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
