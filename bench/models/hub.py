@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,9 @@ class HubModel:
                 f"Model '{self.name}' lacks {len(missing)} weights, {missing[0]} first; a complete checkpoint is "
                 "needed. Fetch it again or choose another."
             )
-        if unexpected := sorted(found["unexpected_keys"]):  # transformers would leave them out
+        modules = _modules(model.config, found["unexpected_keys"])
+        unexpected = sorted(key for key in found["unexpected_keys"] if not key.startswith(modules))
+        if unexpected:  # transformers would leave them out
             raise UserError(
                 f"The weights of model '{self.name}' must be those that its config.json describes, got "
                 f"{len(unexpected)} more, {unexpected[0]} first. Correct config.json (its number of layers, say), or "
@@ -198,6 +200,13 @@ class HubModel:
 def is_seq2seq(config: PretrainedConfig) -> bool:
     """Whether a model has an encoder for the prompt beside the decoder that writes."""
     return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _modules(config: PretrainedConfig, keys: Collection[str]) -> tuple[str, ...]:
+    """Where modules for multi-token prediction are, which transformers leaves out and ``method=mtp`` reads."""
+    first, announced = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    places = (f"model.layers.{first + module}." for module in range(announced))
+    return tuple(place for place in places if f"{place}eh_proj.weight" in keys)
 
 
 def _sentence(error: Exception) -> str:

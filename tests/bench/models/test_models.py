@@ -21,13 +21,17 @@ import torch
 from bench import cli
 from bench.config import compose
 from bench.config.schema import PathsConfig
+from bench.contract import checks
 from bench.errors import UserError
 from bench.models import embedded, loading, source
 from bench.models.embedded import SMOLLM2, fetch
 from bench.models.random_weights import RandomModel, byte_tokenizer
+from methods.autoregressive import Autoregressive
 from methods.engine import linear
+from methods.engine.sampling import Sampling
 from methods.engine.vocabulary import ForeignModel
-from tests.helpers import tiny_gguf
+from methods.speculative.mtp import MultiTokenPrediction
+from tests.helpers import tiny_gguf, tiny_mtp
 
 FP32 = {"device": "cpu", "dtype": "float32", "threads": 1, "linear": "plain"}
 BF16 = FP32 | {"dtype": "bfloat16"}
@@ -364,6 +368,26 @@ def test_a_folder_is_identified_by_its_content(folder: Path) -> None:
     assert load_folder(folder).sha256 == first.sha256
     change(folder, rms_norm_eps=1e-3)
     assert load_folder(folder).sha256 != first.sha256
+
+
+def test_a_module_that_a_model_announces_is_left_to_the_method_that_reads_it(folder: Path) -> None:
+    """Weights after the last layer that are announced and are a module are no mistake, and all others are."""
+    from safetensors.torch import load_file, save_file
+
+    module = tiny_mtp.published(load_folder(folder).lm)
+    added = {f"model.layers.2.{name}": tensor.contiguous() for name, tensor in module.items()}
+    main = load_file(folder / "model.safetensors")
+    save_file(main | added, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"got {len(added)} more, model.layers.2.\S+ first"):
+        load_folder(folder)
+    change(folder, num_nextn_predict_layers=1)
+    lm, prompts = load_folder(folder).lm, checks.prompts(300, (5, 2))
+    texts = [checks.outputs(make(lm, Sampling()), prompts, 12) for make in (MultiTokenPrediction, Autoregressive)]
+    assert texts[0] == texts[1]
+    del added["model.layers.2.eh_proj.weight"]
+    save_file(main | added, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"got {len(added)} more"):
+        load_folder(folder)
 
 
 @pytest.mark.parametrize(
