@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from itertools import islice
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from bench.config.typecheck import did_you_mean
 from bench.errors import UserError
@@ -21,7 +22,9 @@ from bench.utils.stats import Interval
 
 Subset = Literal["first", "random", "stratified"]
 Message = dict[str, str]
+_Found = TypeVar("_Found", bound="Example | Outline")
 ANY = "*"
+_MOST_KEPT = 1000  # examples for the warm-up
 _MOST_SPARE = 16  # examples for the warm-up that are filled, which takes a while
 
 
@@ -44,6 +47,20 @@ class Example:
     reference: Sequence[Any] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
+
+
+class Outline(NamedTuple):
+    """What decides whether an example of a long file is taken.
+
+    Attributes:
+        length: characters of the first turn.
+        line: where the file has it, from 1.
+    """
+
+    id: str
+    category: str
+    length: int
+    line: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,12 +108,16 @@ class Task(ABC):
             )
 
     @abstractmethod
-    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        """All examples, in the order of the file, and what was read for them.
+    def read(self, sources: Sources) -> tuple[Sequence[Example | Outline], list[Revision]]:
+        """All examples, in the order of the file, and what was read for them; outlines where ``complete`` reads on.
 
         Raises:
             UserError: the data is not to be had, or cannot be used.
         """
+
+    def complete(self, outlines: Sequence[Example | Outline]) -> list[Example]:
+        """The examples of outlines that ``read`` gave."""
+        return [each for each in outlines if isinstance(each, Example)]
 
     @cached_property
     def judges(self) -> Mapping[str, Scorer]:
@@ -120,8 +141,10 @@ class Task(ABC):
         sources = sources or Sources()
         found, files = self.read(sources)
         wanted = self._of_categories(found)
-        chosen = choose(wanted, self.limit, self.subset, self.seed)
-        self.spare = _spare(wanted, chosen)
+        taken = choose(wanted, self.limit, self.subset, self.seed)
+        spare = _spare(wanted, taken)
+        read = self.complete([*taken, *spare])
+        chosen, self.spare = read[: len(taken)], read[len(taken) :]
         self.revision = {
             "files": [asdict(file) for file in files],
             "content": digest(chosen),
@@ -232,7 +255,7 @@ class Task(ABC):
         """Every scorer once; categories may share one."""
         return list({id(judge): judge for judge in self.judges.values()}.values())
 
-    def _of_categories(self, examples: list[Example]) -> list[Example]:
+    def _of_categories(self, examples: Sequence[Example | Outline]) -> Sequence[Example | Outline]:
         known = dict.fromkeys(example.category for example in examples)
         for category in self.categories or []:
             if category not in known:
@@ -243,7 +266,7 @@ class Task(ABC):
         return [example for example in examples if self.categories is None or example.category in self.categories]
 
 
-def choose(examples: Sequence[Example], limit: int | None, subset: Subset, seed: int) -> list[Example]:
+def choose(examples: Sequence[_Found], limit: int | None, subset: Subset, seed: int) -> list[_Found]:
     """At most ``limit`` examples, in their order, spread over the categories as evenly as these allow.
 
     One of each category is taken, then a second of each, and so on; with fewer places than categories, some get
@@ -257,20 +280,27 @@ def choose(examples: Sequence[Example], limit: int | None, subset: Subset, seed:
     if subset != "first":
         order.sort(key=lambda index: _lot(seed, examples[index].id))
         categories.sort(key=lambda category: _lot(seed, category))
+    order_of = {category: place for place, category in enumerate(categories)}
     seen: Counter[str] = Counter()
     places: list[tuple[float, int, int]] = []  # rank within the category, place of the category, index
     for index in order:
         category = examples[index].category
         rank = (seen[category] + 0.5) / sizes[category] if subset == "stratified" else seen[category]
-        places.append((rank, categories.index(category), index))
+        places.append((rank, order_of[category], index))
         seen[category] += 1
     return [examples[index] for index in sorted(index for _, _, index in sorted(places)[:limit])]
 
 
-def _spare(wanted: Sequence[Example], chosen: Sequence[Example]) -> list[Example]:
-    taken, lengths = {example.id for example in chosen}, sorted(len(example.turns[0]) for example in chosen)
+def _spare(wanted: Sequence[_Found], chosen: Sequence[_Found]) -> list[_Found]:
+    taken, lengths = {example.id for example in chosen}, sorted(map(_length, chosen))
     usual = lengths[len(lengths) // 2] if lengths else 0
-    return [example for example in wanted if example.id not in taken and len(example.turns[0]) <= usual]
+    spare = (example for example in wanted if example.id not in taken and _length(example) <= usual)
+    return list(islice(spare, _MOST_KEPT))
+
+
+def _length(example: Example | Outline) -> int:
+    """Characters of the first turn."""
+    return example.length if isinstance(example, Outline) else len(example.turns[0])
 
 
 def digest(examples: Sequence[Example]) -> str:

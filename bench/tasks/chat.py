@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from sys import intern
 from typing import Literal
 
 from bench.errors import UserError
 from bench.scoring import SCORERS, Gsm8kScorer, NQScorer, RougeScorer, Scorer, TranslationScorer
 from bench.tasks import conversations
-from bench.tasks.base import ANY, Example, Task
+from bench.tasks.base import ANY, Example, Outline, Task
 from bench.tasks.conversations import Conversation
-from bench.tasks.sources import Hub, Revision, Row, Sources, hub_file, project_data, read_folder
+from bench.tasks.sources import Hub, LinesOf, Revision, Row, Sources, hub_file, project_data, read_folder
 
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 
@@ -83,15 +84,15 @@ class OwnPrompts(Task):
     def judges(self) -> Mapping[str, Scorer]:
         return {ANY: SCORERS[self.scorer]()} if self.scorer else {}
 
-    def _checked(self, found: list[Conversation]) -> list[Example]:
-        """As examples; only ``nq`` compares with several accepted answers."""
-        for each in found if self.scorer not in (None, "nq") else ():
-            if any(isinstance(answer, list) for answer in each.answers or ()):
+    def _checked(self, found: Iterable[Conversation]) -> Iterator[Conversation]:
+        """Only ``nq`` compares with several accepted answers."""
+        for each in found:
+            if self.scorer not in (None, "nq") and any(isinstance(answer, list) for answer in each.answers or ()):
                 raise UserError(
                     f"{each.where}: a reference must be one text with dataset.scorer={self.scorer}, got a list of "
                     "accepted ones. Use dataset.scorer=nq, or keep one of them."
                 )
-        return conversations.examples(found)
+            yield each
 
 
 @dataclass(eq=False)
@@ -105,10 +106,30 @@ class Jsonl(OwnPrompts):
     name = "jsonl"
 
     path: str
+    _sha256: str = field(default="", init=False, repr=False)
 
-    def read(self, sources: Sources) -> tuple[list[Example], list[Revision]]:
-        found, revision = conversations.read_file(Path(self.path).expanduser())
-        return self._checked(found), [revision]
+    def read(self, sources: Sources) -> tuple[Sequence[Example | Outline], list[Revision]]:
+        """All examples; with a limit outlines, so that a long file is not held in memory."""
+        lines = LinesOf(Path(self.path).expanduser())
+        found = self._checked(conversations.of_file(lines))
+        kept: Sequence[Example | Outline]
+        if self.limit is None:
+            kept = conversations.examples(found)
+        else:
+            kept = [Outline(each.id, intern(each.category), len(each.turns[0]), each.line) for each in found]
+        self._sha256 = lines.sha256
+        return kept, [Revision(lines.path.name, lines.sha256, "local")]
+
+    def complete(self, outlines: Sequence[Example | Outline]) -> list[Example]:
+        """Reads the file again where ``read`` gave outlines."""
+        wanted = {each.line for each in outlines if isinstance(each, Outline)}
+        if not wanted:
+            return super().complete(outlines)
+        lines = LinesOf(Path(self.path).expanduser(), wanted)
+        found = {each.id: each for each in conversations.examples(conversations.of_file(lines))}
+        if lines.sha256 != self._sha256:
+            raise UserError(f"{self.path} was changed while it was read. Start again when it is complete.")
+        return [found[each.id] for each in outlines]
 
 
 @dataclass(eq=False)
@@ -134,7 +155,7 @@ class HubPrompts(OwnPrompts):
         hub = Hub(str(folder) if folder.is_dir() else self.name, self.split, self.config)
         table = read_folder(hub) if folder.is_dir() else sources.read(str(hub), hub_file(hub))
         rows = conversations.rows_of(table.rows, self.column, self.reference)
-        return self._checked(conversations.read_rows(rows, str(hub))), [table.revision]
+        return conversations.examples(self._checked(conversations.of_rows(rows, str(hub)))), [table.revision]
 
 
 def _examples(rows: Sequence[Row], where: str) -> list[Example]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.errors import UserError
 from bench.tasks.base import Example
-from bench.tasks.sources import Revision, Row, numbered_lines, numbered_rows, read_bytes, sha256
+from bench.tasks.sources import LinesOf, Revision, Row, numbered_lines, numbered_rows
 
 CATEGORY = "prompts"
 _KINDS = ("prompt", "text", "turns", "messages")
@@ -39,6 +39,7 @@ class Conversation:
 
     Attributes:
         where: file and number of the line, for messages.
+        line: that number.
         id: as given, else the number of the line.
         turns: what the user says.
         answers: one per turn: a text, a list of accepted texts, or None; None if there is none at all.
@@ -47,6 +48,7 @@ class Conversation:
     """
 
     where: str
+    line: int
     id: str
     category: str
     turns: tuple[str, ...]
@@ -60,21 +62,29 @@ class _Refused(Exception):
 
 
 def read_file(path: Path) -> tuple[list[Conversation], Revision]:
+    """All conversations of a file, see ``of_file``."""
+    lines = LinesOf(path)
+    return list(of_file(lines)), Revision(path.name, lines.sha256, "local")
+
+
+def of_file(lines: LinesOf) -> Iterator[Conversation]:
     """The conversations of a file: ``.txt`` has one prompt per line, any other one JSON object per line; or as .gz.
 
     Raises:
         UserError: a file that cannot be read or is empty, or a line that does not keep the format, by its number.
     """
-    raw = read_bytes(path)
-    if path.name.removesuffix(".gz").endswith(".txt"):
-        lines = ((number, {"text": line}) for number, line in numbered_lines(raw, path.name))
-        found = read_rows(lines, path.name)
-    else:
-        found = read_rows(numbered_rows(raw, path.name), path.name)
-    return found, Revision(path.name, sha256(raw), "local")
+    name = lines.path.name
+    if name.removesuffix(".gz").endswith(".txt"):
+        return of_rows(((number, {"text": line}) for number, line in numbered_lines(lines, name)), name)
+    return of_rows(numbered_rows(lines, name), name)
 
 
 def read_rows(numbered: Iterable[tuple[int, Row]], where: str) -> list[Conversation]:
+    """All conversations of ``of_rows``."""
+    return list(of_rows(numbered, where))
+
+
+def of_rows(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[Conversation]:
     """Conversations from the objects of a file.
 
     Args:
@@ -82,9 +92,9 @@ def read_rows(numbered: Iterable[tuple[int, Row]], where: str) -> list[Conversat
         where: name of the file, for messages.
 
     Raises:
-        UserError: see ``read_file``.
+        UserError: see ``of_file``.
     """
-    found: dict[str, Conversation] = {}
+    found: dict[str, int] = {}
     for number, row in numbered:
         place = f"{where}, line {number}"
         try:
@@ -93,13 +103,13 @@ def read_rows(numbered: Iterable[tuple[int, Row]], where: str) -> list[Conversat
             raise UserError(f"{place}: {problem}. {ALLOWED}. Correct or remove the line.") from None
         if made.id in found:
             raise UserError(
-                f"{place}: question_id {made.id} is used twice, first in {found[made.id].where}; ids must differ, and "
-                "a line without one has its number. Rename one."
+                f"{place}: question_id {made.id} is used twice, first in {where}, line {found[made.id]}; ids must "
+                "differ, and a line without one has its number. Rename one."
             )
-        found[made.id] = made
+        found[made.id] = number
+        yield made
     if not found:
         raise UserError(f"{where} is empty. {ALLOWED}. Write at least one.")
-    return list(found.values())
 
 
 def examples(conversations: Iterable[Conversation]) -> list[Example]:
@@ -118,7 +128,7 @@ def _conversation(row: Row, number: int, where: str) -> Conversation:
         system, turns, said = "", _turns(row[kind], kind), None
     answers = _answers(row, len(turns)) or said
     name, category = _label(row, "question_id", number), _label(row, "category", CATEGORY)
-    return Conversation(where, name, category, turns, answers, system, kind == "text")
+    return Conversation(where, number, name, category, turns, answers, system, kind == "text")
 
 
 def _turns(value: Any, kind: str) -> tuple[str, ...]:

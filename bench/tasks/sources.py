@@ -8,6 +8,7 @@ is never fetched again. Command: ``python -m bench fetch data mtbench humaneval`
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -18,9 +19,10 @@ import tempfile
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -342,16 +344,16 @@ def parse_rows(raw: bytes, where: str) -> list[Row]:
     """
     if where.endswith(_TEXT):
         return [{"text": line} for line in raw.decode().removesuffix("\n").split("\n")]
-    return _listed(raw, where) if where.endswith(".json") else [row for _, row in numbered_rows(raw, where)]
+    return _listed(raw, where) if where.endswith(".json") else [row for _, row in numbered_rows(BytesIO(raw), where)]
 
 
-def numbered_rows(raw: bytes, where: str) -> Iterator[tuple[int, Row]]:
-    """Line number (from 1) and content of every line of ``raw`` that is not blank.
+def numbered_rows(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, Row]]:
+    """Line number (from 1) and content of every line that is not blank.
 
     Raises:
         UserError: see ``parse_rows``.
     """
-    for number, line in numbered_lines(raw, where):
+    for number, line in numbered_lines(lines, where):
         try:
             row = json.loads(line)
             if _SURROGATE.search(line):
@@ -368,17 +370,20 @@ def numbered_rows(raw: bytes, where: str) -> Iterator[tuple[int, Row]]:
         yield number, row
 
 
-def numbered_lines(raw: bytes, where: str) -> Iterator[tuple[int, str]]:
+def numbered_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, str]]:
     """Line number (from 1) and text of every line that is not blank, without byte order mark and carriage return.
 
     Raises:
         UserError: bytes that are no UTF-8 text.
     """
-    if b"\0" in raw:
-        raise UserError(f"{where} must be text in UTF-8, got bytes of another kind. Name another file, or convert it.")
-    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in enumerate(lines, start=1):
+        if b"\0" in line:
+            raise UserError(
+                f"{where} must be text in UTF-8, got bytes of another kind. Name another file, or convert it."
+            )
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         try:
-            text = line.decode().removesuffix("\r")
+            text = line.decode().removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{where}, line {number} must be text in UTF-8, got the byte 0x{line[error.start]:02x} "
@@ -410,14 +415,51 @@ def read_bytes(path: Path) -> bytes:
         UserError: it does not exist or cannot be read.
     """
     try:
-        if path.is_fifo():
-            raise OSError("it is a pipe, which would be waited for")
+        _refuse_pipe(path)
         return _unpack(path.read_bytes(), path.name)
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"{path} cannot be read ({reason}); JSON lines and text, plain or as .gz, are. Name another file."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+class LinesOf:
+    """The lines of a file, uncompressed and one at a time.
+
+    Args:
+        only: numbers of lines, from 1; all others are blank. None: as they are.
+
+    Attributes:
+        sha256: of what was read, uncompressed, once all of it was.
+
+    Raises:
+        UserError: it does not exist or cannot be read; while it is read.
+    """
+
+    def __init__(self, path: Path, only: Container[int] | None = None) -> None:
+        self.path, self.only, self.sha256 = path, only, ""
+
+    def __iter__(self) -> Iterator[bytes]:
+        digest = hashlib.sha256()
+        try:
+            _refuse_pipe(self.path)
+            with self.path.open("rb") as start:
+                packed = self.path.name.endswith(".gz") or start.read(len(_GZIP)) == _GZIP
+                start.seek(0)
+                for number, line in enumerate(gzip.GzipFile(fileobj=start) if packed else start, start=1):
+                    digest.update(line)
+                    yield line if self.only is None or number in self.only else b"\n"
+        except (OSError, EOFError, zlib.error) as error:
+            raise _unreadable(self.path, error) from error
+        self.sha256 = digest.hexdigest()
+
+
+def _refuse_pipe(path: Path) -> None:
+    if path.is_fifo():
+        raise OSError("it is a pipe, which would be waited for")
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return UserError(f"{path} cannot be read ({reason}); JSON lines and text, plain or as .gz, are. Name another file.")
 
 
 def project_data() -> Path:

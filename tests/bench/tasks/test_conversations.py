@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from bench import cli
 from bench.config import compose, instantiate
 from bench.errors import UserError
 from bench.models.random_weights import byte_tokenizer
-from bench.tasks import HubPrompts, Jsonl, corpus, prompts
-from bench.tasks.base import digest
+from bench.tasks import HubPrompts, Jsonl, base, corpus, prompts
+from bench.tasks.base import Outline, digest
 from bench.tasks.corpus import Dialogue
 from bench.tasks.sources import Sources, sha256
 
@@ -273,3 +275,42 @@ def test_a_chat_template_that_refuses_a_conversation_is_one_message(template: st
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=f"chat template refuses a conversation {said}.*set model.chat_template"):
         prompts.encode(tokenizer, CHAT[:2])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("subset", ["first", "random", "stratified"])
+def test_a_limit_takes_from_a_file_what_it_takes_from_memory(tmp_path: Path, subset: str, packed: bool) -> None:
+    """Of a long file only outlines are kept, and the chosen lines are read again."""
+    rows = [{"question_id": f"q{i}", "prompt": f"{i} {'x' * (i % 7)}", "category": f"c{i % 3}"} for i in range(60)]
+    raw = "\n\n".join(map(json.dumps, rows)).encode()
+    (file := tmp_path / "p.jsonl").write_bytes(gzip.compress(raw) if packed else raw)
+    streamed, held = Jsonl(path=str(file), limit=7, subset=subset), Jsonl(path=str(file))
+    kept, _ = streamed.read(Sources())
+    assert all(isinstance(each, Outline) for each in kept)
+    every = held.load()
+    assert streamed.load() == base.choose(every, 7, subset, 0)
+    assert streamed.spare == base._spare(every, streamed.load())
+    assert streamed.revision["files"] == held.revision["files"] and streamed.revision["available"] == 60
+
+
+def test_a_file_that_changes_between_its_two_readings_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    task = Jsonl(path=str(file), limit=1)
+    kept, _ = task.read(Sources())
+    file.write_text('{"prompt": "one"}\n{"prompt": "three"}\n')
+    with pytest.raises(UserError, match="was changed while it was read"):
+        task.complete(kept)
+
+
+def test_a_long_file_needs_little_memory(tmp_path: Path) -> None:
+    """30 MB of prompts; the interpreter and its modules are counted before."""
+    with (file := tmp_path / "p.jsonl").open("w") as out:
+        out.writelines(json.dumps({"prompt": f"{i} {'word ' * 300}"}) + "\n" for i in range(20_000))
+    code = (
+        "import resource; from bench.tasks.chat import Jsonl\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"before = peak(); found = Jsonl(path={str(file)!r}, limit=3, subset='random').load()\n"
+        "print(len(found), peak() - before)"
+    )
+    count, kib = map(int, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split())
+    assert count == 3 and kib < 20 * 1024 < file.stat().st_size / 1024
