@@ -1,9 +1,9 @@
 """The module for multi-token prediction that a model ships, in the names of DeepSeek-V3, which GLM-4.5 has too.
 
-It stands among the model's weights as a layer after the last one, ``model.layers.{L}``: a layer of the model's own
-kind, ``enorm`` and ``hnorm``, the norms of its two inputs, ``eh_proj``, which mixes them, ``shared_head.norm``, and
-copies of the model's embedding and output matrix. transformers leaves it out when it loads the model, so it is read
-from the files. Any other form is refused: several modules, matrices that are no copies, a family without a test.
+The model's weights have it as a layer after the last one, ``model.layers.{L}``: a layer of the model's own kind,
+``enorm`` and ``hnorm``, the norms of its two inputs, ``eh_proj``, which mixes them, ``shared_head.norm``, and copies of
+the model's embedding and output matrix. transformers leaves it out when it loads the model, so it is read from the
+files. Any other form is refused: several modules, matrices that are no copies, a family without a test.
 """
 
 from __future__ import annotations
