@@ -178,11 +178,18 @@ class RunConfig:
                 raise UserError(
                     f"{key}.name must have 1 to {_LONGEST_NAME:,} characters, got {len(name):,}. Set {key}.name=NAME."
                 )
+        if _is_folder(name := values["model"]["name"]):
+            values["model"] = values["model"] | {"name": f"./{name}"}  # a path, of which records keep the last part
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, the inverse of ``from_dict``."""
         return asdict(self)
+
+
+def _is_folder(name: str) -> bool:
+    """Whether what looks like the id of a model on the hub is a folder here."""
+    return "/" in name and not name.startswith(("/", "~", ".")) and Path(name).is_dir()
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,19 @@ def argv(words: Sequence[str]) -> list[str]:
     """A command line without secrets: ``key=value``, ``--key value`` and known token shapes."""
     shown, hide_next = [], False
     for word in words:
-        shown.append(HIDDEN if hide_next else text(word))
+        shown.append(HIDDEN if hide_next else text(_last_part(word)))
         hide_next = word.startswith("-") and _is_secret(word)
     return shown
+
+
+def _last_part(word: str) -> str:
+    """``key=value`` with the last part of a value that is a file or folder here, as in ``model.name=alice/mymodel``."""
+    key, equals, value = word.rpartition("=")
+    try:
+        here = "/" in value and os.path.exists(value)
+    except ValueError:
+        here = False
+    return f"{key}{equals}.../{PurePath(value).name}" if here else word
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -59,6 +59,8 @@ def test_a_run_id_has_no_folder_of_the_machine(name: str, tmp_path: Path, monkey
     assert found.startswith("prompt_lookup-demo-mymodel-") and "alice" not in found
     stored = {**cfg.to_dict(), "model": redact.tree(cfg.model)}
     assert identity.names(stored) == identity.names(cfg.to_dict())
+    written = [json.dumps(redact.tree(cfg.to_dict() | {"paths": None})), *redact.argv([f"model.name={name}", name])]
+    assert all("mymodel" in each and "alice" not in each for each in written)
 
 
 def test_a_run_id_has_the_owner_of_a_model_of_the_hub() -> None:
