@@ -17,7 +17,7 @@ _COLDEST = 1e-6  # of ``methods.engine.sampling``, which would import torch
 _MOST_THREADS, _LARGEST_SEED, _LONGEST_NAME = 4096, 2**63 - 1, 1000
 DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
 
-WEIGHTS = ("full", "int4")  # of a model's layers: as hardware.dtype says, or rounded to 4 bits
+WEIGHTS = ("full", "int4")  # of a model: as hardware.dtype says, or its layers rounded to 4 bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from bench.utils import machine, redact
 from methods.decoder import Decoder
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
-from methods.engine.linear import FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +189,10 @@ def made_ahead(shared: Shared) -> dict[str, dict[str, int | float]]:
 
 
 def _quantised(lm: CausalLM) -> dict[str, Any]:
-    """The forms of weights that are not as the type of the run says; of ``int4`` the most rows multiplied with them."""
+    """The forms of weights that are not as the type of the run says."""
     if lm.weights == "full":
         return {}
-    return {"weights": lm.weights, "int4_bytes": lm.int4_bytes, "int4_rows": FEW_ROWS}
+    return {"weights": lm.weights, "int4_bytes": lm.int4_bytes}
 
 
 def _memory(parts: Parts, samples: Sequence[Sample]) -> dict[str, int | None]:

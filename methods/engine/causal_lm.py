@@ -22,7 +22,7 @@ from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, Sp
 from methods.engine.expert_layers import ClampedSwish, expected_experts
 from methods.engine.fused_layers import FusedLayers, Portion, expressible
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Int4Linear, Linear, LinearForm, make_linear
+from methods.engine.linear import BlockLinear, Linear, LinearForm, PanelLinear, make_linear
 from methods.engine.sampling import in_float
 from methods.engine.token_tree import Nodes, Parents
 
@@ -163,7 +163,7 @@ class CausalLM:
             model: any causal LM of the proven families, in evaluation mode.
             linear: form of the matrix products, see ``methods.engine.linear``.
             keep_hf: leave the original usable (peers need it); costs its memory once more where weights are packed.
-            weights: int4 rounds the matrices of the layers to 4 bits; embedding and output matrix stay as they are.
+            weights: int4 rounds the matrices of the layers to 4 bits and the output matrix to 8; the embedding stays.
 
         Raises:
             UnsupportedModel: no equality test covers this model.
@@ -196,9 +196,10 @@ class CausalLM:
             self._near_rope = RotaryTable(base.rotary_emb, self.device, self.dtype, kinds[1])
         head: Any = model.get_output_embeddings()
         self._final_norm: Rows = causal_layers.read_norm(base.norm)  # type: ignore[assignment]
-        self._head: Linear = make_linear([head.weight.detach()], [head.bias], linear)
-        self.layers: list[Layer] = []
         form: LinearForm = linear if self.weights == "full" else self.weights
+        head_form: LinearForm = linear if self.weights == "full" else "int8"
+        self._head: Linear = make_linear([head.weight.detach()], [head.bias], head_form)
+        self.layers: list[Layer] = []
         for index, layer in enumerate(base.layers[: self.config.num_hidden_layers]):
             self.layers.append(causal_layers.read_layer(layer, form, self.config, index))
             if not keep_hf:
@@ -230,9 +231,9 @@ class CausalLM:
 
     @property
     def int4_bytes(self) -> int:
-        """Of ``weight_bytes``, those in 4-bit blocks; passes of many rows multiply with a copy in bfloat16."""
+        """Of ``weight_bytes``, those in blocks of 4-bit numbers."""
         experts = [product for mlp in self._sparse() for product in mlp.experts.products()]
-        return sum(product.int4_bytes for product in (*self._products(), *experts) if isinstance(product, Int4Linear))
+        return sum(product.nbytes for product in (*self._products(), *experts) if product.form == "int4")
 
     def _products(self) -> Iterator[Linear]:
         """All but those of experts that only some tokens pass through."""
@@ -427,12 +428,12 @@ class CausalLM:
     @property
     def batch_invariant(self) -> bool:
         """Whether the bits of a token's logits do not depend on what else is in a pass, or on how passes are cut."""
-        return self.fused and self.linear_form == "panels"
+        return self.fused and isinstance(self._head, PanelLinear | BlockLinear)
 
     @property
     def linear_form(self) -> LinearForm:
         """The form of the weights, see ``methods.engine.linear``."""
-        return self._head.form
+        return self._head.form if self.weights == "full" else self.weights
 
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
         """Logits of hidden states that are already after the final norm."""
@@ -605,7 +606,7 @@ class CausalLM:
         if index not in self._key_value:
             first, joined = self.heads * self.head_dim, self.layers[index].attention.qkv
             bias = None if joined.bias is None else joined.bias[first:]
-            self._key_value[index] = type(joined)(joined.dense[first:].contiguous(), bias)
+            self._key_value[index] = make_linear([joined.dense[first:].contiguous()], [bias], joined.form)
         return self._key_value[index]
 
     def _norm_heads(self, attention: Attention, heads: Float[Tensor, "B M H d"]) -> Float[Tensor, "B M H d"]:

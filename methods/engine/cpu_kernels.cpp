@@ -5,7 +5,8 @@
 // to the type of the weights where transformers rounds them, and kept in 32 bit.
 //
 // Weights are in panels of 4 registers of outputs. Of 16-bit weights two inputs are side by side, so a 32-bit lane holds
-// both of one output, and a shift or a mask yields either as a 32-bit float.
+// both of one output, and a shift or a mask yields either as a 32-bit float. Of 4 and 8-bit weights four inputs are side
+// by side, and are multiplied as integers with rows that are rounded to 8 bits.
 
 #include <math.h>
 #include <omp.h>
@@ -14,6 +15,10 @@
 #include <string.h>
 
 #include <atomic>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -30,10 +35,14 @@ constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes 
 constexpr int64_t AHEAD = 4096;     // bytes of a weight that are asked for before they are needed
 constexpr int64_t FEW_PANELS = 16;  // of a thread: below, threads share panels
 constexpr int SPINS = 4096;
+constexpr int BLOCK = 32;           // inputs that share a scale
+constexpr int FOURS = BLOCK / 4;    // words of a block of 8-bit numbers
+constexpr int WORDS = FOURS + 3;    // of a block of a rounded row: numbers, their sum times -offset, scale, scale times sum
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 struct BFloat16 {
@@ -234,19 +243,21 @@ struct Matrix {
     const void* panels;
     const float* bias;  // padded to whole panels; null: none
     int64_t inputs, outputs;
+    int64_t bits;  // of numbers in blocks, 4 or 8; 0: plain weights
 };
 
 // Rows that products read, in tiles: [tile][inputs][rows of the tile], so that one address leads to all of them. The
-// first `longer` tiles have a row more than the others.
+// first `longer` tiles have a row more than the others. Rows that are still to be rounded are one by one.
 struct Rows {
     float* base;
     int64_t rows, inputs, tiles, least, longer;
 
-    Rows(float* base, int64_t rows, int64_t inputs)
+    Rows(float* base, int64_t rows, const Matrix& m) : Rows(base, rows, m.inputs, m.bits ? 1 : MOST_ROWS) {}
+    Rows(float* base, int64_t rows, int64_t inputs, int64_t most)
         : base(base),
           rows(rows),
           inputs(inputs),
-          tiles((rows + MOST_ROWS - 1) / MOST_ROWS),
+          tiles((rows + most - 1) / most),
           least(rows / tiles),
           longer(rows % tiles) {}
     int64_t first(int64_t tile) const { return tile * least + (tile < longer ? tile : longer); }
@@ -286,36 +297,21 @@ void of_rows(int64_t rows, const T* weight, int64_t inputs, const float* x, cons
     tile<ROWS, WIDTH>(weight, inputs, x, ahead, total);
 }
 
-// finish(row, output, values, count): `count` outputs of one row, from `output` on. sums: [threads, rows, PANEL].
-template <class T, class Finish>
-void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
+// Sums of a part of a panel, [rows, width], for each part of each panel. accumulate(panel, inside, width, total): `inside`
+// vectors after the begin of the panel; finish(row, output, values, count): `count` outputs of one row, from `output` on.
+// sums: [threads, rows, PANEL].
+template <class T, class Accumulate, class Finish>
+void over_panels(Team& team, const Matrix& m, int64_t rows, float* sums, const Accumulate& accumulate,
+                 const Finish& finish) {
     const int64_t panels = (m.outputs + PANEL - 1) / PANEL;
     const bool halves = panels < FEW_PANELS * team.size();
     const int64_t width = halves ? HALF : VECTORS;
-    const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
-    const int64_t distance = x.tiles == 1 ? AHEAD : CHUNK * PANEL * int64_t(sizeof(T));
-    const Ahead aheads[VECTORS] = {
-        {distance, 0, x.tiles}, {distance, 1, x.tiles}, {distance, 2, x.tiles}, {distance, 3, x.tiles}};
     team.each(halves ? 2 * panels : panels, [&](int64_t item) {
-        const int64_t output = item * width * LANES, inside = output % PANEL;
-        constexpr int64_t each = sizeof(T) == 2 ? 2 : 1;  // inputs of a vector
-        const T* weight = static_cast<const T*>(m.panels) + (output - inside) * m.inputs + inside * each;
-        Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * x.rows * PANEL);
-        for (int64_t i = 0; i < x.rows * width; i++) total[i] = Floats{};
-        for (int64_t k = 0; k < m.inputs; k += chunk) {
-            const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
-            for (int64_t tile = 0; tile < x.tiles; tile++) {
-                const int64_t row = x.first(tile), rows = x.count(tile);
-                const T* from = weight + k * PANEL;
-                const float* read = x.base + row * m.inputs + k * rows;
-                const Ahead& ahead = aheads[tile % VECTORS];
-                if (halves)
-                    of_rows<T, HALF>(rows, from, inputs, read, ahead, total + row * width);
-                else
-                    of_rows<T, VECTORS>(rows, from, inputs, read, ahead, total + row * width);
-            }
-        }
-        for (int64_t row = 0; row < x.rows; row++)
+        const int64_t vector = item * width, output = vector * LANES;
+        Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * PANEL);
+        for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
+        accumulate(vector / VECTORS, vector % VECTORS, width, total);
+        for (int64_t row = 0; row < rows; row++)
             for (int64_t v = 0; v < width; v++) {
                 const int64_t at = output + v * LANES, left = m.outputs - at;
                 if (left <= 0) break;
@@ -324,6 +320,187 @@ void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, const Fin
                 finish(row, at, rounded<T>(value), left < LANES ? int(left) : LANES);
             }
     });
+}
+
+template <class T, class Finish>
+void multiply_plain(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
+    const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
+    const int64_t distance = x.tiles == 1 ? AHEAD : CHUNK * PANEL * int64_t(sizeof(T));
+    const Ahead aheads[VECTORS] = {
+        {distance, 0, x.tiles}, {distance, 1, x.tiles}, {distance, 2, x.tiles}, {distance, 3, x.tiles}};
+    const auto accumulate = [&](int64_t panel, int64_t inside, int64_t width, Floats* total) {
+        constexpr int64_t each = sizeof(T) == 2 ? 2 : 1;  // inputs of a vector
+        const T* weight = static_cast<const T*>(m.panels) + panel * PANEL * m.inputs + inside * LANES * each;
+        for (int64_t k = 0; k < m.inputs; k += chunk) {
+            const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
+            for (int64_t tile = 0; tile < x.tiles; tile++) {
+                const int64_t row = x.first(tile), rows = x.count(tile);
+                const T* from = weight + k * PANEL;
+                const float* read = x.base + row * m.inputs + k * rows;
+                const Ahead& ahead = aheads[tile % VECTORS];
+                if (width == HALF)
+                    of_rows<T, HALF>(rows, from, inputs, read, ahead, total + row * width);
+                else
+                    of_rows<T, VECTORS>(rows, from, inputs, read, ahead, total + row * width);
+            }
+        }
+    };
+    over_panels<T>(team, m, x.rows, sums, accumulate, finish);
+}
+
+// -- products with weights of 4 and 8 bits ------------------------------------------------------------------------------
+
+// BLOCK inputs of LANES outputs, w = (n - offset) * scale + zero with 0 <= n < 2^BITS. A word has the numbers of four
+// inputs of one output, of 4 bits those of the next four above them.
+template <int BITS>
+struct Block {
+    uint32_t numbers[BITS * LANES];
+    BFloat16 scale[LANES], zero[LANES];
+
+    static constexpr int offset = 1 << (BITS - 1);
+};
+
+// To each sum the products of four numbers from 0 to 255 with four from -127 to 127; exact.
+inline Integers dot(Integers sums, Words numbers, int32_t four) {
+#if defined(__AVX512VNNI__)
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)numbers, _mm512_set1_epi32(four));
+#elif defined(__AVX512BW__)
+    const __m512i n = (__m512i)numbers, q = _mm512_set1_epi32(four);
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(n, _mm512_set1_epi16(255)),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(q, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(n, 8), _mm512_srai_epi16(q, 8));
+    return sums + (Integers)even + (Integers)odd;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i n = (__m256i)numbers, q = _mm256_set1_epi32(four);
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(n, _mm256_set1_epi16(255)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(n, 8), _mm256_srai_epi16(q, 8));
+    return sums + (Integers)even + (Integers)odd;
+#else
+    for (int i = 0; i < 4; i++) sums += (Integers)((numbers >> (8 * i)) & 255) * int32_t(int8_t(four >> (8 * i)));
+    return sums;
+#endif
+}
+
+// x: [blocks, WORDS, ROWS]. `ahead`: bytes after a block that are asked for with it; 0: none.
+template <int BITS, int ROWS, int WIDTH>
+void tile(const Block<BITS>* weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
+    const Words low = Words{} + 0x0f0f0f0fu;
+    for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight += VECTORS)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) {
+            const Block<BITS>& block = weight[v];
+            if (ahead)
+                for (size_t at = 0; at < sizeof block; at += LINE)
+                    __builtin_prefetch(reinterpret_cast<const char*>(&block) + ahead + at);
+            Integers sums[ROWS];
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) sums[r] = Integers{} + x[FOURS * ROWS + r];
+#pragma GCC unroll 8
+            for (int i = 0; i < BITS; i++) {
+                Words numbers;
+                memcpy(&numbers, block.numbers + i * LANES, sizeof numbers);
+                if constexpr (BITS == 8) {
+#pragma GCC unroll 6
+                    for (int r = 0; r < ROWS; r++) sums[r] = dot(sums[r], numbers, x[i * ROWS + r]);
+                } else {
+#pragma GCC unroll 6
+                    for (int r = 0; r < ROWS; r++) sums[r] = dot(sums[r], numbers & low, x[2 * i * ROWS + r]);
+#pragma GCC unroll 6
+                    for (int r = 0; r < ROWS; r++)
+                        sums[r] = dot(sums[r], (numbers >> 4) & low, x[(2 * i + 1) * ROWS + r]);
+                }
+            }
+            const Floats scale = load(block.scale), zero = load(block.zero);
+            const float* scales = reinterpret_cast<const float*>(x + (FOURS + 1) * ROWS);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) {
+                const Floats exact = __builtin_convertvector(sums[r], Floats) * scales[r];
+                total[r * WIDTH + v] += exact * scale;
+                total[r * WIDTH + v] += zero * scales[ROWS + r];
+            }
+        }
+}
+
+template <int BITS, int WIDTH, int ROWS = MOST_ROWS>
+void of_rows(int64_t rows, const Block<BITS>* weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return of_rows<BITS, WIDTH, ROWS - 1>(rows, weight, blocks, x, ahead, total);
+    tile<BITS, ROWS, WIDTH>(weight, blocks, x, ahead, total);
+}
+
+// A row to 8 bits: x = q * scale, the largest number of a block being 127 or -127. to: [blocks, WORDS], a word every
+// `step`.
+inline void round_row(const float* row, int64_t blocks, int32_t offset, int32_t* to, int64_t step) {
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    for (int64_t b = 0; b < blocks; b++, row += BLOCK, to += WORDS * step) {
+        Floats most = Floats{};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const Floats x = load(row + i), size = (Floats)((Words)x & 0x7fffffffu);
+            most = size > most ? size : most;
+        }
+        float largest = 0.0f;
+        for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+        const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
+        Integers total = Integers{};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const Integers q = __builtin_convertvector(load(row + i) * inverse + shift - shift, Integers);
+            const Bytes bytes = __builtin_convertvector(q, Bytes);
+            int32_t fours[LANES / 4];
+            memcpy(fours, &bytes, sizeof fours);
+            for (int w = 0; w < LANES / 4; w++) to[(i / 4 + w) * step] = fours[w];
+            total += q;
+        }
+        int32_t sum = 0;
+        for (int i = 0; i < LANES; i++) sum += total[i];
+        to[FOURS * step] = -offset * sum;
+        const float scales[] = {scale, scale * float(sum)};
+        memcpy(to + (FOURS + 1) * step, scales, 4);
+        memcpy(to + (FOURS + 2) * step, scales + 1, 4);
+    }
+}
+
+// x: one by one; into: room for them rounded, rows * inputs / BLOCK * WORDS.
+template <int BITS, class T, class Finish>
+void multiply_blocks(Team& team, const Matrix& m, const Rows& x, float* sums, int32_t* into, const Finish& finish) {
+    const Rows tiles(nullptr, x.rows, m.inputs, MOST_ROWS);
+    const int64_t blocks = m.inputs / BLOCK, chunk = tiles.tiles == 1 ? blocks : CHUNK / BLOCK;
+    team.each_row(x.rows, m.inputs, [&](int64_t row) {
+        const int64_t tile = tiles.tile(row), first = tiles.first(tile);
+        round_row(x.base + row * m.inputs, blocks, Block<BITS>::offset, into + first * blocks * WORDS + row - first,
+                  tiles.count(tile));
+    });
+    const int64_t distance = tiles.tiles == 1 ? AHEAD : chunk * VECTORS * int64_t(sizeof(Block<BITS>));
+    const auto accumulate = [&](int64_t panel, int64_t inside, int64_t width, Floats* total) {
+        const Block<BITS>* weight = static_cast<const Block<BITS>*>(m.panels) + panel * blocks * VECTORS + inside;
+        for (int64_t b = 0; b < blocks; b += chunk) {
+            const int64_t count = b + chunk < blocks ? chunk : blocks - b;
+            for (int64_t tile = 0; tile < tiles.tiles; tile++) {
+                const int64_t row = tiles.first(tile), rows = tiles.count(tile);
+                const Block<BITS>* from = weight + b * VECTORS;
+                const int32_t* read = into + (row * blocks + b * rows) * WORDS;
+                const int64_t ahead = tile ? 0 : distance;
+                if (width == HALF)
+                    of_rows<BITS, HALF>(rows, from, count, read, ahead, total + row * width);
+                else
+                    of_rows<BITS, VECTORS>(rows, from, count, read, ahead, total + row * width);
+            }
+        }
+    };
+    over_panels<T>(team, m, x.rows, sums, accumulate, finish);
+}
+
+int64_t rounded_words(int64_t rows, int64_t inputs) { return rows * ((inputs + BLOCK - 1) / BLOCK) * WORDS; }
+
+// finish, sums: see over_panels; into: see multiply_blocks.
+template <class T, class Finish>
+void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, int32_t* into, const Finish& finish) {
+    if (m.bits == 4)
+        multiply_blocks<4, T>(team, m, x, sums, into, finish);
+    else if (m.bits == 8)
+        multiply_blocks<8, T>(team, m, x, sums, into, finish);
+    else
+        multiply_plain<T>(team, m, x, sums, finish);
 }
 
 // -- norms, rotary positions, activation --------------------------------------------------------------------------------
@@ -487,6 +664,7 @@ int64_t padded(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; 
 
 struct Buffers {
     float *hidden, *rows, *wide, *update, *sums, *scores;
+    int32_t* rounded;
     int64_t room, of_thread;
 };
 
@@ -498,7 +676,8 @@ int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, fl
     const int64_t room = padded(slots), groups = m.heads / m.kv_heads;
     const int64_t sizes[] = {padded(rows * m.hidden), padded(rows * narrow), padded(rows * wide),
                              padded(rows * m.hidden), threads * rows * PANEL,
-                             threads * (groups < MOST_GROUPS ? groups : MOST_GROUPS) * room};
+                             threads * (groups < MOST_GROUPS ? groups : MOST_GROUPS) * room,
+                             rounded_words(rows, narrow)};
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
     if (into) {
@@ -508,6 +687,7 @@ int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, fl
         into->update = into->wide + sizes[2];
         into->sums = into->update + sizes[3];
         into->scores = into->sums + sizes[4];
+        into->rounded = reinterpret_cast<int32_t*>(into->scores + sizes[5]);
         into->room = room;
         into->of_thread = sizes[5] / threads;
     }
@@ -563,9 +743,14 @@ class Runner {
         });
     }
 
-    // Input of a sub-layer: the state, or its norm.
-    Rows input(Team& team, const Norm& norm) {
-        const Rows x(buffers_.rows, rows_, m_.hidden);
+    template <class Finish>
+    void product(Team& team, const Matrix& matrix, const Rows& x, const Finish& finish) {
+        multiply<T>(team, matrix, x, buffers_.sums, buffers_.rounded, finish);
+    }
+
+    // Input of a sub-layer, for its first product: the state, or its norm.
+    Rows input(Team& team, const Norm& norm, const Matrix& matrix) {
+        const Rows x(buffers_.rows, rows_, matrix);
         over_rows(team, [&](int64_t row) {
             const float* state = buffers_.hidden + row * m_.hidden;
             if (norm.weight)
@@ -589,11 +774,11 @@ class Runner {
     // The last product of a sub-layer, and the residual.
     void output(Team& team, const Matrix& matrix, const Norm& norm, const Rows& x) {
         if (!norm.weight) {
-            multiply<T>(team, matrix, x, buffers_.sums,
-                        [&](int64_t row, int64_t at, Floats value, int count) { add(row, at, value, count); });
+            product(team, matrix, x,
+                    [&](int64_t row, int64_t at, Floats value, int count) { add(row, at, value, count); });
             return;
         }
-        multiply<T>(team, matrix, x, buffers_.sums, [&](int64_t row, int64_t at, Floats value, int count) {
+        product(team, matrix, x, [&](int64_t row, int64_t at, Floats value, int count) {
             memcpy(buffers_.update + row * m_.hidden + at, &value, 4 * count);
         });
         over_rows(team, [&](int64_t row) {
@@ -610,8 +795,8 @@ class Runner {
 
     void attention(Team& team, const Layer& layer, int64_t place) {
         const int64_t dim = m_.dim, width = layer.qkv.outputs, turning = m_.heads + m_.kv_heads;
-        const Rows x = input(team, layer.before_attention);
-        multiply<T>(team, layer.qkv, x, buffers_.sums, [&](int64_t row, int64_t at, Floats value, int count) {
+        const Rows x = input(team, layer.before_attention, layer.qkv);
+        product(team, layer.qkv, x, [&](int64_t row, int64_t at, Floats value, int count) {
             memcpy(buffers_.wide + row * width + at, &value, 4 * count);
         });
         T* cache = static_cast<T*>(p_.cache) + place * p_.batch * 2 * m_.kv_heads * p_.capacity * dim;
@@ -631,7 +816,7 @@ class Runner {
                        cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + p_.lengths[b] + node) * dim, dim);
         });
         const int64_t groups = m_.heads / m_.kv_heads;
-        const Rows mixed(buffers_.rows, rows_, m_.heads * dim);
+        const Rows mixed(buffers_.rows, rows_, layer.out);
         const bool alone = rows_ * m_.kv_heads < 4 * p_.threads || groups > MOST_GROUPS;
         const int64_t together = alone ? 1 : groups;
         const int64_t units = m_.heads / together;  // of a node
@@ -658,8 +843,8 @@ class Runner {
     }
 
     void feed_forward(Team& team, const Layer& layer) {
-        const Rows x = input(team, layer.before_mlp), gated(buffers_.rows, rows_, m_.mlp);
-        multiply<T>(team, layer.gate_up, x, buffers_.sums, [&](int64_t row, int64_t at, Floats value, int count) {
+        const Rows x = input(team, layer.before_mlp, layer.gate_up), gated(buffers_.rows, rows_, layer.down);
+        product(team, layer.gate_up, x, [&](int64_t row, int64_t at, Floats value, int count) {
             memcpy(buffers_.wide + row * 2 * m_.mlp + at, &value, 4 * count);
         });
         over_rows(team, [&](int64_t row) {
@@ -701,10 +886,12 @@ void run_pass(const Model* model, const Pass* pass) {
 
 template <class T>
 void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* work, int64_t threads) {
-    const Rows x(work, count, m.inputs);
+    const Rows x(work, count, m);
+    float* sums = work + count * m.inputs;
+    int32_t* rounded = reinterpret_cast<int32_t*>(sums + threads * count * PANEL);
     with_team(threads, [&](Team& team) {
         team.each_row(count, m.inputs, [&](int64_t row) { copy(rows + row * m.inputs, Row(x, row), m.inputs); });
-        multiply<T>(team, m, x, work + count * m.inputs, [&](int64_t row, int64_t at, Floats value, int width) {
+        multiply<T>(team, m, x, sums, rounded, [&](int64_t row, int64_t at, Floats value, int width) {
             T* into = to + row * m.outputs + at;
             if (width == LANES)
                 put(into, value);
@@ -726,6 +913,35 @@ void pack_panels(const T* weight, T* to, int64_t outputs, int64_t inputs, bool b
                 plain[o * inputs + k] = packed;
             else
                 packed = plain[o * inputs + k];
+        }
+}
+
+// numbers: [outputs, inputs], scales and zeros: [outputs, inputs / BLOCK].
+template <int BITS>
+void pack_blocks(uint8_t* numbers, BFloat16* scales, BFloat16* zeros, Block<BITS>* to, int64_t outputs, int64_t inputs,
+                 bool back) {
+    const int64_t blocks = inputs / BLOCK;
+    for (int64_t o = 0; o < outputs; o++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t lane = o % LANES;
+            Block<BITS>& block = to[(o / PANEL * blocks + b) * VECTORS + o % PANEL / LANES];
+            if (back) {
+                scales[o * blocks + b] = block.scale[lane];
+                zeros[o * blocks + b] = block.zero[lane];
+            } else {
+                block.scale[lane] = scales[o * blocks + b];
+                block.zero[lane] = zeros[o * blocks + b];
+            }
+            for (int k = 0; k < BLOCK; k++) {
+                uint8_t& number = numbers[o * inputs + b * BLOCK + k];
+                const int four = k / 4, at = BITS == 8 ? four : four / 2;
+                const int shift = 8 * (k % 4) + (BITS == 8 ? 0 : 4 * (four % 2));
+                uint32_t& word = block.numbers[at * LANES + lane];
+                if (back)
+                    number = uint8_t((word >> shift) & ((1u << BITS) - 1));
+                else
+                    word |= uint32_t(number) << shift;
+            }
         }
 }
 
@@ -753,7 +969,7 @@ int64_t panel_outputs() { return PANEL; }
 
 // Numbers of `work` for a product.
 int64_t product_workspace(const Matrix* m, int64_t rows, int64_t threads) {
-    return rows * (m->inputs + threads * PANEL);
+    return rows * (m->inputs + threads * PANEL) + rounded_words(rows, m->inputs);
 }
 
 // Between [outputs, inputs] and panels, which must be zero before.
@@ -762,6 +978,22 @@ void pack_bfloat16(void* weight, void* panels, int64_t outputs, int64_t inputs, 
 }
 void pack_float32(void* weight, void* panels, int64_t outputs, int64_t inputs, int64_t back) {
     pack_panels(static_cast<float*>(weight), static_cast<float*>(panels), outputs, inputs, back);
+}
+
+// Bytes of the blocks of a weight with so many outputs, a multiple of those of a panel.
+int64_t block_bytes(int64_t bits, int64_t outputs, int64_t inputs) {
+    return outputs / LANES * (inputs / BLOCK) * int64_t(bits == 4 ? sizeof(Block<4>) : sizeof(Block<8>));
+}
+
+// Between numbers with their scales and zeros, and blocks, which must be zero before.
+void pack_blocks(int64_t bits, void* numbers, void* scales, void* zeros, void* blocks, int64_t outputs, int64_t inputs,
+                 int64_t back) {
+    auto n = static_cast<uint8_t*>(numbers);
+    auto s = static_cast<BFloat16*>(scales), z = static_cast<BFloat16*>(zeros);
+    if (bits == 4)
+        pack_blocks(n, s, z, static_cast<Block<4>*>(blocks), outputs, inputs, back);
+    else
+        pack_blocks(n, s, z, static_cast<Block<8>*>(blocks), outputs, inputs, back);
 }
 
 }  // extern "C"

@@ -1,4 +1,5 @@
-"""The C++ kernels of ``cpu_kernels.cpp`` for a CPU: how they are compiled, and matrix products with weights in panels.
+"""The C++ kernels of ``cpu_kernels.cpp`` for a CPU: how they are compiled, and matrix products with weights as they are
+read there: in panels, or in blocks of 4 or 8-bit numbers.
 
 They are compiled at first use, with the compiler that torch's extensions use, for the processor at hand, and kept in
 torch's folder for extensions. Where no compiler is found ``library`` is None, and torch's operators do the work.
@@ -15,14 +16,14 @@ import logging
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import BFloat16, Float, UInt8
 from torch import Tensor
 from torch.utils.cpp_extension import _get_build_directory, get_cxx_compiler
 
@@ -31,13 +32,22 @@ log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 _QUIETLY: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 600}
+BLOCK = 32  # inputs that share a scale
 KINDS = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class Matrix(Structure):
-    """A weight in panels as the kernels are given it."""
+    """A weight as the kernels are given it."""
 
-    _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64)]
+    _fields_ = [("panels", c_void_p), ("bias", c_void_p), *((name, c_int64) for name in ("inputs", "outputs", "bits"))]
+
+
+class Quantised(NamedTuple):
+    """A weight rounded by blocks of its inputs; see ``Blocks``."""
+
+    numbers: UInt8[Tensor, "O g 32"]
+    scale: BFloat16[Tensor, "O g"]
+    zero: BFloat16[Tensor, "O g"]
 
 
 @cache
@@ -79,8 +89,10 @@ def _instructions() -> str:
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.panel_outputs.restype = found.product_workspace.restype = c_int64
+    found.panel_outputs.restype = found.product_workspace.restype = found.block_bytes.restype = c_int64
     found.product_workspace.argtypes = [POINTER(Matrix), c_int64, c_int64]
+    found.block_bytes.argtypes = [c_int64] * 3
+    found.pack_blocks.argtypes = [c_int64, *[c_void_p] * 4, *[c_int64] * 3]
     for kind in KINDS.values():
         getattr(found, f"multiply_{kind}").argtypes = [POINTER(Matrix), *[c_void_p] * 2, c_int64, c_void_p, c_int64]
         getattr(found, f"pack_{kind}").argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64]
@@ -92,42 +104,32 @@ def usable(device: torch.device, dtype: torch.dtype, inputs: int) -> bool:
     return device.type == "cpu" and dtype in KINDS and inputs % 2 == 0 and library() is not None
 
 
-class Panels:
-    """A weight in panels of some outputs, as the kernels read it.
+def blocks_usable(device: torch.device, dtype: torch.dtype, inputs: int) -> bool:
+    """Whether there are kernels for weights in blocks, of a model of this type, with so many inputs."""
+    return usable(device, dtype, inputs) and inputs % BLOCK == 0
 
-    Args:
-        weight: of type bfloat16 or float32, with an even number of inputs.
-        bias: of its type.
+
+class Packed:
+    """A weight as the kernels read it, in memory that they are given the address of.
 
     Attributes:
+        dtype: of rows and products.
         matrix: addresses and sizes.
+        nbytes: of the weight.
     """
 
-    def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None) -> None:
+    def __init__(self, shape: torch.Size, bias: Float[Tensor, "O"] | None, dtype: torch.dtype, bits: int = 0) -> None:
         found = library()
         assert found is not None, "no kernels"
-        kind = KINDS[weight.dtype]
-        outputs, inputs = weight.shape
-        width = found.panel_outputs()
+        self.dtype, (outputs, inputs), width = dtype, shape, found.panel_outputs()
         whole = -(-outputs // width) * width
-        self._weight = torch.zeros(whole * inputs, dtype=weight.dtype)
+        size = found.block_bytes(bits, whole, inputs) if bits else whole * inputs * dtype.itemsize
+        self._weight = torch.zeros(size, dtype=torch.uint8)
         self._bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, whole - outputs))
-        self._pack, self._multiply = getattr(found, f"pack_{kind}"), getattr(found, f"multiply_{kind}")
-        self._workspace: Callable[..., int] = found.product_workspace
-        plain = weight.contiguous()
-        self._pack(plain.data_ptr(), self._weight.data_ptr(), outputs, inputs, 0)
+        self._multiply, self._workspace = getattr(found, f"multiply_{KINDS[dtype]}"), found.product_workspace
+        self.nbytes = outputs * inputs * dtype.itemsize if not bits else found.block_bytes(bits, whole, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
-        self.matrix = Matrix(self._weight.data_ptr(), bias_at, inputs, outputs)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._weight.dtype
-
-    def plain(self) -> Float[Tensor, "O I"]:
-        """A copy of the weight as it was."""
-        weight = torch.empty(self.matrix.outputs, self.matrix.inputs, dtype=self.dtype)
-        self._pack(weight.data_ptr(), self._weight.data_ptr(), *weight.shape, 1)
-        return weight
+        self.matrix = Matrix(self._weight.data_ptr(), bias_at, inputs, outputs, bits)
 
     def times(self, rows: Float[Tensor, "*b I"]) -> Float[Tensor, "*b O"]:
         """The product with some rows."""
@@ -140,3 +142,59 @@ class Panels:
         work = torch.empty(self._workspace(matrix, count, threads))
         self._multiply(matrix, rows.data_ptr(), result.data_ptr(), count, work.data_ptr(), threads)
         return result
+
+
+class Panels(Packed):
+    """A weight in panels of some outputs.
+
+    Args:
+        weight: of type bfloat16 or float32, with an even number of inputs.
+        bias: of its type.
+    """
+
+    def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None) -> None:
+        super().__init__(weight.shape, bias, weight.dtype)
+        self._pack: Callable[..., object] = getattr(library(), f"pack_{KINDS[weight.dtype]}")
+        plain = weight.contiguous()
+        self._pack(plain.data_ptr(), self._weight.data_ptr(), *weight.shape, 0)
+
+    def plain(self) -> Float[Tensor, "O I"]:
+        """A copy of the weight as it was."""
+        weight = torch.empty(self.matrix.outputs, self.matrix.inputs, dtype=self.dtype)
+        self._pack(weight.data_ptr(), self._weight.data_ptr(), *weight.shape, 1)
+        return weight
+
+
+class Blocks(Packed):
+    """A weight in blocks of ``BLOCK`` inputs, w = (n - 2^(bits-1)) scale + zero, for rows that are rounded to 8 bits.
+
+    A row is rounded by blocks too, to q = x / s from -127 to 127, ties to even, where s is the largest size of a block
+    over 127. A block's sum of n q is exact, and blocks are added in 32 bit in their order.
+
+    Args:
+        quantised: numbers from 0 to 2^bits - 1, and scales and zeros of the blocks.
+        bias: of any type.
+        dtype: of rows and products, bfloat16 or float32.
+        bits: 4 or 8.
+    """
+
+    def __init__(self, quantised: Quantised, bias: Float[Tensor, "O"] | None, dtype: torch.dtype, bits: int) -> None:
+        numbers = quantised.numbers.flatten(1)
+        super().__init__(numbers.shape, bias, dtype, bits)
+        parts = [part.contiguous() for part in (numbers, quantised.scale, quantised.zero)]
+        self._pack(parts, back=False)
+
+    def plain(self) -> Quantised:
+        """A copy of what the blocks hold."""
+        outputs, inputs = self.matrix.outputs, self.matrix.inputs
+        shapes = ((outputs, inputs), *[(outputs, inputs // BLOCK)] * 2)
+        types = (torch.uint8, torch.bfloat16, torch.bfloat16)
+        parts = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, types, strict=True)]
+        self._pack(parts, back=True)
+        return Quantised(parts[0].unflatten(1, (-1, BLOCK)), *parts[1:])
+
+    def _pack(self, parts: Sequence[Tensor], back: bool) -> None:
+        found, matrix = library(), self.matrix
+        assert found is not None
+        places = (part.data_ptr() for part in parts)
+        found.pack_blocks(matrix.bits, *places, self._weight.data_ptr(), matrix.outputs, matrix.inputs, back)

@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from methods.engine.causal_layers import FeedForward, Layer, RMSNorm, Rows
-from methods.engine.cpu_kernels import KINDS, Matrix, Panels, library
+from methods.engine.cpu_kernels import KINDS, Matrix, Packed, library
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Linear, PanelLinear
+from methods.engine.linear import BlockLinear, Linear, PanelLinear
 
 _LANES = 16  # a head and a feed-forward layer must be multiples of as many numbers
 
@@ -141,7 +141,7 @@ class FusedLayers:
 
 
 def expressible(layers: Sequence[Layer], head_dim: int, longest: int) -> bool:
-    """Whether the kernels have all that these layers do, with their weights in panels.
+    """Whether the kernels have all that these layers do, with their weights in panels or blocks.
 
     Args:
         longest: context, in tokens.
@@ -158,7 +158,7 @@ def _known(layer: Layer, longest: int) -> bool:
         and attention.soft_cap is None
         and attention.sinks is None
         and all(norm is None or isinstance(norm, RMSNorm) for norm in _norms(layer))
-        and all(isinstance(product, PanelLinear) for product in _products(layer))
+        and all(isinstance(product, PanelLinear | BlockLinear) for product in _products(layer))
         and _panels(mlp.down).matrix.inputs % _LANES == 0
         and type(mlp.activation).__name__.startswith("SiLU")
     )
@@ -174,6 +174,6 @@ def _products(layer: Layer) -> tuple[Linear, ...]:
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
 
-def _panels(product: Linear) -> Panels:
-    assert isinstance(product, PanelLinear)
+def _panels(product: Linear) -> Packed:
+    assert isinstance(product, PanelLinear | BlockLinear)
     return product.panels

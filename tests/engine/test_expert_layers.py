@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from methods.engine import expert_layers
 from methods.engine.causal_lm import CausalLM
+from methods.engine.cpu_kernels import BLOCK, blocks_usable
 from methods.engine.expert_layers import ClampedSwish, ExpertWeights, Router, SeparateExperts, StackedExperts
 from methods.engine.linear import Linear, packable
 from tests.engine.test_causal_lm import tiny
@@ -144,22 +145,22 @@ def test_bytes_of_a_pass_grow_with_its_tokens_to_those_of_all_experts():
     assert dense.pass_bytes(1) == dense.weight_bytes
 
 
-@pytest.mark.skipif(not packable(torch.device("cpu"), torch.bfloat16), reason="needs bfloat16 of oneDNN")
+@pytest.mark.skipif(not blocks_usable(torch.device("cpu"), torch.bfloat16, BLOCK), reason="needs the C++ kernels")
 def test_experts_of_4_bits_are_those_of_the_rounded_weights():
     own = some_weights(dtype=torch.bfloat16)
     experts = SeparateExperts(own, F.silu, "int4")
-    assert sum(linear.int4_bytes for linear in experts.products()) < experts.nbytes / 4
+    assert {linear.form for linear in experts.products()} == {"int4"}
     plain = SeparateExperts(own, F.silu, "plain")
     for linear, same in zip(experts.products(), plain.products(), strict=True):
         same.weight = linear.dense
     rows, chosen, shares = some_rows(5, 2)
     found, wanted = (e(rows.bfloat16(), chosen, shares, CausalLM.gate).float() for e in (experts, plain))
-    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    assert (found - wanted).norm() < 0.03 * wanted.norm()
 
 
 def test_a_model_of_4_bits_routes_with_whole_numbers():
-    if not packable(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("needs bfloat16 of oneDNN")
+    if not blocks_usable(torch.device("cpu"), torch.bfloat16, BLOCK):
+        pytest.skip("needs the C++ kernels")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
     model = tiny("qwen3_moe", **sizes).bfloat16()
     lm = CausalLM.from_hf(model, weights="int4", keep_hf=True)
