@@ -20,7 +20,7 @@ from methods.engine.causal_layers import UnsupportedModel
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.mtp import MtpDrafter, MultiTokenPrediction
-from methods.speculative.published.mtp import PROVEN, _stacked
+from methods.speculative.published.mtp import PROVEN
 from tests.engine.test_causal_lm import tiny
 from tests.helpers.tiny_head_trees import counting_target
 from tests.helpers.tiny_mtp import mtp, published, ship
@@ -49,6 +49,20 @@ def shipped(family: str, folder: Path, **options: Any) -> tuple[Any, CausalLM, d
     return hf, lm, module
 
 
+def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices of single experts in the tensors of transformers, whose first rows are the gate's."""
+    experts = [name for name in tensors if name.startswith("mlp.experts.")]
+    kept = {name: tensor for name, tensor in tensors.items() if name not in experts}
+    if not experts:
+        return kept
+    pairs, downs = [], []
+    for expert in range(len(experts) // 3):
+        gate, up, down = (tensors[f"mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        pairs.append(torch.cat([gate, up]))
+        downs.append(down)
+    return kept | {"mlp.experts.gate_up_proj": torch.stack(pairs), "mlp.experts.down_proj": torch.stack(downs)}
+
+
 def drafted_by_hand(hf: Any, module: dict[str, Tensor], text: list[int], gamma: int) -> list[int]:
     """All pairs of the text anew for each token: norms, mixture, one layer of transformers, the shared head."""
     config = hf.config
@@ -59,7 +73,7 @@ def drafted_by_hand(hf: Any, module: dict[str, Tensor], text: list[int], gamma: 
     layer = type(hf.model.layers[-1])(config, config.num_hidden_layers - 1).eval()
     names = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")
     inner = {name: tensor for name, tensor in module.items() if not name.startswith(names)}
-    layer.load_state_dict(_stacked(inner))
+    layer.load_state_dict(together(inner))
     states = hf.model(torch.tensor([text[:-1]])).last_hidden_state
     tokens, drafted = list(text[1:]), []
     for _ in range(gamma):
@@ -80,10 +94,7 @@ def drafted_by_hand(hf: Any, module: dict[str, Tensor], text: list[int], gamma: 
     return drafted
 
 
-VARIANTS: dict[str, dict[str, Any]] = {family: {} for family in PROVEN}
-
-
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("family", PROVEN)
 @pytest.mark.parametrize("gamma", [1, 3])
 @torch.no_grad()
 def test_drafts_are_those_of_the_formulas_and_texts_the_targets(
@@ -197,10 +208,13 @@ def test_several_modules_are_refused(tmp_path: Path) -> None:
         MultiTokenPrediction(target, Sampling())
 
 
-def test_incomplete_experts_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [None, (3, 48)], ids=["missing", "of another shape"])
+def test_incomplete_experts_are_named(shape: tuple[int, int] | None, tmp_path: Path) -> None:
     target = CausalLM.from_hf(tiny("qwen3_moe"), keep_hf=True)
     tensors = published(target)
     del tensors["mlp.experts.3.up_proj.weight"]
+    if shape is not None:
+        tensors["mlp.experts.3.up_proj.weight"] = torch.zeros(shape)
     with pytest.raises(ValueError, match="missing: mlp.experts.gate_up_proj"):
         MultiTokenPrediction(ship(target, tmp_path, tensors), Sampling())
 

@@ -96,16 +96,21 @@ def _empty_layer(target: CausalLM) -> nn.Module:
 
 
 def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices of single experts as transformers holds them: all of a layer in one tensor, gates above ups."""
-    kept = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
+    """Matrices of single experts as transformers holds them: all of a layer in one tensor, gates above ups.
+
+    Without experts, and where one is missing or has another shape, all stays as it is.
+    """
     by_part: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
     for name, tensor in tensors.items():
         if match := _EXPERT.fullmatch(name):
             by_part[match[2]][int(match[1])] = tensor
-    counts = {len(found) for found in by_part.values()}
-    if counts == {0} or len(counts) > 1 or any(sorted(found) != list(range(len(found))) for found in by_part.values()):
-        return {**kept, **{name: tensor for name, tensor in tensors.items() if counts != {0} and name not in kept}}
-    gate, up, down = (torch.stack([found[expert] for expert in sorted(found)]) for found in by_part.values())
+    count = len(by_part["gate"])
+    whole = all(sorted(found) == list(range(count)) for found in by_part.values())
+    alike = all(len({tensor.shape for tensor in found.values()}) == 1 for found in by_part.values())
+    if not whole or not alike:
+        return dict(tensors)
+    gate, up, down = (torch.stack([found[expert] for expert in range(count)]) for found in by_part.values())
+    kept = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
     return {**kept, "mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "mlp.experts.down_proj": down}
 
 
