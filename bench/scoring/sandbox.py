@@ -33,7 +33,6 @@ _CHILD, _CHILD_INSIDE = Path(__file__).with_name("sandbox_child.py"), "/sandbox_
 _FOLDER = "/sandbox"
 _START_S = 5.0  # of wall time for starting the interpreter on a busy machine
 _MIB = 2**20
-_LONGEST_REPORT = 4096  # bytes
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store", "/etc/ld.so.cache", "/etc/localtime")
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # to give up the others, and being root
 _NOBODY = "65534"

@@ -17,17 +17,17 @@ class Attack:
     Attributes:
         body: of ``attack``.
         control: who succeeds with it outside of the sandbox; ``never``: it would harm this machine.
-        ends: verdicts besides the one that it achieved nothing.
+        ends: its verdicts; None: it ends by itself and has achieved nothing.
     """
 
     body: str
     control: Literal["anyone", "root", "never"] = "anyone"
-    ends: tuple[str, ...] = ()
+    ends: tuple[str | None, ...] = (None,)
 
 
-_DISK = ("disk limit",)
+_DISK = (None, "disk limit")
 ATTACKS = {
-    # ------------------------------------------------------------------------------------------- processes and threads
+    # -------------------------------------------------------------------------------------------- processes and threads
     "a fork": Attack("p = os.fork()\nif not p: os._exit(0)\nos.waitpid(p, 0)\nreturn p"),
     "a fork bomb": Attack("for _ in range(10): os.fork()\nreturn True", control="never"),
     "60 processes at once": Attack("return [subprocess.Popen(['sleep', '1']) for _ in range(60)]"),
@@ -51,7 +51,7 @@ ATTACKS = {
         "    time.sleep(0.1)"
     ),
     "threads": Attack("t = threading.Thread(target=int)\nt.start()\nreturn True"),
-    #  secrets of other processes
+    # --------------------------------------------------------------------------------------- secrets of other processes
     "its own environment": Attack("return 'WANDB_API_KEY' in os.environ"),
     "the environment of a process": Attack("return 'WANDB_API_KEY' in open(f'/proc/{victim}/environ').read()"),
     "the environment of all processes": Attack(
@@ -63,7 +63,7 @@ ATTACKS = {
     "files that are no part of Python": Attack("return open(kept).read()"),
     "the working folder of a process": Attack("return os.listdir(f'/proc/{victim}/cwd')"),
     "the parent's folder": Attack("os.chdir('..')\nos.chdir('..')\nreturn os.path.exists('etc/passwd')", "never"),
-    # --------------------------------------------------------------------------------------------- signals and tracing
+    # ---------------------------------------------------------------------------------------------- signals and tracing
     "kill -9 of a process": Attack("os.kill(victim, 9)\nreturn True"),
     "a signal to every process": Attack("os.kill(-1, 0)\nreturn True"),
     "a signal by the C library": Attack("return libc.kill(victim, 0) == 0"),
@@ -71,7 +71,7 @@ ATTACKS = {
     "ptrace of its parent": Attack("return libc.ptrace(16, os.getppid(), None, None) == 0", control="never"),
     "a kill of its parent": Attack("os.kill(os.getppid(), 9)\nreturn True", control="never"),
     "the memory of a process": Attack("return os.open(f'/proc/{victim}/mem', os.O_RDWR)", control="root"),
-    #  the network
+    # ------------------------------------------------------------------------------------------------------ the network
     "a UNIX socket of the machine": Attack(
         "s = socket.socket(socket.AF_UNIX)\ns.connect(outside + '/socket')\nreturn s.send(b'x')"
     ),
@@ -80,7 +80,7 @@ ATTACKS = {
     "a socket that could leave it": Attack("return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"),
     "a socket by the C library": Attack("return libc.socket(2, 1, 0) >= 0"),
     "a pair of sockets": Attack("return socket.socketpair()"),
-    #  files outside
+    # ---------------------------------------------------------------------------------------------------- files outside
     "a write outside": Attack("open(kept, 'w').write('x')\nreturn True"),
     "a write by a folder's descriptor": Attack(
         "d = os.open(outside, os.O_RDONLY)\nreturn os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=d)"
@@ -96,7 +96,7 @@ ATTACKS = {
     "a hard link to outside": Attack("os.link(kept, 'link')\nreturn open('link', 'w')"),
     "Python's own files": Attack("return os.open(os.__file__, os.O_WRONLY)", control="root"),
     "a file in the root folder": Attack("return open('/written', 'w')", control="never"),
-    # ------------------------------------------------------------------------------------------- rights and the kernel
+    # -------------------------------------------------------------------------------------------- rights and the kernel
     "root again": Attack("os.setuid(0)\nreturn True", control="root"),
     "another user": Attack("os.setresuid(1, 1, 1)\nreturn True", control="root"),
     "a mount": Attack("return libc.mount(b'x', b'.', b'tmpfs', 0, None) == 0", control="never"),
@@ -110,7 +110,7 @@ ATTACKS = {
     "keys of the kernel": Attack("return libc.syscall(248, b'user', b'x', b'x', 1, -2) > 0", control="never"),
     "io_uring": Attack("return libc.syscall(425, 8, ctypes.create_string_buffer(256)) >= 0", control="never"),
     "another architecture's calls": Attack("return libc.syscall(0x40000000 + 39) > 0", control="never"),
-    # ---------------------------------------------------------------------------------------------------------- floods
+    # ----------------------------------------------------------------------------------------------------------- floods
     "3,000 nested folders": Attack(
         "at = os.open('.', os.O_RDONLY)\n"
         "for _ in range(3000):\n"
@@ -122,7 +122,7 @@ ATTACKS = {
         ends=_DISK,
     ),
     "64 files of 1 MiB": Attack(
-        "return [open(str(i), 'wb').write(bytes(2**20)) for i in range(64)]", ends=("disk limit",)
+        "return [open(str(i), 'wb').write(bytes(2**20)) for i in range(64)]", ends=_DISK
     ),
     "a file of 64 MiB": Attack("return open('large', 'wb').write(bytes(2**26)) == 2**26"),
     "20,000 files": Attack("for i in range(20000): open(str(i), 'w').close()\nreturn True", ends=_DISK),
@@ -139,7 +139,7 @@ ATTACKS = {
         ends=("output limit", "time limit"),
     ),
     "a flood of results": Attack("return bytes(2**26)", control="never", ends=("output limit",)),
-    # ---------------------------------------------------------------------------------------------------------- clocks
+    # ----------------------------------------------------------------------------------------------------------- clocks
     "a sleep for ever": Attack("time.sleep(10**6)", control="never", ends=("time limit",)),
     "a loop for ever": Attack("while True: pass", control="never", ends=("time limit",)),
     "a loop that ignores every signal": Attack(
@@ -150,7 +150,7 @@ ATTACKS = {
         control="never",
         ends=("time limit",),
     ),
-    # ----------------------------------------------------------------------------------------------------- its verdict
+    # ------------------------------------------------------------------------------------------------------ its verdict
     "an end with success": Attack("os._exit(0)", control="never", ends=("ended early with code 0",)),
     "sys.exit": Attack("sys.exit(0)", control="never", ends=("SystemExit",)),
     "a crash": Attack("ctypes.string_at(0)", control="never", ends=("ended early with code -11",)),
