@@ -120,6 +120,9 @@ def _sweep(overrides: list[str], fresh: bool) -> int:
     cluster = instantiate.build_cluster(compose.compose_cluster(settings.cluster))
     plan = sweep.make(words, settings, cluster)
     print(plan.text(every=settings.dry_run), flush=True)
+    if plan.to_run:
+        limit = "none" if cluster.job_timeout is None else sweep.duration(float(cluster.job_timeout))
+        print(f"Time limit of each job: {limit} (cluster.job_timeout, in seconds).", flush=True)
     codes = {BAD_INPUT} if all(each.state == "incompatible" for each in plan.jobs) else {OK}
     if not settings.dry_run:
         codes |= {INVALID for each in plan.jobs if each.state == "invalid" and each not in plan.to_run}

@@ -6,6 +6,7 @@ A job that is killed keeps its records and resumes from them when it runs again.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -13,17 +14,18 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from bench.errors import UserError
-from bench.sweep.job import Result, Task, attempt, killed, read_result, write
+from bench.sweep.job import Result, Task, attempt, killed, overtime, read_result, write
 
 FOLDER = ".cluster"  # below the results: logs of jobs, one folder per submission
 Answers = Iterator[tuple[int, Result]]  # index of a task, and its result, in the order in which they end
 Pending = dict[str, tuple[Literal["queued", "running"], str]]  # task name: state, and the state in words
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DAY = 24 * 60 * 60
 _PATIENCE = 10.0  # seconds that a process has to write its last records after SIGINT
 
 
@@ -46,6 +48,11 @@ class Cluster(Protocol):
         """CPU threads of each run; None: all."""
         ...
 
+    @property
+    def job_timeout(self) -> int | None:
+        """Seconds after which a job is ended and counts as failed; None: never."""
+        ...
+
     def pending(self, results: Path) -> Pending:
         """Tasks of earlier sweeps into this results folder that have not ended."""
         ...
@@ -65,10 +72,19 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One after another in this process, with the output of single runs."""
+    """One after another in this process, with the output of single runs.
+
+    Args:
+        job_timeout: see ``Cluster``; code outside of Python, such as a kernel that never ends, is not interrupted.
+    """
+
+    job_timeout: int | None = _DAY
 
     here = one_by_one = True
     threads = None
+
+    def __post_init__(self) -> None:
+        at_least("cluster.job_timeout", self.job_timeout, 1)
 
     def pending(self, results: Path) -> Pending:
         return {}
@@ -78,7 +94,7 @@ class Local:
         for place, task in enumerate(tasks):
             numbers = f"{done + 1}-{done + len(task.names)}" if task.together else str(done + 1)
             print(f"\n[{numbers}/{total}] {task.label if task.together else ' '.join(task.words)}", flush=True)
-            yield place, attempt(task, task.fresh)
+            yield place, attempt(replace(task, timeout_s=self.job_timeout), task.fresh)
             done += len(task.names)
 
 
@@ -88,14 +104,17 @@ class Process:
 
     Args:
         jobs: number of parallel jobs; they share the cores equally, and each uses one of several GPUs.
+        job_timeout: see ``Cluster``.
     """
 
     jobs: int = 1
+    job_timeout: int | None = _DAY
 
     here, one_by_one = True, False
 
     def __post_init__(self) -> None:
         at_least("cluster.jobs", self.jobs, 1)
+        at_least("cluster.job_timeout", self.job_timeout, 1)
 
     @property
     def threads(self) -> int | None:
@@ -119,10 +138,14 @@ class Process:
                 while waiting and len(running) < self.jobs:
                     place, task = waiting.popleft()
                     gpu = _idlest(gpus, running.values())
-                    running[place] = _Running(_start(task, folder, gpu, theirs), gpu)
+                    limited = replace(task, timeout_s=self.job_timeout)
+                    running[place] = _Running(_start(limited, folder, gpu, theirs), gpu, _latest_end(self.job_timeout))
                 ended = [place for place, job in running.items() if job.process.poll() is not None]
                 for place in ended:
                     yield place, _ending(folder / f"{tasks[place].name}.json", running.pop(place).process.returncode)
+                for place in [place for place, job in running.items() if time.monotonic() > job.until]:
+                    _stop([running.pop(place).process])
+                    yield place, overtime(self.job_timeout or 0)
                 if not ended:
                     time.sleep(0.05)
         finally:
@@ -135,6 +158,11 @@ class Process:
 class _Running:
     process: subprocess.Popen[bytes]
     gpu: str | None
+    until: float  # when it is ended if its own alarm did not
+
+
+def _latest_end(seconds: int | None) -> float:
+    return math.inf if seconds is None else time.monotonic() + seconds + _PATIENCE
 
 
 def visible_gpus() -> list[str]:

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from bench.config import compose
 from bench.config.schema import RunConfig
-from bench.errors import BAD_INPUT, FAILED, INTERRUPTED, INVALID, OK, classify, is_of_cluster, report_failure
+from bench.errors import BAD_INPUT, FAILED, INTERRUPTED, INVALID, OK, RunFailed, classify, is_of_cluster, report_failure
 from bench.utils import files
 
 ARMS = "arms"  # word of the command line: methods that are measured together
@@ -39,6 +40,7 @@ class Task:
         fresh: ignore records from before ``submitted``, but not those of its own earlier attempts.
         folder: the current folder, which paths on the command line may refer to.
         environment: this project's variables.
+        timeout_s: after which it is ended and counts as failed; None: never.
     """
 
     words: list[str]
@@ -51,6 +53,7 @@ class Task:
         default_factory=lambda: {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
     )
     together: dict[str, list[str]] = field(default_factory=dict)
+    timeout_s: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -92,14 +95,39 @@ def execute(cfg: RunConfig, fresh: bool | datetime, *, since: datetime | None = 
 def attempt(task: Task, fresh: bool | datetime, since: datetime | None = None) -> Result:
     """``execute`` for a sweep: a failure is printed and returned instead of raised."""
     try:
-        cfgs = [compose.compose(words) for words in (task.words, *task.together.values())]
-        if len(cfgs) == 1:
-            return Result(execute(cfgs[0], fresh, since=since))
-        return _execute_together(cfgs, fresh, since)
+        with _ended_after(task.timeout_s):
+            cfgs = [compose.compose(words) for words in (task.words, *task.together.values())]
+            if len(cfgs) == 1:
+                return Result(execute(cfgs[0], fresh, since=since))
+            return _execute_together(cfgs, fresh, since)
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and is_of_cluster(error):
             raise
         return Result(report_failure(error), classify(error)[1])
+
+
+@contextmanager
+def _ended_after(seconds: int | None) -> Iterator[None]:
+    """Raise RunFailed in the main thread when the time is over; what runs outside of Python is not interrupted."""
+    if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise RunFailed(overtime(seconds).message)
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def overtime(seconds: int) -> Result:
+    """The result of a job that took too long."""
+    return killed(f"Its time limit ended the job (cluster.job_timeout={seconds}, in seconds)")
 
 
 def _execute_together(cfgs: Sequence[RunConfig], fresh: bool | datetime, since: datetime | None) -> Result:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ class Slurm:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    timeout_min: int = 240
+    job_timeout: int = 4 * 60 * 60
     requeue: int = 3
     gpus_per_node: int = 0
     cpus_per_task: int = 4
@@ -66,7 +67,7 @@ class Slurm:
     here = one_by_one = False
 
     def __post_init__(self) -> None:
-        for name in ("timeout_min", "cpus_per_task", "array_parallelism"):
+        for name in ("job_timeout", "cpus_per_task", "array_parallelism"):
             at_least(f"cluster.{name}", getattr(self, name), 1)
         for name in ("requeue", "gpus_per_node", "mem_gb"):
             at_least(f"cluster.{name}", getattr(self, name), 0)
@@ -92,7 +93,7 @@ class Slurm:
     def _run(self, tasks: Sequence[Task], folder: Path) -> Answers:
         jobs = self._submit(tasks, folder)
         arrays = " ".join(sorted({job.job_id.split("_")[0] for job in jobs}))
-        print(f"Submitted to SLURM: {arrays}", flush=True)
+        print(f"Submitted to SLURM: {arrays}; the jobs listen on no port.", flush=True)
         if not self.wait:
             print(f"The same command shows their state; scancel {arrays} ends them.")
             return
@@ -131,7 +132,7 @@ class Slurm:
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
-            "time": self.timeout_min,
+            "time": math.ceil(self.job_timeout / 60),
             "gpus_per_node": self.gpus_per_node or None,
             "cpus_per_task": self.cpus_per_task,
             "mem": None if self.mem_gb is None else f"{round(1024 * self.mem_gb)}MB",

@@ -27,15 +27,16 @@ from bench import cli
 from bench.config import compose, instantiate
 from bench.errors import UserError
 from bench.records import run_folder
+from bench.sweep import executors, slurm_executor
 from bench.sweep import job as cluster_job
 from bench.sweep import plan as sweep
-from bench.sweep import slurm_executor
 from bench.sweep.executors import Local, Process, visible_gpus
 from bench.sweep.job import Result, Task
 from bench.sweep.ray_executor import Ray
 from bench.sweep.slurm_executor import JOBS, Slurm, Work
 from tests.helpers.sweeps import COMMON, outputs, pairs, writers
 
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # read when a test imports ray
 CHOICES = compose.every_group()[compose.CLUSTER]
 
 
@@ -85,7 +86,8 @@ def test_without_a_word_jobs_run_in_this_process() -> None:
         ),
         (["cluster.jobs=2"], "Unknown setting 'cluster.jobs'."),
         (["cluster=process", "cluster.jobs=0"], "cluster.jobs must be at least 1, got 0. Set cluster.jobs=1."),
-        (["cluster=slurm", "cluster.timeout_min=x"], "cluster.timeout_min must be a whole number, got 'x' (text)"),
+        (["cluster=slurm", "cluster.job_timeout=x"], "cluster.job_timeout must be a whole number, got 'x'"),
+        (["cluster=local", "cluster.job_timeout=0"], "cluster.job_timeout must be at least 1, got 0."),
         (["cluster=ray", "cluster.gpus=-1"], "cluster.gpus must be at least 0, got -1."),
         (["hydra/launcher=basic"], "use resume, shuffle_seed and cluster=NAME"),
     ],
@@ -298,7 +300,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 def test_what_is_submitted(programs: Callable[..., None], tmp_path: Path) -> None:
     programs(sbatch=f'cp "$1" {tmp_path}/batch; echo Submitted batch job 7', srun="")
     where = Slurm(
-        partition="gpu", timeout_min=90, gpus_per_node=1, cpus_per_task=3, mem_gb=2.5, array_parallelism=8,
+        partition="gpu", job_timeout=5400, gpus_per_node=1, cpus_per_task=3, mem_gb=2.5, array_parallelism=8,
         setup=["module load cuda"], options={"constraint": "a100"}, wait=False,
     )  # fmt: skip
     assert list(where.run([task(str(n)) for n in range(20)], tmp_path / "jobs")) == []
@@ -530,6 +532,49 @@ def test_a_sweep_that_was_detached_stands_in_the_plan(
     assert "Plan: 2 jobs: 2 queued. Nothing to run." in out and "PENDING JobHeldUser" in out
 
 
+# ----------------------------------------------------------------------------------------------------- time limits
+
+
+def test_a_job_that_hangs_is_ended_named_and_the_sweep_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hangs(cfg: Any, *_: Any, **__: Any) -> int:
+        while cfg.seed == 1:
+            time.sleep(0.01)
+        return 0
+
+    monkeypatch.setattr(cluster_job, "execute", hangs)
+    words = ["-m", *COMMON, f"paths.results={tmp_path}", "seed=1,2", "cluster=local", "cluster.job_timeout=1"]
+    before = signal.getsignal(signal.SIGALRM)
+    assert cli.main(words) == 1
+    out, err = capsys.readouterr()
+    assert "Time limit of each job: 1 s (cluster.job_timeout, in seconds)." in out and "[2/2]" in out
+    assert "1 of 2 runs failed:" in err and "Its time limit ended the job (cluster.job_timeout=1, in seconds)." in err
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_process_that_heeds_no_signal_is_killed_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(given: Task, *_: Any) -> subprocess.Popen[bytes]:
+        deaf = "trap '' INT; while true; do sleep 0.1; done" if given.name == "1" else "exit 0"
+        started.append(subprocess.Popen(["sh", "-c", deaf], start_new_session=True))
+        assert given.timeout_s == 1
+        return started[-1]
+
+    monkeypatch.setattr(executors, "_start", start)
+    monkeypatch.setattr(executors, "_PATIENCE", 0.3)
+    found = dict(Process(job_timeout=1).run([task("1"), task("2")], tmp_path))
+    assert "Its time limit ended the job" in found[0].message and found[0].code == 1
+    assert "exit code 0" in found[1].message and started[0].returncode == -signal.SIGKILL
+
+
+def test_slurm_gets_the_limit_in_whole_minutes() -> None:
+    assert Slurm(job_timeout=61)._parameters()["time"] == 2
+
+
 # ------------------------------------------------------------------------------------------------------------ Ray
 
 
@@ -544,6 +589,63 @@ def test_nobody_at_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert len(err.splitlines()) == 1
         assert err.startswith(f"cluster=ray could not reach cluster.address={address}: ")
         assert "Start one (ray start --head)" in err
+
+
+@pytest.mark.parametrize("address", ["auto", "10.0.0.7:6379", "ray://node7:10001", "0.0.0.0:6379"])
+def test_a_shared_ray_without_tokens_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match=r"needs ray 2\.52 or newer, which asks for a token, got 2\.51\.1"):
+        Ray(address)._check_tokens("2.51.1")
+    for version in ("2.52.0", "2.60.0", "3.0.0rc1"):
+        Ray(address)._check_tokens(version)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:6379", "localhost:6379", "ray://127.0.0.1:10001", "[::1]:6379"])
+def test_an_older_ray_of_this_machine_alone_may_be_used(address: str) -> None:
+    Ray(address)._check_tokens("2.40.0")
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1", "192.0.2.2"])
+def test_a_ray_of_the_sweep_listens_on_loopback_alone(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ended: list[bool] = []
+    fake = types.SimpleNamespace(
+        init=lambda *_, **__: None, nodes=lambda: [{"NodeManagerAddress": place}], shutdown=lambda: ended.append(True)
+    )
+    if place == "127.0.0.1":
+        Ray()._connect(fake)
+        assert capsys.readouterr().out == "Ray of this sweep: listens on 127.0.0.1 alone.\n" and not ended
+    else:
+        with pytest.raises(UserError, match=r"must listen on 127\.0\.0\.1 alone, got 192\.0\.2\.2"):
+            Ray()._connect(fake)
+        assert ended
+
+
+@pytest.mark.slow
+def test_no_daemon_of_ray_listens_to_other_machines(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    found = subprocess.run([sys.executable, "-c", LISTENING, tmp_path], capture_output=True, text=True, timeout=300)
+    if "timed out during startup" in found.stderr:
+        pytest.skip("this machine is too busy for Ray's daemons")
+    assert found.returncode == 0, found.stderr
+    places = set(json.loads(found.stdout.splitlines()[-1]))
+    assert places and all(place.removeprefix("::ffff:") == "127.0.0.1" for place in places)
+
+
+LISTENING = """
+import json, sys, psutil
+from pathlib import Path
+from bench.sweep import ray_executor
+from bench.sweep.job import Result, Task
+here, places = psutil.Process(), set()
+check_room = ray_executor.Ray._check_room
+def look(self, ray):
+    check_room(self, ray)
+    own = {here.pid, *(child.pid for child in here.children(recursive=True))}
+    found = psutil.net_connections("inet")
+    places.update(each.laddr.ip for each in found if each.status == "LISTEN" and each.pid in own)
+ray_executor.Ray._check_room = look
+assert list(ray_executor.Ray().run([], Path(sys.argv[1]))) == []
+print(json.dumps(sorted(places)))
+"""
 
 
 def test_records_and_obstacles_of_this_machine_do_not_count_elsewhere() -> None:
