@@ -102,7 +102,7 @@ class Ray:
             print(f"Ray of this sweep: listens on {_LOOPBACK} alone.", flush=True)
 
     def _check_tokens(self, version: str) -> None:
-        """Whoever reaches a Ray without tokens runs code in it."""
+        """Refuse a Ray without tokens, in which any program that reaches it can run code."""
         host = str(self.address).removeprefix("ray://").rpartition(":")[0].strip("[]")
         if host in _OWN_HOSTS or tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= _WITH_TOKENS:
             return
