@@ -44,7 +44,7 @@ class FolderCheck:
 
 
 def counted(checks: Sequence[FolderCheck]) -> str:
-    """The number of records of each kind, of bad ones, and of those that somebody signed."""
+    """The number of records of each kind, of bad ones, and of signed ones."""
     condensed = sum((each.path / run_folder.PAIRS).is_file() for each in checks)
     gone = f" (samples not kept of {condensed})" if condensed else ""
     kinds = [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in Counter(c.kind for c in checks).items()]

@@ -26,7 +26,7 @@ class Signature:
 
     Attributes:
         key: type and fingerprint of the public key; empty where the signature does not fit the manifest.
-        name: to whom an allowed-signers file gives the key; empty if to nobody.
+        name: of the owner, by a file of allowed signers; empty where it has not this key.
         problem: why the signature counts for nothing; empty if it is right.
     """
 
@@ -35,7 +35,7 @@ class Signature:
     problem: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name or 'a key that nobody is known to own'} ({self.key})"
+        return f"{self.name or 'an unknown key'} ({self.key})"
 
 
 def sign(folder: Path, key: Path) -> Signature:
