@@ -29,7 +29,7 @@ const charts = (async () => {
     H: polygon(6, Math.PI / 6), 8: polygon(8, Math.PI / 8), "^": polygon(3, 0), v: polygon(3, Math.PI),
     "<": polygon(3, -Math.PI / 2), ">": polygon(3, Math.PI / 2), "*": polygon(5, 0, 0.45), P: "cross",
     X: polygon(4, turned, 0.4), 1: polygon(3, Math.PI, 0.3),
-    2: polygon(3, 0, 0.3), 3: polygon(3, -Math.PI / 2, 0.3),
+    2: polygon(3, 0, 0.3), 3: polygon(3, -Math.PI / 2, 0.3), 4: polygon(3, Math.PI / 2, 0.3), x: polygon(4, turned, 0.15),
   }));
   const GLYPHS = { o: "\u25cf", s: "\u25a0", "^": "\u25b2", D: "\u25c6", v: "\u25bc" };
   const colour = (row) => data.colours[row.family] ?? data.colours.other;
