@@ -33,11 +33,17 @@ def groups() -> dict[str, list[str]]:
     return {name: choices for name, choices in every_group().items() if name not in (TRAIN, SWEEP, CLUSTER)}
 
 
-@cache
 def every_group() -> dict[str, list[str]]:
-    """All config groups and their choices, read from the folder once."""
-    found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in conf_dir().iterdir()}
-    return {name: choices for name, choices in sorted(found.items()) if choices}
+    """All config groups and their choices, read from the folder."""
+    folders = sorted(folder for folder in conf_dir().iterdir() if folder.is_dir())
+    return _listed(tuple((folder, folder.stat().st_mtime_ns) for folder in folders))
+
+
+@cache
+def _listed(folders: tuple[tuple[Path, int], ...]) -> dict[str, list[str]]:
+    """Choices by group; each folder with the time of its last change."""
+    found = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder, _ in folders}
+    return {name: choices for name, choices in found.items() if choices}
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -148,7 +154,7 @@ class _Composed:
         return key in self._settings or (group in self._groups and key not in self._groups)
 
     def _chosen(self, common: Sequence[str], choices: Mapping[str, str]) -> dict[str, Any] | None:
-        files = {group: _plain_file(group, choice) for group, choice in choices.items()}
+        files = {group: _plain_file(conf_dir(), group, choice) for group, choice in choices.items()}
         fixed = tuple(word for word in common if files.get(word.partition("=")[0]) is None)
         if fixed not in self._known:
             self._known[fixed] = _settled(fixed)
@@ -173,15 +179,15 @@ class _Composed:
 
 
 @cache
-def _plain_file(group: str, choice: str) -> dict[str, Any] | None:
+def _plain_file(conf: Path, group: str, choice: str) -> dict[str, Any] | None:
     """What a choice puts under its group; None where Hydra has more to do than to read its file."""
     from omegaconf import OmegaConf
 
-    file = conf_dir() / group / f"{choice}.yaml"
+    file = conf / group / f"{choice}.yaml"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if not text or _ASKS_HYDRA.search(text) or (conf_dir() / "local.yaml").exists():
+    if not text or _ASKS_HYDRA.search(text) or (conf / "local.yaml").exists():
         return None
-    shared: Any = OmegaConf.load(conf_dir() / "config.yaml")
+    shared: Any = OmegaConf.load(conf / "config.yaml")
     merged: Any = OmegaConf.to_container(OmegaConf.merge(shared.get(group, {}), OmegaConf.load(file)))
     return dict(merged)
 
