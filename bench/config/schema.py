@@ -178,8 +178,9 @@ class RunConfig:
                 raise UserError(
                     f"{key}.name must have 1 to {_LONGEST_NAME:,} characters, got {len(name):,}. Set {key}.name=NAME."
                 )
-        if _is_folder(name := values["model"]["name"]):
-            values["model"] = values["model"] | {"name": f"./{name}"}  # a path, of which records keep the last part
+        for key, name in (("model", "name"), ("method", "draft_model")):
+            if name in values.get(key, ()):
+                values[key] = values[key] | {name: _anchored(values[key][name])}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,9 +188,20 @@ class RunConfig:
         return asdict(self)
 
 
+def _anchored(value: Any) -> Any:
+    """A model whose name looks like an id on the hub and is a folder begins with ``./``: records keep its last part."""
+    if isinstance(value, Mapping):
+        return {key: _anchored(each) for key, each in value.items()}
+    if isinstance(value, str) and "/" in value and not value.startswith(("/", "~", ".")) and _is_folder(value):
+        return f"./{value}"
+    return value
+
+
 def _is_folder(name: str) -> bool:
-    """Whether what looks like the id of a model on the hub is a folder here."""
-    return "/" in name and not name.startswith(("/", "~", ".")) and Path(name).is_dir()
+    try:
+        return Path(name).is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,17 @@ def test_a_run_id_has_no_folder_of_the_machine(name: str, tmp_path: Path, monkey
     assert all("mymodel" in each and "alice" not in each for each in written)
 
 
+@pytest.mark.parametrize("given", ["alice/mymodel", "{name:alice/mymodel,weights:int4}"])
+def test_a_draft_model_leaves_no_folder_in_a_record(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "alice" / "mymodel").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    cfg = compose.compose(["method=speculative_sampling", f"method.draft_model={given}"])
+    written = json.dumps(redact.tree(cfg.to_dict() | {"paths": None}))
+    assert "mymodel" in written and "alice" not in written
+
+
 def test_a_run_id_has_the_owner_of_a_model_of_the_hub() -> None:
     found = identity.run_id(compose.compose(["model=hf", "model.name=Qwen/Qwen3-0.6B"]), {})
     assert found.startswith("prompt_lookup-demo-Qwen_Qwen3_0.6B-")
