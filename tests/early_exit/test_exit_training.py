@@ -106,7 +106,7 @@ def test_states_are_computed_once_for_all(target: CausalLM, common: Path, tmp_pa
 
 def test_a_corpus_that_is_too_small_is_refused(target: CausalLM, tmp_path: Path) -> None:
     few = TrainingContext(output=tmp_path, shared_cache=tmp_path, model=target, examples=requests(rows=1))
-    with pytest.raises(ValueError, match="one to learn from and one for evaluation, are needed, got 1"):
+    with pytest.raises(ValueError, match="must have at least 2 dialogues, got 1"):
         gather(few, (2,), ANSWERS, 400)
 
 

@@ -115,8 +115,12 @@ def status(file: Path) -> tuple[int, ...]:
     return found.st_mode, found.st_uid, found.st_gid, found.st_nlink, found.st_size, found.st_mtime_ns
 
 
-def children() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if process.name() != "sleep"]
+@pytest.fixture
+def children() -> Callable[[], list[psutil.Process]]:
+    """The processes that were started since, but for those of ``start``."""
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    return lambda: [each for each in me.children(recursive=True) if each not in before and each.name() != "sleep"]
 
 
 # ---------------------------------------------------------------------------------------------------------- the attacks
@@ -129,6 +133,7 @@ def test_an_attack_achieves_nothing(
     isolated: str,
     start: Callable[[], int],
     outside: dict[str, object],
+    children: Callable[[], list[psutil.Process]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
@@ -293,15 +298,16 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 @linux
-def test_worker_and_judge_have_no_rights(isolated: str) -> None:
+def test_worker_and_judge_have_no_rights(isolated: str, children: Callable[[], list[psutil.Process]]) -> None:
     run = threading.Thread(target=sandbox.run, args=("import time; time.sleep(10**6)", sandbox.Limits(cpu_s=20)))
     run.start()
     me = psutil.Process()
     wait_until(lambda: len(confined(me)) == 2)
     found, user = confined(me), str(os.getuid() or 65534)
     limits = [Path(f"/proc/{each['Pid']}/limits").read_text() for each in found] if os.getuid() == 0 else []
-    for process in me.children():
-        process.kill()  # which ends all of it
+    for process in children():
+        if process.ppid() == me.pid:
+            process.kill()  # which ends all of it
     run.join()
     wait_until(lambda: not children())
     for each in found:

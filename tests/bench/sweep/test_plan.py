@@ -468,7 +468,8 @@ def outcome(cfg: RunConfig, valid: bool = True) -> Any:
 def test_a_dry_run_runs_nothing(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     use_run(lambda cfg, *, fresh, **_: pytest.fail("was run"))
     assert cli.main(["-m", *words, "seed=1,2", "dry_run=true"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["  new          seed=1", "  new          seed=2"]
+    limit = "Time limit of each job: 24.0 h (cluster.job_timeout, in seconds)."
+    assert capsys.readouterr().out.splitlines()[1:] == ["  new          seed=1", "  new          seed=2", limit]
 
 
 def test_a_second_call_runs_what_is_left(use_run: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
