@@ -25,6 +25,7 @@ from methods.external.flashspec import FlashSpec
 from methods.external.transformers_generate import HFAssisted, HFCompiled, HFGenerate, HFPromptLookup
 from methods.rows import ComputedRows
 from methods.speculative.heads.blockwise import Blockwise
+from methods.speculative.hybrid import Hybrid
 from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.rest import Rest
@@ -57,6 +58,10 @@ class Row:
     batch: bool = True
     samples: bool = True
     leaves: bool = True
+
+
+def hybrid_model(target, sampling, **options):
+    return Hybrid(target, sampling, draft_model=checks.tiny_target(target.vocab_size, layers=2, seed=5), **options)
 
 
 def other_model(target, sampling, **options):
@@ -191,6 +196,9 @@ DECODERS = {
         lambda t, s: block_drafter(t, s, texts_of(t), 6, DSPARK, draw=True, confidence=0.2, costs=PRICED)
     ),
     "hybrid_dspark": Row(lambda t, s: block_hybrid(t, s, texts_of(t), policy="union", min_match=1, gamma=4)),
+    "hybrid_draft_model": Row(lambda t, s: hybrid_model(t, s, min_match=1, nodes=3)),
+    "hybrid_draft_model_union": Row(lambda t, s: hybrid_model(t, s, policy="union", min_match=1, nodes=2, gamma=4)),
+    "hybrid_draft_model_costs": Row(lambda t, s: hybrid_model(t, s, min_match=2, nodes=4, costs=PRICED)),
     "hybrid_random": Row(lambda t, s: hybrid(t, s, (), policy="union", lookup="prompt_lookup", gamma=4)),
     "suffix_costs": Row(lambda t, s: SuffixDecoding(t, s, costs=PRICED)),
     "lookahead_costs": Row(lambda t, s: Lookahead(t, s, window=2, ngram=3, guesses=3, costs=PRICED)),

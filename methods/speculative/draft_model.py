@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from methods.engine.sampling import argmax, draw
 from methods.rows import of_rows
 
 _PADDING = 1024  # output matrices of one family differ by their padding at most by this
+_MOST_UNREAD = 16  # tokens that others drafted, until a model reads them
 
 
 class ChainDrafter(ABC):
@@ -25,9 +27,13 @@ class ChainDrafter(ABC):
     Args:
         gamma: most tokens of a draft.
         confidence: a draft ends where the most likely token of every row is less likely; 0: never.
+
+    Attributes:
+        drawn: at a temperature tokens are drawn; else they are the likeliest.
     """
 
     hidden_layers: Sequence[int] = ()
+    drawn: ClassVar[bool] = True
 
     def __init__(self, gamma: int, confidence: float) -> None:
         self.nodes, self.confidence = gamma, confidence
@@ -51,14 +57,17 @@ class ChainDrafter(ABC):
             if len(tokens) == self.nodes or self._unsure(logits):
                 break
             logits = self._next(token)
-        drawn = None if context.sampling.greedy else torch.stack(probs, dim=1)
+        drawn = torch.stack(probs, dim=1) if self._draws(context) else None
         return Draft.chain(torch.stack(tokens, dim=1), drawn, passes=len(tokens))
 
     def _choose(self, logits: Float[Tensor, "B V"], context: Context) -> tuple[Int[Tensor, "B"], Tensor]:
-        if context.sampling.greedy:
+        if not self._draws(context):
             return argmax(logits), logits
         probs = context.sampling.probs(logits)
         return draw(probs, context.rng), probs
+
+    def _draws(self, context: Context) -> bool:
+        return self.drawn and not context.sampling.greedy
 
     def _unsure(self, logits: Float[Tensor, "B V"]) -> bool:
         """No row is confident enough to continue: one host read per drafted token, only if asked for."""
@@ -126,6 +135,30 @@ class DraftModel(ChainDrafter):
     def _fit(self, logits: Float[Tensor, "B v"]) -> Float[Tensor, "B V"]:
         """Cut or pad to the target's output size, which differs within a family; padding is never drafted."""
         return logits if self._padding == 0 else F.pad(logits, (0, self._padding), value=-torch.inf)
+
+
+class LikeliestChain(DraftModel):
+    """A language model that drafts its likeliest tokens beside another drafter, and reads what that one drafted."""
+
+    drawn = False
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        super().reset(prompts, limit + _MOST_UNREAD)
+
+    def propose(self, context: Context) -> Draft:
+        """Draft up to ``nodes`` tokens for every row."""
+        draft = super().propose(context)
+        assert self._cache is not None
+        self._cache.truncate([len(row) for row in context.tokens])  # others may be committed in their place
+        return draft
+
+    def skip(self, context: Context) -> None:
+        """Read what was committed, once it is long."""
+        assert self._cache is not None, "reset comes before skip"
+        lengths = self._cache.lengths
+        unread = max(len(row) - length for row, length in zip(context.tokens, lengths, strict=True))
+        if max(lengths) and unread > _MOST_UNREAD:  # else the first draft reads all
+            self._catch_up(context)
 
 
 def weights_of(draft: CausalLM | None) -> dict[str, int]:

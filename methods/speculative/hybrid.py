@@ -1,7 +1,8 @@
-"""Hybrid drafting: a lookup in the text so far where it has found something, else a trained network, or both in a tree.
+"""Hybrid drafting: a lookup in the text so far where it has found something, else a network, or both in a tree.
 
-A lookup costs no time and drafts long paths where the text copies or repeats itself; a network drafts everywhere, some
-tokens deep. In each round and row the policy chooses:
+The network was trained for the target, or is a language model (``draft_model``), such as a copy of the target with
+weights of 4 bits. A lookup costs no time and drafts long paths where the text copies or repeats itself; a network
+drafts everywhere, some tokens deep. In each round and row the policy chooses:
 
 - ``match``: the lookup, if it matched at least ``min_match`` tokens of the text's ending, else the network.
 - ``expected``: the lookup, if by the frequencies in the text more of its path will be kept than lately of the network's
@@ -39,10 +40,12 @@ from methods.engine.sampling import Sampling
 from methods.rows import of_rows
 from methods.speculative.budget import CostsOption
 from methods.speculative.dflash.decoder import DFlash, DSpark
+from methods.speculative.draft_model import LikeliestChain, require_vocabulary, weights_of
 from methods.speculative.eagle.decoder import Eagle
 from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
 from methods.speculative.heads.hydra import HydraHeads
 from methods.speculative.heads.medusa import Medusa
+from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.prompt_lookup import PromptLookupDrafter
 from methods.speculative.suffix_decoding import SuffixDrafter
 from methods.speculative.verification import default_rule
@@ -219,10 +222,11 @@ class _Tree:
 
 
 class Hybrid(HeadsDecoder):
-    """A lookup and a trained network that draft in turn or together.
+    """A lookup and a network that draft in turn or together.
 
     Args:
         network: the method whose network drafts; prepared as for that method.
+        draft_model: a language model that drafts its likeliest chain of ``nodes`` tokens instead.
         lookup: suffix, or prompt_lookup.
         policy: see the module.
         min_match: shortest ending of the text that is taken for a match.
@@ -239,6 +243,7 @@ class Hybrid(HeadsDecoder):
     """
 
     checkpoint_of = "network"
+    instead_of_checkpoint = ("draft_model",)
     paper = "Hu et al. 2024, arXiv 2411.10666; Oliaro et al. 2024, arXiv 2411.04975"
 
     def __init__(
@@ -258,16 +263,25 @@ class Hybrid(HeadsDecoder):
         nodes: int = 5,
         costs: CostsOption = None,
         checkpoint: str | Path | None = None,
+        draft_model: CausalLM | None = None,
     ) -> None:
-        if min_match < 1 or gamma < 1 or (budget is not None and budget < 1):
+        if min(min_match, gamma, nodes) < 1 or (budget is not None and budget < 1):
             raise ValueError(
-                f"hybrid needs min_match >= 1, gamma >= 1 and budget >= 1 or null, got min_match={min_match}, "
-                f"gamma={gamma}, budget={budget}. For the network alone use method={network}."
+                f"hybrid needs min_match, gamma and nodes >= 1, and budget >= 1 or null, got min_match={min_match}, "
+                f"gamma={gamma}, nodes={nodes}, budget={budget}. For the network alone use method={network}."
             )
-        options: dict[str, Any] = {"checkpoint": checkpoint, "costs": costs}
-        if network == "eagle":
-            options |= {"tree": "dynamic", "depth": depth, "top_k": top_k, "nodes": nodes}
-        self._own = _METHODS[network](target, sampling, **options)
+        self._draft = draft_model
+        self._own: SpeculativeDecoder
+        if draft_model is None:
+            options: dict[str, Any] = {"checkpoint": checkpoint, "costs": costs}
+            if network == "eagle":
+                options |= {"tree": "dynamic", "depth": depth, "top_k": top_k, "nodes": nodes}
+            self._own = _METHODS[network](target, sampling, **options)
+        else:
+            require_vocabulary(draft_model, target)
+            chain = LikeliestChain(draft_model, target.vocab_size, nodes, 0.0)
+            rule = default_rule(sampling, "chain", drawn=False)
+            self._own = SpeculativeDecoder(target, sampling, chain, rule, costs)
         found = _lookup(lookup, gamma, factor, min_match, min_prob)
         self._join = partial(HybridDrafter, found, policy=policy, min_match=min_match, budget=budget)
         drafter = self._join(self._network())
@@ -284,6 +298,10 @@ class Hybrid(HeadsDecoder):
         self._own.use_costs(costs)
         self.costs = self._own.costs
         self.drafter = self._heads = self._join(self._network())
+
+    def memory(self) -> dict[str, int | None]:
+        """Memory of the network, or of the draft model."""
+        return super().memory() | weights_of(self._draft)
 
     def stats(self) -> dict[str, Any]:
         """Share of the rounds of all rows by what drafted, beside those of the budget."""

@@ -1,0 +1,57 @@
+"""A language model as the network of ``hybrid``; networks that were trained are in the contract."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.contract import checks
+from methods.engine.causal_lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.speculative.hybrid import Hybrid
+
+REPEATED = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return checks.tiny_target(vocab_size=61)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_reads_what_the_lookup_drafted(target: CausalLM, temperature: float) -> None:
+    """The target drafts for itself: greedily all is kept, whoever drafted in the rounds before."""
+    decoder = Hybrid(target, Sampling(temperature), draft_model=target, nodes=3, min_match=1, gamma=4)
+    prompts, found = [torch.tensor(REPEATED)], [0, 0]
+    with torch.inference_mode():
+        for step in decoder.decode(prompts, 60, torch.Generator().manual_seed(1)):
+            if step.draft_passes:
+                found[0] += 1
+                assert step.drafted == [3] and (temperature or step.accepted == [3])
+            elif step.drafted[0]:
+                found[1] += 1
+    assert min(found) > 1, found
+    rounds = decoder.stats()
+    assert set(rounds) == {"rounds_by_lookup", "rounds_by_network"} and sum(rounds.values()) == pytest.approx(1.0)
+
+
+def test_rows_whose_lookup_drafts_are_read_beside_rows_whose_model_drafts(target: CausalLM) -> None:
+    decoder = Hybrid(target, Sampling(), draft_model=target, nodes=3, min_match=2, gamma=12)
+    prompts = [torch.tensor(REPEATED), torch.tensor([9, 3, 4]), torch.tensor([11] * 30)]
+    alone = Hybrid(target, Sampling(), draft_model=target, nodes=3, min_match=10_000)
+    texts = []
+    for each in (decoder, alone):
+        rows: list[list[int]] = [[] for _ in prompts]
+        for step in each.decode(prompts, 40, torch.Generator()):
+            for row, new in zip(rows, step.tokens, strict=True):
+                row += new
+        texts.append([row[:40] for row in rows])
+    assert texts[0] == texts[1]
+    assert decoder.stats()["rounds_by_lookup"] > 0
+
+
+def test_what_does_not_fit_is_refused(target: CausalLM) -> None:
+    with pytest.raises(ValueError, match="nodes >= 1, and budget >= 1 or null, got .* nodes=0"):
+        Hybrid(target, Sampling(), draft_model=target, nodes=0)
+    assert Hybrid.needs_checkpoint({"draft_model": None, "checkpoint": None})
+    assert not Hybrid.needs_checkpoint({"draft_model": "x", "checkpoint": None})
