@@ -22,13 +22,14 @@ from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, Sp
 from methods.engine.expert_layers import ClampedSwish, expected_experts
 from methods.engine.fused_layers import FusedLayers, Portion, expressible
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import BlockLinear, Linear, LinearForm, PanelLinear, make_linear
+from methods.engine.linear import KernelLinear, Linear, LinearForm, make_linear
 from methods.engine.sampling import in_float
 from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
 Weights = Literal["full", "int4"]
+_HEAD_FORM: LinearForm = "int8"  # of the output matrix beside layers of 4 bits
 States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # after all layers, and after some
 
 _PREFILL_CHUNK = 512
@@ -196,8 +197,7 @@ class CausalLM:
             self._near_rope = RotaryTable(base.rotary_emb, self.device, self.dtype, kinds[1])
         head: Any = model.get_output_embeddings()
         self._final_norm: Rows = causal_layers.read_norm(base.norm)  # type: ignore[assignment]
-        form: LinearForm = linear if self.weights == "full" else self.weights
-        head_form: LinearForm = linear if self.weights == "full" else "int8"
+        form, head_form = (linear, linear) if self.weights == "full" else (self.weights, _HEAD_FORM)
         self._head: Linear = make_linear([head.weight.detach()], [head.bias], head_form)
         self.layers: list[Layer] = []
         for index, layer in enumerate(base.layers[: self.config.num_hidden_layers]):
@@ -428,7 +428,7 @@ class CausalLM:
     @property
     def batch_invariant(self) -> bool:
         """Whether the bits of a token's logits do not depend on what else is in a pass, or on how passes are cut."""
-        return self.fused and isinstance(self._head, PanelLinear | BlockLinear)
+        return self.fused and isinstance(self._head, KernelLinear)
 
     @property
     def linear_form(self) -> LinearForm:

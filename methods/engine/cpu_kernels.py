@@ -115,7 +115,7 @@ class Packed:
     Attributes:
         dtype: of rows and products.
         matrix: addresses and sizes.
-        nbytes: of the weight.
+        nbytes: of the weight, in whole panels.
     """
 
     def __init__(self, shape: torch.Size, bias: Float[Tensor, "O"] | None, dtype: torch.dtype, bits: int = 0) -> None:
@@ -124,10 +124,9 @@ class Packed:
         self.dtype, (outputs, inputs), width = dtype, shape, found.panel_outputs()
         whole = -(-outputs // width) * width
         size = found.block_bytes(bits, whole, inputs) if bits else whole * inputs * dtype.itemsize
-        self._weight = torch.zeros(size, dtype=torch.uint8)
+        self._weight, self.nbytes = torch.zeros(size, dtype=torch.uint8), size
         self._bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, whole - outputs))
         self._multiply, self._workspace = getattr(found, f"multiply_{KINDS[dtype]}"), found.product_workspace
-        self.nbytes = outputs * inputs * dtype.itemsize if not bits else found.block_bytes(bits, whole, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self.matrix = Matrix(self._weight.data_ptr(), bias_at, inputs, outputs, bits)
 

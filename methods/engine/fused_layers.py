@@ -19,7 +19,7 @@ from torch import Tensor
 from methods.engine.causal_layers import FeedForward, Layer, RMSNorm, Rows
 from methods.engine.cpu_kernels import KINDS, Matrix, Packed, library
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import BlockLinear, Linear, PanelLinear
+from methods.engine.linear import KernelLinear, Linear
 
 _LANES = 16  # a head and a feed-forward layer must be multiples of as many numbers
 
@@ -158,7 +158,7 @@ def _known(layer: Layer, longest: int) -> bool:
         and attention.soft_cap is None
         and attention.sinks is None
         and all(norm is None or isinstance(norm, RMSNorm) for norm in _norms(layer))
-        and all(isinstance(product, PanelLinear | BlockLinear) for product in _products(layer))
+        and all(isinstance(product, KernelLinear) for product in _products(layer))
         and _panels(mlp.down).matrix.inputs % _LANES == 0
         and type(mlp.activation).__name__.startswith("SiLU")
     )
@@ -175,5 +175,5 @@ def _products(layer: Layer) -> tuple[Linear, ...]:
 
 
 def _panels(product: Linear) -> Packed:
-    assert isinstance(product, PanelLinear | BlockLinear)
+    assert isinstance(product, KernelLinear)
     return product.panels

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from methods.engine.cpu_kernels import BLOCK, Blocks, Panels, Quantised, blocks_usable, usable
+from methods.engine.cpu_kernels import BLOCK, Blocks, Packed, Panels, Quantised, blocks_usable, usable
 
 LinearForm = Literal["auto", "plain", "packed", "panels", "int4", "int8"]
 _TRIED, _TIMES, _WIDTH = (1, 8), 20, 1024  # rows that both forms are timed with, how often, and the size of the weight
@@ -76,41 +76,43 @@ class PackedLinear(Linear):
         return self.weight.to_dense()
 
 
-class PanelLinear(Linear):
-    """The same product with the weight in panels (CPU, 16 and 32 bit); see ``methods.engine.cpu_kernels``.
+class KernelLinear(Linear):
+    """The product by the C++ kernels (CPU), see ``methods.engine.cpu_kernels``.
 
     Attributes:
         panels: the weight.
     """
 
+    panels: Packed
+
+    def __call__(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
+        return self.panels.times(rows)
+
+
+class PanelLinear(KernelLinear):
+    """The same product with the weight in panels (16 and 32 bit)."""
+
     form = "panels"
+    panels: Panels
 
     def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None = None) -> None:
         self.bias, self.panels = bias, Panels(weight, bias)
         self.nbytes = weight.numel() * weight.element_size()
-
-    def __call__(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
-        return self.panels.times(rows)
 
     @property
     def dense(self) -> Float[Tensor, "O I"]:
         return self.panels.plain()
 
 
-class BlockLinear(Linear):
-    """The product of rows of 8 bits with the weight rounded to blocks of 4 or 8-bit numbers (CPU); see the module.
+class BlockLinear(KernelLinear):
+    """The product of rows of 8 bits with the weight rounded to blocks of 4 or 8-bit numbers; see the module."""
 
-    Attributes:
-        panels: the weight.
-    """
+    panels: Blocks
 
     def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None, form: LinearForm) -> None:
         self.form, self.bias, self._bits = form, bias, _BITS[form]
         self.panels = Blocks(quantised(weight, self._bits), bias, weight.dtype, self._bits)
         self.nbytes = self.panels.nbytes
-
-    def __call__(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
-        return self.panels.times(rows)
 
     @property
     def dense(self) -> Float[Tensor, "O I"]:

@@ -67,6 +67,14 @@ def bias_shapes(sizes: Sizes) -> Shapes:
     return {f"self_attn.{name}_proj.bias": (size,) for name, size in parts.items()}
 
 
+def turned(heads: Float[Tensor, "*b d"], cos: Float[Tensor, "*c r"], sin: Float[Tensor, "*c r"]) -> Tensor:
+    """Heads at the positions of a table, as ``causal_lm.rotate_`` turns them in place; gradients pass."""
+    width = cos.shape[-1]
+    near, rest = heads[..., :width], heads[..., width:]
+    near = near * cos + near.roll(width // 2, -1) * sin
+    return torch.cat([near, rest], -1) if rest.shape[-1] else near
+
+
 def rotary_table(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> RotaryTable:
     """Cosines and sines of its positions."""
     config = LlamaConfig(

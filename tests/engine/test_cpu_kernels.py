@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -48,14 +47,6 @@ def lm(request: pytest.FixtureRequest) -> CausalLM:
     made = CausalLM.from_hf(tiny("llama", head_dim=16).to(request.param), linear="panels")
     assert made.batch_invariant
     return made
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -30,14 +28,6 @@ def rounded_rows(x: Tensor) -> Tensor:
     most = blocks.abs().amax(dim=2, keepdim=True)
     inverse = torch.where(most > 0, torch.full_like(most, 127) / most, 0)
     return ((blocks.double() * inverse.double()).round() * (most / 127)).flatten(1)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

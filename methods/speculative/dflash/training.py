@@ -32,7 +32,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
 from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, Part, Spec
-from methods.speculative.draft_layers import rotary_table
+from methods.speculative.draft_layers import rotary_table, turned
 from methods.speculative.eagle.training import Places, RMSNorm, default_taps, gain_of, is_plain, sizes_of_target
 from methods.training.draft_training import DraftTraining
 from methods.training.features import Batch, Features
@@ -304,7 +304,7 @@ class BlockLearner(Learner):
     def _turn(self, heads: Float[Tensor, "*b h d"], at: Int[Tensor, "*p"]) -> Float[Tensor, "*b h d"]:
         """Rotary positions."""
         cos, sin = self._rotary.gather(at)
-        return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
+        return turned(heads, cos, sin)
 
 
 # -- initialisation ---------------------------------------------------------------------------------------------------

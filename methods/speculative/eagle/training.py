@@ -34,7 +34,7 @@ from methods.engine.causal_layers import Attention, Rows, SparseFeedForward, rop
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
-from methods.speculative.draft_layers import rotary_table
+from methods.speculative.draft_layers import rotary_table, turned
 from methods.speculative.eagle.checkpoint import Part, Spec
 from methods.training.draft_training import DraftTraining
 from methods.training.features import Batch, Features
@@ -312,7 +312,7 @@ class EagleLearner(Learner):
     def _turn(self, heads: Float[Tensor, "*b h d"], at: Int[Tensor, "*p"]) -> Float[Tensor, "*b h d"]:
         """Rotary positions."""
         cos, sin = (table.view(*at.shape, 1, -1) for table in self._rotary.gather(at.reshape(1, -1)))
-        return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
+        return turned(heads, cos, sin)
 
 
 def attend(

@@ -236,9 +236,8 @@ class HydraDrafter(StatelessDrafter):
         }
 
     def propose(self, context: Context) -> Draft:
-        inputs = torch.cat([self._state(context), self._target.embed(context.root)], 1)[
-            :, None
-        ]  # what the path to each node says
+        begin = torch.cat([self._state(context), self._target.embed(context.root)], 1)
+        inputs = begin[:, None]  # what the path to each node says
         drafted = []
         for number, level in enumerate(self._levels):
             inputs = inputs[:, level.open]

@@ -20,7 +20,7 @@ from methods.drafting import Context
 from methods.engine.causal_layers import Attention, FeedForward, Layer
 from methods.engine.causal_lm import CausalLM
 from methods.speculative.added_layers import AddedLayer, StateReader
-from methods.speculative.draft_layers import MOST_UNREAD, Shapes, Weights, layer_shapes
+from methods.speculative.draft_layers import MOST_UNREAD, Shapes, Weights, layer_shapes, turned
 
 _QUIET = 0.02  # standard deviation of the weights that do not begin as zero
 
@@ -163,10 +163,3 @@ class PrefixModule(nn.Module):
 
 def _key(name: str) -> str:
     return name.replace(".", "/")  # a ParameterDict takes no dots
-
-
-def turned(heads: Float[Tensor, "B T H d"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B T H d"]:
-    """Heads at the positions of a table, see ``causal_lm.rotate_``."""
-    width = cos.shape[-1]
-    near, rest = heads[..., :width], heads[..., width:]
-    return torch.cat([near * cos + near.roll(width // 2, -1) * sin, rest], -1)
