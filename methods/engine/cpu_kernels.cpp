@@ -4,9 +4,10 @@
 // so a pass over many tokens gives the bits that passes over one token give. Numbers between two operations are rounded
 // to the type of the weights where transformers rounds them, and kept in 32 bit.
 //
-// Weights are in panels of 4 registers of outputs. Of 16-bit weights two inputs are side by side, so a 32-bit lane holds
-// both of one output, and a shift or a mask yields either as a 32-bit float. Of 4 and 8-bit weights four inputs are side
-// by side, and are multiplied as integers with rows that are rounded to 8 bits.
+// Weights are in panels of 2 registers of outputs. Of 16-bit weights two inputs are side by side, so a 32-bit lane holds
+// both of one output. Processors with bfloat16 instructions multiply them two by two, on others a shift or a mask yields
+// either as a 32-bit float. Of 4 and 8-bit weights four inputs are side by side, and are multiplied as integers with rows
+// that are rounded to 8 bits.
 
 #include <math.h>
 #include <omp.h>
@@ -15,6 +16,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <utility>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -27,13 +29,19 @@ constexpr int LANES = 16, MOST_ROWS = 6;  // 32-bit numbers of a register, rows 
 #else
 constexpr int LANES = 8, MOST_ROWS = 2;
 #endif
-constexpr int VECTORS = 4, PANEL = VECTORS * LANES, HALF = VECTORS / 2;
-constexpr int64_t CHUNK = 192;      // inputs that all tiles go through before the next ones are read
+#ifdef __AVX512BF16__
+constexpr bool PAIRS = true;  // products of 16-bit numbers two by two
+#else
+constexpr bool PAIRS = false;
+#endif
+constexpr int VECTORS = 2, PANEL = VECTORS * LANES, WIDE = 2 * VECTORS;  // of a panel, and of two side by side
+constexpr int TALL_ROWS = 2 * MOST_ROWS;                                // of a tile over one panel
+constexpr int64_t CHUNK = 768;      // inputs that all tiles go through before the next ones are read
 constexpr int LINE = 64;            // bytes
 constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
 constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
 constexpr int64_t AHEAD = 4096;     // bytes of a weight that are asked for before they are needed
-constexpr int64_t FEW_PANELS = 16;  // of a thread: below, threads share panels
+constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones
 constexpr int SPINS = 4096;
 constexpr int BLOCK = 32;           // inputs that share a scale
 constexpr int FOURS = BLOCK / 4;    // words of a block of 8-bit numbers
@@ -63,6 +71,18 @@ inline float one(BFloat16 value) {
     return wide;
 }
 inline Floats all(float value) { return value - Floats{}; }
+
+// a * b + c, everywhere with one rounding or everywhere with two: a compiler that chose place by place would make sums
+// depend on the number of rows.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
 // To the nearest number of the type, ties to even.
 template <class T>
@@ -114,17 +134,16 @@ inline Floats exponential(Floats x) {
     x = x < low ? low : x;
     x = x > high ? high : x;
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    Floats scaled = x * 1.44269504088896341f + shift;
+    Floats scaled = fused(x, all(1.44269504088896341f), all(shift));
     Floats n = scaled - shift;
-    Floats r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+    Floats r = fused(n, all(2.12194440e-4f), x - n * 0.693359375f);
     Floats p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, all(1.3981999507e-3f));
+    p = fused(p, r, all(8.3334519073e-3f));
+    p = fused(p, r, all(4.1665795894e-2f));
+    p = fused(p, r, all(1.6666665459e-1f));
+    p = fused(p, r, all(5.0000001201e-1f));
+    p = fused(p * r, r, r) + 1.0f;
     Integers exponent = __builtin_convertvector(n, Integers) << 23;
     return (Floats)((Integers)p + exponent);
 }
@@ -185,56 +204,76 @@ class Team {
 
 // -- products -----------------------------------------------------------------------------------------------------------
 
-// Lines of a weight that a tile asks for at every step, `ahead` bytes from where it reads; tiles share them.
-struct Ahead {
-    int64_t at[VECTORS];
+// WIDTH vectors of one panel, or of two that are `stride` bytes apart, `size` bytes each.
+template <int WIDTH>
+struct Columns {
+    const char* at;
+    int64_t stride;
 
-    Ahead(int64_t ahead, int64_t tile, int64_t tiles) {
-        const int64_t each = tiles == 1 ? VECTORS : tiles == 2 ? VECTORS / 2 : 1;
-        for (int64_t i = 0; i < VECTORS; i++) at[i] = ahead + (tile * each + i % each) % VECTORS * LINE;
-    }
-    inline void ask(const void* from) const {
-        for (int i = 0; i < VECTORS; i++) __builtin_prefetch(static_cast<const char*>(from) + at[i]);
+    const char* vector(int v, int64_t size) const { return at + v / VECTORS * stride + v % VECTORS * size; }
+
+    // For what lies `ahead` bytes behind; 0: nothing.
+    void ask(int64_t ahead, int64_t size) const {
+        if (!ahead) return;
+        for (int v = 0; v < WIDTH; v++)
+            for (int64_t line = 0; line < size; line += LINE) __builtin_prefetch(vector(v, size) + ahead + line);
     }
 };
 
-// Add to the sums of ROWS rows with WIDTH vectors of a panel. x: [inputs, ROWS], total: [ROWS, WIDTH]; 16-bit weights
-// have an even number of inputs.
-template <int ROWS, int WIDTH>
-void tile(const BFloat16* weight, int64_t inputs, const float* x, const Ahead& ahead, Floats* total) {
-    Floats sums[ROWS][WIDTH];
-    memcpy(sums, total, sizeof sums);
-    const Words mask = (Words{} + 0xffff0000u);
-    for (int64_t k = 0; k < inputs; k += 2, x += 2 * ROWS, weight += 2 * PANEL) {
-        ahead.ask(weight);
-        Words both[WIDTH];
-#pragma GCC unroll 4
-        for (int v = 0; v < WIDTH; v++) memcpy(&both[v], weight + v * 2 * LANES, sizeof both[v]);
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < WIDTH; v++) sums[r][v] += (Floats)(both[v] << 16) * x[r];
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < WIDTH; v++) sums[r][v] += (Floats)(both[v] & mask) * x[ROWS + r];
-    }
-    memcpy(total, sums, sizeof sums);
+// The sums with the products of two vectors of pairs of 16-bit numbers.
+inline Floats both(Floats sums, Words a, Floats b) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+    sums = fused((Floats)(a << 16), (Floats)((Words)b << 16), sums);
+    return fused((Floats)(a & 0xffff0000u), (Floats)((Words)b & 0xffff0000u), sums);
+#endif
 }
 
-template <int ROWS, int WIDTH>
-void tile(const float* weight, int64_t inputs, const float* x, const Ahead& ahead, Floats* total) {
+// The same bits in all lanes; as a number they may be any.
+inline Floats repeated(const float& word) {
+    uint32_t bits;
+    memcpy(&bits, &word, 4);
+    return (Floats)(Words{} + bits);
+}
+
+// The sums with the products of a vector of a weight: of 32-bit numbers, of the first of each two of 16 bits, or with
+// PAIRS of both.
+template <class T>
+inline Floats first(Floats sums, Words numbers, const float& x) {
+    if constexpr (sizeof(T) == 4)
+        return fused((Floats)numbers, repeated(x), sums);
+    else if constexpr (PAIRS)
+        return both(sums, numbers, repeated(x));
+    else
+        return fused((Floats)(numbers << 16), repeated(x), sums);
+}
+
+// Add to the sums of ROWS rows the products with WIDTH vectors. x: [inputs, ROWS], or with PAIRS [inputs / 2, ROWS] of two
+// inputs each; total: [ROWS, WIDTH]; 16-bit weights have an even number of inputs.
+template <class T, int ROWS, int WIDTH>
+void tile(Columns<WIDTH> weight, int64_t inputs, const float* x, int64_t ahead, Floats* total) {
+    constexpr int each = sizeof(T) == 2 ? 2 : 1;  // inputs of a vector
     Floats sums[ROWS][WIDTH];
     memcpy(sums, total, sizeof sums);
-    for (int64_t k = 0; k < inputs; k++, x += ROWS, weight += PANEL) {
-        ahead.ask(weight);
-        Floats numbers[WIDTH];
+    for (int64_t k = 0; k < inputs; k += each, weight.at += PANEL * each * sizeof(T)) {
+        weight.ask(ahead, sizeof(Floats));
+        Words numbers[WIDTH];
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDTH; v++) numbers[v] = load(weight + v * LANES);
-#pragma GCC unroll 6
+        for (int v = 0; v < WIDTH; v++) memcpy(&numbers[v], weight.vector(v, sizeof(Words)), sizeof(Words));
+#pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < WIDTH; v++) sums[r][v] += numbers[v] * x[r];
+            for (int v = 0; v < WIDTH; v++) sums[r][v] = first<T>(sums[r][v], numbers[v], x[r]);
+        x += ROWS;
+        if constexpr (each == 2 && !PAIRS) {
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < WIDTH; v++)
+                    sums[r][v] = fused((Floats)(numbers[v] & 0xffff0000u), repeated(x[r]), sums[r][v]);
+            x += ROWS;
+        }
     }
     memcpy(total, sums, sizeof sums);
 }
@@ -247,19 +286,21 @@ struct Matrix {
 };
 
 // Rows that products read, in tiles: [tile][inputs][rows of the tile], so that one address leads to all of them. The
-// first `longer` tiles have a row more than the others. Rows that are still to be rounded are one by one.
+// first `longer` tiles have a row more than the others. Rows that are still to be rounded are one by one. With `pairs`
+// a word holds two inputs as 16-bit numbers.
 struct Rows {
     float* base;
-    int64_t rows, inputs, tiles, least, longer;
+    int64_t rows, words, tiles, least, longer;
+    bool pairs;
 
-    Rows(float* base, int64_t rows, const Matrix& m) : Rows(base, rows, m.inputs, m.bits ? 1 : MOST_ROWS) {}
-    Rows(float* base, int64_t rows, int64_t inputs, int64_t most)
+    Rows(float* base, int64_t rows, int64_t inputs, int64_t most, bool pairs)
         : base(base),
           rows(rows),
-          inputs(inputs),
+          words(pairs ? inputs / 2 : inputs),
           tiles((rows + most - 1) / most),
           least(rows / tiles),
-          longer(rows % tiles) {}
+          longer(rows % tiles),
+          pairs(pairs) {}
     int64_t first(int64_t tile) const { return tile * least + (tile < longer ? tile : longer); }
     int64_t count(int64_t tile) const { return least + (tile < longer); }
     int64_t tile(int64_t row) const {
@@ -268,52 +309,73 @@ struct Rows {
     }
 };
 
+template <class T>
+Rows rows_for(float* base, int64_t rows, const Matrix& m) {
+    const int64_t most = m.bits ? 1 : rows <= MOST_ROWS ? MOST_ROWS : TALL_ROWS;
+    return Rows(base, rows, m.inputs, most, PAIRS && sizeof(T) == 2 && !m.bits);
+}
+
 // Where one row lies in its tile.
 struct Row {
     float* base;
     int64_t step;
+    bool pairs;
 
-    Row(const Rows& all, int64_t row) {
+    Row(const Rows& all, int64_t row) : pairs(all.pairs) {
         const int64_t tile = all.tile(row), first = all.first(tile);
-        base = all.base + first * all.inputs + row - first;
+        base = all.base + first * all.words + row - first;
         step = all.count(tile);
     }
     void put(int64_t input, Floats value) const {
-        if (step == 1) {
-            store(base + input, value);
+        if (!pairs) {
+            put_words(base + input * step, value);
             return;
         }
-        float* to = base + input * step;
+        float words[LANES / 2];
+        ::put(reinterpret_cast<BFloat16*>(words), value);
+        float* to = base + input / 2 * step;
+        for (int i = 0; i < LANES / 2; i++) to[i * step] = words[i];
+    }
+    void put_one(int64_t input, float value) const {
+        if (pairs)
+            ::put_one(reinterpret_cast<BFloat16*>(base + input / 2 * step) + input % 2, value);
+        else
+            base[input * step] = value;
+    }
+
+  private:
+    void put_words(float* to, Floats value) const {
+        if (step == 1) {
+            store(to, value);
+            return;
+        }
         for (int i = 0; i < LANES; i++) to[i * step] = value[i];
     }
-    void put_one(int64_t input, float value) const { base[input * step] = value; }
 };
 
 // The tile of so many rows.
-template <class T, int WIDTH, int ROWS = MOST_ROWS>
-void of_rows(int64_t rows, const T* weight, int64_t inputs, const float* x, const Ahead& ahead, Floats* total) {
+template <class T, int WIDTH, int ROWS = WIDTH == WIDE ? MOST_ROWS : TALL_ROWS>
+void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x, int64_t ahead, Floats* total) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return of_rows<T, WIDTH, ROWS - 1>(rows, weight, inputs, x, ahead, total);
-    tile<ROWS, WIDTH>(weight, inputs, x, ahead, total);
+    tile<T, ROWS, WIDTH>(weight, inputs, x, ahead, total);
 }
 
-// Sums of a part of a panel, [rows, width], for each part of each panel. accumulate(panel, inside, width, total): `inside`
-// vectors after the begin of the panel; finish(row, output, values, count): `count` outputs of one row, from `output` on.
-// sums: [threads, rows, PANEL].
+// Sums of one or two panels, [rows, width], for all of them. accumulate(panel, width, total): `width` vectors from a panel
+// on; finish(row, output, values, count): `count` outputs of one row, from `output` on. sums: [threads, rows, WIDE * LANES].
 template <class T, class Accumulate, class Finish>
-void over_panels(Team& team, const Matrix& m, int64_t rows, float* sums, const Accumulate& accumulate,
+void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, float* sums, const Accumulate& accumulate,
                  const Finish& finish) {
     const int64_t panels = (m.outputs + PANEL - 1) / PANEL;
-    const bool halves = panels < FEW_PANELS * team.size();
-    const int64_t width = halves ? HALF : VECTORS;
-    team.each(halves ? 2 * panels : panels, [&](int64_t item) {
-        const int64_t vector = item * width, output = vector * LANES;
-        Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * PANEL);
+    const int64_t each = single || panels < FEW_PANELS * team.size() ? 1 : 2;
+    team.each((panels + each - 1) / each, [&](int64_t item) {
+        const int64_t panel = item * each, width = panel + each <= panels ? each * VECTORS : VECTORS;
+        Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * WIDE * LANES);
         for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
-        accumulate(vector / VECTORS, vector % VECTORS, width, total);
+        accumulate(panel, width, total);
         for (int64_t row = 0; row < rows; row++)
             for (int64_t v = 0; v < width; v++) {
-                const int64_t at = output + v * LANES, left = m.outputs - at;
+                const int64_t at = panel * PANEL + v * LANES, left = m.outputs - at;
                 if (left <= 0) break;
                 Floats value = total[row * width + v];
                 if (m.bias) value += load(m.bias + at);
@@ -326,26 +388,24 @@ template <class T, class Finish>
 void multiply_plain(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
     const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
     const int64_t distance = x.tiles == 1 ? AHEAD : CHUNK * PANEL * int64_t(sizeof(T));
-    const Ahead aheads[VECTORS] = {
-        {distance, 0, x.tiles}, {distance, 1, x.tiles}, {distance, 2, x.tiles}, {distance, 3, x.tiles}};
-    const auto accumulate = [&](int64_t panel, int64_t inside, int64_t width, Floats* total) {
-        constexpr int64_t each = sizeof(T) == 2 ? 2 : 1;  // inputs of a vector
-        const T* weight = static_cast<const T*>(m.panels) + panel * PANEL * m.inputs + inside * LANES * each;
+    const int64_t size = PANEL * m.inputs * int64_t(sizeof(T));
+    const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
+        const char* weight = static_cast<const char*>(m.panels) + panel * size;
         for (int64_t k = 0; k < m.inputs; k += chunk) {
             const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
             for (int64_t tile = 0; tile < x.tiles; tile++) {
                 const int64_t row = x.first(tile), rows = x.count(tile);
-                const T* from = weight + k * PANEL;
-                const float* read = x.base + row * m.inputs + k * rows;
-                const Ahead& ahead = aheads[tile % VECTORS];
-                if (width == HALF)
-                    of_rows<T, HALF>(rows, from, inputs, read, ahead, total + row * width);
+                const char* from = weight + k * PANEL * int64_t(sizeof(T));
+                const float* read = x.base + row * x.words + (x.pairs ? k / 2 : k) * rows;
+                const int64_t ahead = tile ? 0 : distance;
+                if (width == WIDE)
+                    of_rows<T, WIDE>(rows, {from, size}, inputs, read, ahead, total + row * width);
                 else
-                    of_rows<T, VECTORS>(rows, from, inputs, read, ahead, total + row * width);
+                    of_rows<T, VECTORS>(rows, {from, size}, inputs, read, ahead, total + row * width);
             }
         }
     };
-    over_panels<T>(team, m, x.rows, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, x.rows > MOST_ROWS, sums, accumulate, finish);
 }
 
 // -- products with weights of 4 and 8 bits ------------------------------------------------------------------------------
@@ -384,15 +444,13 @@ inline Integers dot(Integers sums, Words numbers, int32_t four) {
 
 // x: [blocks, WORDS, ROWS]. `ahead`: bytes after a block that are asked for with it; 0: none.
 template <int BITS, int ROWS, int WIDTH>
-void tile(const Block<BITS>* weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
+void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
     const Words low = Words{} + 0x0f0f0f0fu;
-    for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight += VECTORS)
+    for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight.at += VECTORS * sizeof(Block<BITS>)) {
+        weight.ask(ahead, sizeof(Block<BITS>));
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) {
-            const Block<BITS>& block = weight[v];
-            if (ahead)
-                for (size_t at = 0; at < sizeof block; at += LINE)
-                    __builtin_prefetch(reinterpret_cast<const char*>(&block) + ahead + at);
+            const auto& block = *reinterpret_cast<const Block<BITS>*>(weight.vector(v, sizeof(Block<BITS>)));
             Integers sums[ROWS];
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) sums[r] = Integers{} + x[FOURS * ROWS + r];
@@ -416,14 +474,15 @@ void tile(const Block<BITS>* weight, int64_t blocks, const int32_t* x, int64_t a
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) {
                 const Floats exact = __builtin_convertvector(sums[r], Floats) * scales[r];
-                total[r * WIDTH + v] += exact * scale;
-                total[r * WIDTH + v] += zero * scales[ROWS + r];
+                Floats& into = total[r * WIDTH + v];
+                into = fused(zero, all(scales[ROWS + r]), fused(exact, scale, into));
             }
         }
+    }
 }
 
 template <int BITS, int WIDTH, int ROWS = MOST_ROWS>
-void of_rows(int64_t rows, const Block<BITS>* weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
+void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return of_rows<BITS, WIDTH, ROWS - 1>(rows, weight, blocks, x, ahead, total);
     tile<BITS, ROWS, WIDTH>(weight, blocks, x, ahead, total);
@@ -444,7 +503,7 @@ inline void round_row(const float* row, int64_t blocks, int32_t offset, int32_t*
         const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
         Integers total = Integers{};
         for (int i = 0; i < BLOCK; i += LANES) {
-            const Integers q = __builtin_convertvector(load(row + i) * inverse + shift - shift, Integers);
+            const Integers q = __builtin_convertvector(fused(load(row + i), all(inverse), all(shift)) - shift, Integers);
             const Bytes bytes = __builtin_convertvector(q, Bytes);
             int32_t fours[LANES / 4];
             memcpy(fours, &bytes, sizeof fours);
@@ -463,7 +522,7 @@ inline void round_row(const float* row, int64_t blocks, int32_t offset, int32_t*
 // x: one by one; into: room for them rounded, rows * inputs / BLOCK * WORDS.
 template <int BITS, class T, class Finish>
 void multiply_blocks(Team& team, const Matrix& m, const Rows& x, float* sums, int32_t* into, const Finish& finish) {
-    const Rows tiles(nullptr, x.rows, m.inputs, MOST_ROWS);
+    const Rows tiles(nullptr, x.rows, m.inputs, MOST_ROWS, false);
     const int64_t blocks = m.inputs / BLOCK, chunk = tiles.tiles == 1 ? blocks : CHUNK / BLOCK;
     team.each_row(x.rows, m.inputs, [&](int64_t row) {
         const int64_t tile = tiles.tile(row), first = tiles.first(tile);
@@ -471,23 +530,24 @@ void multiply_blocks(Team& team, const Matrix& m, const Rows& x, float* sums, in
                   tiles.count(tile));
     });
     const int64_t distance = tiles.tiles == 1 ? AHEAD : chunk * VECTORS * int64_t(sizeof(Block<BITS>));
-    const auto accumulate = [&](int64_t panel, int64_t inside, int64_t width, Floats* total) {
-        const Block<BITS>* weight = static_cast<const Block<BITS>*>(m.panels) + panel * blocks * VECTORS + inside;
+    const int64_t size = blocks * VECTORS * int64_t(sizeof(Block<BITS>));
+    const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
+        const char* weight = static_cast<const char*>(m.panels) + panel * size;
         for (int64_t b = 0; b < blocks; b += chunk) {
             const int64_t count = b + chunk < blocks ? chunk : blocks - b;
             for (int64_t tile = 0; tile < tiles.tiles; tile++) {
                 const int64_t row = tiles.first(tile), rows = tiles.count(tile);
-                const Block<BITS>* from = weight + b * VECTORS;
+                const char* from = weight + b * VECTORS * int64_t(sizeof(Block<BITS>));
                 const int32_t* read = into + (row * blocks + b * rows) * WORDS;
                 const int64_t ahead = tile ? 0 : distance;
-                if (width == HALF)
-                    of_rows<BITS, HALF>(rows, from, count, read, ahead, total + row * width);
+                if (width == WIDE)
+                    of_rows<BITS, WIDE>(rows, {from, size}, count, read, ahead, total + row * width);
                 else
-                    of_rows<BITS, VECTORS>(rows, from, count, read, ahead, total + row * width);
+                    of_rows<BITS, VECTORS>(rows, {from, size}, count, read, ahead, total + row * width);
             }
         }
     };
-    over_panels<T>(team, m, x.rows, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, false, sums, accumulate, finish);
 }
 
 int64_t rounded_words(int64_t rows, int64_t inputs) { return rows * ((inputs + BLOCK - 1) / BLOCK) * WORDS; }
@@ -523,7 +583,7 @@ template <class T, class To>
 inline void normalise(const Norm& norm, const float* from, const To& to, int64_t width) {
     Floats squares = Floats{};
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) squares += load(from + i) * load(from + i);
+    for (; i + LANES <= width; i += LANES) squares = fused(load(from + i), load(from + i), squares);
     float total = sum(squares);
     for (; i < width; i++) total += from[i] * from[i];
     const float scale = 1.0f / sqrtf(total / float(width) + norm.eps);
@@ -565,64 +625,126 @@ inline void gate(const float* gates, const float* ups, const Row& to, int64_t wi
 
 // -- attention ----------------------------------------------------------------------------------------------------------
 
-// Queries of one node and one key head. `seen`: slots after `prefix` that the node sees, null: the first `own`.
-template <class T, int GROUPS>
-void attend(const float* query, int64_t dim, const T* keys, const T* values, int64_t prefix,
-            const uint8_t* seen, int64_t own, float scale, float* scores, int64_t room, const Row& to, int64_t at) {
-    const int64_t vectors = dim / LANES;
-    float most[GROUPS];
-    for (int g = 0; g < GROUPS; g++) most[g] = -INFINITY;
-    int64_t count = 0;
-    for (int64_t slot = 0; slot < prefix + own; slot++) {
-        if (seen && slot >= prefix && !seen[slot - prefix]) continue;
-        Floats partial[GROUPS];
-        for (int g = 0; g < GROUPS; g++) partial[g] = Floats{};
-        for (int64_t v = 0; v < vectors; v++) {
-            const Floats key = load(keys + slot * dim + v * LANES);
-            for (int g = 0; g < GROUPS; g++) partial[g] += key * load(query + g * dim + v * LANES);
-        }
-        for (int g = 0; g < GROUPS; g++) {
-            const float score = sum(partial[g]) * scale;
-            scores[g * room + count] = score;
-            most[g] = score > most[g] ? score : most[g];
-        }
-        count++;
-    }
-    for (int g = 0; g < GROUPS; g++)
-        for (int64_t i = 0; i < count; i += LANES)
-            store(scores + g * room + i, exponential(load(scores + g * room + i) - most[g]));
-    float total[GROUPS];
-    for (int g = 0; g < GROUPS; g++) total[g] = 0.0f;
-    for (int64_t start = 0; start < vectors; start += 4) {  // as many sums as registers hold
-        const int64_t end = start + 4 < vectors ? start + 4 : vectors;
-        Floats mixed[GROUPS][4];
-        for (int g = 0; g < GROUPS; g++)
-            for (int v = 0; v < 4; v++) mixed[g][v] = Floats{};
-        int64_t kept = 0;
-        for (int64_t slot = 0; slot < prefix + own; slot++) {
-            if (seen && slot >= prefix && !seen[slot - prefix]) continue;
-            for (int64_t v = start; v < end; v++) {
-                const Floats value = load(values + slot * dim + v * LANES);
-                for (int g = 0; g < GROUPS; g++) mixed[g][v - start] += value * scores[g * room + kept];
-            }
-            if (start == 0)
-                for (int g = 0; g < GROUPS; g++) total[g] += scores[g * room + kept];
-            kept++;
-        }
-        for (int g = 0; g < GROUPS; g++)
-            for (int64_t v = start; v < end; v++)
-                to.put(at + g * dim + v * LANES, rounded<T>(mixed[g][v - start] / total[g]));
-    }
+// Sums of neighbouring lanes: of vectors `a` and `b` whose groups of 2 * KEPT lanes belong together, KEPT of each group.
+template <int KEPT, int... lane>
+inline Floats folded(Floats a, Floats b, std::integer_sequence<int, lane...>) {
+    const Integers low = {lane / KEPT * 2 * KEPT + lane % KEPT...};
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + KEPT);
 }
 
-template <class T, int GROUPS = MOST_GROUPS, class... Rest>
+// Sums of COUNT vectors, of(i) for i from `start` on, in groups of LANES / COUNT lanes; of LANES vectors one number each.
+// A vector's lanes are added in the order of `sum`.
+template <int COUNT, class Of>
+inline Floats sums_of(int start, const Of& of) {
+    if constexpr (COUNT == 1)
+        return of(start);
+    else
+        return folded<LANES / COUNT>(sums_of<COUNT / 2>(start, of), sums_of<COUNT / 2>(start + COUNT / 2, of),
+                                     std::make_integer_sequence<int, LANES>());
+}
+
+// A query of a head as its products with keys need it: pairs of 16-bit numbers, or 32-bit ones. DIM: its size if that is
+// known at compile time, else 0.
+template <class T, int DIM>
+struct Query {
+    static constexpr bool pairs = PAIRS && sizeof(T) == 2 && DIM && DIM % (2 * LANES) == 0;
+    const float* numbers;
+    int64_t dim;
+
+    // Turned in place; `size` must be a multiple of LANES.
+    Query(float* head, int64_t size) : numbers(head), dim(DIM ? DIM : size) {
+        if constexpr (pairs)
+            for (int64_t i = 0; i < dim; i += LANES) put(reinterpret_cast<BFloat16*>(head) + i, load(head + i));
+    }
+    inline Floats times(const T* key) const {
+        Floats total = Floats{};
+        if constexpr (pairs)
+            for (int64_t i = 0; i < dim / 2; i += LANES) {
+                Words two;
+                memcpy(&two, key + 2 * i, sizeof two);
+                total = both(total, two, load(numbers + i));
+            }
+        else
+            for (int64_t i = 0; i < dim; i += LANES) total = fused(load(key + i), load(numbers + i), total);
+        return total;
+    }
+};
+
+// Queries of one node and one key head, `size` numbers each, which are turned in place. It sees the first `prefix` slots
+// and then those in `own`; null: the next ones. count: of all that it sees.
+template <class T, int DIM, int GROUPS>
+void attend(float* query, int64_t size, const T* keys, const T* values, int64_t prefix, const int32_t* own,
+            int64_t count, float scale, float* scores, int64_t room, const Row& to, int64_t at) {
+    constexpr int TOGETHER = 4;  // sums of a query that registers hold
+    const int64_t dim = DIM ? DIM : size, plain = own ? prefix : count, last = count - 1;
+    const auto slot = [&](int64_t i) { return i < plain ? i : prefix + own[i - prefix]; };
+    float total[GROUPS];
+    for (int g = 0; g < GROUPS; g++) {
+        const Query<T, DIM> of(query + g * dim, dim);
+        Floats most = all(-INFINITY);
+        for (int64_t i = 0; i < count; i += LANES) {
+            const T* from = keys + i * dim;
+            Floats score;
+            if (i + LANES <= plain)
+                score = sums_of<LANES>(0, [&](int lane) { return of.times(from + lane * dim); });
+            else
+                score = sums_of<LANES>(
+                    0, [&](int lane) { return of.times(keys + slot(i + lane < last ? i + lane : last) * dim); });
+            score *= scale;
+            store(scores + g * room + i, score);
+            most = score > most ? score : most;
+        }
+        float largest = most[0];
+        for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+        Floats totals = Floats{};
+        for (int64_t i = 0; i < count; i += LANES)
+            store(scores + g * room + i, exponential(load(scores + g * room + i) - largest));
+        for (int64_t i = count; i % LANES; i++) scores[g * room + i] = 0.0f;
+        for (int64_t i = 0; i < count; i += LANES) totals += load(scores + g * room + i);
+        total[g] = sum(totals);
+    }
+    int64_t start = 0;
+    const auto mix = [&](auto width) {
+        constexpr int vectors = decltype(width)::value;
+        Floats mixed[GROUPS][vectors];
+        for (int g = 0; g < GROUPS; g++)
+            for (int v = 0; v < vectors; v++) mixed[g][v] = Floats{};
+        const auto add = [&](int64_t i, const T* from) {
+            for (int v = 0; v < vectors; v++) {
+                const Floats value = load(from + start + v * LANES);
+                for (int g = 0; g < GROUPS; g++)
+                    mixed[g][v] = fused(value, all(scores[g * room + i]), mixed[g][v]);
+            }
+        };
+        for (int64_t i = 0; i < plain; i++) add(i, values + i * dim);
+        for (int64_t i = plain; i < count; i++) add(i, values + slot(i) * dim);
+        for (int g = 0; g < GROUPS; g++)
+            for (int v = 0; v < vectors; v++)
+                to.put(at + g * dim + start + v * LANES, rounded<T>(mixed[g][v] / total[g]));
+        start += vectors * LANES;
+    };
+    while (start + TOGETHER * LANES <= dim) mix(std::integral_constant<int, TOGETHER>());
+    while (start < dim) mix(std::integral_constant<int, 1>());
+}
+
+template <class T, int DIM, int GROUPS = MOST_GROUPS, class... Rest>
 inline void attend_groups(int64_t groups, Rest... rest) {
     if constexpr (GROUPS == 1)
-        attend<T, 1>(rest...);
+        attend<T, DIM, 1>(rest...);
     else if (groups == GROUPS)
-        attend<T, GROUPS>(rest...);
+        attend<T, DIM, GROUPS>(rest...);
     else
-        attend_groups<T, GROUPS - 1>(groups, rest...);
+        attend_groups<T, DIM, GROUPS - 1>(groups, rest...);
+}
+
+template <class T, class... Rest>
+inline void attend_heads(int64_t groups, float* query, int64_t dim, Rest... rest) {
+    if (dim == 64)
+        attend_groups<T, 64>(groups, query, dim, rest...);
+    else if (dim == 128)
+        attend_groups<T, 128>(groups, query, dim, rest...);
+    else
+        attend_groups<T, 0>(groups, query, dim, rest...);
 }
 
 // -- a pass -------------------------------------------------------------------------------------------------------------
@@ -675,8 +797,8 @@ int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, fl
     const int64_t wide = qkv > 2 * m.mlp ? qkv : 2 * m.mlp;
     const int64_t room = padded(slots), groups = m.heads / m.kv_heads;
     const int64_t sizes[] = {padded(rows * m.hidden), padded(rows * narrow), padded(rows * wide),
-                             padded(rows * m.hidden), threads * rows * PANEL,
-                             threads * (groups < MOST_GROUPS ? groups : MOST_GROUPS) * room,
+                             padded(rows * m.hidden), threads * rows * WIDE * LANES,
+                             threads * ((groups < MOST_GROUPS ? groups : MOST_GROUPS) + 1) * room,
                              rounded_words(rows, narrow)};
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
@@ -750,7 +872,7 @@ class Runner {
 
     // Input of a sub-layer, for its first product: the state, or its norm.
     Rows input(Team& team, const Norm& norm, const Matrix& matrix) {
-        const Rows x(buffers_.rows, rows_, matrix);
+        const Rows x = rows_for<T>(buffers_.rows, rows_, matrix);
         over_rows(team, [&](int64_t row) {
             const float* state = buffers_.hidden + row * m_.hidden;
             if (norm.weight)
@@ -816,19 +938,24 @@ class Runner {
                        cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + p_.lengths[b] + node) * dim, dim);
         });
         const int64_t groups = m_.heads / m_.kv_heads;
-        const Rows mixed(buffers_.rows, rows_, layer.out);
+        const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.out);
         const bool alone = rows_ * m_.kv_heads < 4 * p_.threads || groups > MOST_GROUPS;
         const int64_t together = alone ? 1 : groups;
         const int64_t units = m_.heads / together;  // of a node
         team.each(rows_ * units, [&](int64_t item) {
             const int64_t row = item / units, head = item % units * together, kv = head / groups;
             const int64_t b = row / p_.nodes, node = row % p_.nodes;
-            const uint8_t* seen = p_.reach ? p_.reach + (b * p_.nodes + node) * p_.nodes : nullptr;
+            float* scores = buffers_.scores + team.thread() * buffers_.of_thread;
+            int32_t* own = reinterpret_cast<int32_t*>(scores + together * buffers_.room);
+            int64_t count = p_.reach ? 0 : node + 1;
+            if (p_.reach)
+                for (int64_t other = 0; other <= node; other++)
+                    if (p_.reach[(b * p_.nodes + node) * p_.nodes + other]) own[count++] = int32_t(other);
             const T* keys = cache + (b * 2 * m_.kv_heads + kv) * p_.capacity * dim;
             const T* values = keys + m_.kv_heads * p_.capacity * dim;
-            attend_groups<T>(together, buffers_.wide + row * width + head * dim, dim, keys, values, p_.lengths[b], seen,
-                             node + 1, m_.scale, buffers_.scores + team.thread() * buffers_.of_thread,
-                             buffers_.room, Row(mixed, row), head * dim);
+            attend_heads<T>(together, buffers_.wide + row * width + head * dim, dim, keys, values, p_.lengths[b],
+                             p_.reach ? own : nullptr, p_.lengths[b] + count, m_.scale, scores, buffers_.room,
+                             Row(mixed, row), head * dim);
         });
         output(team, layer.out, layer.after_attention, mixed);
     }
@@ -843,7 +970,8 @@ class Runner {
     }
 
     void feed_forward(Team& team, const Layer& layer) {
-        const Rows x = input(team, layer.before_mlp, layer.gate_up), gated(buffers_.rows, rows_, layer.down);
+        const Rows x = input(team, layer.before_mlp, layer.gate_up);
+        const Rows gated = rows_for<T>(buffers_.rows, rows_, layer.down);
         product(team, layer.gate_up, x, [&](int64_t row, int64_t at, Floats value, int count) {
             memcpy(buffers_.wide + row * 2 * m_.mlp + at, &value, 4 * count);
         });
@@ -886,9 +1014,9 @@ void run_pass(const Model* model, const Pass* pass) {
 
 template <class T>
 void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* work, int64_t threads) {
-    const Rows x(work, count, m);
+    const Rows x = rows_for<T>(work, count, m);
     float* sums = work + count * m.inputs;
-    int32_t* rounded = reinterpret_cast<int32_t*>(sums + threads * count * PANEL);
+    int32_t* rounded = reinterpret_cast<int32_t*>(sums + threads * count * WIDE * LANES);
     with_team(threads, [&](Team& team) {
         team.each_row(count, m.inputs, [&](int64_t row) { copy(rows + row * m.inputs, Row(x, row), m.inputs); });
         multiply<T>(team, m, x, sums, rounded, [&](int64_t row, int64_t at, Floats value, int width) {
@@ -969,7 +1097,7 @@ int64_t panel_outputs() { return PANEL; }
 
 // Numbers of `work` for a product.
 int64_t product_workspace(const Matrix* m, int64_t rows, int64_t threads) {
-    return rows * (m->inputs + threads * PANEL) + rounded_words(rows, m->inputs);
+    return rows * (m->inputs + threads * WIDE * LANES) + rounded_words(rows, m->inputs);
 }
 
 // Between [outputs, inputs] and panels, which must be zero before.

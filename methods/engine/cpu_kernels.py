@@ -30,7 +30,7 @@ from torch.utils.cpp_extension import _get_build_directory, get_cxx_compiler
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 _QUIETLY: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 600}
 BLOCK = 32  # inputs that share a scale
 KINDS = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
