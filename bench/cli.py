@@ -196,6 +196,12 @@ def _acceptance(words: list[str]) -> int:
     return acceptance.main(words)
 
 
+def _rivals(words: list[str]) -> int:
+    from bench.rivals import command
+
+    return command.main(words)
+
+
 def _lossless(words: list[str]) -> int:
     from bench.lossless import command
 
@@ -525,14 +531,16 @@ def _collect(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     settings, filters = options.parse(ReportOptions, arguments)
+    from bench.records import rivals
     from bench.report import collect, leaderboard, markdown
 
     found, problems = markdown.rebuild(settings.records(), everything=settings.rebuild)
     rows = [collect.row(record) | {"record": record} for record in found]
     kept = [row["record"] for row in collect.select(rows, filters)]
     groups, file = leaderboard.groups(kept), settings.out or settings.folders[0] / "report.html"
-    markdown.write(groups, [*problems, *markdown.unfinished(kept)], file)
-    for problem in problems:
+    imported, damaged = rivals.read_all(settings.folders[0])
+    markdown.write(groups, [*problems, *markdown.unfinished(kept)], file, imported)
+    for problem in [*problems, *damaged]:
         print(problem, file=sys.stderr)
     return _print(f"{sum(len(group.rows) for group in groups)} runs in {len(groups)} tables: {file}")
 
@@ -607,6 +615,9 @@ _COMMANDS: dict[str, Command] = {
         _acceptance,
         "acceptance export RUN | import FILE ...",
         "accepted lengths as files, for and from vLLM, SGLang and others",
+    ),
+    "rivals": Command(
+        _rivals, "rivals import FILE ... [baseline=FILE]", "figures that vLLM or SGLang wrote of themselves"
     ),
     "lossless": Command(_lossless, "lossless experiment=NAME ...", "test whether sampling keeps the distribution"),
     "gpu": Command(_gpu, "gpu pack|run|probe|import ...", "measure on a machine with a GPU and no network"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from bench.lossless import command as lossless
 from bench.sweep import plan
 from bench.train import command as train
 from bench.train import corpora
+from tests.bench.rivals.files import vllm_serve
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -124,6 +126,12 @@ def run_bench(words, folder, fixture):
         named = [word.replace("results/RUN", run).replace("out=", f"out={folder}/") for word in words]
         named = [word.replace("metrics.json", str(folder / "metrics.json")) for word in named]
         assert cli.main([*named, *(place if words[1] == "import" else [])]) == 0
+    elif words[0] == "rivals":  # on files of its own
+        named = [word.replace("eagle.json", f"{folder}/eagle.json") for word in words]
+        named = [word.replace("plain.json", f"{folder}/plain.json") for word in named]
+        for name, tpot_s in (("eagle.json", 0.01), ("plain.json", 0.02)):
+            (folder / name).write_text(json.dumps(vllm_serve(tpot_s=tpot_s)))
+        assert cli.main([*named, *place]) == 0
     elif words[0] == "sign":  # tests/bench/records/test_signatures.py does
         assert cli.main(words) == 2, "the key or the run is not there"
     elif words[0] == "track":

@@ -22,7 +22,8 @@ from typing import Any
 
 from bench.analysis import audit
 from bench.analysis.ranking import SCORE_LOSS
-from bench.report import chart_data, leaderboard, run_details, terminal
+from bench.records.rivals import Row as Imported
+from bench.report import chart_data, leaderboard, rivals, run_details, terminal
 from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.style import style_of
 
@@ -49,12 +50,13 @@ Span = tuple[terminal.Number, terminal.Number]
 Ids = Mapping[Path, str]
 
 
-def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str]) -> str:
+def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], imported: Sequence[Imported] = ()) -> str:
     """The page.
 
     Args:
         groups: of ``leaderboard.groups``; those with own runs are put first, then the largest.
         open_runs: a line for each run without numbers.
+        imported: figures of other engines, in a section of their own.
     """
     groups = sorted(groups, key=lambda group: ("own" not in chart_data.sources(group), -len(group.valid)))
     rows = [row for group in groups for row in group.rows]
@@ -78,6 +80,7 @@ def render(groups: Sequence[ComparisonGroup], open_runs: Sequence[str]) -> str:
             f'<main data-hidden="{" ".join(_HIDDEN)}">',
             "\n".join(table.markup for table in tables)
             or "<p>No finished run yet. Run: <code>python -m bench</code></p>",
+            rivals.html(imported),
             _unfinished(open_runs),
             f"</main>\n{_packed('charts-data', chart_data.charts(groups, ids))}",
             _packed("index-data", _index(tables)),

@@ -6,7 +6,7 @@ Text from records is escaped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -16,7 +16,8 @@ from bench.analysis import audit, oracle
 from bench.analysis.summary import summarise
 from bench.errors import UserError
 from bench.records import digests, run_folder
-from bench.report import html, leaderboard, tables, terminal
+from bench.records.rivals import Row
+from bench.report import html, leaderboard, rivals, tables, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import ComparisonGroup
 from bench.utils import files
@@ -69,16 +70,21 @@ def _why(error: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------- Markdown
 
 
-def to_markdown(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], folder: str = "") -> str:
+def to_markdown(
+    groups: Sequence[ComparisonGroup], open_runs: Sequence[str], folder: str = "", imported: Sequence[Row] = ()
+) -> str:
     """The report in Markdown.
 
     Args:
         groups: of ``leaderboard.groups``.
         open_runs: a line for each run without numbers.
         folder: of the runs, relative to the file, for links; empty for none.
+        imported: figures of other engines, in a section of their own.
     """
     parts = [f"# {html.TITLE}", *(_index(groups) if len(groups) > 1 else [])]
     parts += [_section(group, folder) for group in groups] or ["No finished run yet. Run: python -m bench"]
+    if imported:
+        parts.append(rivals.markdown(imported))
     if open_runs:
         parts.append("## Not finished\n\n" + "\n".join(f"- {_plain(line)}" for line in open_runs))
     return "\n\n".join(parts) + "\n"
@@ -157,13 +163,15 @@ def _plain(text: str) -> str:
     return escape(text, quote=False)
 
 
-def write(groups: Sequence[ComparisonGroup], open_runs: Sequence[str], file: Path) -> None:
+def write(
+    groups: Sequence[ComparisonGroup], open_runs: Sequence[str], file: Path, imported: Sequence[Row] = ()
+) -> None:
     """As .html or .md, by the ending.
 
     Raises:
         UserError: another ending, or a file that cannot be there.
     """
-    forms = {".html": html.render, ".md": to_markdown}
+    forms: dict[str, Callable[..., str]] = {".html": html.render, ".md": to_markdown}
     if file.suffix not in forms:
         raise UserError(f"out must end in {' or '.join(forms)}, got {file}.")
-    files.write_output(file, forms[file.suffix](groups, open_runs))
+    files.write_output(file, forms[file.suffix](groups, open_runs, imported=imported))
