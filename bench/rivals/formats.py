@@ -31,7 +31,7 @@ SERVE, LATENCY, THROUGHPUT = "vllm bench serve", "vllm bench latency", "vllm ben
 SGLANG_SERVE, SGLANG_BATCH = "sglang.bench_serving", "sglang.bench_one_batch_server"
 TOOLS = (SERVE, LATENCY, THROUGHPUT, SGLANG_SERVE, SGLANG_BATCH)
 MOST_BYTES, MOST_ENTRIES = 1 << 28, 1_000
-_MOST = 1e15  # more seconds or tokens are damage
+_LEAST, _MOST = 1e-12, 1e15  # less is nothing that was measured, more seconds or tokens are damage
 _SAME_TOKENS = 0.01  # tokens per second times seconds against the tokens
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tgi": "TGI", "tensorrt-llm": "TensorRT-LLM", "trt": "TensorRT-LLM",
             "lmdeploy": "LMDeploy", "llama.cpp": "llama.cpp", "openai": "OpenAI endpoint"}  # fmt: skip
@@ -156,7 +156,8 @@ class _Fields:
 
     def positive(self, *names: str) -> float | None:
         """Above 0; None for 0, which the benchmarks write where there was nothing to measure."""
-        return self.number(*names) or None
+        value = self.number(*names)
+        return value if value is not None and value > _LEAST else None
 
     def count(self, *names: str) -> int | None:
         value = self.number(*names)
@@ -272,7 +273,7 @@ def _serve(of: _Fields, known: Figures, given: Given) -> Entry:
 
 def _latency(of: _Fields, known: Figures, given: Given) -> Entry:
     mean, times = of.positive("avg_latency"), of.numbers("latencies")
-    if not mean or not times or not all(times):
+    if not mean or not times or min(times) <= _LEAST:
         raise UserError(f"{of.file} must have latencies above 0, got none. Measure again.")
     if abs(mean / float(np.mean(times)) - 1) > _SAME_TOKENS:
         raise of.refused(["avg_latency"], f"the mean of latencies, {np.mean(times):.6g}", f"{mean:.6g}")
@@ -406,13 +407,14 @@ def _requests(of: _Fields) -> _Requests:
     if not ttfts or not lengths or gaps is None:
         return _Requests()
     if not isinstance(gaps, list) or not len(ttfts) == len(lengths) == len(gaps):
-        raise of.refused(["itls"], f"a list for each of {len(ttfts)} requests", len(gaps) if gaps else gaps)
+        got = len(gaps) if isinstance(gaps, list) else gaps
+        raise of.refused(["itls"], f"a list for each of {len(ttfts)} requests", got)
     decoding = [sum(of.numbers("itls", {"itls": each})) for each in gaps]
     whole = of.numbers("latencies", inner)
     if len(whole) == len(ttfts):  # the newest files; equal to the sum of the gaps but for the stream's last message
         decoding = [max(0.0, latency - first) for latency, first in zip(whole, ttfts, strict=True)]
     tpot = [
-        seconds / (length - 1) if length > 1 and seconds > 0 else None
+        seconds / (length - 1) if length > 1 and seconds > _LEAST else None
         for seconds, length in zip(decoding, lengths, strict=True)
     ]
     return _Requests(

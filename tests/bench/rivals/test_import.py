@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench import cli
+from bench.errors import UserError
 from bench.records import rivals
 from bench.records.rivals import Against, Figures, Row, Spread
 from bench.report import html, markdown
@@ -281,3 +282,25 @@ def test_texts_of_files_are_no_markup(tmp_path):
 def test_without_imports_the_report_has_no_such_section():
     assert report.TITLE not in html.render([], []) and report.TITLE not in markdown.to_markdown([], [])
     assert report.html([]) == ""
+
+
+MAKERS = (files.vllm_serve, files.sglang_serve, files.vllm_latency, files.vllm_throughput, files.one_batch)
+VALUES = (None, True, 0, -1, 1e-320, 1e308, float("nan"), float("inf"), "", "x", [], [None], [[]], {}, 10**400, [1, 2])
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.__name__)
+def test_a_damaged_field_is_refused_in_one_line_or_read_and_stored(tmp_path, maker):
+    base, read = formats.read(written(tmp_path, "base.json", maker()), Given(output_len=16)), 0
+    for name in maker():
+        for value in VALUES:
+            file = written(tmp_path, "damaged.json", maker() | {name: value})
+            try:
+                (entry,) = formats.read(file, Given(output_len=16))
+            except UserError as error:
+                assert "\n" not in str(error) and str(tmp_path) in str(error)
+                continue
+            row, read = Row(entry.figures, comparison.against(entry, base, "base.json")), read + 1
+            assert report.text([row]) and report.html([row])
+            rivals.write(tmp_path, file, "0" * 64, [row])
+            assert rivals.read_all(tmp_path) == ([row], []), (name, value)
+    assert read
