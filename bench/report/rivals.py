@@ -20,16 +20,13 @@ _NOT_SAID = "-"
 
 def text(rows: Sequence[Row]) -> str:
     """For the terminal: facts that all rows share above the table, columns that no row has left out."""
-    columns = _columns(rows)
-    shared = [cells[0] for name, cells in columns.items() if name in _FACTS and len(set(cells)) == 1 and len(rows) > 1]
-    shown = {
-        name: cells
-        for name, cells in columns.items()
-        if not (name in _FACTS and len(set(cells)) == 1 and len(rows) > 1) and set(cells) != {_NOT_SAID}
-    }
-    right = [place for place, name in enumerate(shown) if name not in (*_FACTS, *_LEFT)]
+    columns = {name: cells for name, cells in _columns(rows).items() if set(cells) != {_NOT_SAID}}
+    alike = {name: cells[0] for name, cells in columns.items() if name in _FACTS and len(set(cells)) == 1 < len(rows)}
+    shared = [f"{cell} requests" if name == "requests" else cell for name, cell in alike.items()]
+    shown = {name: cells for name, cells in columns.items() if name not in alike}
+    right = [place for place, name in enumerate(shown) if name not in _TEXTS]
     table = tables.aligned(list(shown), list(zip(*shown.values(), strict=True)), right)
-    head = "   ".join(cell for cell in shared if cell != _NOT_SAID)
+    head = "   ".join(shared)
     return "\n".join([*([head, ""] if head else []), table])
 
 
@@ -44,7 +41,7 @@ def html(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     columns = _columns(rows)
-    kinds = ["" if name in (*_FACTS, *_LEFT) else ' class="number"' for name in columns]
+    kinds = ["" if name in _TEXTS else ' class="number"' for name in columns]
     head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True))
     body = "\n".join(
         f"<tr>{''.join(f'<td{kind}>{escape(cell)}</td>' for cell, kind in zip(line, kinds, strict=True))}</tr>"
@@ -92,7 +89,8 @@ def _rate(figures: Figures) -> str:
 
 def _ms(spread: Spread) -> str:
     """Median and 99th percentile."""
-    middle, high = (_NOT_SAID if value is None else f"{value * 1e3:.4g}" for value in (spread.median, spread.p99))
+    both = [None if value is None else value * 1e3 for value in (spread.median, spread.p99)]
+    middle, high = (_NOT_SAID if ms is None else f"{ms:,.0f}" if ms >= 1000 else f"{ms:.4g}" for ms in both)
     return _NOT_SAID if middle == high == _NOT_SAID else f"{middle} / {high}"
 
 
@@ -117,7 +115,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "benchmark": _of(lambda figures: figures.tool),
     "engine": _of(_engine),
     "model": _of(lambda figures: figures.model),
-    "requests": _of(lambda figures: None if figures.requests is None else terminal.plural(figures.requests, "request")),
+    "requests": _of(lambda figures: None if figures.requests is None else f"{figures.requests}"),
     "load": _of(_load),
     "tokens": _of(lambda figures: None if figures.output_tokens is None else f"{figures.output_tokens}"),
     "tokens/s": _of(_rate),
@@ -130,5 +128,5 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "throughput": lambda row: terminal.times(row.against.throughput if row.against else None),
     "result": lambda row: row.status,
 }
-_FACTS = ("benchmark", "engine", "model", "requests", "load")  # texts that rows often share
-_LEFT = ("file", "result")
+_FACTS = ("benchmark", "engine", "model", "requests", "load")  # that rows often share
+_TEXTS = ("file", "benchmark", "engine", "model", "load", "result")

@@ -134,5 +134,5 @@ def _text(rows: Sequence[Row]) -> str:
     notes = [f"per token: ratio of {' or '.join(of)}, baseline / row."] if of else []
     if any(each.per_token and each.per_token.low is None for each in compared):
         notes.append(f"An interval takes the times of at least {stats.FEWEST_PAIRS} requests in both files.")
-    notes.append("Measured by the engines' own benchmarks: no rank, no verdict.")
+    notes.append("Times: median / 99th percentile, measured by the engines' own benchmarks: no rank, no verdict.")
     return "\n".join([report.text(rows), "", textwrap.fill(" ".join(notes), terminal.width())])

@@ -279,6 +279,11 @@ def test_texts_of_files_are_no_markup(tmp_path):
     assert "<script>" not in report.markdown([row]) and r"\|" in report.markdown([row])
 
 
+def test_long_times_are_readable():
+    times = Spread(12.3, 12.3456, None)
+    assert "12,346 / -" in report.text([Row(Figures("x", formats.LATENCY, "vLLM", latency_s=times))])
+
+
 def test_without_imports_the_report_has_no_such_section():
     assert report.TITLE not in html.render([], []) and report.TITLE not in markdown.to_markdown([], [])
     assert report.html([]) == ""
