@@ -181,6 +181,29 @@ class Decoder(ABC):
         """Bytes that the method holds besides the target, by name; read after the measurement."""
         return {}
 
+    @property
+    def most_nodes(self) -> int:
+        """Nodes per row of its widest pass of the target after the prompts are read."""
+        return 1
+
+    @property
+    def states_read(self) -> int:
+        """States per token of the prompts that it is given: the last ones, and those of the layers it names."""
+        return 0
+
+    def planned_caches(self, rows: int, longest: int, limit: int) -> dict[str, int]:
+        """Bytes of the caches of a decode, from sizes alone: ``cache`` of the target, ``draft_cache`` of a drafter.
+
+        Args:
+            rows: of the batch.
+            longest: tokens of the longest prompt.
+            limit: see ``decode``.
+
+        Returns:
+            Nothing where they are not known; the baseline's are counted in any case.
+        """
+        return {}
+
     def stats(self) -> dict[str, Any]:
         """Plain JSON values about the work so far that no step contains."""
         return {}

@@ -13,6 +13,7 @@ import yaml
 
 from bench.config.schema import RunConfig
 from bench.measure.interleave import Settings
+from bench.measure.memory_plan import Plan, plan
 from bench.measure.threshold_calibration import CalibrationSet, Choice
 from bench.models.artifacts import Prepared
 from bench.models.source import Loaded
@@ -142,6 +143,7 @@ def manifest(
             "n_prompts": len(shared.lengths),
             "n_pairs": len(shared.lengths) * chosen.repeats,
             "hardware": machine.facts(loaded.lm.device),
+            "memory_plan": memory_planned(parts, rows(shared), max(shared.lengths)).to_dict() | {"measured": None},
             "load_average": {"start": machine.load_average(), "end": None},
             "gpu_utilisation": {"start": shared.gpu_busy},
             "gpu_state": {"start": machine.gpu_state(loaded.lm.device), "end": None},
@@ -149,6 +151,19 @@ def manifest(
             "git": machine.git_state(),
         }
     )
+
+
+def rows(shared: Shared) -> int:
+    """Rows of the largest batch."""
+    return min(shared.settings.batch_size, len(shared.examples))
+
+
+def memory_planned(parts: Parts, rows: int, longest: int) -> Plan:
+    """Memory of a run with so many rows and prompts of at most so many tokens."""
+    shared = parts.shared
+    lm, limit, decoders = shared.loaded.lm, shared.settings.limit, (parts.method, shared.baseline)
+    drawn = getattr(getattr(shared.baseline, "sampling", None), "greedy", True) is False
+    return plan(lm, decoders, parts.held_bytes, rows, longest, limit, drawn=drawn)
 
 
 def config_yaml(cfg: RunConfig) -> str:
@@ -167,6 +182,7 @@ def after(parts: Parts, before: dict[str, Any], samples: Sequence[Sample]) -> di
     own, stats = parts.method.memory(), parts.method.stats()
     return {
         "memory": _memory(parts, samples),
+        **({"memory_plan": planned | {"measured": _peak(samples)}} if (planned := before.get("memory_plan")) else {}),
         **({"own_bytes": own} if own else {}),
         **({"method_facts": stats} if stats else {}),
         "load_average": before["load_average"] | {"end": machine.load_average()},
@@ -208,6 +224,11 @@ def _memory(parts: Parts, samples: Sequence[Sample]) -> dict[str, int | None]:
         "cache": max(s.batch_size for s in measured) * longest * lm.token_bytes,
         "floor": shared.floor_bytes,
     }
+
+
+def _peak(samples: Sequence[Sample]) -> int | None:
+    """Of both arms; None where it was not measured."""
+    return max((s.peak_bytes for s in samples if s.phase == "measure" and s.peak_bytes is not None), default=None)
 
 
 def now() -> str:

@@ -26,6 +26,7 @@ from bench.measure import (
     draft_costs,
     instruments,
     manifest,
+    memory_plan,
     preconditions,
     threshold_calibration,
     verify_cost,
@@ -223,6 +224,8 @@ def _prepare(cfgs: Sequence[RunConfig], given: Given) -> tuple[Shared, list[Part
     named = [each.method["name"] for each, reason in zip(cfgs, refused, strict=True) if reason is None]
     stage(f"loading model {cfg.model['name']} and {'method' if len(named) == 1 else 'methods'} {', '.join(named)}")
     loading.import_libraries()
+    if given.loaded is None:
+        memory_plan.require_before(cfg, examples)
     floor_bytes = instruments.settled_bytes()
     gpu_busy = machine.gpu_utilisation(loading.resolve_hardware(asdict(cfg.hardware))[0])
     if floor_bytes is not None:
@@ -264,7 +267,14 @@ def _parts(cfg: RunConfig, shared: Shared, given: Given) -> Parts | Exception:
         return error
     except (RuntimeError, MemoryError, OSError) as error:
         return explain(error, f"loading method {cfg.method['name']}") or error
-    return Parts(shared, method, part, drawn, lookup.local_files(cfg.method), max(0, _held(shared) - before))
+    parts = Parts(shared, method, part, drawn, lookup.local_files(cfg.method), max(0, _held(shared) - before))
+    planned = partial(manifest.memory_planned, parts)
+    rows, longest, device = manifest.rows(shared), max(shared.lengths), shared.loaded.lm.device
+    try:
+        memory_plan.require(planned, rows, longest, shared.settings.limit, device)
+    except UserError as error:
+        return error
+    return parts
 
 
 def _held(shared: Shared) -> int:

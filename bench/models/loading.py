@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from bench.models.architectures import Architecture
     from methods.engine.causal_lm import CausalLM
     from methods.engine.compiled_layers import Compiled
     from methods.engine.vocabulary import ForeignModel
@@ -60,7 +61,7 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     device, dtype = resolve_hardware(hardware)
     _settle_kernels(device)
     source = _source(model)
-    _require_memory(source, device, dtype, keep_hf)
+    _require_memory(source, device, dtype, keep_hf, Path(paths.cache))
     read = source.read(dtype, Path(paths.cache))
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
     _require_finite(str(model["name"]), weights)
@@ -141,25 +142,56 @@ def compile_layers(lm: CausalLM) -> Compiled:
     return Compiled(lm)
 
 
-def _require_memory(source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool) -> None:
-    """Refuse a model with random weights that does not fit.
+def shape_of(model: Mapping[str, Any], paths: PathsConfig) -> Architecture | None:
+    """Sizes of a decoder-only model before it is loaded; None where this machine does not have them."""
+    return _shape(_source(model), Path(paths.cache))
+
+
+def _shape(source: Source, cache: Path) -> Architecture | None:
+    from bench.models.architectures import Architecture
+    from bench.models.embedded import SMOLLM2, EmbeddedModel
+    from bench.models.hub import HubModel, is_seq2seq
+
+    if isinstance(shape := getattr(source, "shape", None), Architecture):
+        return shape
+    if isinstance(source, EmbeddedModel):
+        where: Any = SMOLLM2.folder(cache)
+    elif type(source) is HubModel:
+        where = source.folder or source.name
+    else:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+        return None if is_seq2seq(config) else Architecture.of(config)
+    except Exception:  # not here, damaged, or of another family: loading it will say so
+        return None
+
+
+def _require_memory(
+    source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool, cache: Path | None = None
+) -> None:
+    """Refuse a model that does not fit, as far as its sizes are known before it is loaded.
 
     While weights are converted, the largest matrix and one layer exist twice; with ``keep_hf`` all of them do.
     """
     import torch
 
-    from bench.models.architectures import Architecture
+    from bench.models.random_weights import RandomModel
     from bench.utils import memory
 
-    shape = getattr(source, "shape", None)
-    if not isinstance(shape, Architecture):
+    shape = _shape(source, cache or Path())
+    if shape is None:
         return
     stored = shape.stored_weights
     peak = 2 * stored if keep_hf else stored + shape.head_weights + shape.layer_weights
-    cure = "Choose a smaller one (model.like=NAME), or fewer layers (model.layers=N)."
+    random = isinstance(source, RandomModel)
+    cure = "Choose a smaller one" + (" (model.like=NAME), or fewer layers (model.layers=N)." if random else ".")
     what = f"A model of {stored:,} weights in {str(dtype).removeprefix('torch.')}"
-    if device.type != "cpu":  # it is made on the host
-        memory.require(what, stored * dtype.itemsize, torch.device("cpu"), cure)
+    if device.type != "cpu":
+        if random:  # it is made on the host; files are mapped
+            memory.require(what, stored * dtype.itemsize, torch.device("cpu"), cure)
         cure = f"It takes {memory.gpus(stored * dtype.itemsize)}, and a model is on one GPU here. {cure}"
     memory.require(what, peak * dtype.itemsize, device, cure)
 

@@ -507,8 +507,7 @@ class CausalLM:
         Rows shorter than the longest write after their end, which is never read.
         """
         cache.reset()
-        if self.fused:  # whose buffers of 32 bit take 25 kB a row, and which a short pass fills as well
-            chunk = min(chunk, max(_LEAST_CHUNK, _MOST_ROWS // len(prompts)))
+        chunk = min(chunk, self.prefill_chunk(len(prompts)))
         lengths, tokens = [len(prompt) for prompt in prompts], padded_rows(prompts, self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         final = torch.empty(len(prompts), 1, self.hidden_size, dtype=self.dtype, device=self.device)
@@ -530,6 +529,13 @@ class CausalLM:
             return Output(logits, hidden)
         every = self.norm(torch.cat([h for h, _ in states], 1))
         return Output(logits, every, {t: torch.cat([s[t] for _, s in states], 1) for t in hidden_layers})
+
+    def prefill_chunk(self, rows: int) -> int:
+        """Most tokens of each of so many prompts that one pass of ``prefill`` reads."""
+        if not self.fused:
+            return _PREFILL_CHUNK
+        # kernels: their buffers of 32 bit take 25 kB a row, and a short pass fills them as well
+        return min(_PREFILL_CHUNK, max(_LEAST_CHUNK, _MOST_ROWS // rows))
 
     def prefill_rows(self, prompts: Mapping[int, Int[Tensor, "_"]], cache: Cache) -> Output:
         """Read whole prompts, by row, into some rows of a cache, in place of their content; the others do not change.

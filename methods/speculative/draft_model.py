@@ -86,6 +86,11 @@ class DraftModel(ChainDrafter):
         self._cache: Cache | None = None
         self._prompt_lengths: list[int] = []
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return self.model.token_bytes
+
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)

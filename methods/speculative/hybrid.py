@@ -80,6 +80,11 @@ class HybridDrafter:
         """Memory of the network."""
         return self._network.nbytes if isinstance(self._network, HeadsDrafter) else {}
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in the network."""
+        return int(getattr(self._network, "token_bytes", 0))
+
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self._lookup.reset(prompts, limit)
         self._network.reset(prompts, limit + self._lookup.nodes)  # a long path may end far beyond the limit

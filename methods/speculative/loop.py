@@ -84,6 +84,22 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         """Of drafts that were sized: their mean number of nodes, and the share of rounds without one."""
         return self._tally.stats() if self._tally.rounds else {}
 
+    @property
+    def most_nodes(self) -> int:
+        return 1 + self.drafter.nodes
+
+    @property
+    def states_read(self) -> int:
+        return 1 + len(self.drafter.hidden_layers) if self.drafter.hidden_layers else 0
+
+    def planned_caches(self, rows: int, longest: int, limit: int) -> dict[str, int]:
+        slots = rows * self._slots(longest, limit)
+        per_token = int(getattr(self.drafter, "token_bytes", 0))
+        return {"cache": slots * self.target.token_bytes, "draft_cache": slots * per_token}
+
+    def _slots(self, longest: int, limit: int) -> int:
+        return longest + limit + 2 * (self.drafter.nodes + 1)
+
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         return self.decode_refilled(prompts, limit, rng, max(map(len, prompts)))
 
@@ -92,7 +108,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         target, drafter = self.target, self.drafter
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
-        cache = target.new_cache(len(prompts), longest + limit + 2 * (drafter.nodes + 1))
+        cache = target.new_cache(len(prompts), self._slots(longest, limit))
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
         watch = Stopwatch(target.device)
 

@@ -64,6 +64,12 @@ class EagleDrafter:
         self._reader: Reader | None = None
         self._unread = Unread(0)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        spec = self.network.spec
+        return 2 * spec.kv_heads * spec.head_dim * self.network.dtype.itemsize
+
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         growth = self.growth
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (growth.levels + 1) + growth.guesses
