@@ -2,7 +2,7 @@
 
 Weights, keys and values count once. What a pass works on is an estimate: the states and products of its nodes, the
 mask where no kernel replaces it, and the logits, twice for the argmax and in 32 bit where tokens are drawn. Work space
-of libraries, pools of CUDA graphs and pages of code are not known and left out.
+of libraries, pools of CUDA graphs, pages of code and tables that a method builds of the text are left out.
 """
 
 from __future__ import annotations
