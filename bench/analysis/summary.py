@@ -70,6 +70,7 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         **({"ignore_eos": True} if measure.get("ignore_eos") else {}),
         **({"made_ahead": ahead} if ahead else {}),
         **({"compile": True} if "compiled" in ahead else {}),  # a name of its own: compiled runs have their own tables
+        **({"kernels": manifest["kernels"]} if "kernels" in manifest else {}),
         "sampling": manifest["sampling"],
         "max_new_tokens": manifest["max_new_tokens"],
         "harness_share": manifest.get("harness_share"),

@@ -98,6 +98,8 @@ class HardwareConfig:
         linear: form of the matrix products, see ``methods.engine.linear``.
         graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
         compile: let torch.compile join the operations between matrix products, for baseline and methods alike.
+        kernels: of what is between the matrix products in passes over few nodes: those of torch, or ours in Triton, for
+            baseline and methods alike; ``auto`` is torch until the others are measured on a GPU.
         batch_invariant: refuse a model whose bits depend on the number of tokens or rows of a pass.
     """
 
@@ -108,10 +110,16 @@ class HardwareConfig:
     linear: Literal["auto", "plain", "packed", "panels"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     compile: bool = False
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _within("hardware.threads", self.threads, low=1, high=_MOST_THREADS)
+        if self.kernels == "triton" and self.compile:
+            raise UserError(
+                "hardware.compile must be false with hardware.kernels=triton, which replaces the same operations, got "
+                "true. Set one of the two."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ def manifest(
             "dataset": {"name": cfg.dataset["name"], "revision": shared.task.revision},
             "dtype": str(loaded.lm.dtype).removeprefix("torch."),
             "linear": loaded.lm.linear_form,
+            **({"kernels": loaded.lm.kernels} if loaded.lm.kernels != "torch" else {}),
             "batch_invariant": loaded.lm.batch_invariant,
             "sampling": asdict(cfg.sampling),
             "measure": asdict(cfg.measure),

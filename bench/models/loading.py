@@ -73,6 +73,7 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
             weights=quantised,  # type: ignore[arg-type]
         )
         compiled = compile_layers(lm) if hardware.get("compile", False) else None
+        _choose_kernels(lm, hardware)
         if hardware.get("batch_invariant", False):
             _require_invariant(lm)
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
@@ -99,6 +100,7 @@ def load_module(module: Any, tokenizer: Any, hardware: Mapping[str, Any]) -> Loa
     _settle_kernels(module.device)
     try:
         lm = _engine(module.config).from_hf(module, linear=hardware.get("linear", "auto"), keep_hf=True)
+        _choose_kernels(lm, hardware)
     except ValueError as error:
         raise UserError(str(error)) from error
     in_memory.require_equal(lm, module)
@@ -113,6 +115,19 @@ def _graphed(lm: CausalLM, hardware: Mapping[str, Any]) -> CausalLM:
 
     wanted = lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto"
     return GraphedLM.of(lm) if wanted else lm
+
+
+def _choose_kernels(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
+    from methods.engine.causal_lm import CausalLM
+
+    if hardware.get("kernels", "auto") != "triton":
+        return
+    if type(lm) is not CausalLM:
+        raise ValueError(
+            f"hardware.kernels=triton needs a decoder-only model that writes from left to right, got {lm.name}. Set "
+            "hardware.kernels=torch."
+        )
+    lm.use_triton()
 
 
 def _require_invariant(lm: CausalLM) -> None:

@@ -313,6 +313,7 @@ _ALIKE = {
     "batch": "batch_size",
     "refill": "refill",
     "compile": "compile",
+    "kernels": "kernels",
     "source": "source",
 }
 _MEASURED: dict[str, tuple[str, Callable[[FlatRow], str]]] = {
@@ -326,6 +327,7 @@ _MEASURED: dict[str, tuple[str, Callable[[FlatRow], str]]] = {
 # Left out in this order where the terminal is narrow.
 _LEAST = (
     "source",
+    "kernels",
     "compile",
     "refill",
     "novel",

@@ -28,6 +28,7 @@ JOIN_KEYS = (
     "dtype",
     "threads",
     "compile",
+    "kernels",
     "sampling",
     "batch_size",
     "refill",
@@ -135,6 +136,7 @@ def how(summary: Mapping[str, Any]) -> str:
         "prompts by length" if summary.get("sort_by_length") else "",
         "ends ignored" if summary.get("ignore_eos") else "",
         "compiled" if summary.get("compile") else "",
+        f"{summary['kernels']} kernels" if summary.get("kernels") else "",
     ]
     return ", ".join([*_sampling(summary.get("sampling")), *filter(None, kinds)])
 

@@ -171,6 +171,19 @@ _NORMS = {
 }
 
 
+def norm_heads(attention: Attention, heads: Float[Tensor, "B M E d"], kv_heads: int) -> Float[Tensor, "B M E d"]:
+    """Query and key heads after their norms, beside the value heads."""
+    if attention.query_norm is None or attention.key_norm is None:
+        return heads
+    query, key, value = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
+    if attention.norm_heads:
+        query, key = attention.query_norm(query), attention.key_norm(key)
+    else:
+        query = attention.query_norm(query.flatten(2)).view(query.shape)
+        key = attention.key_norm(key.flatten(2)).view(key.shape)
+    return torch.cat([query, key, value], dim=2)
+
+
 def check(config: PretrainedConfig) -> None:
     """Refuse what is not proven.
 

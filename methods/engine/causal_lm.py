@@ -25,6 +25,7 @@ from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear, LinearForm, make_linear
 from methods.engine.sampling import in_float
 from methods.engine.token_tree import Nodes, Parents
+from methods.engine.triton_layers import TritonLayers
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
@@ -118,7 +119,7 @@ class CausalLM:
     """
 
     weights: Weights = "full"
-    _fused: FusedLayers | None = None
+    _fused: FusedLayers | TritonLayers | None = None
     window: int | None = None
     _logit_cap: float | None = None
 
@@ -316,10 +317,11 @@ class CausalLM:
         if self._embed_scale != 1.0:
             hidden = hidden * self._embed_factor
         groups = self.heads // self.kv_heads
+        by_kernels = self._fused is not None and self._fused.takes(nodes, fixed)
         if parents is None and cache.uniform and not fixed:
             start = cache.lengths[0]
             cos, sin = self._rope.slice(start, start + nodes)
-            if self._fused is not None:
+            if by_kernels:
                 return Pass(hidden, cos, sin, None, None, end, cache, fused=True)
             mask = None if nodes == 1 else causal_mask(nodes, start, groups, self.dtype, self.device)
             near = None if self.window is None else self._near_chain(cos, sin, mask, nodes, cache)
@@ -329,7 +331,7 @@ class CausalLM:
         self._rope.reserve(end)
         cos, sin = self._rope.gather(cache.length[:, None] + offsets)
         slots = None if cache.uniform and not fixed else cache.slots(nodes)
-        if self._fused is not None and not fixed:  # whose host may not know the lengths
+        if by_kernels:
             return Pass(hidden, cos, sin, None, slots, end, cache, fused=True, reach=reach)
         mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
         near = None if self.window is None else self._near(cos, sin, mask, reach, offsets, end, cache, fixed)
@@ -422,8 +424,26 @@ class CausalLM:
 
     @property
     def fused(self) -> bool:
-        """Whether kernels run the layers, see ``methods.engine.fused_layers``."""
-        return self._fused is not None
+        """Whether a CPU's kernels run the layers, see ``methods.engine.fused_layers``."""
+        return isinstance(self._fused, FusedLayers)
+
+    def use_triton(self) -> None:
+        """Let Triton's kernels run the layers in passes over few nodes, of this model and of later views of it.
+
+        Raises:
+            ValueError: they do not have all that these layers do, or cannot run here.
+        """
+        model = (self.name, self.dtype, self.device, self.max_positions)
+        self._fused = TritonLayers.of(self.layers, self.kv_heads, self._scale, self._residual, *model)
+
+    @property
+    def kernels(self) -> Literal["torch", "triton"]:
+        """What runs the layers where there is no ``fused``, in passes over few nodes."""
+        return "triton" if isinstance(self._fused, TritonLayers) else "torch"
+
+    def reads_lengths(self, nodes: int) -> bool:
+        """Whether a pass of fixed shape over so many nodes finds the rows' ends itself, however many slots it may read."""
+        return isinstance(self._fused, TritonLayers) and self._fused.takes(nodes, True)
 
     @property
     def batch_invariant(self) -> bool:
@@ -585,7 +605,7 @@ class CausalLM:
 
     def turn(self, attention: Attention, heads: Float[Tensor, "B M H d"], cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values of a layer after the norms of the heads and the rotary embedding."""
-        heads = self._norm_heads(attention, heads)
+        heads = causal_layers.norm_heads(attention, heads, self.kv_heads)
         if attention.rotary:
             rotate_(heads[:, :, : self.heads + self.kv_heads], cos, sin)
         return heads
@@ -614,17 +634,6 @@ class CausalLM:
             bias = None if joined.bias is None else joined.bias[first:]
             self._key_value[index] = make_linear([joined.dense[first:].contiguous()], [bias], joined.form)
         return self._key_value[index]
-
-    def _norm_heads(self, attention: Attention, heads: Float[Tensor, "B M H d"]) -> Float[Tensor, "B M H d"]:
-        if attention.query_norm is None or attention.key_norm is None:
-            return heads
-        query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-        if attention.norm_heads:
-            query, key = attention.query_norm(query), attention.key_norm(key)
-        else:
-            query = attention.query_norm(query.flatten(2)).view(query.shape)
-            key = attention.key_norm(key.flatten(2)).view(key.shape)
-        return torch.cat([query, key, value], dim=2)
 
     def _mix(
         self,

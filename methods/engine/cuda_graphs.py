@@ -5,6 +5,9 @@ the host. A graph needs the same addresses and shapes each time: caches are hand
 buffers, and keys are read up to a bucket above the longest row, those after each row's end masked. What was captured
 over one cache is replayed for all texts that use it.
 
+Triton's kernels (``methods.engine.triton_layers``) read where rows end on the device, so that one graph of a number of
+nodes is enough for all lengths.
+
 Passes over other numbers of nodes than those of ``NODES`` are filled up to the next one: nodes after the last are read
 by none before them. The output matrix is multiplied outside, so the next pass does not overwrite logits and states.
 
@@ -49,7 +52,7 @@ class Form(NamedTuple):
     Attributes:
         nodes: M, one of ``NODES`` or more.
         closure: products that the tree's closure takes (``tree.closure_steps``); None: a chain.
-        end: slots that attention reads, a bucket.
+        end: slots that attention reads, a bucket; all that the cache has where kernels find the rows' ends.
         hidden_layers: layers whose states are wanted.
     """
 
@@ -164,6 +167,9 @@ class Graphs:
         for (closure, taps), most in (undrafted | self._shapes).items():
             sizes = {padded(most), *(nodes for nodes in NODES if nodes <= most and (closure is None or nodes > 1))}
             for nodes in sorted(sizes):
+                if self._reads_lengths(nodes):
+                    yield Form(nodes, closure, capacity, taps)
+                    continue
                 end, last = _LEAST_BUCKET, min(bucket(longest + nodes), capacity)
                 while end <= last:
                     yield Form(nodes, closure, end, taps)
@@ -176,7 +182,8 @@ class Graphs:
         pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
         given = tokens.shape[1]
         nodes = padded(given)
-        end = bucket(max(cache.lengths) + nodes)
+        least = max(cache.lengths) + nodes
+        end = max(cache.capacity, least) if self._reads_lengths(nodes) else bucket(least)
         if pooled is None or end > cache.capacity or cache.length is not pooled.cache.length:
             self.missed += 1
             return None
@@ -195,6 +202,10 @@ class Graphs:
         replay.run()
         hidden, seen = replay.states
         return hidden[:, :given].clone(), {tap: state[:, :given].clone() for tap, state in seen.items()}
+
+    def _reads_lengths(self, nodes: int) -> bool:
+        lm = self._lm()
+        return lm is not None and lm.reads_lengths(nodes)
 
     def _again(self, pooled: Pooled, form: Form, tokens: Nodes, parents: Parents) -> Replay | None:
         """A replay of a form that is used for the second time."""

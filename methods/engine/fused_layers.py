@@ -101,6 +101,11 @@ class FusedLayers:
         self._kept.append(norm.factor.float().contiguous())
         return _Norm(self._kept[-1].data_ptr(), norm.eps)
 
+    @staticmethod
+    def takes(nodes: int, fixed: bool) -> bool:
+        """Whether the kernels run such a pass; ``fixed``: in its shapes, where the host may not know the lengths."""
+        return not fixed
+
     def run(
         self,
         hidden: Float[Tensor, "B M D"],
