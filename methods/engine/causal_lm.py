@@ -442,7 +442,7 @@ class CausalLM:
         return "triton" if isinstance(self._fused, TritonLayers) else "torch"
 
     def reads_lengths(self, nodes: int) -> bool:
-        """Whether a pass of fixed shape over so many nodes finds the rows' ends itself, however many slots it may read."""
+        """Whether a pass of fixed shape over so many nodes finds the ends of the rows on the device."""
         return isinstance(self._fused, TritonLayers) and self._fused.takes(nodes, True)
 
     @property

@@ -6,8 +6,8 @@ depend on shapes alone, so a CUDA graph of a pass is valid for all lengths up to
 Attention cuts the keys of a row into splits that run at the same time, and merges them by the logarithms of their sums
 (Flash-Decoding, Dao et al. 2023). Sums are in 32 bit. The other kernels round where torch's operators do.
 
-``*_eager`` are the same functions in torch. Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1
-is set before this module is imported. The interpreter multiplies no bfloat16, and rounds to it towards zero.
+``*_eager`` are the same functions in torch. Without a GPU the kernels run in Triton's interpreter, if
+TRITON_INTERPRET=1 is set before this module is imported. It multiplies no bfloat16, and rounds to it towards zero.
 """
 
 from __future__ import annotations
