@@ -80,7 +80,7 @@ def test_attention(
     torch.manual_seed(0)
     store = random(batch, 2 * kv_heads, capacity, dim, dtype=dtype).transpose(1, 2)
     query = random(batch, nodes, heads, dim, dtype=dtype)
-    length = torch.tensor([capacity - nodes, 0, 30][:batch], device=DEVICE)
+    length = torch.tensor([capacity - nodes - 3, 0, 30][:batch], device=DEVICE)
     bits = kernels.pack_bits(token_tree.ancestors(any_tree(batch, nodes), nodes)) if tree else None
     wanted = kernels.attend_eager(query, store, length, bits, dim**-0.5)
     for row, end in enumerate((length + nodes).tolist()):
@@ -235,35 +235,29 @@ FAMILIES = {
     "olmo2": {},  # norms after the sub-layers, and of all heads together
     "granite": {},  # a factor of the residual
     "gemma": {},  # norms whose weight is stored less one; no SiLU
-    "smollm3": {},  # layers without rotary positions
-    "glm4": {},  # rotary positions of half a head
-    "qwen2_moe": {},
-    "mixtral": {"sliding_window": None},
+    "smollm3": {"num_hidden_layers": 4},  # layers without rotary positions
+    "mixtral": {"sliding_window": None},  # experts
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
-    made = both(lambda: tiny(family, num_hidden_layers=4, **FAMILIES[family]))
+    made = both(lambda: tiny(family, **{"num_hidden_layers": 2, **FAMILIES[family]}))
     parents = torch.tensor([[-1, -1], [-1, 0]], device=DEVICE)
     for theirs, ours in zip(*(outputs(lm, parents, 2, 3) for lm in made), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_a_pass_of_fixed_shape_is_made_once_for_all_lengths(tree: bool) -> None:
+def test_a_pass_of_fixed_shape_is_made_once_for_all_lengths() -> None:
     plain, ours = both()
     fixed = GraphedLM.of(ours, capture=False)
-    nodes = 5
-    parents = any_tree(2, nodes) if tree else None
-    for theirs, found in zip(
-        outputs(plain, parents, 2, nodes), outputs(fixed, parents, 2, nodes, times=3), strict=True
-    ):
+    parents = torch.tensor([[-1, -1], [-1, 0]], device=DEVICE)
+    for theirs, found in zip(outputs(plain, parents, 2, 3), outputs(fixed, parents, 2, 3, times=3), strict=True):
         close(found, theirs)
     assert fixed.graphs.captured == 1
     caches = [lm.new_cache(1, 256) for lm in (plain, fixed)]
-    tokens = torch.tensor([[4, 9, 3, 7, 1]], device=DEVICE)
-    for length in (200, 3, 251):
+    tokens = torch.tensor([[4, 9, 3]], device=DEVICE)
+    for length in (200, 3, 253):
         found = []
         for lm, cache in zip((plain, fixed), caches, strict=True):
             lm.prefill([torch.arange(length, device=DEVICE) % 50], cache)
@@ -344,16 +338,12 @@ def test_models_that_the_kernels_lack_something_of_are_refused() -> None:
 @pytest.mark.skipif(ON_GPU, reason="of the interpreter")
 def test_a_run_says_which_kernels_it_used(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(
-        "".join(json.dumps({"question_id": i, "category": "chat", "turns": ["Say."]}) + "\n" for i in range(2))
-    )
-    words = ["method=prompt_lookup", "model=random", "hardware=cpu_fp32", "hardware.threads=1", "max_new_tokens=3"]
+    file.write_text(json.dumps({"question_id": 0, "category": "chat", "turns": ["Say."]}) + "\n")
+    words = ["method=prompt_lookup", "model=random", "hardware=cpu_fp32", "hardware.threads=1", "max_new_tokens=2"]
     quick = ["measure.bootstrap_samples=100", "measure.cost_curve=false", "measure.warmup=0", "dataset=jsonl"]
     paths = PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache"))
     cfg = replace(compose.compose([*words, *quick, f"dataset.path={file}"]), paths=paths)
-    assert "kernels" not in identity.strip(cfg.to_dict()).get("hardware", {}), (
-        "the id of a run without them is unchanged"
-    )
+    assert "kernels" not in identity.strip(cfg.to_dict()).get("hardware", {}), "other runs keep their id"
     outcome = run(replace(cfg, hardware=replace(cfg.hardware, kernels="triton")))
     assert json.loads((outcome.path / "manifest.json").read_text())["kernels"] == outcome.summary["kernels"] == "triton"
     assert outcome.summary["agreement"]["exact"] == 1.0
