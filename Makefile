@@ -23,7 +23,7 @@ NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),yes)
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench fetch models smollm2
 	$(BIN)/python -m bench fetch data mtbench
-	$(BIN)/python -m bench method=eagle dataset=mtbench measure=quick max_new_tokens=64 $(ARGS)
+	$(BIN)/python -m bench method=suffix dataset=mtbench measure=quick max_new_tokens=64 $(ARGS)
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m bench fetch models smollm2
