@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -47,12 +47,22 @@ def words(config: Mapping[str, Any], method: str | None = None) -> list[str]:
     kept = {key: value for key, value in config.items() if not (method and key == "method")}
     changed = [
         f"{key}={written(value)}"
-        for key, value in flatten(kept)
+        for key, value in _settings(kept, base)
         if key in base and not key.endswith("._target_") and not _equal(value, base[key]) and not _moved(key, value)
     ]
     changed += [] if method else _newer(config.get("method") or {}, base)
     chosen["method"] = f"method={method or choices['method']}"
     return [word for group, word in chosen.items() if group == "method" or choices[group] != usual.get(group)] + changed
+
+
+def _settings(values: Mapping[str, Any], base: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """As ``flatten``, but what stands for a single value of ``base``, such as a draft model for null, stays whole."""
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and key not in base:
+            yield from _settings(value, base, f"{key}.")
+        else:
+            yield key, value
 
 
 def _choice(group: str, values: Mapping[str, Any]) -> str:

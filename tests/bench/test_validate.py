@@ -92,12 +92,12 @@ EDITS: dict[str, Callable[[Path], Any]] = {
     "summary.json verdict": summary(lambda s: s["verdict"].update(valid=False, result="INVALID", reasons=["x"])),
     "summary.json tokens per second": summary(lambda s: s.update(tokens_per_s=99.0)),
     "summary.json interval": summary(lambda s: s["speedup"]["headline"].update(low=1.5)),
-    "summary.json agreement": summary(lambda s: s["agreement"].update(exact=1.0)),
+    "summary.json agreement": summary(lambda s: s["agreement"].update(exact=0.5)),
     "summary.json memory": summary(lambda s: s["memory"].update(weights=1)),
     "summary.json method": summary(lambda s: s.update(method="eagle")),
     "summary.json total speed-up": summary(lambda s: s["speedup"]["total"].update(value=9.0)),
     "manifest.json method": manifest(lambda m: m["method"].update(name="eagle")),
-    "manifest.json agreement": manifest(lambda m: m["agreement"].update(exact=1.0)),
+    "manifest.json agreement": manifest(lambda m: m["agreement"].update(exact=0.5)),
     "manifest.json hardware": manifest(lambda m: m["hardware"].update(cpu="another")),
     "manifest.json model": manifest(lambda m: m["model"].update(sha256="0" * 64)),
     "manifest.json done": manifest(lambda m: m.update(n_done=999)),
@@ -145,7 +145,7 @@ def test_no_summary_is_derived_from_changed_records(what: str, kept: Path, capsy
     [
         ("tokens_per_s 99.0", EDITS["summary.json tokens per second"]),
         ("memory.weights 1", EDITS["summary.json memory"]),
-        ("agreement.exact 1.0", EDITS["manifest.json agreement"]),
+        ("agreement.exact 0.5", EDITS["manifest.json agreement"]),
         ("verdict.noisy true", summary(lambda s: s["verdict"].update(noisy=True))),
     ],
 )

@@ -198,7 +198,7 @@ def test_prompts_are_not_downloaded(
     monkeypatch.delenv("DECODEBENCH_DATA", raising=False)
     paths = compose.compose([f"paths.results={tmp_path}", f"paths.cache={tmp_path}", "paths.data=null"]).paths
     rows = tracked_run.finished_run(REFERENCE, paths).tables["texts"].rows
-    assert len(rows) == 20 and not any(line[tracked_run.TEXT_COLUMNS.index("prompt")] for line in rows)
+    assert len(rows) == 40 and not any(line[tracked_run.TEXT_COLUMNS.index("prompt")] for line in rows)
     assert "asking" not in capsys.readouterr().err
 
 
@@ -259,7 +259,7 @@ def test_a_finished_run_is_sent_later_and_its_record_stays(
     assert set(sent) == {run.name, REFERENCE.name}
     assert all(found["run"][0]["project"] == "mine" for found in sent.values())
     history = [record["item"] for record in sent[REFERENCE.name]["history"]]
-    assert len(history) == 20 and 0 < history[0]["prompt/acceptance"] < 1
+    assert len(history) == 40 and 0 < history[0]["prompt/acceptance"] < 1
     assert history[-1]["roofline._type"] == "image-file", "there is a reference record of its model and machine"
 
 

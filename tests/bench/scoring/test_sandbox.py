@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +121,15 @@ def children() -> Callable[[], list[psutil.Process]]:
     """The processes that were started since, but for those of ``start``."""
     me = psutil.Process()
     before = set(me.children(recursive=True))
-    return lambda: [each for each in me.children(recursive=True) if each not in before and each.name() != "sleep"]
+    return lambda: [each for each in me.children(recursive=True) if each not in before and name_of(each) != "sleep"]
+
+
+def name_of(process: psutil.Process) -> str:
+    """Of one that has ended meanwhile: nothing."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 # ---------------------------------------------------------------------------------------------------------- the attacks
@@ -306,8 +315,9 @@ def test_worker_and_judge_have_no_rights(isolated: str, children: Callable[[], l
     found, user = confined(me), str(os.getuid() or 65534)
     limits = [Path(f"/proc/{each['Pid']}/limits").read_text() for each in found] if os.getuid() == 0 else []
     for process in children():
-        if process.ppid() == me.pid:
-            process.kill()  # which ends all of it
+        with suppress(psutil.NoSuchProcess):
+            if process.ppid() == me.pid:
+                process.kill()  # which ends all of it
     run.join()
     wait_until(lambda: not children())
     for each in found:
