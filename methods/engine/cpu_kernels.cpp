@@ -326,6 +326,12 @@ struct Row {
         base = all.base + first * all.words + row - first;
         step = all.count(tile);
     }
+    // From an input on, an even one.
+    Row after(int64_t input) const {
+        Row rest = *this;
+        rest.base += (pairs ? input / 2 : input) * step;
+        return rest;
+    }
     void put(int64_t input, Floats value) const {
         if (!pairs) {
             put_words(base + input * step, value);
@@ -759,20 +765,23 @@ struct Layer {
 struct Model {
     const Layer* layers;
     int64_t hidden, heads, kv_heads, dim, mlp;
+    int64_t beside;  // numbers that the first product of attention reads before those of the state
     float scale, residual;
 };
 
 // Nodes of a pass after `lengths` tokens per row; a row of `work` per thread and buffers, see `workspace`.
 struct Pass {
     const void* hidden;      // [batch, nodes, hidden]
+    const void* beside;      // [batch, nodes, beside]
     void* result;            // of the same shape
     const void *cos, *sin;   // [batch or 1, nodes, rotary]
     int64_t table;           // numbers between the tables of two rows; 0: one for all
     int64_t rotary;          // dimensions that turn
-    const uint8_t* reach;    // [batch, nodes, nodes]: which nodes a node sees; null: a chain
+    const uint8_t* reach;    // [batch, nodes, earlier + nodes]: which nodes a node sees; null: those up to itself
     const int64_t* lengths;  // [batch]
     void* cache;             // [layer, batch, 2 kv_heads, capacity, dim]
     int64_t batch, nodes, capacity;
+    int64_t earlier;         // nodes after the tokens of a row whose keys and values are there
     const int32_t* layers;   // to run, in order
     const int32_t* places;   // of these in the cache
     const uint8_t* parts;    // bit 0: attention, bit 1: feed-forward
@@ -792,7 +801,7 @@ struct Buffers {
 
 int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, float* work, Buffers* into) {
     const int64_t qkv = (m.heads + 2 * m.kv_heads) * m.dim, mixed = m.heads * m.dim;
-    int64_t narrow = m.hidden > mixed ? m.hidden : mixed;
+    int64_t narrow = m.hidden + m.beside > mixed ? m.hidden + m.beside : mixed;
     narrow = narrow > m.mlp ? narrow : m.mlp;
     const int64_t wide = qkv > 2 * m.mlp ? qkv : 2 * m.mlp;
     const int64_t room = padded(slots), groups = m.heads / m.kv_heads;
@@ -837,7 +846,7 @@ class Runner {
     Runner(const Model& m, const Pass& p) : m_(m), p_(p), rows_(p.batch * p.nodes) {
         int64_t longest = 0;
         for (int64_t b = 0; b < p.batch; b++) longest = p.lengths[b] > longest ? p.lengths[b] : longest;
-        lay_out(m, rows_, longest + p.nodes, p.threads, p.work, &buffers_);
+        lay_out(m, rows_, longest + p.earlier + p.nodes, p.threads, p.work, &buffers_);
     }
 
     void run(Team& team) {
@@ -870,15 +879,17 @@ class Runner {
         multiply<T>(team, matrix, x, buffers_.sums, buffers_.rounded, finish);
     }
 
-    // Input of a sub-layer, for its first product: the state, or its norm.
-    Rows input(Team& team, const Norm& norm, const Matrix& matrix) {
+    // Input of a sub-layer, for its first product: the state or its norm, after `beside` numbers of the pass.
+    Rows input(Team& team, const Norm& norm, const Matrix& matrix, int64_t beside) {
         const Rows x = rows_for<T>(buffers_.rows, rows_, matrix);
         over_rows(team, [&](int64_t row) {
             const float* state = buffers_.hidden + row * m_.hidden;
+            if (beside) copy(static_cast<const T*>(p_.beside) + row * beside, Row(x, row), beside);
+            const Row to = Row(x, row).after(beside);
             if (norm.weight)
-                normalise<T>(norm, state, Row(x, row), m_.hidden);
+                normalise<T>(norm, state, to, m_.hidden);
             else
-                copy(state, Row(x, row), m_.hidden);
+                copy(state, to, m_.hidden);
         });
         return x;
     }
@@ -917,7 +928,7 @@ class Runner {
 
     void attention(Team& team, const Layer& layer, int64_t place) {
         const int64_t dim = m_.dim, width = layer.qkv.outputs, turning = m_.heads + m_.kv_heads;
-        const Rows x = input(team, layer.before_attention, layer.qkv);
+        const Rows x = input(team, layer.before_attention, layer.qkv, m_.beside);
         product(team, layer.qkv, x, [&](int64_t row, int64_t at, Floats value, int count) {
             memcpy(buffers_.wide + row * width + at, &value, 4 * count);
         });
@@ -935,7 +946,8 @@ class Runner {
             }
             for (int64_t h = 0; h < 2 * m_.kv_heads; h++)
                 narrow(heads + (m_.heads + h) * dim,
-                       cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + p_.lengths[b] + node) * dim, dim);
+                       cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + p_.lengths[b] + p_.earlier + node) * dim,
+                       dim);
         });
         const int64_t groups = m_.heads / m_.kv_heads;
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.out);
@@ -947,10 +959,11 @@ class Runner {
             const int64_t b = row / p_.nodes, node = row % p_.nodes;
             float* scores = buffers_.scores + team.thread() * buffers_.of_thread;
             int32_t* own = reinterpret_cast<int32_t*>(scores + together * buffers_.room);
-            int64_t count = p_.reach ? 0 : node + 1;
+            const int64_t others = p_.earlier + p_.nodes;
+            int64_t count = p_.reach ? 0 : p_.earlier + node + 1;
             if (p_.reach)
-                for (int64_t other = 0; other <= node; other++)
-                    if (p_.reach[(b * p_.nodes + node) * p_.nodes + other]) own[count++] = int32_t(other);
+                for (int64_t other = 0; other < others; other++)
+                    if (p_.reach[(b * p_.nodes + node) * others + other]) own[count++] = int32_t(other);
             const T* keys = cache + (b * 2 * m_.kv_heads + kv) * p_.capacity * dim;
             const T* values = keys + m_.kv_heads * p_.capacity * dim;
             attend_heads<T>(together, buffers_.wide + row * width + head * dim, dim, keys, values, p_.lengths[b],
@@ -970,7 +983,7 @@ class Runner {
     }
 
     void feed_forward(Team& team, const Layer& layer) {
-        const Rows x = input(team, layer.before_mlp, layer.gate_up);
+        const Rows x = input(team, layer.before_mlp, layer.gate_up, 0);
         const Rows gated = rows_for<T>(buffers_.rows, rows_, layer.down);
         product(team, layer.gate_up, x, [&](int64_t row, int64_t at, Floats value, int count) {
             memcpy(buffers_.wide + row * 2 * m_.mlp + at, &value, 4 * count);
@@ -1077,7 +1090,7 @@ void pack_blocks(uint8_t* numbers, BFloat16* scales, BFloat16* zeros, Block<BITS
 
 extern "C" {
 
-// Numbers of `work` for a pass: rows = batch * nodes, slots = the longest row's tokens and nodes.
+// Numbers of `work` for a pass: rows = batch * nodes, slots = the longest row's tokens, earlier nodes and nodes.
 int64_t workspace(const Model* model, int64_t rows, int64_t slots, int64_t threads) {
     return lay_out(*model, rows, slots, threads, nullptr, nullptr);
 }

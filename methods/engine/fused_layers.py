@@ -40,7 +40,7 @@ class _Layer(Structure):
 class _Model(Structure):
     _fields_ = [
         ("layers", c_void_p),
-        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "mlp")),
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "mlp", "beside")),
         ("scale", c_float),
         ("residual", c_float),
     ]
@@ -48,11 +48,11 @@ class _Model(Structure):
 
 class _Pass(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("hidden", "result", "cos", "sin")),
+        *((name, c_void_p) for name in ("hidden", "beside", "result", "cos", "sin")),
         ("table", c_int64),
         ("rotary", c_int64),
         *((name, c_void_p) for name in ("reach", "lengths", "cache")),
-        *((name, c_int64) for name in ("batch", "nodes", "capacity")),
+        *((name, c_int64) for name in ("batch", "nodes", "capacity", "earlier")),
         *((name, c_void_p) for name in ("layers", "places", "parts", "taps")),
         ("count", c_int64),
         ("work", c_void_p),
@@ -75,15 +75,18 @@ class FusedLayers:
         layers: all of the model, which ``expressible`` accepts.
         scale: of attention scores.
         residual: factor of what a sub-layer adds.
+        beside: numbers of a node that the first product of attention reads before those of the state.
     """
 
-    def __init__(self, layers: Sequence[Layer], heads: int, kv_heads: int, scale: float, residual: float) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], heads: int, kv_heads: int, scale: float, residual: float, beside: int = 0
+    ) -> None:
         found = library()
         assert found is not None, "no kernels"
         self._kept: list[Tensor] = []
         self._layers = (_Layer * len(layers))(*map(self._described, layers))
         out, down = self._layers[0].out, self._layers[0].down
-        sizes = (out.outputs, heads, kv_heads, out.inputs // heads, down.inputs)
+        sizes = (out.outputs, heads, kv_heads, out.inputs // heads, down.inputs, beside)
         self._model = _Model(ctypes.addressof(self._layers), *sizes, scale, residual)
         self._run: Callable[..., Any] = getattr(found, f"run_{KINDS[_panels(layers[0].attention.out).dtype]}")
         self._run.argtypes = [POINTER(_Model), POINTER(_Pass)]
@@ -91,7 +94,7 @@ class FusedLayers:
         found.workspace.restype, found.workspace.argtypes = c_int64, [POINTER(_Model), *[c_int64] * 3]
 
     def _described(self, layer: Layer) -> _Layer:
-        matrices = (_panels(product).matrix for product in _products(layer))
+        matrices = (_panels(product).matrix for product in products_of(layer))
         norms = (self._norm(norm) for norm in _norms(layer))
         return _Layer(*matrices, *norms, layer.attention.norm_heads, layer.attention.rotary)
 
@@ -111,21 +114,27 @@ class FusedLayers:
         hidden: Float[Tensor, "B M D"],
         cos: Float[Tensor, "b M 1 r"],
         sin: Float[Tensor, "b M 1 r"],
-        reach: Bool[Tensor, "B M M"] | None,
+        reach: Bool[Tensor, "B M G"] | None,
         cache: Cache,
         portions: Sequence[Portion],
-        wanted: Collection[int],
+        wanted: Collection[int] = (),
+        *,
+        earlier: int = 0,
+        beside: Float[Tensor, "B M E"] | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
         """States after some layers, and after those ``wanted``; keys and values go after the cache's lengths.
 
         Args:
-            reach: which node sees which, its own included; None: a chain.
+            reach: which of the earlier nodes and of these each one sees; None: a chain.
+            earlier: nodes that were run before and are not part of the cache's lengths.
+            beside: what the first product of attention reads before the state, if the layers do.
         """
-        hidden = hidden.contiguous()
+        hidden, beside = hidden.contiguous(), None if beside is None else beside.contiguous()
         batch, nodes, _ = hidden.shape
         result, threads, count = torch.empty_like(hidden), torch.get_num_threads(), len(portions)
         taps = {portion.layer: torch.empty_like(hidden) for portion in portions if portion.layer in wanted}
-        slots = max(cache.lengths) + nodes
+        slots = max(cache.lengths) + earlier + nodes
+        assert slots <= cache.capacity, f"{slots} slots in a cache of {cache.capacity}"
         work = torch.empty(self._workspace(byref(self._model), batch * nodes, slots, threads))
         arrays = (
             (c_int32 * count)(*(portion.layer for portion in portions)),
@@ -135,10 +144,11 @@ class FusedLayers:
         )
         lengths, turning = (c_int64 * batch)(*cache.lengths), cos.shape[-1]
         described = _Pass(
-            hidden.data_ptr(), result.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            hidden.data_ptr(), None if beside is None else beside.data_ptr(), result.data_ptr(), cos.data_ptr(),
+            sin.data_ptr(),
             0 if len(cos) == 1 else nodes * turning, turning,
             None if reach is None else reach.data_ptr(), ctypes.addressof(lengths), cache.store.data_ptr(),
-            batch, nodes, cache.capacity, *(ctypes.addressof(array) for array in arrays), count, work.data_ptr(),
+            batch, nodes, cache.capacity, earlier, *(ctypes.addressof(array) for array in arrays), count, work.data_ptr(),
             threads,
         )  # fmt: skip
         self._run(byref(self._model), byref(described))
@@ -163,7 +173,7 @@ def _known(layer: Layer, longest: int) -> bool:
         and attention.soft_cap is None
         and attention.sinks is None
         and all(norm is None or isinstance(norm, RMSNorm) for norm in _norms(layer))
-        and all(isinstance(product, KernelLinear) for product in _products(layer))
+        and all(isinstance(product, KernelLinear) for product in products_of(layer))
         and _panels(mlp.down).matrix.inputs % _LANES == 0
         and type(mlp.activation).__name__.startswith("SiLU")
     )
@@ -174,7 +184,8 @@ def _norms(layer: Layer) -> tuple[Rows | None, ...]:
     return attention.norm, attention.post_norm, mlp.norm, mlp.post_norm, attention.query_norm, attention.key_norm
 
 
-def _products(layer: Layer) -> tuple[Linear, ...]:
+def products_of(layer: Layer) -> tuple[Linear, ...]:
+    """The matrices of a layer without experts."""
     assert isinstance(layer.mlp, FeedForward)
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 

@@ -10,14 +10,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from methods.drafting import Context
-from methods.engine.causal_layers import RMSNorm
+from methods.engine.causal_layers import Attention, FeedForward, Layer, RMSNorm
 from methods.engine.causal_lm import CausalLM, RotaryTable
 from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.fused_layers import FusedLayers, expressible, products_of
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear, make_linear
 from methods.rows import of_rows
@@ -113,6 +114,33 @@ class Weights:
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight"), self._eps)
 
+    def layer(self, name: str, norm: str | None = "input_layernorm", norm_heads: bool = False) -> Layer:
+        """A decoder layer.
+
+        Args:
+            name: what the names of its tensors begin with.
+            norm: in front of its attention; None: there is none.
+            norm_heads: queries and keys are normalised for each head, as in Qwen3.
+        """
+        attention = Attention(
+            norm=None if norm is None else self.norm(f"{name}.{norm}"),
+            qkv=self.linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv")),
+            out=self.linear(f"{name}.self_attn.o_proj"),
+            query_norm=self.norm(f"{name}.self_attn.q_norm") if norm_heads else None,
+            key_norm=self.norm(f"{name}.self_attn.k_norm") if norm_heads else None,
+            norm_heads=norm_heads,
+            post_norm=None,
+            rotary=True,
+        )
+        mlp = FeedForward(
+            norm=self.norm(f"{name}.post_attention_layernorm"),
+            gate_up=self.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
+            down=self.linear(f"{name}.mlp.down_proj"),
+            activation=nn.SiLU(),
+            post_norm=None,
+        )
+        return Layer(attention, mlp)
+
     def embedding(self) -> Callable[[Int[Tensor, "*b"]], Float[Tensor, "*b D"]]:
         """Its own, or the target's."""
         own = self.get("embed_tokens.weight")
@@ -126,6 +154,26 @@ class Weights:
         weight, bias = (own, None) if own is not None else self._target.output_rows(vocabulary.ids)
         linear = make_linear([weight], [bias])
         return linear, linear.nbytes
+
+
+def kernels_of(layers: Sequence[Layer], sizes: Sizes, beside: int = 0) -> FusedLayers | None:
+    """What runs these layers in one call; None: torch's operators do."""
+    if not expressible(layers, sizes.head_dim, 0):
+        return None
+    return FusedLayers(layers, sizes.heads, sizes.kv_heads, sizes.head_dim**-0.5, 1.0, beside)
+
+
+def bytes_of(layer: Layer) -> int:
+    """Of its matrices."""
+    return sum(linear.nbytes for linear in products_of(layer))
+
+
+def after_attention(layer: Layer, rows: Float[Tensor, "R D"], mixed: Float[Tensor, "R H"]) -> Float[Tensor, "R D"]:
+    """A layer's output, from its input and the output of its heads."""
+    rows, mlp = rows + layer.attention.out(mixed), layer.mlp
+    assert isinstance(mlp, FeedForward) and mlp.norm is not None
+    gate, up = mlp.gate_up(mlp.norm(rows)).chunk(2, dim=-1)
+    return rows + mlp.down(F.silu(gate) * up)
 
 
 class Unread:

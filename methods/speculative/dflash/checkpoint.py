@@ -102,7 +102,7 @@ class Spec:
 
     def layer(self, number: int) -> str:
         """Beginning of the names of a layer's tensors."""
-        return f"layers.{number}."
+        return f"layers.{number}"
 
     def shapes(self, drafts: int) -> Shapes:
         """Every tensor that the network itself has, by its name; ``drafts``: size of the draft vocabulary."""
@@ -116,7 +116,7 @@ class Spec:
             "norm.weight": (width,),
         }
         for number in range(self.draft_layers):
-            found |= {self.layer(number) + name: shape for name, shape in layer.items()}
+            found |= {f"{self.layer(number)}.{name}": shape for name, shape in layer.items()}
         if self.mask is None:
             found[MASK] = (width,)
         if rank:
@@ -129,7 +129,7 @@ class Spec:
     def optional(self, drafts: int) -> Shapes:
         """Tensors that only some networks have: biases, and matrices that are not the target's."""
         layer, width = bias_shapes(self), self.hidden_size
-        biases = {self.layer(number) + name: layer[name] for number in range(self.draft_layers) for name in layer}
+        biases = {f"{self.layer(number)}.{name}": layer[name] for number in range(self.draft_layers) for name in layer}
         return biases | {"lm_head.weight": (drafts, width), "embed_tokens.weight": (self.vocab_size, width)}
 
 

@@ -13,61 +13,28 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.engine.causal_layers import RMSNorm
+from methods.engine.causal_layers import norm_heads
 from methods.engine.causal_lm import CausalLM, rotate_
+from methods.engine.fused_layers import Portion
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Linear
 from methods.engine.sampling import in_float
 from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, MASK, Part, Spec
-from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table, slots_of
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one layer; ``qkv`` yields query, key and value heads side by side."""
-
-    norm: RMSNorm
-    qkv: Linear
-    head_norm: Float[Tensor, "h d"] | None  # what normed heads are multiplied by: those of queries, then of keys
-    out: Linear
-    mlp_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
-
-    @classmethod
-    def of(cls, weights: Weights, spec: Spec, number: int) -> Layer:
-        name = spec.layer(number)
-        return cls(
-            weights.norm(f"{name}input_layernorm"),
-            weights.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
-            _head_norm(weights, spec, name) if spec.qk_norm else None,
-            weights.linear(f"{name}self_attn.o_proj"),
-            weights.norm(f"{name}post_attention_layernorm"),
-            weights.linear(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
-            weights.linear(f"{name}mlp.down_proj"),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(linear.nbytes for linear in (self.qkv, self.out, self.gate_up, self.down))
-
-    def leave(self, rows: Float[Tensor, "R D"], mixed: Float[Tensor, "R H"]) -> Float[Tensor, "R D"]:
-        """Input of the next layer, from this one's and the output of its heads."""
-        rows = rows + self.out(mixed)
-        gate, up = self.gate_up(self.mlp_norm(rows)).chunk(2, dim=-1)
-        return rows + self.down(F.silu(gate) * up)
-
-
-def _head_norm(weights: Weights, spec: Spec, name: str) -> Float[Tensor, "h d"]:
-    query, key = (weights.tensor(f"{name}self_attn.{part}_norm.weight") for part in "qk")
-    return torch.cat([query.expand(spec.heads, -1), key.expand(spec.kv_heads, -1)])
+from methods.speculative.draft_layers import (
+    Weights,
+    after_attention,
+    attend,
+    bytes_of,
+    hidden_padding,
+    kernels_of,
+    rotary_table,
+    slots_of,
+)
 
 
 class Network:
@@ -84,17 +51,18 @@ class Network:
         self._mask = mask if mask is not None else self._embed(torch.tensor(spec.mask, device=target.device))
         self._fc, self._feature_norm = weights.linear("fc"), weights.norm("hidden_norm")
         names = [spec.layer(number) for number in range(spec.draft_layers)]
-        self.layers = [Layer.of(weights, spec, number) for number in range(spec.draft_layers)]
-        self._key_value = weights.linear(*(f"{name}self_attn.{part}_proj" for name in names for part in "kv"))
-        norms = [layer.head_norm[-1:] for layer in self.layers if layer.head_norm is not None]
-        self._key_norms = torch.stack(norms) if norms else None
+        self.layers = [weights.layer(name, norm_heads=spec.qk_norm) for name in names]
+        self.fused = kernels_of(self.layers, spec)
+        self._key_value = weights.linear(*(f"{name}.self_attn.{part}_proj" for name in names for part in "kv"))
+        norms = [weights.tensor(f"{name}.self_attn.k_norm.weight") for name in names if spec.qk_norm]
+        self._key_norms = torch.stack(norms)[:, None] if norms else None
         self._last_norm = weights.norm("norm")
         self._score, own = weights.output(self.vocabulary)
         self._markov_rows = weights.get(MARKOV_ROWS)
         self._markov = weights.linear(MARKOV_OUTPUT.removesuffix(".weight")) if spec.markov_rank else None
         self._confidence = weights.linear(CONFIDENCE) if spec.confidence else None
         heads = sum(part.nbytes for part in (self._markov_rows, self._markov, self._confidence) if part is not None)
-        layers = sum(layer.nbytes for layer in self.layers)
+        layers = sum(bytes_of(layer) for layer in self.layers)
         self.nbytes = {
             "draft_network": self._fc.nbytes + self._key_value.nbytes + layers,
             "draft_output_matrix": own,
@@ -116,12 +84,6 @@ class Network:
             keys = heads[:, :, :, : spec.kv_heads]
             keys.copy_(F.rms_norm(keys, keys.shape[-1:], eps=spec.rms_eps).mul_(self._key_norms))
         return heads.permute(2, 0, 1, 3, 4)
-
-    def norm_heads(self, layer: Layer, heads: Float[Tensor, "B M h d"]) -> Float[Tensor, "B M h d"]:
-        """Queries and keys of a block before the rotary positions."""
-        if layer.head_norm is None:
-            return heads
-        return F.rms_norm(heads, heads.shape[-1:], eps=self.spec.rms_eps).mul_(layer.head_norm)
 
     def logits(self, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M v"]:
         """Logits over the draft vocabulary, without what the Markov head adds."""
@@ -153,7 +115,8 @@ class Network:
 class Reader:
     """The network over a cache of its own: features of committed tokens, at each row's own slots from 0.
 
-    The block of all rows is at the same slots, after the longest row; it is overwritten by what is read next.
+    A block is overwritten by what is read next. Without kernels that of all rows is at the same slots, after the longest
+    row.
     """
 
     def __init__(self, network: Network, batch: int, capacity: int) -> None:
@@ -162,6 +125,8 @@ class Reader:
         self._cache = Cache(
             layers, batch, capacity, spec.kv_heads, spec.head_dim, dtype=network.dtype, device=network.device
         )
+        self._portions = [Portion(layer) for layer in layers]
+        self._whole = torch.ones(batch, spec.block, spec.block, dtype=torch.bool, device=network.device)
 
     @property
     def lengths(self) -> list[int]:
@@ -193,24 +158,30 @@ class Reader:
         Args:
             anchors: last committed tokens; the features of all others have been read.
         """
+        network, spec, inputs, turn = self.network, self.network.spec, self.network.inputs(anchors), self._turn()
+        if network.fused is None:
+            rows = self._by_operators(inputs, *turn)
+        else:
+            rows, _ = network.fused.run(inputs, *turn, self._whole[: len(anchors)], self._cache, self._portions)
+        drafting = rows[:, spec.block - spec.drafted :]
+        return network.out(drafting.flatten(0, 1)).view(drafting.shape)
+
+    def _by_operators(self, inputs: Float[Tensor, "B b D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B b D"]:
         cache, network, spec = self._cache, self.network, self.network.spec
-        batch, start, values = len(anchors), max(cache.lengths), spec.heads + spec.kv_heads
+        start = max(cache.lengths)
         end = start + spec.block
         assert end <= cache.capacity, f"a block up to {end} in a cache of {cache.capacity}"
-        cos, sin = self._turn()
         mask = hidden_padding(cache, network.dtype)
         mask = None if mask is None else F.pad(mask, (0, spec.block))
-        rows = network.inputs(anchors).flatten(0, 1)
+        rows = inputs.flatten(0, 1)
         for number, layer in enumerate(network.layers):
-            heads = layer.qkv(layer.norm(rows)).view(batch, spec.block, -1, spec.head_dim)
-            turned = network.norm_heads(layer, heads[:, :, :values])
-            rotate_(turned, cos, sin)
-            own = cache.store[number][:, start:end]
-            own[:, :, : spec.kv_heads], own[:, :, spec.kv_heads :] = turned[:, :, spec.heads :], heads[:, :, values:]
-            mixed = attend(turned[:, :, : spec.heads], *cache.view(number, end), mask)
-            rows = layer.leave(rows, mixed)
-        drafting = rows.view(batch, spec.block, -1)[:, spec.block - spec.drafted :]
-        return network.out(drafting.flatten(0, 1)).view(drafting.shape)
+            attention = layer.attention
+            read = rows if attention.norm is None else attention.norm(rows)
+            heads = norm_heads(attention, attention.qkv(read).view(*inputs.shape[:2], -1, spec.head_dim), spec.kv_heads)
+            rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
+            cache.store[number][:, start:end] = heads[:, :, spec.heads :]
+            rows = after_attention(layer, rows, attend(heads[:, :, : spec.heads], *cache.view(number, end), mask))
+        return rows.view(inputs.shape)
 
     def _turn(self) -> tuple[Tensor, Tensor]:
         cache, rotary, block = self._cache, self.network.rotary, self.network.spec.block

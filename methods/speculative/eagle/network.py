@@ -19,9 +19,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM, rotate_
+from methods.engine.fused_layers import Portion
 from methods.engine.kv_cache import Cache
-from methods.speculative.draft_layers import Weights, attend, hidden_padding, rotary_table, slots_of
+from methods.speculative.draft_layers import (
+    Weights,
+    after_attention,
+    attend,
+    bytes_of,
+    hidden_padding,
+    kernels_of,
+    rotary_table,
+    slots_of,
+)
 from methods.speculative.eagle.checkpoint import Part
+
+_MOST_ROWS = 1024  # of a pass of the kernels, whose buffers take 25 kB a row
 
 
 class Network:
@@ -33,23 +45,19 @@ class Network:
         self._embed = weights.embedding()
         self.vocabulary = part.vocabulary.to(target.device)
         self.rotary = rotary_table(self.spec, target.device, target.dtype)
-        layer = self.spec.layer
+        spec, name = self.spec, self.spec.layer
         self._fc = weights.linear("fc")
-        self._qkv = weights.linear(*(f"{layer}.self_attn.{name}_proj" for name in "qkv"))
-        self._out = weights.linear(f"{layer}.self_attn.o_proj")
-        self._gate_up = weights.linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
-        self._down = weights.linear(f"{layer}.mlp.down_proj")
-        self._mlp_norm = weights.norm(f"{layer}.post_attention_layernorm")
-        if self.spec.version == 3:
-            self._token_norm = weights.norm(f"{layer}.input_layernorm")
-            self._feature_norm = weights.norm(f"{layer}.hidden_norm")
+        within = spec.version == 3 and not spec.norm_before_residual
+        self.layer = weights.layer(name, norm="hidden_norm" if within else None)
+        self.fused = kernels_of([self.layer], spec, spec.hidden_size if spec.version == 3 else 0)
+        if spec.version == 3:
+            self._token_norm = weights.norm(f"{name}.input_layernorm")
+            self._feature_norm = weights.norm(f"{name}.hidden_norm")
             self._last_norm = weights.norm("norm")
-        spec = self.spec
         self._state_norms = [weights.norm(f"fc_norm.{number}") for number in range(len(spec.taps)) if spec.fc_norm]
         self._mixing_norm = weights.norm("input_norm") if spec.norm_before_fc else None
         self._score, own = weights.output(self.vocabulary)
-        linears = (self._fc, self._qkv, self._out, self._gate_up, self._down)
-        self.nbytes = {"draft_network": sum(linear.nbytes for linear in linears), "draft_output_matrix": own}
+        self.nbytes = {"draft_network": self._fc.nbytes + bytes_of(self.layer), "draft_output_matrix": own}
 
     def feature(self, hidden: Float[Tensor, "B M D"], taps: Sequence[Float[Tensor, "B M D"]]) -> Float[Tensor, "B M D"]:
         """The target's feature at some places: its last state, or version 3's mixture of three."""
@@ -64,23 +72,27 @@ class Network:
 
     def enter(
         self, feature: Float[Tensor, "B M D"], tokens: Int[Tensor, "B M"]
-    ) -> tuple[Float[Tensor, "B M D"], Float[Tensor, "B M h d"]]:
-        """Input of the layer for pairs: the residual, and the heads of query, key and value side by side."""
+    ) -> tuple[Float[Tensor, "B M D"], Float[Tensor, "B M D"] | None]:
+        """Input of the layer for pairs: the residual, and what version 3 reads beside the residual's norm."""
         embedding = self._embed(tokens)
-        if self.spec.version == 3:
-            normed = self._feature_norm(feature)
-            read = torch.cat([self._token_norm(embedding), normed], dim=-1).flatten(0, 1)
-            residual = normed if self.spec.norm_before_residual else feature
-        else:
+        if self.spec.version != 3:
             read = self._fc(torch.cat([embedding, feature], dim=-1).flatten(0, 1))
-            residual = read.view(feature.shape)
-        return residual, self._qkv(read).view(*tokens.shape, -1, self.spec.head_dim)
+            return read.view(feature.shape), None
+        residual = self._feature_norm(feature) if self.spec.norm_before_residual else feature
+        return residual, self._token_norm(embedding)
+
+    def heads(
+        self, residual: Float[Tensor, "B M D"], beside: Float[Tensor, "B M D"] | None
+    ) -> Float[Tensor, "B M h d"]:
+        """Heads of query, key and value side by side, before the rotary positions."""
+        attention = self.layer.attention
+        read = residual if attention.norm is None else attention.norm(residual)
+        read = read if beside is None else torch.cat([beside, read], dim=-1)
+        return attention.qkv(read.flatten(0, 1)).view(*residual.shape[:2], -1, self.spec.head_dim)
 
     def leave(self, residual: Float[Tensor, "B M D"], mixed: Float[Tensor, "R H"]) -> Float[Tensor, "B M D"]:
         """The next features, from the residual and the output of the heads."""
-        hidden = residual + self._out(mixed).view(residual.shape)
-        gate, up = self._gate_up(self._mlp_norm(hidden).flatten(0, 1)).chunk(2, dim=-1)
-        return hidden + self._down(F.silu(gate) * up).view(hidden.shape)
+        return after_attention(self.layer, residual.flatten(0, 1), mixed).view(residual.shape)
 
     def logits(self, feature: Float[Tensor, "B M D"]) -> tuple[Float[Tensor, "B M v"], Float[Tensor, "B M D"]]:
         """Logits over the draft vocabulary of the next token, and the feature that a pair with that token has."""
@@ -91,6 +103,15 @@ class Network:
 
     def _scores(self, rows: Float[Tensor, "B M D"]) -> Float[Tensor, "B M v"]:
         return self._score(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+
+
+def _last(states: Float[Tensor, "B W D"], counts: Sequence[int], before: Float[Tensor, "B 1 D"]) -> Tensor:
+    """Each row's state at the last of its places; of a row without one that from before."""
+    if min(counts) == states.shape[1]:
+        return states[:, -1:]
+    last = torch.tensor(counts, device=states.device)[:, None, None] - 1
+    found = states.gather(1, last.clamp(min=0).expand(-1, 1, states.shape[2]))
+    return torch.where(last >= 0, found, before)
 
 
 class Reader:
@@ -108,6 +129,7 @@ class Reader:
         )
         self._guesses = 0
         self._prefix: Tensor | None = None
+        self._portions = [Portion(0)]
 
     @property
     def lengths(self) -> list[int]:
@@ -125,9 +147,43 @@ class Reader:
 
         Of the earlier ones only keys and values are computed.
         """
+        residual, beside = self.network.enter(feature, tokens)
+        if self.network.fused is None:
+            return self._read_by_operators(residual, beside, counts)
+        self._guesses, most = 0, max(1, _MOST_ROWS // len(counts))
+        found, done = residual[:, :1], 0
+        while done < max(counts):
+            width = min(most, max(counts) - done)
+            part = residual[:, done : done + width], None if beside is None else beside[:, done : done + width]
+            cos, sin = self._turn(0, width)
+            states = self._run(*part, cos, sin, None)
+            new = [min(max(count - done, 0), width) for count in counts]
+            found = _last(states, new, found)
+            self._cache.advance(new)
+            done += width
+        return found
+
+    def _run(
+        self,
+        residual: Float[Tensor, "B M D"],
+        beside: Float[Tensor, "B M D"] | None,
+        cos: Tensor,
+        sin: Tensor,
+        reach: Bool[Tensor, "b M g"] | None,
+    ) -> Float[Tensor, "B M D"]:
+        """The layer's output by the kernels; keys and values go after the guesses of each row."""
+        assert self.network.fused is not None
+        if reach is not None and len(reach) < len(residual):
+            reach = reach.expand(len(residual), -1, -1)
+        where = (None if reach is None else reach.contiguous(), self._cache, self._portions)
+        return self.network.fused.run(residual, cos, sin, *where, earlier=self._guesses, beside=beside)[0]
+
+    def _read_by_operators(
+        self, residual: Float[Tensor, "B W D"], beside: Float[Tensor, "B W D"] | None, counts: Sequence[int]
+    ) -> Float[Tensor, "B 1 D"]:
         cache, spec = self._cache, self.network.spec
-        width, start = tokens.shape[1], cache.lengths[0]
-        residual, heads = self.network.enter(feature, tokens)
+        width, start = residual.shape[1], cache.lengths[0]
+        heads = self.network.heads(residual, beside)
         slots = slots_of(cache, width)
         if slots is None:
             cos, sin = self.network.rotary.slice(start, start + width)
@@ -161,22 +217,30 @@ class Reader:
             level: guesses between each and the root.
             reach: which guesses each of them sees, of all so far and these; None: all (a chain).
         """
-        cache, spec, network = self._cache, self.network.spec, self.network
+        cache, spec, network, nodes = self._cache, self.network.spec, self.network, tokens.shape[1]
+        residual, beside = network.enter(feature, tokens)
+        cos, sin = self._turn(level, 1)
+        if network.fused is not None:
+            cos, sin = (table.expand(-1, nodes, -1, -1).contiguous() for table in (cos, sin))
+            states = self._run(residual, beside, cos, sin, reach)
+            self._guesses += nodes
+            return states
         start = max(cache.lengths) + self._guesses
-        end = start + tokens.shape[1]
+        end = start + nodes
         assert end <= cache.capacity, f"{end} pairs in a cache of {cache.capacity}"
-        residual, heads = network.enter(feature, tokens)
-        rotate_(heads[:, :, : spec.heads + spec.kv_heads], *self._turn(level))
+        heads = network.heads(residual, beside)
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
         cache.store[0][:, start:end] = heads[:, :, spec.heads :]
-        self._guesses += tokens.shape[1]
+        self._guesses += nodes
         return network.leave(residual, self._mix(heads[:, :, : spec.heads], self._mask(reach)))
 
-    def _turn(self, level: int) -> tuple[Tensor, Tensor]:
+    def _turn(self, level: int, places: int) -> tuple[Tensor, Tensor]:
+        """Of some places from ``level`` after the pairs of each row on."""
         cache, rotary = self._cache, self.network.rotary
         if cache.uniform:
-            return rotary.slice(cache.lengths[0] + level, cache.lengths[0] + level + 1)
-        rotary.reserve(max(cache.lengths) + level + 1)
-        return rotary.gather(cache.length[:, None] + level)
+            return rotary.slice(cache.lengths[0] + level, cache.lengths[0] + level + places)
+        rotary.reserve(max(cache.lengths) + level + places)
+        return rotary.gather(cache.slots(places) + level)
 
     def _mask(self, reach: Bool[Tensor, "b M g"] | None) -> Float[Tensor, "b2 m S"] | None:
         """Added to the scores of committed pairs and guesses."""
