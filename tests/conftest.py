@@ -96,3 +96,12 @@ def use_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
         monkeypatch.setitem(sys.modules, "bench.measure.run", module)
 
     return use
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Products of the kernels by two threads, whatever the number is otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

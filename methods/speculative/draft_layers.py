@@ -107,9 +107,12 @@ class Weights:
 
     def linear(self, *names: str) -> Linear:
         """One product for the matrices of these names."""
-        return make_linear(
-            [self.tensor(f"{name}.weight") for name in names], [self.get(f"{name}.bias") for name in names]
+        weights, biases = (
+            [self.tensor(f"{name}.weight") for name in names],
+            [self.get(f"{name}.bias") for name in names],
         )
+        form = self._target.linear_form
+        return make_linear(weights, biases, form if form in ("plain", "packed") else "auto")
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight"), self._eps)

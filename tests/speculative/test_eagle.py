@@ -815,7 +815,8 @@ def test_variants_of_version_3(target):
     feature = F.linear(normed(mixed, "input_norm"), tensors["fc.weight"], tensors["fc.bias"])
     torch.testing.assert_close(network.feature(taps[0], taps), feature)
     tokens = torch.arange(5)[None]
-    residual, heads = network.enter(feature, tokens)
+    residual, beside = network.enter(feature, tokens)
+    heads = network.heads(residual, beside)
     wanted = normed(feature, "midlayer.hidden_norm")
     torch.testing.assert_close(residual, wanted)
     read = torch.cat([normed(tensors["embed_tokens.weight"][tokens], "midlayer.input_layernorm"), wanted], dim=-1)

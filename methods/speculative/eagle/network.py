@@ -145,7 +145,7 @@ class Reader:
     ) -> Float[Tensor, "B 1 D"]:
         """Commit the first ``counts[b]`` pairs of each row and forget all guesses; the feature after the last pair.
 
-        Of the earlier ones only keys and values are computed.
+        Without kernels, only keys and values of the earlier ones are computed.
         """
         residual, beside = self.network.enter(feature, tokens)
         if self.network.fused is None:

@@ -1,0 +1,117 @@
+"""Draft networks by the C++ kernels compute what they do by torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from methods.engine import cpu_kernels
+from methods.engine.causal_lm import CausalLM
+from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.speculative.dflash import network as block_network
+from methods.speculative.dflash.checkpoint import Part as BlockPart
+from methods.speculative.eagle import network as eagle_network
+from methods.speculative.eagle.checkpoint import Part
+from methods.speculative.eagle.training import spec_of
+from tests.engine.test_causal_lm import tiny
+from tests.helpers.tiny_block_drafter import DSPARK, random_part
+from tests.helpers.tiny_block_drafter import spec_of as block_spec_of
+
+pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
+TYPES = [torch.float32, torch.bfloat16]
+LAYERS = {"heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate_size": 48}
+BLOCKS = {
+    "dflash": LAYERS,
+    "no norms of heads": {**LAYERS, "qk_norm": False, "draft_layers": 1, "heads": 2},
+    "dspark": {**LAYERS, **DSPARK},
+}
+
+
+def targets(dtype: torch.dtype) -> tuple[CausalLM, CausalLM]:
+    """One model twice: for the kernels, and without them."""
+    fused = CausalLM.from_hf(tiny("llama", head_dim=16).to(dtype), linear="panels")
+    return fused, CausalLM.from_hf(tiny("llama", head_dim=16).to(dtype), linear="plain")
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found.double() - wanted.double()).norm() < _MOST[found.dtype] * wanted.double().norm())
+
+
+_MOST = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", BLOCKS.values(), ids=BLOCKS.keys())
+@pytest.mark.usefixtures("two_threads")
+def test_a_block_of_dflash(sizes: dict[str, Any], dtype: torch.dtype) -> None:
+    made, both = [], targets(dtype)
+    part: BlockPart = random_part(block_spec_of(both[0], **sizes), DraftVocabulary.all(97))
+    for target in both:
+        network = block_network.Network(target, part)
+        assert (network.fused is None) == (target is both[1])
+        made.append(block_network.Reader(network, 3, 40))
+    for reads, rows in (((7, 7, 7), [0, 1, 2]), ((5, 1, 3), [0, 1, 2]), ((0, 4), [2, 0])):
+        torch.manual_seed(max(reads))
+        for reader in made:
+            reader.keep_rows(rows)
+        taps = [torch.randn(len(reads), max(reads), 48).to(dtype) for _ in part.spec.taps]
+        anchors = torch.randint(0, 97, (len(reads),))
+        for reader in made:
+            reader.read(taps, reads)
+        found, wanted = (reader.block(anchors) for reader in made)
+        assert close(found, wanted)
+
+
+def eagle_part(target: CausalLM, version: int, **options: bool) -> Part:
+    spec = replace(spec_of(target, version), **options)
+    torch.manual_seed(1)
+    tensors = {
+        name: torch.randn(shape) * 0.2 + (1.0 if "norm" in name else 0.0)
+        for name, shape in (spec.shapes() | spec.optional()).items()
+    }
+    return Part(spec, tensors, DraftVocabulary.all(97))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [(1, {}), (3, {}), (3, {"norm_before_residual": True})],
+    ids=["eagle", "eagle 3", "norm before the residual"],
+)
+@pytest.mark.parametrize("most", [1024, 6], ids=["at once", "in pieces"])
+@pytest.mark.usefixtures("two_threads")
+def test_pairs_and_guesses_of_eagle(
+    version: int, options: dict[str, bool], most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle_network, "_MOST_ROWS", most)
+    both = targets(dtype)
+    part, made = eagle_part(both[0], version, **options), []
+    for target in both:
+        network = eagle_network.Network(target, part)
+        assert (network.fused is None) == (target is both[1])
+        made.append(eagle_network.Reader(network, 3, 60))
+    torch.manual_seed(2)
+
+    def same(act: str, *given: Any) -> Tensor:
+        found, wanted = (getattr(reader, act)(*given) for reader in made)
+        assert close(found, wanted), act
+        return wanted
+
+    def read(counts: Sequence[int]) -> Tensor:
+        feature = torch.randn(len(counts), max(counts), 48).to(dtype)
+        return same("read", feature, torch.randint(0, 97, feature.shape[:2]), counts)
+
+    read((9, 9, 9))
+    for counts in ((8, 1, 5), (4, 4, 4)):
+        feature = read(counts)
+        feature = same("guess", feature, torch.randint(0, 97, (3, 1)), 0, None)
+        wide = feature.expand(-1, 3, -1)
+        reach = torch.tensor([[[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]], dtype=torch.bool)
+        feature = same("guess", wide, torch.randint(0, 97, (3, 3)), 1, reach)
+        sees = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 1]], dtype=torch.bool).expand(3, -1, -1)
+        same("guess", feature[:, [0, 2]], torch.randint(0, 97, (3, 2)), 2, sees)
