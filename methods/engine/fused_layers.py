@@ -148,8 +148,8 @@ class FusedLayers:
             sin.data_ptr(),
             0 if len(cos) == 1 else nodes * turning, turning,
             None if reach is None else reach.data_ptr(), ctypes.addressof(lengths), cache.store.data_ptr(),
-            batch, nodes, cache.capacity, earlier, *(ctypes.addressof(array) for array in arrays), count, work.data_ptr(),
-            threads,
+            batch, nodes, cache.capacity, earlier, *(ctypes.addressof(array) for array in arrays), count,
+            work.data_ptr(), threads,
         )  # fmt: skip
         self._run(byref(self._model), byref(described))
         return result, taps

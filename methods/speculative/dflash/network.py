@@ -24,7 +24,7 @@ from methods.engine.causal_lm import CausalLM, rotate_
 from methods.engine.fused_layers import Portion
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import in_float
-from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, MASK, Part, Spec
+from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, MASK, Part
 from methods.speculative.draft_layers import (
     Weights,
     after_attention,
@@ -115,8 +115,8 @@ class Network:
 class Reader:
     """The network over a cache of its own: features of committed tokens, at each row's own slots from 0.
 
-    A block is overwritten by what is read next. Without kernels that of all rows is at the same slots, after the longest
-    row.
+    A block is overwritten by what is read next. Without kernels, the blocks of all rows are at the same slots, which follow
+    the longest row.
     """
 
     def __init__(self, network: Network, batch: int, capacity: int) -> None:
