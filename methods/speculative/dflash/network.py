@@ -115,7 +115,7 @@ class Network:
 class Reader:
     """The network over a cache of its own: features of committed tokens, at each row's own slots from 0.
 
-    A block is overwritten by what is read next. Without kernels, the blocks of all rows are at the same slots, which follow
+    A block is overwritten by what is read next. Without kernels, the blocks of all rows are at the same slots, after
     the longest row.
     """
 
