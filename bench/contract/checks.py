@@ -20,7 +20,9 @@ from methods.engine.sampling import Sampling
 Make = Callable[[CausalLM, Sampling], Decoder]
 
 
-def tiny_target(vocab_size: int = 61, layers: int = 4, seed: int = 0, keep_hf: bool = True) -> CausalLM:
+def tiny_target(
+    vocab_size: int = 61, layers: int = 4, seed: int = 0, keep_hf: bool = True, positions: int = 512
+) -> CausalLM:
     """A random Llama with a sharp, context-dependent distribution; 64 bit."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +33,7 @@ def tiny_target(vocab_size: int = 61, layers: int = 4, seed: int = 0, keep_hf: b
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         eos_token_id=None,
         bos_token_id=None,

@@ -162,9 +162,11 @@ class LlamaCpp(Decoder):
     def _build(self, context: int) -> None:
         for old in self._models():
             old.close()
-        options = {**self._options, "n_ctx": context}
+        # With a drafter the library keeps the scores of every position, but makes room for one batch of them only.
+        options = {**self._options, "n_ctx": context, "logits_all": self._draft == "prompt_lookup"}
         if self._draft_file is not None:
             second = self._library.Llama(str(self._draft_file), **options)
+            options["logits_all"] = True
             self._drafter = _Drafter(_SecondModel(second, self._gamma, self.target.vocab_size))
         elif self._draft == "prompt_lookup":
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

@@ -119,6 +119,17 @@ def test_another_draft_model_keeps_the_text(target, folder):
 
 
 @installed
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "model"])
+def test_drafts_go_on_beyond_a_batch_of_the_library(drafter, folder):
+    """It reads 512 tokens at once; the scores of a longer text need room for all of it."""
+    target = checks.tiny_target(positions=700)
+    more = {"draft": "prompt_lookup"} if drafter == "prompt_lookup" else {"draft_model": target, "gamma": 3}
+    rival = LlamaCpp(target, Sampling(), kv="f32", storage=folder, **more)
+    prompt = torch.tensor([7, 8, 9, 11] * 130)
+    assert checks.outputs(rival, [prompt], 24) == checks.outputs(Autoregressive(target, Sampling()), [prompt], 24)
+
+
+@installed
 def test_a_text_beyond_the_context_makes_a_larger_one(target, folder):
     rival = LlamaCpp(target, Sampling(), kv="f32", context=32, storage=folder)
     prompt = checks.prompts(target.vocab_size, (100,))
