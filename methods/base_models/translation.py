@@ -52,6 +52,8 @@ from methods.training.translation import NONE, BleuJudge, Pair, TranslationConfi
 Begin = Literal["random", "model"]
 _GROUP = 128  # pairs read at once
 _SEARCHES = (("greedy", 1), ("beam5", 5))
+_COMPARED = 1000  # training pairs that are translated after the training
+MOST_MEMORY = 8.0  # BLEU
 
 
 @dataclass
@@ -125,6 +127,7 @@ class TeacherTraining(Trainable):
         loss = self.loss(network, pairs)
         facts = train_on_pairs(network, pairs, self.recipe, context, loss, lambda: {"bleu": judge.bleu(network)})
         facts |= {f"validation_bleu_{name}": round(judge.bleu(network, beams), 2) for name, beams in _SEARCHES}
+        facts |= memory_of(network, Judge(tokenizer, learnt[:: max(1, len(learnt) // _COMPARED)][:_COMPARED]), judge)
         network.half()
         if self.layer_loss() is not None:
             facts["exits"] = exits_of(network, self._encode(tokenizer, validation))
@@ -274,9 +277,36 @@ class Judge(BleuJudge):
 
     def bleu(self, network: PegasusForConditionalGeneration, beams: int = 1) -> float:
         """Percent, of greedy translations or of those of a beam search."""
+        return self.bleu_of(self.texts(network, beams))
+
+    def texts(self, network: PegasusForConditionalGeneration, beams: int = 1) -> list[str]:
+        """Its translations of the sources, in their order."""
         target = Seq2SeqLM.from_hf(network, linear="plain", keep_hf=True)
         assert isinstance(target, Seq2SeqLM)
-        return self.score(partial(translate, target, beams=beams), target.max_positions, target.device)
+        return self.write_all(partial(translate, target, beams=beams), target.max_positions, target.device)
+
+
+def memory_of(network: PegasusForConditionalGeneration, seen: Judge, unseen: Judge) -> dict[str, Any]:
+    """How much better a network translates what it learnt than what it did not, for the card.
+
+    Students that learn the translations of a teacher learn its training pairs again where it repeats them, with all
+    their different ways to say one thing.
+
+    Args:
+        seen, unseen: pairs of the training and of the validation.
+
+    Returns:
+        Greedy BLEU and the percentage of texts equal to their references on both sides, and whether the first is
+        more than ``MOST_MEMORY`` above the second.
+    """
+    sides = {name: judge.texts(network) for name, judge in (("train", seen), ("validation", unseen))}
+    bleu = {name: judge.bleu_of(sides[name]) for name, judge in (("train", seen), ("validation", unseen))}
+    return {
+        "train_bleu_greedy": round(bleu["train"], 2),
+        "train_equal_reference": round(seen.equal(sides["train"]), 2),
+        "validation_equal_reference": round(unseen.equal(sides["validation"]), 2),
+        "memorised": bleu["train"] > bleu["validation"] + MOST_MEMORY,
+    }
 
 
 def _states(

@@ -117,10 +117,18 @@ class BleuJudge:
             write: decodes a group of sources of similar length.
             positions: longest source, which loses its beginning, and longest text.
         """
+        return self.bleu_of(self.write_all(write, positions, device))
+
+    def bleu_of(self, texts: Sequence[str]) -> float:
+        """Percent, of one text for every source."""
         import sacrebleu
 
-        texts = self.write_all(write, positions, device)
         return float(sacrebleu.corpus_bleu(texts, [self.references]).score)
+
+    def equal(self, texts: Sequence[str]) -> float:
+        """Percent of the texts that are their references, but for space around them."""
+        pairs = zip(texts, self.references, strict=True)
+        return 100 * sum(text.strip() == reference.strip() for text, reference in pairs) / len(self.references)
 
     def write_all(self, write: Write, positions: int, device: torch.device) -> list[str]:
         """One text for every source, in their order."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, PegasusForConditionalGeneration
 
 from bench.config import compose
 from bench.config.schema import PathsConfig
@@ -21,7 +22,7 @@ from bench.tasks.sources import Sources
 from bench.train import command as train
 from methods.autoregressive import Autoregressive
 from methods.base_models import bpe
-from methods.base_models.translation import ExitTeacherTraining, Judge, TeacherTraining
+from methods.base_models.translation import ExitTeacherTraining, Judge, TeacherTraining, memory_of
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.external.transformers_beam import HFBeam
@@ -123,7 +124,25 @@ def test_a_model_learns_to_translate(made: tuple[Path, dict[str, Any], list[Any]
     losses = [point["loss"] for point in points if "loss" in point]
     assert losses[-1] < losses[0] / 2
     assert (facts["pairs"], facts["pairs_left_out"], facts["steps"]) == (194, 0, 160)
+    assert facts["train_bleu_greedy"] > 80 and facts["memorised"] is False  # one grammar on both sides
+    assert min(facts["train_equal_reference"], facts["validation_equal_reference"]) > 50
     assert not (folder / trainer.SNAPSHOTS).exists() and not (folder / trainer.STATE).exists()
+
+
+def test_a_model_that_repeats_its_training_pairs_is_said_to_memorise(
+    made: tuple[Path, dict[str, Any], list[Any]],
+) -> None:
+    """Pairs of the grammar it knows are the learnt ones; those with references of other words were never seen."""
+    folder, _, _ = made
+    model = PegasusForConditionalGeneration.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    known = Judge(tokenizer, PAIRS[:20])
+    other = Judge(tokenizer, [(source, "Ganz andere Worte stehen hier.") for source, _ in PAIRS[:20]])
+    facts = memory_of(model, known, other)
+    assert facts["memorised"] is True and facts["validation_equal_reference"] == 0
+    assert memory_of(model, other, known)["memorised"] is False
+    equal = [text.strip() == reference for text, (_, reference) in zip(known.texts(model, 1), PAIRS[:20], strict=True)]
+    assert facts["train_equal_reference"] == round(100 * sum(equal) / 20, 2)
 
 
 def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
