@@ -159,8 +159,9 @@ RIVALS = {"rivals": "llama_cpp", "rivals_openvino": "openvino_genai", "rivals_tr
 
 
 def swept(words):
-    """The settings of a named sweep."""
-    return [plan.named(word.partition("=")[2]) for word in words if word.startswith("sweep=")]
+    """The settings of the named sweeps."""
+    names = [name for word in words if word.startswith("sweep=") for name in word.removeprefix("sweep=").split(",")]
+    return [plan.named(name) for name in names]
 
 
 SHORT = [

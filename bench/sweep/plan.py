@@ -125,6 +125,8 @@ class Plan:
 def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, list[str]]:
     """The options of a sweep, and the other words with a named sweep's settings before them.
 
+    Several sweeps, ``sweep=a,b``, stay one word at the begin: ``make`` plans the jobs of each.
+
     Args:
         words: of the command line.
         fresh: ``--fresh`` was given, which is ``resume=force``.
@@ -144,7 +146,8 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
             rest.append(_methods(value))
             parsed = replace(parsed, baseline="shared")
         elif key.lstrip("+") == compose.SWEEP:
-            rest = [*named(value), *rest]
+            one = [named(name) for name in value.split(",")]
+            rest = [*one[0], *rest] if len(one) == 1 else [f"{compose.SWEEP}={value}", *rest]
         elif key.startswith("hydra") and key != "hydra.searchpath":
             raise UserError(
                 f"{word} is not supported: use resume, shuffle_seed and cluster=NAME (python -m bench list cluster) "
@@ -173,6 +176,14 @@ def named(name: str) -> list[str]:
     return [f"{key}={value}" for key, value in yaml.safe_load(text)["hydra"]["sweeper"]["params"].items()]
 
 
+def _sweeps(words: Sequence[str]) -> list[list[str]]:
+    """The words of each of several sweeps; the others count in all of them."""
+    of_sweeps = f"{compose.SWEEP}="
+    names = [name for word in words if word.startswith(of_sweeps) for name in word.removeprefix(of_sweeps).split(",")]
+    others = [word for word in words if not word.startswith(of_sweeps)]
+    return [[*named(name), *others] for name in names] or [others]
+
+
 # ---------------------------------------------------------------------------------------------------------- the plan
 
 
@@ -192,7 +203,8 @@ def make(words: Sequence[str], options: Options, cluster: Cluster | None = None)
     cluster = cluster or Local()
     if cluster.threads and not any(word.partition("=")[0] == "hardware.threads" for word in words):
         words = [*words, f"hardware.threads={cluster.threads}"]
-    composed = compose.compose_jobs(words)
+    every = [job for sweep in _sweeps(words) for job in compose.compose_jobs(sweep)]
+    composed = list({job_id(cfg): (job, cfg) for job, cfg in every}.values())  # what two sweeps share runs once
     here = cluster.here
     archives: dict[str, Archive] = {}
     pending: dict[str, Pending] = {}

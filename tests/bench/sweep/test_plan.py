@@ -17,7 +17,7 @@ import yaml
 
 from bench import cli, tasks
 from bench.config import compose
-from bench.config.identity import run_id
+from bench.config.identity import job_id, run_id
 from bench.config.schema import RunConfig, conf_dir
 from bench.errors import RunFailed, UserError
 from bench.measure import preconditions
@@ -535,6 +535,20 @@ def test_a_named_sweep_composes_and_names_methods_that_exist(name: str, results:
     plan = planned(words)
     assert len(plan.jobs) > 1
     assert {job.cfg.method["name"] for job in plan.jobs} <= set(compose.groups()["method"])
+
+
+def test_several_sweeps_are_one_plan_and_what_they_share_runs_once(results: Path) -> None:
+    given = ["sweep=rivals,peers", "method.gamma=3", f"paths.results={results}", "hardware=cpu_fp32"]
+    with pytest.raises(UserError, match="gamma"):
+        planned(sweep.read_words(given)[1])
+    words = sweep.read_words([word for word in given if "gamma" not in word])[1]
+    alone = [planned(sweep.read_words([f"sweep={name}", *words[1:]])[1]) for name in ("rivals", "peers")]
+    assert [job.cfg for job in planned(words).jobs] == [job.cfg for plan in alone for job in plan.jobs]
+    assert len({job.label for job in planned(words).jobs}) == len(planned(words).jobs)
+    twice = planned(sweep.read_words(["sweep=peers,smoke", "method=suffix", "dataset=mtbench", *words[1:]])[1])
+    assert len(twice.jobs) == len({job_id(job.cfg) for job in twice.jobs})
+    with pytest.raises(UserError, match="pears"):
+        sweep.read_words(["sweep=rivals,pears"])
 
 
 def test_lengths_of_the_contexts_leave_room_for_the_answer_and_longer_ones_are_refused(results: Path) -> None:
