@@ -53,11 +53,16 @@ def _block(what: str, results: Path) -> str:
 
 
 def _leaderboard(results: Path, words: str) -> list[str]:
-    """``best=N``: the N fastest ranked methods of each guarantee among the runs that ``collect`` would select."""
+    """``best=N``: the N fastest ranked methods of each guarantee among the runs that ``collect`` selects; ``best=all``: all
+    of these runs, with a rank or without.
+    """
     *filters, best = words.split()
     rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
     groups = leaderboard.groups(row["record"] for row in collect.select(rows, filters))
     assert len(groups) == 1, f"{words} selects {len(groups)} tables"
+    if best == "best=all":
+        every = [entry.summary | {"method": entry.label} for entry in groups[0].rows]
+        return [line for line in terminal.leaderboard(every).splitlines() if line]
     kept: dict[tuple[str, str], Any] = {}
     for entry in groups[0].ranked:  # the fastest first within each guarantee
         kept.setdefault((entry.guarantee, entry.method), entry.summary | {"method": entry.label})

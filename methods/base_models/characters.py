@@ -47,7 +47,7 @@ from methods.engine.sampling import Sampling
 from methods.training.exit_quality import judge, quality, summary
 from methods.training.interface import Trainable, TrainingContext, require
 from methods.training.layer_losses import collected, frozen_from, make_loss
-from methods.training.trainer import Loss, Point, Trainer, TrainingConfig, autocast, discard
+from methods.training.trainer import Loss, Point, Trainer, TrainingConfig, added, autocast, discard
 
 ExitLoss = Literal["calm", "free", "hash", "last"]
 
@@ -136,7 +136,7 @@ class CharacterModel(Trainable):
             texts = self.windows(held_out, _spread(len(held_out) - self.positions, _JUDGED))
             with autocast(recipe.precision, context.device):
                 found, parts = self.loss(network, texts, None if depths is None else depths[texts[:, :-1]])
-            numbers = {name: float(value) for name, value in {"loss": found, **parts}.items()}
+            numbers = {name: float(value) for name, value in {"loss": added(found), **parts}.items()}
             point = {name: round(value, 4) for name, value in numbers.items()}
             return point, {f"held_out/{name}": value for name, value in numbers.items()}
 

@@ -277,7 +277,7 @@ class Judge(BleuJudge):
 
     def bleu(self, network: PegasusForConditionalGeneration, beams: int = 1) -> float:
         """Percent, of greedy translations or of those of a beam search."""
-        return self.bleu_of(self.texts(network, beams))
+        return self.bleu_of_texts(self.texts(network, beams))
 
     def texts(self, network: PegasusForConditionalGeneration, beams: int = 1) -> list[str]:
         """Its translations of the sources, in their order."""
@@ -300,7 +300,7 @@ def memory_of(network: PegasusForConditionalGeneration, seen: Judge, unseen: Jud
         more than ``MOST_MEMORY`` above the second.
     """
     sides = {name: judge.texts(network) for name, judge in (("train", seen), ("validation", unseen))}
-    bleu = {name: judge.bleu_of(sides[name]) for name, judge in (("train", seen), ("validation", unseen))}
+    bleu = {name: judge.bleu_of_texts(sides[name]) for name, judge in (("train", seen), ("validation", unseen))}
     return {
         "train_bleu_greedy": round(bleu["train"], 2),
         "train_equal_reference": round(seen.equal(sides["train"]), 2),

@@ -133,7 +133,7 @@ class DepaStudent(GlatStudent):
         ratio: Sequence[float] = (0.5, 0.3),
         backward: float = 0.13,
         words: int | None = None,
-        length_weight: float = 1.0,
+        length_weight: float = 0.1,
     ) -> None:
         if not 0 <= backward < 1:
             raise ValueError(f"backward must be from 0 to below 1, got {backward}. Set train.backward.")
@@ -204,7 +204,7 @@ class DepaTraining(StudentTraining):
     transform: bool = True
     copy: Copy = "soft"
     ratio: Sequence[float] = (0.5, 0.3)
-    length_weight: float = 1.0
+    length_weight: float = 0.1
 
     def options(self, pairs: Sequence[Pair]) -> dict[str, Any]:
         """See ``StudentTraining``."""

@@ -95,10 +95,11 @@ class NatStudent(Student):
         wanted = batch.notes.clamp(max=logits.shape[-1] - 1)
         fertility_loss = F.cross_entropy(logits[content].float(), wanted[content])
         numbers = {"tokens_loss": loss.detach(), "right": right, "fertility_loss": fertility_loss.detach()}
-        total = loss + self.fertility_weight * fertility_loss
+        losses = {"tokens": loss, "fertility": self.fertility_weight * fertility_loss}
         if self.finetuning is not None and progress >= 1 - self.finetuning.share:
+            total = losses["tokens"] + losses["fertility"]
             return three_terms(self, self.finetuning, self.teacher[0], batch, memory, states, total, numbers)
-        return total, numbers
+        return losses, numbers
 
     def limited(self, memory: Memory, wished: Int[Tensor, "B K S"], probs: Float[Tensor, "B S C"]) -> Tensor:
         """Fertilities of [B, K, S] limited to a possible text: none after the source, at least one token, and not too

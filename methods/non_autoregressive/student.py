@@ -31,6 +31,7 @@ from methods.engine.checkpoint_files import (
 from methods.non_autoregressive.length_predictor import LengthHead
 from methods.non_autoregressive.network import Memory, Network, Shape, present_up_to
 from methods.training.losses import cross_entropy
+from methods.training.trainer import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Writer(Protocol):
     def __call__(self, student: Any, memory: Memory, rng: Generator) -> Candidates: ...
 
 
-Objective = tuple[Tensor, Mapping[str, "Tensor | float | int"]]
+Objective = Loss
 
 
 class Student(nn.Module):
@@ -117,7 +118,7 @@ class Student(nn.Module):
         return self.network.encode(batch.sources, batch.source_lengths)
 
     def objective(self, batch: Batch, progress: float, smoothing: float) -> Objective:
-        """The loss of a batch.
+        """The loss of a batch, or its parts by name.
 
         Args:
             progress: share of the steps that are done, from 0 to 1.
@@ -161,10 +162,10 @@ class LengthStudent(Student):
 
     Args:
         inputs: the decoder's input.
-        length_weight: of the length's loss, where the tokens' is 1.
+        length_weight: of the length's loss, where the tokens' is 1. It does not reach the encoder (``LengthHead``).
     """
 
-    def __init__(self, network: Network, inputs: nn.Module, length_weight: float = 1.0, **options: Any) -> None:
+    def __init__(self, network: Network, inputs: nn.Module, length_weight: float = 0.1, **options: Any) -> None:
         super().__init__(network, length_weight=length_weight, **options)
         self.inputs, self.length_weight = inputs, length_weight
         self.lengths = LengthHead(network.shape.width, network.shape.positions)
@@ -189,7 +190,8 @@ class LengthStudent(Student):
         loss, right = self.token_loss(states[judged], batch.targets[judged], smoothing)
         length_loss, length_right = self.lengths.loss(memory, batch.lengths)
         numbers = {"tokens_loss": loss.detach(), "right": right, "length_loss": length_loss.detach()}
-        return loss + self.length_weight * length_loss, numbers | {"length_right": length_right}
+        losses = {"tokens": loss, "length": self.length_weight * length_loss}
+        return losses, numbers | {"length_right": length_right}
 
 
 @dataclass(frozen=True, slots=True)

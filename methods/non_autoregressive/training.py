@@ -17,8 +17,8 @@ from torch import Generator, Tensor
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.network import Embedding, Network, Shape
-from methods.non_autoregressive.student import Batch, Objective, Student, Writer, save_student
-from methods.training.distillation import translations
+from methods.non_autoregressive.student import Batch, LengthStudent, Objective, Student, Writer, save_student
+from methods.training.distillation import GROUP, translations
 from methods.training.interface import Trainable, TrainingContext, require
 from methods.training.trainer import attention_over_short_rows, discard
 from methods.training.translation import BleuJudge, Pair, TranslationConfig, padded, split, train_on_pairs
@@ -71,6 +71,14 @@ class StudentTraining(Trainable):
         """Whether a pair can be learnt; others are left out."""
         return True
 
+    def choose(self, student: Student, bleu: Callable[[], float]) -> dict[str, Any]:
+        """Set what is decided on validation sentences after the training; facts for the card.
+
+        Args:
+            bleu: of the student as it is.
+        """
+        return {}
+
     def annotate(self, pairs: Sequence[Pair], progress: Progress) -> list[list[int]] | None:
         """What the objective needs to know of each source token of each pair, computed once; None: nothing."""
         return None
@@ -81,7 +89,7 @@ class StudentTraining(Trainable):
         Shape.of(target)
         assert isinstance(target, Seq2SeqLM), "other models are refused by Shape"
         train, validation = split(context)
-        found = self._read(target, train, context)
+        found, same = self._read(target, train, context)
         pairs = [pair for pair in found if self.fits(pair)]
         if not pairs:
             raise ValueError(
@@ -108,12 +116,13 @@ class StudentTraining(Trainable):
         first = next(iter(self.writers))
         facts = train_on_pairs(student, pairs, recipe, context, loss, lambda: {"bleu": bleu(first)})
         student.eval()
+        facts |= self.choose(student, lambda: bleu(first)) | self._lengths(student, pairs, validation, context)
         kinds = {"plain": False, "repeats_collapsed": True}
         scores = {name: {k: round(bleu(name, c), 2) for k, c in kinds.items()} for name in self.writers}
         save_student(student, context.output, target, self.origin(student))
         discard(context.output)
         left_out = {"pairs_left_out": len(train) - len(pairs)}
-        return {**self.origin(student), "validation_bleu": scores, **facts, **left_out}
+        return {**self.origin(student), **same, "validation_bleu": scores, **facts, **left_out}
 
     def student(self, target: Seq2SeqLM, pairs: Sequence[Pair], progress: Progress) -> Student:
         """With the teacher's weights, and random ones where it has none; ``pairs`` are what it will learn."""
@@ -125,20 +134,49 @@ class StudentTraining(Trainable):
         network.start_from(teacher)
         return self.kind(network, **options)
 
-    def _read(self, target: Seq2SeqLM, train: Sequence[tuple[str, str]], context: TrainingContext) -> list[Pair]:
-        """Ids; pairs without a translation or with too long a side are left out. Targets have no end."""
-        sources: list[list[int]] = [context.tokenizer(source)["input_ids"] for source, _ in train]
+    def _read(
+        self, target: Seq2SeqLM, train: Sequence[tuple[str, str]], context: TrainingContext
+    ) -> tuple[list[Pair], dict[str, float]]:
+        """Ids, and facts about them. Pairs without a text or with too long a side are left out; targets have no end."""
+        known = _ids(train, context)
+        sources, targets = [source for source, _ in known], [text for _, text in known]
+        facts = {}
         if self.data == "distilled":
             targets = translations(context, sources, self.beams)
-        else:
-            written = (context.tokenizer(text)["input_ids"] for _, text in train)
-            targets = [ids[:-1] if ids[-1:] == [target.eos_ids[0]] else ids for ids in written]
+            equal = sum(one == two for one, (_, two) in zip(targets, known, strict=True))
+            facts["distilled_equal_reference"] = round(100 * equal / len(targets), 2)
         longest = target.max_positions
-        return [pair for pair in zip(sources, targets, strict=True) if pair[1] and max(map(len, pair)) <= longest]
+        pairs = [pair for pair in zip(sources, targets, strict=True) if pair[1] and max(map(len, pair)) <= longest]
+        return pairs, facts
+
+    @torch.inference_mode()
+    def _lengths(
+        self, student: Student, pairs: Sequence[Pair], validation: Sequence[tuple[str, str]], context: TrainingContext
+    ) -> dict[str, Any]:
+        """Loss of the length head on the references of validation, beside that of the frequencies it learnt."""
+        if not isinstance(student, LengthStudent):
+            return {}
+        longest = student.network.shape.positions
+        judged = [pair for pair in _ids(validation, context) if pair[1] and max(map(len, pair)) <= longest]
+        losses = []
+        for start in range(0, len(judged), GROUP):
+            batch = batch_of(judged[start : start + GROUP], None, context.device)
+            losses.append(float(student.lengths.loss(student.read(batch), batch.lengths)[0]) * len(batch.lengths))
+        learnt, asked = ([len(text) - max(1, len(source) - 1) for source, text in side] for side in (pairs, judged))
+        by_frequency = student.lengths.frequency_loss(learnt, asked)
+        found = {"head": sum(losses) / len(judged), "frequencies": by_frequency}
+        return {"validation_length_loss": {name: round(loss, 3) for name, loss in found.items()}}
 
     def origin(self, student: Student) -> dict[str, Any]:
         """What it learnt from and how: facts for the card, and for every record of the student."""
         return {"data": self.data} | ({"teacher_beams": self.beams} if self.data == "distilled" else {})
+
+
+def _ids(pairs: Sequence[tuple[str, str]], context: TrainingContext) -> list[Pair]:
+    """Of both sides, the end on the source's alone."""
+    target, tokenizer = context.target, context.tokenizer
+    found = ((tokenizer(source)["input_ids"], tokenizer(text)["input_ids"]) for source, text in pairs)
+    return [(source, ids[:-1] if ids[-1:] == [target.eos_ids[0]] else ids) for source, ids in found]
 
 
 def batch_of(pairs: Sequence[Pair], notes: Sequence[Sequence[int]] | None, device: torch.device) -> Batch:

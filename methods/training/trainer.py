@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,13 +25,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from methods.training.interface import TrainingContext, require
 
 Precision = Literal["auto", "float32", "bfloat16"]
-Loss = tuple[Tensor, Mapping[str, "Tensor | float | int"]]  # what is minimised, and numbers for the curves
+# What is minimised, in one piece or as parts to be added, and numbers for the curves.
+Loss = tuple["Tensor | Mapping[str, Tensor]", Mapping[str, "Tensor | float | int"]]
 Point = tuple[dict[str, Any], dict[str, float]]  # of the curve in the card, and of the training curves
+Share = float | Callable[[int], float]  # of a learning rate
 B = TypeVar("B")
 
 STATE, SNAPSHOTS = "training.pt", "snapshots"
 SAVE_EVERY_S = 60.0
-_LOG_EVERY = 10  # steps
+_LOG_EVERY, _NORMS_EVERY = 10, 100  # steps
 _WINDOW = 16  # batches sorted by length together
 
 
@@ -80,12 +83,12 @@ class Epochs:
     """Batches of row numbers, each row once per epoch.
 
     Args:
-        length: batches per epoch.
-        make: all batches of an epoch, from its number.
+        make: all batches of an epoch, from its number; epochs need not have equally many.
     """
 
-    def __init__(self, length: int, make: Callable[[int], list[list[int]]]) -> None:
-        self._length, self._make = length, make
+    def __init__(self, make: Callable[[int], list[list[int]]]) -> None:
+        self._make = make
+        self._starts = [0]  # of the epochs that are known, in steps
         self._made: tuple[int, list[list[int]]] | None = None
 
     @classmethod
@@ -102,18 +105,27 @@ class Epochs:
             rng.shuffle(batches)
             return batches
 
-        return cls(-(-len(lengths) // size), make)
+        return cls(make)
 
     def batch(self, step: int) -> list[int]:
         """Row numbers of a step."""
-        epoch, place = divmod(step, self._length)
-        if self._made is None or self._made[0] != epoch:
-            self._made = (epoch, self._make(epoch))
-        return self._made[1][place]
+        epoch = self._of(step)
+        return self._batches(epoch)[step - self._starts[epoch]]
 
     def count(self, steps: int) -> float:
         """Epochs in so many steps."""
-        return round(steps / self._length, 2)
+        epoch = self._of(steps)
+        return round(epoch + (steps - self._starts[epoch]) / len(self._batches(epoch)), 2)
+
+    def _of(self, step: int) -> int:
+        while self._starts[-1] <= step:
+            self._starts.append(self._starts[-1] + len(self._batches(len(self._starts) - 1)))
+        return bisect_right(self._starts, step) - 1
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        if self._made is None or self._made[0] != epoch:
+            self._made = (epoch, self._make(epoch))
+        return self._made[1]
 
 
 class Trainer:
@@ -124,7 +136,7 @@ class Trainer:
         module: set to training mode before a step, and to evaluation mode before an evaluation.
         context: folder, seed, progress and log.
         data: identifies what is learnt from; a checkpoint of a training on other data is refused.
-        shares: factors on the learning rate of parameters by the beginning of their names.
+        shares: factors on the learning rate of parameters by the beginning of their names, or functions of the step.
 
     Attributes:
         learnt: the trained parameters by name.
@@ -141,15 +153,14 @@ class Trainer:
         module: nn.Module,
         context: TrainingContext,
         data: str,
-        shares: Mapping[str, float] | None = None,
+        shares: Mapping[str, Share] | None = None,
     ) -> None:
         self.config, self.module, self.context, self.data = config, module, context, data
         self.learnt = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.device = next(iter(self.learnt.values())).device
         betas = config.betas[0], config.betas[1]
-        self.optimizer = torch.optim.AdamW(
-            self._groups(shares or {}), config.learning_rate, betas, config.eps, config.weight_decay
-        )
+        self._shares = dict(shares or {})
+        self.optimizer = torch.optim.AdamW(self._groups(), config.learning_rate, betas, config.eps, config.weight_decay)
         self.step, self.curve = 0, list[dict[str, Any]]()
         self._file = context.output / STATE
         self._restore()
@@ -179,20 +190,37 @@ class Trainer:
     def update(self, loss_fn: Callable[[B, int], Loss], batches: Callable[[int], B]) -> None:
         """One step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * self.config.rate(self.step) * group.get("share", 1.0)
+            share = self._shares.get(group.get("prefix", ""), 1.0)
+            factor = share(self.step) if callable(share) else share
+            group["lr"] = self.config.learning_rate * self.config.rate(self.step) * factor
         torch.manual_seed(self.context.seed * 1_000_003 + self.step)  # noise and dropout, also after resuming
         self.module.train()
         batch = batches(self.step)
         with autocast(self.config.precision, self.device):
-            loss, seen = loss_fn(batch, self.step)
+            found, seen = loss_fn(batch, self.step)
+        judged = (self.step + 1) % _NORMS_EVERY == 0
+        norms = self._norms(found) if isinstance(found, Mapping) and judged else {}
+        loss = added(found)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.learnt.values(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         if self.step % _LOG_EVERY == 0 or self.step == self.config.steps:
-            numbers = {"loss": loss.detach(), "gradient": norm, **seen}
+            numbers = {"loss": loss.detach(), "gradient": norm, **norms, **seen}
             self.context.log({"step": self.step, **{name: float(value) for name, value in numbers.items()}})
+
+    def _norms(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the gradient of each part, before clipping: one that outweighs the others leaves them little."""
+        learnt = list(self.learnt.values())
+        grads = {
+            name: torch.autograd.grad(part, learnt, retain_graph=True, allow_unused=True)
+            for name, part in parts.items()
+        }
+        return {
+            f"gradient_{name}": torch.stack([grad.norm() for grad in found if grad is not None]).norm()
+            for name, found in grads.items()
+        }
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -210,11 +238,11 @@ class Trainer:
         self.curve.append({"step": self.step, **point})
         self.context.log({"step": self.step, **numbers})
 
-    def _groups(self, shares: Mapping[str, float]) -> list[dict[str, Any]]:
-        others = [p for name, p in self.learnt.items() if not name.startswith(tuple(shares))]
+    def _groups(self) -> list[dict[str, Any]]:
+        others = [p for name, p in self.learnt.items() if not name.startswith(tuple(self._shares))]
         groups: list[dict[str, Any]] = [{"params": others}]
-        for prefix, share in shares.items():
-            groups.append({"params": [p for n, p in self.learnt.items() if n.startswith(prefix)], "share": share})
+        for prefix in self._shares:
+            groups.append({"params": [p for n, p in self.learnt.items() if n.startswith(prefix)], "prefix": prefix})
         return [group for group in groups if group["params"]]
 
     def _save(self) -> None:
@@ -236,6 +264,11 @@ class Trainer:
                 parameter.copy_(state["learnt"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.curve = state["step"], state["curve"]
+
+
+def added(loss: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """What is minimised, in one piece."""
+    return sum(loss.values(), torch.zeros(())) if isinstance(loss, Mapping) else loss
 
 
 def discard(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from methods.training.distillation import GROUP, digest, most_tokens
 from methods.training.interface import TrainingContext, require
-from methods.training.trainer import SNAPSHOTS, Epochs, Loss, Trainer, TrainingConfig
+from methods.training.trainer import SNAPSHOTS, Epochs, Loss, Share, Trainer, TrainingConfig
 
 NONE = -1  # in padded rows: no token
 _HELD_OUT, _MOST_HELD_OUT = 30, 1000  # every thirtieth pair, and no more
@@ -31,6 +32,8 @@ class TranslationConfig(TrainingConfig):
         warmup: steps in which the rate rises linearly; it falls linearly to 0 afterwards.
         label_smoothing: probability that is spread over all tokens.
         dropout: of embeddings and sub-layers.
+        mixed: a batch has pairs whose longer sides differ by up to about so many tokens, others in every epoch; 0:
+            always the same pairs of equal length. Losses of lengths need batches of different ones.
         average: number of checkpoints, the best by validation BLEU, whose mean is the result.
         steps, learning_rate, betas, weight_decay, clip, precision, evaluations: see ``TrainingConfig``.
     """
@@ -46,6 +49,7 @@ class TranslationConfig(TrainingConfig):
     betas: Sequence[float] = (0.9, 0.98)
     label_smoothing: float = 0.1
     dropout: float = 0.1
+    mixed: float = 3.0
     evaluations: int = 16
     average: int = 5
 
@@ -53,6 +57,7 @@ class TranslationConfig(TrainingConfig):
         super().__post_init__()
         require("at least 1", tokens=self.tokens, warmup=self.warmup, average=self.average)
         require("from 0 to below 1", label_smoothing=self.label_smoothing, dropout=self.dropout)
+        require("at least 0", mixed=self.mixed)
 
     def rate(self, step: int) -> float:
         """See ``TrainingConfig``."""
@@ -78,13 +83,27 @@ def split(context: TrainingContext) -> tuple[list[tuple[str, str]], list[tuple[s
     return pairs, validation
 
 
-def batches(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
-    """Numbers of pairs of similar length, at most ``tokens`` per batch, padding included; at least one pair."""
-    width = [max(map(len, pair)) for pair in pairs]
+def batches(
+    pairs: Sequence[Pair], tokens: int, mixed: float = 0.0, rng: random.Random | None = None
+) -> list[list[int]]:
+    """Numbers of pairs of similar length, at most ``tokens`` per batch, padding included; at least one pair.
+
+    Args:
+        mixed: see ``TranslationConfig``; above 0 it needs ``rng``.
+    """
+    widths = [max(map(len, pair)) for pair in pairs]
+    if rng is None:
+        order = sorted(range(len(pairs)), key=lambda place: (widths[place], len(pairs[place][0])))
+    else:
+        keys = [width + rng.uniform(0, mixed) for width in widths]
+        order = sorted(range(len(pairs)), key=lambda place: (keys[place], rng.random()))
     found: list[list[int]] = []
-    for place in sorted(range(len(pairs)), key=lambda place: (width[place], len(pairs[place][0]))):
-        if not found or (len(found[-1]) + 1) * width[place] > tokens:
+    longest = 0
+    for place in order:
+        longest = max(longest, widths[place])
+        if not found or (len(found[-1]) + 1) * longest > tokens:
             found.append([])
+            longest = widths[place]
         found[-1].append(place)
     return found
 
@@ -117,9 +136,9 @@ class BleuJudge:
             write: decodes a group of sources of similar length.
             positions: longest source, which loses its beginning, and longest text.
         """
-        return self.bleu_of(self.write_all(write, positions, device))
+        return self.bleu_of_texts(self.write_all(write, positions, device))
 
-    def bleu_of(self, texts: Sequence[str]) -> float:
+    def bleu_of_texts(self, texts: Sequence[str]) -> float:
         """Percent, of one text for every source."""
         import sacrebleu
 
@@ -149,8 +168,8 @@ def train_on_pairs(
     context: TrainingContext,
     loss_fn: Callable[[list[int], int], Loss],
     evaluate: Callable[[], Mapping[str, float]],
-    shares: Mapping[str, float] | None = None,
-    averaged: bool = True,
+    shares: Mapping[str, Share] | None = None,
+    rank: Callable[[Mapping[str, Any]], Any] = itemgetter("bleu"),
 ) -> dict[str, Any]:
     """Train a network on all pairs once per epoch, in an order that the seed decides; facts for the card.
 
@@ -158,40 +177,37 @@ def train_on_pairs(
         loss_fn: from numbers of pairs and the number of the step.
         evaluate: validation scores, ``bleu`` among them.
         shares: see ``Trainer``.
-        averaged: put the mean of the best checkpoints, rounded to 16 bit, into the network.
+        rank: of a point of the curve. The mean of the best checkpoints, rounded to 16 bit, is put into the network.
     """
-    numbers = batches(pairs, config.tokens)
     sha256 = digest([[*source, NONE, *target] for source, target in pairs])
     trainer = Trainer(config, network, context, sha256, shares)
     snapshots = context.output / SNAPSHOTS
 
     def shuffled(epoch: int) -> list[list[int]]:
-        found = list(numbers)
-        random.Random(f"{context.seed}-{epoch}").shuffle(found)
+        rng = random.Random(f"{context.seed}-{epoch}")
+        found = batches(pairs, config.tokens, config.mixed, rng if config.mixed else None)
+        rng.shuffle(found)
         return found
 
     def best(curve: Sequence[Mapping[str, Any]]) -> list[int]:
         """Steps whose weights are averaged; of equally good ones the later."""
-        ranked = sorted(curve, key=lambda point: (point["bleu"], point["step"]), reverse=True)
+        ranked = sorted(curve, key=lambda point: (rank(point), point["step"]), reverse=True)
         return sorted(point["step"] for point in ranked[: config.average])
 
     def evaluated() -> tuple[dict[str, Any], dict[str, float]]:
         scores = evaluate()
         point = {name: round(score, 3 if name == "bleu" else 4) for name, score in scores.items()}
-        if averaged:
-            snapshots.mkdir(exist_ok=True)
-            torch.save(trainer.learnt, snapshots / f"{trainer.step}.pt")
-            kept = {f"{step}.pt" for step in best([*trainer.curve, {"step": trainer.step, **point}])}
-            for file in snapshots.glob("*.pt"):
-                if file.name not in kept:
-                    file.unlink()
+        snapshots.mkdir(exist_ok=True)
+        torch.save(trainer.learnt, snapshots / f"{trainer.step}.pt")
+        kept = {f"{step}.pt" for step in best([*trainer.curve, {"step": trainer.step, **point}])}
+        for file in snapshots.glob("*.pt"):
+            if file.name not in kept:
+                file.unlink()
         return point, {f"validation/{name}": score for name, score in scores.items()}
 
-    epochs = Epochs(len(numbers), shuffled)
+    epochs = Epochs(shuffled)
     trainer.run(loss_fn, epochs.batch, evaluated)
     facts = {"pairs_sha256": sha256, "pairs": len(pairs), "epochs": epochs.count(trainer.step), **trainer.facts}
-    if not averaged:
-        return facts
     steps = best(trainer.curve)
     states = [torch.load(snapshots / f"{step}.pt", map_location=trainer.device, weights_only=True) for step in steps]
     with torch.no_grad():

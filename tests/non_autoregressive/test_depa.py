@@ -20,6 +20,7 @@ from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.network import Network
 from methods.non_autoregressive.student import OnePass
 from methods.training import trainer
+from methods.training.trainer import added
 from methods.training.translation import TranslationConfig
 from tests.helpers import tiny_students
 from tests.helpers.tiny_students import batch_of, save, sources, student
@@ -171,7 +172,7 @@ def test_without_its_two_ideas_it_is_its_base(ratio: list[float], target: Seq2Se
         losses = []
         for each in (made, base):
             torch.manual_seed(4)
-            losses.append(each.objective(batch_of(PAIRS), progress, 0.1)[0])
+            losses.append(added(each.objective(batch_of(PAIRS), progress, 0.1)[0]))
         assert losses[0].equal(losses[1])
     rng = torch.Generator()
     assert write(made, OnePass(3), SOURCES, rng) == write(base, OnePass(3), SOURCES, rng)

@@ -29,11 +29,12 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive import nat_finetuning
 from methods.non_autoregressive.cmlm import Cmlm, CmlmStudent, MaskPredict
-from methods.non_autoregressive.ctc import Ctc, CtcStudent, CtcTraining, join
+from methods.non_autoregressive.ctc import Ctc, CtcPass, CtcStudent, CtcTraining, join
 from methods.non_autoregressive.decoder_inputs import SoftCopy, UniformCopy
 from methods.non_autoregressive.depa import Depa, DepaStudent
 from methods.non_autoregressive.diffusion import Diffusion
 from methods.non_autoregressive.glat import Glat, GlatStudent, GlatTraining
+from methods.non_autoregressive.length_predictor import LengthHead
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.nat import FertilityPass, Nat, NatStudent, NatTraining, copies
 from methods.non_autoregressive.nat_finetuning import Finetuning, reverse_kl
@@ -42,6 +43,7 @@ from methods.non_autoregressive.rescoring import score
 from methods.non_autoregressive.student import LengthStudent, OnePass, lowest
 from methods.non_autoregressive.word_alignment import NULL, align, fertilities
 from methods.training.interface import TrainingContext
+from methods.training.trainer import added
 from methods.training.translation import TranslationConfig
 from tests.helpers import tiny_students
 from tests.helpers.interruptions import interrupted_at
@@ -490,11 +492,11 @@ def test_what_decoding_took_is_reported(target: Seq2SeqLM, tmp_path: Path) -> No
 def test_glancing_at_nothing_is_vanilla(target: Seq2SeqLM) -> None:
     batch = batch_of(PAIRS)
     made = student(GlatStudent, target, **GLAT | {"ratio": [0.0, 0.0]})
-    loss, _ = made.objective(batch, 0.5, 0.1)
-    vanilla, _ = LengthStudent.objective(made, batch, 0.5, 0.1)
+    loss = added(made.objective(batch, 0.5, 0.1)[0])
+    vanilla = added(LengthStudent.objective(made, batch, 0.5, 0.1)[0])
     assert loss.equal(vanilla)
     made.ratio = (1.0, 1.0)
-    assert not made.objective(batch, 0.5, 0.1)[0].isclose(vanilla)
+    assert not added(made.objective(batch, 0.5, 0.1)[0]).isclose(vanilla)
 
 
 def test_glancing_shows_by_the_distance_of_the_first_guess(target: Seq2SeqLM) -> None:
@@ -569,6 +571,40 @@ def test_the_ctc_loss_sums_over_alignments(target: Seq2SeqLM) -> None:
     assert float(loss) == pytest.approx(total / 4, rel=1e-5)
 
 
+def test_a_penalty_on_blanks_writes_more(target: Seq2SeqLM, tmp_path: Path) -> None:
+    made = student(CtcStudent, target, upsample=3)
+    memory = read(made, SOURCES)
+    inputs, lengths = made.places(memory)
+    with torch.no_grad():  # the blank is a little likelier than the best token at the first place
+        state = made.network.decode(inputs, torch.arange(inputs.shape[1]) < lengths[:, None], memory)[0, 0]
+        best = made.network.logits(state)[3:].max()
+        made.blank_vector.copy_(state * (best + 0.3) / state.dot(state))
+    found = [CtcPass(penalty)(made, memory, rng()) for penalty in (0.0, 0.5, 2.0, 1e9)]
+    counts = [int(each.lengths.sum()) for each in found]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    states = made.network.decode(inputs, torch.arange(inputs.shape[1]) < lengths[:, None], memory)
+    logits = made.logits(states).index_fill(-1, made.barred, -torch.inf)
+    blanks = logits[..., made.blank].clone()
+    for penalty, candidates in zip((0.0, 0.5, 2.0), found, strict=False):
+        logits[..., made.blank] = blanks - penalty
+        for row, text in enumerate(logits.argmax(-1)):
+            joined = [token for token, _ in itertools.groupby(text[: lengths[row]].tolist()) if token != made.blank]
+            assert candidates.tokens[row, 0, : candidates.lengths[row, 0]].tolist() == joined
+    made.blank_penalty = 0.5
+    assert CtcPass()(made, memory, rng()).tokens.equal(found[1].tokens), "its own unless another one is set"
+
+
+def test_the_training_chooses_the_penalty_and_the_checkpoint_keeps_it(target: Seq2SeqLM, tmp_path: Path) -> None:
+    made = student(CtcStudent, target, upsample=2)
+    facts = CtcTraining().choose(made, lambda: 30 - (made.blank_penalty - 0.8) ** 2)
+    assert facts["blank_penalty"] == made.blank_penalty == 0.75
+    assert facts["bleu_by_blank_penalty"]["0.0"] == pytest.approx(29.36)
+    save(made, tmp_path, target)
+    assert Ctc(target, Sampling(), checkpoint=tmp_path).student.blank_penalty == 0.75
+    with pytest.raises(ValueError, match="blank_penalty must be at least 0, got -1.0"):
+        Ctc(target, Sampling(), blank_penalty=-1.0, checkpoint=tmp_path)
+
+
 def test_pairs_without_a_path_are_left_out(target: Seq2SeqLM) -> None:
     maker = CtcTraining()
     assert maker.fits(([5, 9, 1], [7, 8, 7, 8])) and not maker.fits(([5, 9, 1], [7, 7, 8, 9]))
@@ -606,7 +642,7 @@ def test_fine_tuning_begins_in_its_last_part(target: Seq2SeqLM) -> None:
     made = student(NatStudent, target, **NAT, finetune={"share": 0.25, "weight": 0.5})
     made.teacher.append(target)
     batch = batch_of(PAIRS, FERTILITIES)
-    before, _ = made.objective(batch, 0.74, 0.1)
+    before = added(made.objective(batch, 0.74, 0.1)[0])
     torch.manual_seed(0)
     loss, numbers = made.objective(batch, 0.75, 0.1)
     assert "reverse_kl" in numbers and abs(float(loss.detach()) - float(before.detach())) > 1e-3
@@ -635,6 +671,20 @@ def test_fine_tuning_asks_the_teacher_in_its_own_type(target: Seq2SeqLM, monkeyp
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = made.objective(batch_of(PAIRS, FERTILITIES), 0.75, 0.1)
     assert asked == [False] * 4 and loss.isfinite()
+
+
+def test_the_loss_of_the_length_does_not_reach_the_encoder(target: Seq2SeqLM) -> None:
+    made = student(GlatStudent, target, **GLAT)
+    losses, _ = made.objective(batch_of(PAIRS), 0.5, 0.1)
+    losses["length"].backward()
+    learnt = {name for name, value in made.named_parameters() if value.grad is not None and value.grad.abs().sum() > 0}
+    assert learnt == {"lengths.head.weight", "lengths.head.bias"}
+
+
+def test_frequencies_of_lengths_by_hand() -> None:
+    head = LengthHead(4, 30, reach=2)
+    wanted = [-math.log((1 + seen) / (5 + 4)) for seen in (2, 1, 0)]  # of 0, of 2 and more, of -1
+    assert head.frequency_loss([0, 0, 7, 1], [0, 2, -1]) == pytest.approx(sum(wanted) / 3)
 
 
 def test_lengths_are_learnt_against_the_source(target: Seq2SeqLM) -> None:
@@ -780,6 +830,9 @@ def test_a_student_is_made_and_decodes(
     card = artifacts.read_card(folder) or {}
     facts = card["facts"]
     assert facts["data"] == ("raw" if more else "distilled") and facts["steps"] == 30
+    assert ("distilled_equal_reference" in facts) is not bool(more)
+    assert ("validation_length_loss" in facts) is (method in ("glat", "cmlm"))
+    assert ("blank_penalty" in facts) is (method == "ctc")
     assert [point["step"] for point in facts["curve"]] == [15, 30]
     assert all(set(scores) == {"plain", "repeats_collapsed"} for scores in facts["validation_bleu"].values())
     assert set(card["bytes"]) == {"config.json", "head.safetensors"}

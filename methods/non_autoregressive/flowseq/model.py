@@ -84,7 +84,7 @@ class FlowSeqStudent(Student):
         word_dropout: float = 0.2,
         autoencoding: float = 0.25,
         annealing: float = 0.25,
-        length_weight: float = 1.0,
+        length_weight: float = 0.1,
     ) -> None:
         shape, dropout = network.shape, network.dropout.p
         latent, width = latent or shape.width, width or shape.width
@@ -155,14 +155,14 @@ class FlowSeqStudent(Student):
         states = self.decode(z, present, memory)
         loss, right = self.token_loss(states[present], whole.targets[present], smoothing)
         length_loss, length_right = self.lengths.loss(memory, whole.lengths)
-        total = loss + self.length_weight * length_loss
+        losses = {"tokens": loss, "length": self.length_weight * length_loss}
         numbers: dict[str, Any] = {"tokens_loss": loss.detach(), "right": right, "length_loss": length_loss.detach()}
         if bound:
             weight = min(1.0, (progress - self.autoencoding) / self.annealing) if self.annealing else 1.0
             divergence = self.divergence(z, mean, log_variance, whole, memory)
-            total = total + weight * divergence
+            losses["kl"] = weight * divergence
             numbers |= {"kl": divergence.detach(), "kl_weight": weight}
-        return total, numbers | {"length_right": length_right}
+        return losses, numbers | {"length_right": length_right}
 
     def divergence(
         self, z: Float[Tensor, "B T Z"], mean: Tensor, log_variance: Tensor, batch: Batch, memory: Memory

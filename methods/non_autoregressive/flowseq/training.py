@@ -30,4 +30,4 @@ class FlowSeqTraining(StudentTraining):
     word_dropout: float = 0.2
     autoencoding: float = 0.25
     annealing: float = 0.25
-    length_weight: float = 1.0
+    length_weight: float = 0.1

@@ -1,14 +1,15 @@
 """Training for method=blockwise_translation: heads on a translation model's decoder, which is fine-tuned with them.
 
 Stern et al. 2018 (arXiv 1811.03115, sec. 6 and 7.1) compare a frozen model with a fine-tuned one, on references and on
-distilled data; with both, blocks of k = 4 grow from 1.73 to 3.27 tokens. ``trunk=finetuned`` minimises the mean of the
-losses of all k heads, the model's own (head 1) among them, and saves the changed weights. ``trunk=frozen`` trains heads
-2 to k alone. The texts are the model's own translations of the sources.
+distilled data; with both, blocks of k = 4 grow from 1.73 to 3.27 tokens. ``trunk=finetuned`` minimises the loss of the
+model's own head and, by ``heads_weight``, those of heads 2 to k, and saves the changed weights. ``trunk=frozen`` trains
+heads 2 to k alone. The texts are the model's own translations of the sources.
 
 Differences: the new heads are trained alone at first (``heads_first``), since untrained ones would pull the model away
 from its translations (as in Medusa-2: Cai et al. 2024, arXiv 2401.10774, sec. 2.2); the teacher itself is fine-tuned,
-where the paper's teacher has another seed; translations are greedy by default (``beams=1``); each batch trains every
-head (``heads_per_step=all``).
+where the paper's teacher has another seed; the model's own loss has a weight of its own, where the paper takes the mean
+of all, and the model's learning rate rises slowly; translations are greedy by default (``beams=1``); each batch trains
+every head (``heads_per_step=all``).
 
 Command: ``python -m bench train method=blockwise_translation model=multi30k_4_4``
 """
@@ -44,6 +45,7 @@ from methods.training.trainer import Loss, attention_over_short_rows, discard
 from methods.training.translation import NONE, BleuJudge, Pair, TranslationConfig, padded, split, train_on_pairs
 
 Trunk = Literal["frozen", "finetuned"]
+_LOSS = 0.5  # BLEU
 
 
 class TranslationLearner(BlockwiseLearner):
@@ -54,6 +56,7 @@ class TranslationLearner(BlockwiseLearner):
         trunk: its copy in 32 bit.
         vocabulary, k, hidden, per_step: see ``BlockwiseLearner``.
         smoothing: of the labels of the model's own head.
+        heads_weight: of the mean loss of heads 2 to k, where that of the model's own is 1.
     """
 
     def __init__(
@@ -65,9 +68,10 @@ class TranslationLearner(BlockwiseLearner):
         hidden: int,
         per_step: HeadsPerStep,
         smoothing: float,
+        heads_weight: float,
     ) -> None:
         super().__init__(target, vocabulary, k, hidden, per_step)
-        self.trunk, self.smoothing = trunk, smoothing
+        self.trunk, self.smoothing, self.heads_weight = trunk, smoothing, heads_weight
         self.start, self._scale = list(target.start), seq2seq_layers.output_scale(trunk.config)
 
     @property
@@ -75,8 +79,8 @@ class TranslationLearner(BlockwiseLearner):
         """Whether the model is trained too at the moment."""
         return bool(self.trunk.get_output_embeddings().weight.requires_grad)
 
-    def loss_of(self, pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        """Mean of the heads' cross-entropies, the model's own among them if it is trained."""
+    def loss_of(self, pairs: Sequence[Pair], device: torch.device) -> Loss:
+        """Cross-entropy of heads 2 to k, and of the model's own if it is trained; with one head per step, of that."""
         batch = self.read(pairs, device)
         draws_own = self.per_step == "one" and self.tuned and int(torch.randint(self.shape.k, ())) == 0
         if draws_own:
@@ -85,7 +89,7 @@ class TranslationLearner(BlockwiseLearner):
         if not self.tuned or self.per_step == "one":
             return loss, seen
         own = self._own_loss(batch)
-        return (own + self.n_heads * loss) / self.shape.k, {"loss_1": own.detach(), **seen}
+        return {"own": own, "heads": self.heads_weight * loss}, {"loss_1": own.detach(), **seen}
 
     def read(self, pairs: Sequence[Pair], device: torch.device) -> Batch:
         """The decoder's tokens and its states over them; its start tokens are the prompt."""
@@ -129,10 +133,13 @@ class BlockwiseTranslationTraining(Trainable):
         heads_per_step: see ``BlockwiseLearner``.
         trunk_share: learning rate of the model as a share of that of its new heads.
         heads_first: share of the steps in which the heads are trained over the original model.
+        trunk_warmup: share of the steps, after those, in which the model's learning rate rises.
+        heads_weight: see ``TranslationLearner``.
         vocabulary: most tokens that heads 2 to k choose among.
         beams: of the translations to learn from; 1 is greedy.
         validation: corpus of pairs for validation; None: that of the corpus (``NAME_val``), else every thirtieth pair.
-        recipe: of the training. Nothing is averaged.
+        recipe: of the training. Averaged are the checkpoints that write most tokens per step, of those after the model
+            was released whose BLEU is at most ``_LOSS`` below the original's, else those of the best BLEU.
 
     Raises:
         ValueError: a number out of range.
@@ -149,6 +156,8 @@ class BlockwiseTranslationTraining(Trainable):
     heads_per_step: HeadsPerStep = "all"
     trunk_share: float = 0.3
     heads_first: float = 0.3
+    trunk_warmup: float = 0.1
+    heads_weight: float = 0.5
     vocabulary: int = 8192
     beams: int = 1
     validation: str | None = None
@@ -158,7 +167,8 @@ class BlockwiseTranslationTraining(Trainable):
         require("at least 2", k=self.k)
         require("at least 1", hidden=self.hidden, vocabulary=self.vocabulary, beams=self.beams)
         require("above 0 and at most 1", trunk_share=self.trunk_share)
-        require("from 0 to below 1", heads_first=self.heads_first)
+        require("from 0 to below 1", heads_first=self.heads_first, trunk_warmup=self.trunk_warmup)
+        require("above 0", heads_weight=self.heads_weight)
 
     def fit(self, context: TrainingContext) -> dict[str, Any]:
         """See ``Trainable``."""
@@ -183,13 +193,22 @@ class BlockwiseTranslationTraining(Trainable):
         def evaluate() -> dict[str, float]:
             return judge.judge(learner)
 
-        shares = {"trunk.": self.trunk_share}
-        facts = train_on_pairs(learner, pairs, recipe, context, loss, evaluate, shares, averaged=False)
+        def share(step: int) -> float:
+            """Of the learning rate, for the model: a sudden start throws it off its translations."""
+            risen = (step - heads_alone + 1) / max(1, self.trunk_warmup * recipe.steps)
+            return self.trunk_share * min(1.0, max(0.0, risen))
+
+        def rank(point: Mapping[str, Any]) -> tuple[bool, bool, float]:
+            kept = point["bleu"] >= before - _LOSS
+            return point["step"] > heads_alone, kept, point["tokens_per_step" if kept else "bleu"]
+
+        facts = train_on_pairs(learner, pairs, recipe, context, loss, evaluate, {"trunk.": share}, rank)
+        learner.eval()
+        last = evaluate()
         learner.heads().save(context.output)
         if self.trunk == "finetuned":
             save_trunk(learner.trunk, context.output)
         discard(context.output)
-        last = facts["curve"][-1]
         return facts | {
             "validation_bleu": last["bleu"],
             "tokens_per_step": last["tokens_per_step"],
@@ -211,7 +230,8 @@ class BlockwiseTranslationTraining(Trainable):
         trunk = _copy(target.hf, self.recipe.dropout).requires_grad_(self.trunk == "finetuned")
         hidden = self.hidden or (self.k - 1) * target.hidden_size
         shared = (vocabulary.to(context.device), self.k, hidden, self.heads_per_step)
-        return TranslationLearner(target, trunk.to(context.device), *shared, self.recipe.label_smoothing)
+        smoothing, weight = self.recipe.label_smoothing, self.heads_weight
+        return TranslationLearner(target, trunk.to(context.device), *shared, smoothing, weight)
 
 
 def _copy(network: Any, dropout: float) -> Any:
