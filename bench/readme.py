@@ -53,7 +53,7 @@ def _block(what: str, results: Path) -> str:
 
 
 def _leaderboard(results: Path, words: str) -> list[str]:
-    """``best=N``: the N fastest ranked methods of each guarantee among the runs that ``collect`` selects; ``best=all``: all
+    """``best=N``: the N fastest ranked methods of each guarantee among the runs that ``collect`` selects; all: all
     of these runs, with a rank or without.
     """
     *filters, best = words.split()
