@@ -50,7 +50,7 @@ LAYERS = [
     bench.config
     bench.utils
     bench.errors
-    methods.autoregressive methods.external methods.base_models
+    methods.autoregressive methods.beam_search methods.external methods.base_models
     methods.speculative methods.early_exit
     methods.non_autoregressive
     methods.training

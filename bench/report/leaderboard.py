@@ -26,6 +26,7 @@ GUARANTEES = ("EXACT", "RELAXED", "INDEPENDENT_MODEL")
 BASELINE, PEER, OTHER = "baseline", "peer", "other"
 _FAMILIES = {
     "autoregressive": BASELINE,
+    "beam_search": BASELINE,
     "speculative": "speculative",
     "early_exit": "early exit",
     "non_autoregressive": "non-autoregressive",

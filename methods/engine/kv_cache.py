@@ -90,11 +90,16 @@ class Cache:
         self.set_lengths([min(now, new) for now, new in zip(self.lengths, lengths, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only some rows, in this order."""
+        """Keep these rows, in this order, one of them several times if it is named several times."""
         self.store = self.store.transpose(2, 3)[:, list(rows)].transpose(2, 3)
-        self.batch, self._rows = len(rows), self._rows[: len(rows)]
-        self.length = self.length[: len(rows)].clone()
+        self.batch, self._rows = len(rows), torch.arange(len(rows), device=self.length.device)
+        self.length = torch.zeros_like(self._rows)
         self.set_lengths([self.lengths[row] for row in rows])
+
+    def reorder(self, rows: Int[Tensor, "B"], start: int) -> None:
+        """Row b takes the tokens of row ``rows[b]``, which is equally long, from ``start`` on; what is before is equal."""
+        end = max(self.lengths)
+        self.store[:, :, start:end] = self.store[:, rows, start:end]
 
     def adopt(self, rows: Sequence[int], other: Cache) -> None:
         """Replace the content of ``rows`` by that of ``other``, row for row."""

@@ -105,6 +105,11 @@ class SourceCache(Cache):
         """Keys and values of the source, without a copy."""
         return self._slots(layer, 0, self.source)
 
+    def reorder(self, rows: Int[Tensor, "B"], start: int) -> None:
+        """See ``Cache``; rows have the same source, which stays."""
+        begin, end = self.source, self.source + max(self.written)
+        self.store[:, :, begin:end] = self.store[:, rows, begin:end]
+
     def select(self, rows: Sequence[int]) -> None:
         self._shifts = [self._shifts[row] for row in rows]
         self.mask = None if self.mask is None else self.mask[list(rows)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from methods.decoder import Guarantee, Step
 from methods.engine.causal_lm import CausalLM
-from methods.engine.generation import plainly, search_settings
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.engine.stopwatch import synchronize
 from methods.external.transformers_generate import HFGenerate, StepRecorder, padded
+
+_KEPT = ("decoder_start_token_id", "forced_bos_token_id", "bad_words_ids", "suppress_tokens")
 
 
 class HFBeam(HFGenerate):
@@ -86,8 +88,20 @@ class HFBeam(HFGenerate):
         yield from self._rounds(output[:, start:].tolist(), recorder, time.perf_counter_ns())
 
     def _options(self, limit: int) -> GenerationConfig:
+        """Of the model's own settings only those are kept that decide which tokens may be written."""
+        model: Any = self.target.hf
+        kept = {name: getattr(model.generation_config, name, None) for name in _KEPT}
         beams = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
-        return search_settings(self.target, limit, num_beams=self.num_beams, **(beams if self.num_beams > 1 else {}))
+        eos = list(self.target.eos_ids) or None
+        return GenerationConfig(
+            max_new_tokens=limit + (self._start or 1) - 1,  # transformers counts a forced first token
+            do_sample=False,
+            num_beams=self.num_beams,
+            eos_token_id=eos,
+            pad_token_id=(eos or [0])[0],
+            **(beams if self.num_beams > 1 else {}),
+            **{name: value for name, value in kept.items() if value is not None},
+        )
 
     def _rounds(self, rows: list[list[int]], recorder: StepRecorder, end_ns: int) -> Iterator[Step]:
         count = len(rows[0])
@@ -99,3 +113,14 @@ class HFBeam(HFGenerate):
                 target_passes=1 if place < count - 1 else max(1, len(recorder.times) - place),
                 at_ns=at_ns,
             )
+
+
+@contextmanager
+def plainly(model: Any, options: GenerationConfig) -> Iterator[None]:
+    """Without the model's own settings, from which transformers would fill what ``options`` leaves open."""
+    own = model.generation_config
+    model.generation_config = options
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -29,13 +29,13 @@ def translations(context: TrainingContext, sources: Sequence[Sequence[int]], bea
     Args:
         context: its model is the teacher.
         sources: token ids.
-        beams: 1 is greedy, by our own loop; more search with transformers, which must have been kept (``keep_hf``).
+        beams: 1 is greedy.
 
     Returns:
         Token ids in the order of the sources, without the end-of-sequence token; empty where the teacher did not end.
 
     Raises:
-        ValueError: no beam, or see ``methods.engine.generation.search``.
+        ValueError: no beam.
     """
     require("at least 1", beams=beams)
     folder, teacher = context.shared_cache, context.target
