@@ -97,7 +97,7 @@ class Cache:
         self.set_lengths([self.lengths[row] for row in rows])
 
     def reorder(self, rows: Int[Tensor, "B"], start: int) -> None:
-        """Row b takes the tokens of row ``rows[b]``, which is equally long, from ``start`` on; what is before is equal."""
+        """Row b takes what row ``rows[b]`` has from slot ``start`` on; the two are equally long and equal before it."""
         end = max(self.lengths)
         self.store[:, :, start:end] = self.store[:, rows, start:end]
 
