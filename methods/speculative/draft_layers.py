@@ -204,7 +204,7 @@ class Unread:
         counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
         self._seen = [len(row) - 1 for row in context.tokens]
         width = max(counts)
-        path = None if context.path is None else context.path[:, :width].clamp(min=0)
+        path = None if _leads(context, width) else context.path[:, :width].clamp(min=0)
         self._passes.append(_Passed(counts, [_at(each, path, width) for each in states]))
 
     def take(self) -> tuple[list[int], list[Float[Tensor, "B W D"]]]:
@@ -234,6 +234,13 @@ class _Passed:
 
     def of_rows(self, rows: Sequence[int]) -> _Passed:
         return _Passed(of_rows(self.counts, rows), [states[list(rows)] for states in self.states])
+
+
+def _leads(context: Context, width: int) -> bool:
+    """Whether what was kept are the first nodes of the pass, as far as is known on the host."""
+    if context.path is None:
+        return True
+    return context.kept is not None and all(nodes[:width] == list(range(len(nodes[:width]))) for nodes in context.kept)
 
 
 def _at(states: Float[Tensor, "B P D"], path: Int[Tensor, "B W"] | None, width: int) -> Float[Tensor, "B W D"]:
