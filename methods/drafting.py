@@ -190,6 +190,8 @@ class Context:
         auxiliary_tokens: per row, the target's most likely tokens after the auxiliary nodes of the last pass (host
             side); empty where that pass had none, or the row got a new prompt after it.
         kept: ``path`` on the host, without what fills it up; None where it is not known there.
+        report: of the last pass, if it was a recorded round (``methods.engine.greedy_round``): bonus, path and the
+            tokens of its draft nodes, on the device.
     """
 
     tokens: list[list[int]]
@@ -200,6 +202,7 @@ class Context:
     rng: Generator
     auxiliary_tokens: list[list[int]] = field(default_factory=list)
     kept: list[list[int]] | None = None
+    report: Int[Tensor, "B R"] | None = None
 
     def note(self, output: Output, path: Int[Tensor, "B P"], kept: list[list[int]]) -> None:
         """A pass of the target, and what was kept of it."""
@@ -216,6 +219,7 @@ class Context:
             self.auxiliary_tokens = [self.auxiliary_tokens[row] for row in chosen]
         if self.kept is not None:
             self.kept = [self.kept[row] for row in chosen]
+        self.report = None
 
     @property
     def last_hidden(self) -> Float[Tensor, "B D"]:

@@ -28,7 +28,7 @@ import copy
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -133,10 +133,27 @@ class Replay:
     @property
     def round(self) -> Round:
         """Of a round; nodes after those that were given are in none of the results."""
-        bonus, moved, path, report, hidden, *seen = self.recorded.results
+        bonus, path, report, hidden, *seen = self.recorded.results
         given = self.given
         taps = {tap: state[:, :given] for tap, state in zip(self.form.hidden_layers, seen, strict=True)}
-        return Round(hidden[:, :given], bonus, moved, path, report, taps)
+        return Round(hidden[:, :given], bonus, path, report, taps)
+
+
+class Aside(NamedTuple):
+    """Memory and stream of graphs that are made and released together.
+
+    An allocator's pool takes no further capture once all its graphs are gone (torch 2.11: INTERNAL ASSERT use_count >
+    0), and later versions release cuBLAS' work space together with the last graph of a stream; so neither is shared
+    between caches.
+    """
+
+    memory: Any
+    stream: Any
+
+    @classmethod
+    def made(cls, capture: bool) -> Aside | None:
+        """A new one; None where nothing is captured."""
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream()) if capture else None
 
 
 @dataclass
@@ -147,17 +164,14 @@ class Pooled:
         cache: owner of the tensors; decoders get handles that share them and have lengths of their own.
         handle: the one in use, if it is alive.
         seen: how often each form was used before it was captured.
-        memory, stream: of its graphs, which are made and released together. An allocator's pool takes no further
-            capture once all its graphs are gone (torch 2.11: INTERNAL ASSERT use_count > 0), and later versions release
-            cuBLAS' work space together with the last graph of a stream; so neither is shared between caches.
+        aside: where its graphs are captured, which are made and released together; None: nothing is captured.
     """
 
     cache: Cache
     handle: weakref.ref[Cache] | None = None
     seen: dict[Form, int] = field(default_factory=dict)
     replays: dict[Form, Replay] = field(default_factory=dict)
-    memory: Any = None
-    stream: Any = None
+    aside: Aside | None = None
 
     @property
     def in_use(self) -> bool:
@@ -184,6 +198,7 @@ class Graphs:
         captured: number of graphs made.
         seconds: time that making them took.
         missed: passes without a graph since ``prepare``.
+        prepared: nothing is captured any more.
     """
 
     def __init__(self, lm: CausalLM, capture: bool = True) -> None:
@@ -191,7 +206,8 @@ class Graphs:
         self._lm, self.capture = weakref.ref(lm), capture
         self._pooled: list[Pooled] = []
         self._shapes: dict[Shape, int] = {}  # of passes and rounds: their most nodes
-        self._prepared = False
+        self.prepared = False
+        self.calls: weakref.WeakSet[Calls] = weakref.WeakSet()  # of drafters, prepared along
         self.captured, self.seconds, self.missed = 0, 0.0, 0
 
     def new_cache(self, batch: int, capacity: int, make: Callable[[int, int], Cache]) -> Cache:
@@ -203,9 +219,8 @@ class Graphs:
             if pooled.fits(batch, capacity):
                 return pooled
         kept = [pooled for pooled in self._pooled if pooled.in_use or pooled.cache.batch != batch]
-        own = (torch.cuda.graph_pool_handle(), torch.cuda.Stream()) if self.capture else (None, None)
         with torch.inference_mode(False):  # a cache made within it could not be used outside of it
-            made = Pooled(make(batch, bucket(capacity)), memory=own[0], stream=own[1])
+            made = Pooled(make(batch, bucket(capacity)), aside=Aside.made(self.capture))
         self._pooled = [*kept[-_MOST_CACHES:], made]
         return made
 
@@ -216,7 +231,7 @@ class Graphs:
             longest: by batch size, tokens of the longest row at its end.
             make: a cache of a batch size and a capacity.
         """
-        most = max(self._shapes.values(), default=1)
+        self.prepared, most = False, max(self._shapes.values(), default=1)
         for batch, length in longest.items():
             pooled = self._cache(batch, length + 2 * padded(most), make)
             with torch.inference_mode():
@@ -224,7 +239,10 @@ class Graphs:
                 for form in self._forms(pooled.cache.capacity, length):
                     if form not in pooled.replays and len(pooled.replays) < _MOST_GRAPHS:
                         self._make(pooled, form)
-        self._prepared, self.missed = True, 0
+        for calls in list(self.calls):
+            with torch.inference_mode():
+                calls.prepare(longest)
+        self.prepared, self.missed = True, 0
 
     def _forms(self, capacity: int, longest: int) -> Iterator[Form]:
         """Of the passes seen so far, smaller ones and those without a draft, over rows up to a length."""
@@ -295,7 +313,7 @@ class Graphs:
     def _comes_again(self, pooled: Pooled, form: Form) -> bool:
         """Whether a form is used for the second time and may be captured."""
         pooled.seen[form] = pooled.seen.get(form, 0) + 1
-        return not (self._prepared or pooled.seen[form] < _COMES_AGAIN or len(pooled.replays) >= _MOST_GRAPHS)
+        return not (self.prepared or pooled.seen[form] < _COMES_AGAIN or len(pooled.replays) >= _MOST_GRAPHS)
 
     def _make(self, pooled: Pooled, form: Form) -> Replay:
         began = time.perf_counter()
@@ -319,29 +337,94 @@ class Graphs:
             if parents is not None:
                 pooled.cache.pack(path[:, 1:] - 1)
             bonus, moved, report = settled(tokens, path, wanted)
-            return bonus, moved, path, report, hidden, *taps
+            pooled.cache.length += moved
+            return bonus, path, report, hidden, *taps
 
-        recorded = self._recorded(work, pooled) if self.capture else _repeated(work)
+        recorded = record(work, pooled.aside, [pooled.cache.length])
         pooled.replays[form] = Replay(form, tokens, parents, recorded, tables)
         self.captured += 1
         self.seconds += time.perf_counter() - began
         return pooled.replays[form]
 
-    def _recorded(self, work: Callable[[], tuple[Tensor, ...]], pooled: Pooled) -> Recorded:
-        """Capture ``work``; what it writes into the cache meanwhile is after the end of all rows.
 
-        Warm-up and capture share a stream, so that cuBLAS takes its work space before, outside of the graphs' pool.
+@dataclass(slots=True)
+class _Call:
+    """A recorded call: buffers of its inputs, and what else the function returned beside tensors."""
+
+    inputs: list[Tensor]
+    recorded: Recorded
+    draft: Any
+
+
+Work = Callable[..., tuple[tuple[Tensor, ...], Any]]
+
+
+class Calls:
+    """Recorded calls of functions on the device, such as a draft, beside the graphs of a model.
+
+    Args:
+        graphs: of the model; both are prepared together.
+        prepare: record all calls that rows of batch sizes and lengths may need, by those seen so far.
+    """
+
+    def __init__(self, graphs: Graphs, prepare: Callable[[Calls, Mapping[int, int]], None]) -> None:
+        self._graphs, self._prepare = graphs, prepare
+        self._calls: dict[Hashable, _Call] = {}
+        self._aside = Aside.made(graphs.capture)
+        graphs.calls.add(self)
+
+    @property
+    def seen(self) -> list[list[Tensor]]:
+        """The inputs' buffers of all calls so far."""
+        return [call.inputs for call in self._calls.values()]
+
+    def prepare(self, longest: Mapping[int, int]) -> None:
+        """See ``Graphs.prepare``."""
+        self._prepare(self, longest)
+
+    def forget(self) -> None:
+        """Drop all calls: a tensor that they write to has been replaced."""
+        self._calls, self._aside = {}, Aside.made(self._graphs.capture)
+
+    def __call__(self, work: Work, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> Any:
+        """What ``work`` makes of the inputs, at addresses that stay; it lasts until the next call.
+
+        Args:
+            work: returns the tensors to renew in every call, and an object that contains them, which is returned here.
+                It must depend on nothing else that changes but what is at fixed addresses.
+            inputs: the batch first.
+            moved: tensors at fixed addresses that it changes.
         """
-        aside = pooled.stream
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UPS):
-                work()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pooled.memory, stream=aside):
-            results = work()
-        return Recorded(graph.replay, results)
+        call = self.record(work, inputs, moved)
+        if call is None:
+            self._graphs.missed += 1
+            return work(*inputs)[1]
+        torch._foreach_copy_(call.inputs, list(inputs))
+        call.recorded.run()
+        return call.draft
+
+    def record(self, work: Work, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> _Call | None:
+        """The call with inputs of these shapes; None: there is none, and nothing is captured any more."""
+        key = tuple(tensor.shape for tensor in inputs)
+        if key in self._calls or self._graphs.prepared:
+            return self._calls.get(key)
+        began = time.perf_counter()
+        with torch.inference_mode(False):
+            buffers = [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs]
+        for buffer, given in zip(buffers, inputs, strict=True):
+            buffer.copy_(given)
+        drafts: list[Any] = []
+
+        def tensors() -> tuple[Tensor, ...]:
+            found, draft = work(*buffers)
+            drafts.append(draft)
+            return found
+
+        recorded = record(tensors, self._aside, moved)
+        self._calls[key] = _Call(buffers, recorded, drafts[-1] if self._aside else drafts[0])
+        self._graphs.captured += 1
+        self._graphs.seconds += time.perf_counter() - began
+        return self._calls[key]
 
 
 class GraphedLM(CausalLM):
@@ -385,9 +468,9 @@ class GraphedLM(CausalLM):
         levels: int | None = None,
         hidden_layers: Collection[int] = (),
     ) -> Round | None:
-        """A round of greedy decoding in one replay: the pass, which nodes are kept, and their packing.
+        """A round of greedy decoding in one replay: the pass, which nodes are kept, their packing and the new lengths.
 
-        The cache's lengths do not change: ``Cache.advance``. Results last until the next round.
+        The lengths grow on the device only: ``Cache.advanced`` must follow. Results last until the next round.
 
         Args:
             columns: ids of the nodes in parts, side by side, the root first; -1: there is no node.
@@ -416,15 +499,43 @@ class GraphedLM(CausalLM):
 _MODELS: weakref.WeakSet[GraphedLM] = weakref.WeakSet()
 
 
-def _repeated(work: Callable[[], tuple[Tensor, ...]]) -> Recorded:
-    """``work``, with its results copied to the addresses of the first ones."""
+def record(work: Callable[[], tuple[Tensor, ...]], aside: Aside | None, moved: Sequence[Tensor] = ()) -> Recorded:
+    """Capture a function without arguments; what it writes into a cache meanwhile is after the end of all rows.
+
+    Args:
+        aside: where; None: without a graph, the function runs again and its results go to the addresses of the first.
+        moved: tensors that it changes, which are afterwards as before.
+    """
+    before = [tensor.clone() for tensor in moved]
+
+    def restore() -> None:
+        for tensor, value in zip(moved, before, strict=True):
+            tensor.copy_(value)
+
+    if aside is not None:
+        return _captured(work, aside, restore)
     results = work()
+    restore()
 
     def run() -> None:
         for kept, again in zip(results, work(), strict=True):
             kept.copy_(again)
 
     return Recorded(run, results)
+
+
+def _captured(work: Callable[[], tuple[Tensor, ...]], aside: Aside, restore: Callable[[], None]) -> Recorded:
+    """Warm-up and capture share a stream, so that cuBLAS takes its work space before, outside of the graphs' pool."""
+    aside.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside.stream):
+        for _ in range(_WARM_UPS):
+            work()
+            restore()
+    torch.cuda.current_stream().wait_stream(aside.stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=aside.memory, stream=aside.stream):
+        results = work()
+    return Recorded(graph.replay, results)
 
 
 def padded(nodes: int) -> int:

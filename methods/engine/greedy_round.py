@@ -23,14 +23,12 @@ class Round:
         hidden: after the final norm.
         hidden_layers: states after the layers asked for.
         bonus: the target's token after the last kept node.
-        moved: tokens that each row commits, bonus included.
         path: kept nodes of the pass, the root in front; ``ABSENT`` after the last.
-        report: bonus, path and the path's tokens side by side, for the host.
+        report: bonus, path and the tokens of its draft nodes side by side, for the host.
     """
 
     hidden: Float[Tensor, "B M D"]
     bonus: Int[Tensor, "B"]
-    moved: Int[Tensor, "B"]
     path: Int[Tensor, "B P"]
     report: Int[Tensor, "B R"]
     hidden_layers: dict[int, Float[Tensor, "B M D"]] = field(default_factory=dict)

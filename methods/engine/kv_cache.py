@@ -91,17 +91,16 @@ class Cache:
             source = from_host([after_root + column for column in columns[moved:]], self.length.device)
             self.store[:, :, after_root + moved : after_root + len(columns)] = self.store.index_select(2, source)
 
-    def advance(self, counts: Sequence[int], moved: Int[Tensor, "B"] | None = None) -> None:
-        """Make the next ``counts[b]`` slots of each row part of it.
-
-        Args:
-            moved: ``counts``, where they are on the device already.
-        """
-        self._mirror([length + count for length, count in zip(self.lengths, counts, strict=True)])
+    def advance(self, counts: Sequence[int]) -> None:
+        """Make the next ``counts[b]`` slots of each row part of it."""
+        self.advanced(counts)
         first = counts[0]
-        if moved is None and any(count != first for count in counts):
-            moved = from_host(counts, self.length.device)
-        self.length += first if moved is None else moved
+        equal = all(count == first for count in counts)
+        self.length += first if equal else from_host(counts, self.length.device)
+
+    def advanced(self, counts: Sequence[int]) -> None:
+        """Note what the lengths on the device have grown by already."""
+        self._mirror([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget the slots after ``lengths[b]`` tokens of each row."""

@@ -32,7 +32,7 @@ class Judged:
         bonus: [B] on the device.
         path: [B, P] see ``Context.path``.
         auxiliary_tokens: see ``Context``.
-        moved: [B] numbers of ``tokens``, where they are on the device; None: they are not.
+        report: of a recorded round (``greedy_round.Round``), which has moved the cache's lengths; None: there was none.
     """
 
     columns: list[list[int]]
@@ -40,13 +40,13 @@ class Judged:
     bonus: Int[Tensor, "B"]
     path: Int[Tensor, "B P"]
     auxiliary_tokens: list[list[int]]
-    moved: Int[Tensor, "B"] | None = None
+    report: Int[Tensor, "B R"] | None = None
 
     @classmethod
     def of(cls, made: Round) -> Judged:
         """What a recorded round kept."""
         columns, tokens = map(list, zip(*made.read(), strict=True))
-        return cls(columns, tokens, made.bonus, made.path, [], made.moved)
+        return cls(columns, tokens, made.bonus, made.path, [], made.report)
 
     def pack(self, cache: Cache) -> None:
         """Put the kept nodes of a tree together in the cache."""
@@ -54,6 +54,15 @@ class Judged:
             cache.pack_row(self.columns[0])
         else:
             cache.pack(self.path[:, 1:] - 1)
+
+    def advance(self, cache: Cache, counts: Sequence[int]) -> None:
+        """Make so many tokens of each row part of the cache; of a row of which no more is wanted none."""
+        if self.report is None:
+            cache.advance(counts)
+        elif all(counts):
+            cache.advanced(counts)
+        else:
+            cache.set_lengths([length + count for length, count in zip(cache.lengths, counts, strict=True)])
 
 
 def judge(

@@ -136,16 +136,16 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             nodes, output, judged = self._verify(draft, context, cache)
             pace.note(judged.columns, open_rows)
             tokens = [new if is_open else [] for new, is_open in zip(judged.tokens, open_rows, strict=True)]
-            cache.advance([len(new) for new in tokens], judged.moved if all(open_rows) else None)
+            judged.advance(cache, [len(new) for new in tokens])
             _extend(context.tokens, tokens)
             context.note(output, judged.path, [[0, *(column + 1 for column in row)] for row in judged.columns])
-            context.auxiliary_tokens = judged.auxiliary_tokens
+            context.auxiliary_tokens, context.report = judged.auxiliary_tokens, judged.report
             context.root = judged.bonus
             accepted = [len(row) for row in judged.columns]
             yield from self._answered(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes), batch)
 
     def _verify(self, draft: Draft, context: Context, cache: Cache) -> tuple[int, Output, Judged]:
-        """A pass over a draft, of how many nodes, and what is kept of it. Lengths of the cache do not change."""
+        """A pass over a draft, of how many nodes, and what is kept of it; ``Judged.advance`` is to follow."""
         target, layers = self.target, self.drafter.hidden_layers
         if self._recorded and draft.auxiliary is None and isinstance(target, GraphedLM):
             given = [context.root[:, None], *([draft.tokens] if draft.tokens.shape[1] else [])]
@@ -227,6 +227,7 @@ def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], ou
         context.path = context.path.clone()  # it may be shared by rows, and by rounds
         context.path[rows] = -1
         context.path[rows, 0] = 0
+    context.report = None
     if context.kept is not None:
         context.kept = [[0] if row in rows else nodes for row, nodes in enumerate(context.kept)]
     if context.auxiliary_tokens:

@@ -22,23 +22,26 @@ Command: ``python -m bench method=eagle dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
+from methods.engine.cuda_graphs import Calls, GraphedLM, Graphs, Work, bucket
+from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
 from methods.speculative.budget import CostsOption
 from methods.speculative.draft_layers import MOST_UNREAD, Unread
 from methods.speculative.eagle.checkpoint import TRAIN, Part
-from methods.speculative.eagle.network import Network, Reader
+from methods.speculative.eagle.network import FixedReader, Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.published.eagle import LayersCounted
@@ -51,7 +54,7 @@ TreeKind = Literal["auto", "chain", "static", "dynamic"]
 class EagleDrafter:
     """Reads the committed tokens with the target's features, then lets a tree grow after them."""
 
-    def __init__(self, network: Network, growth: Growth, last_layer: int) -> None:
+    def __init__(self, network: Network, growth: Growth, last_layer: int, graphs: Graphs | None = None) -> None:
         if beyond := [tap for tap in network.spec.taps if tap > last_layer]:
             raise ValueError(
                 f"taps of the eagle checkpoint must be layers of the target, 0 to {last_layer}, got {beyond[0]}. Use a "
@@ -63,6 +66,7 @@ class EagleDrafter:
         self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
         self._unread = Unread(0)
+        self._recorded = None if graphs is None else RecordedDrafts(graphs, self)
 
     @property
     def token_bytes(self) -> int:
@@ -71,10 +75,17 @@ class EagleDrafter:
         return 2 * spec.kv_heads * spec.head_dim * self.network.dtype.itemsize
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        growth = self.growth
-        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (growth.levels + 1) + growth.guesses
-        self._reader = Reader(self.network, len(prompts), capacity)
+        capacity = max(len(prompt) for prompt in prompts) + limit + self.spare
+        if self._recorded is None:
+            self._reader = Reader(self.network, len(prompts), capacity)
+        else:
+            self._reader = self._recorded.reader(len(prompts), capacity)
         self._unread = Unread(len(prompts))
+
+    @property
+    def spare(self) -> int:
+        """Slots beyond the text."""
+        return 2 * (self.growth.levels + 1) + self.growth.guesses
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         assert self._reader is not None, "reset comes before keep_rows"
@@ -83,11 +94,14 @@ class EagleDrafter:
 
     def propose(self, context: Context) -> Draft:
         assert self._reader is not None, "reset comes before propose"
+        if self._recorded is not None and context.report is not None and not len(self._unread):
+            self._unread.read_by(context)
+            return self._recorded.draft(self._reader, context)
         return self.growth.grow(self._reader, self._catch_up(context), context)
 
     def skip(self, context: Context) -> None:
         """Keep the features of the committed tokens, as they are not in the next context; read them once in a while."""
-        self._note(context)
+        self._note(context, copy=True)
         if len(self._unread) > MOST_UNREAD:
             self._read(context)
 
@@ -95,9 +109,13 @@ class EagleDrafter:
         self._note(context)
         return self._read(context)
 
-    def _note(self, context: Context) -> None:
+    def _note(self, context: Context, copy: bool = False) -> None:
+        self._unread.note(context, self.states(context), copy)
+
+    def states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
+        """Of the last pass, what the network reads: the last ones and those of the layers it names."""
         output = context.output
-        self._unread.note(context, [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)])
+        return [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]
 
     def _read(self, context: Context) -> Float[Tensor, "B 1 D"]:
         """Read the pairs that passes have completed since the last read; the feature after the one with the root.
@@ -109,8 +127,64 @@ class EagleDrafter:
         counts, states = self._unread.take()
         pending = [row[length + 1 :] for row, length in zip(context.tokens, reader.lengths, strict=True)]
         rows = [new + [0] * (max(counts) - len(new)) for new in pending]
-        tokens = torch.tensor(rows, device=self.network.device)
+        tokens = from_host(rows, self.network.device)
         return reader.read(self.network.feature(states[0], states[1:]), tokens, counts)
+
+
+class RecordedDrafts:
+    """Whole rounds of the draft network as recorded calls: reading what was kept, and the tree after it.
+
+    A batch size has one reader, whose cache keeps its address, for all texts that fit.
+    """
+
+    def __init__(self, graphs: Graphs, drafter: EagleDrafter) -> None:
+        self._graphs, self._drafter = graphs, drafter
+        self._readers: dict[int, tuple[Reader, Calls]] = {}
+
+    def reader(self, batch: int, capacity: int) -> Reader:
+        """An empty one."""
+        known = self._readers.get(batch)
+        if known is None or known[0].cache.capacity < capacity:
+            with torch.inference_mode(False):
+                made = Reader(self._drafter.network, batch, bucket(capacity))
+            self._drafter.network.rotary.reserve(made.cache.capacity)
+            self._readers[batch] = known = made, Calls(self._graphs, self._prepare)
+        known[0].cache.reset()
+        return known[0]
+
+    def draft(self, reader: Reader, context: Context) -> Draft:
+        """Read what the last round kept, and draft."""
+        calls = self._readers[reader.cache.batch][1]
+        assert context.report is not None
+        inputs = [context.report, *self._drafter.states(context)]
+        counts = [len(text) - 1 - length for text, length in zip(context.tokens, reader.lengths, strict=True)]
+        draft: Draft = calls(self._work(reader, context), inputs, [reader.cache.length])
+        if all(counts):
+            reader.cache.advanced(counts)
+        else:
+            reader.cache.set_lengths([length + n for length, n in zip(reader.lengths, counts, strict=True)])
+        return draft
+
+    def _work(self, reader: Reader, context: Context) -> Work:
+        network, growth = self._drafter.network, self._drafter.growth
+
+        def work(report: Tensor, *states: Tensor) -> tuple[tuple[Tensor, ...], Draft]:
+            levels = (report.shape[1] - 2) // 2
+            path, tokens = report[:, 1 : 2 + levels], report[:, 2 + levels :]
+            counts = (path >= 0).sum(1)
+            following = F.pad(tokens, (0, 1)).scatter(1, counts[:, None] - 1, report[:, :1]).clamp(min=0)
+            index = path.clamp(min=0)[:, :, None]
+            kept = [each.gather(1, index.expand(-1, -1, each.shape[2])) for each in states]
+            pairs = FixedReader(network, reader.cache)
+            feature = pairs.read(network.feature(kept[0], kept[1:]), following, counts)
+            draft = growth.grow(pairs, feature, context)
+            gains = [draft.gains] if isinstance(draft.gains, Tensor) else []
+            return (draft.tokens, draft.parents, *gains), draft
+
+        return work
+
+    def _prepare(self, calls: Calls, longest: Mapping[int, int]) -> None:
+        """Of calls for one batch size, those for the others too."""
 
 
 class Eagle(HeadsDecoder):
@@ -161,7 +235,8 @@ class Eagle(HeadsDecoder):
         _require_version(version, found.spec.version)
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
         growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
-        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1)
+        graphs = target.graphs if isinstance(target, GraphedLM) and sampling.greedy else None
+        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1, graphs)
         rule = rule_of_network(sampling, tree, kind == "chain", draw, block)
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 

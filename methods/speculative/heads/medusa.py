@@ -22,7 +22,7 @@ Command: ``python -m bench method=medusa dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from methods.engine.checkpoint_files import (
     target_sizes,
     write_part,
 )
+from methods.engine.cuda_graphs import Calls, GraphedLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import Linear, make_linear
 from methods.engine.sampling import Sampling, top_candidates
@@ -58,6 +59,7 @@ MEASURED = "measured"
 
 Acceptance = Literal["exact", "typical"]
 Layer = tuple[Float[Tensor, "D D"], Float[Tensor, "D"]]
+Drafted = tuple[tuple[Tensor, ...], Draft]  # the tensors that a replay renews, and the draft that has them
 
 _NODES = 63  # of a measured tree if costs are not known: as many as the paper's tree has
 
@@ -168,11 +170,27 @@ class MedusaDrafter(StatelessDrafter):
         depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
         place = torch.tensor(depth) * self._width + torch.tensor(shape.ranks)
         self._place = place.to(target.device)  # of each node among the candidates of all heads
+        self._calls = recorded_heads(target, self._drafted)
 
     def propose(self, context: Context) -> Draft:
-        candidates = top_candidates(self.model(context.last_hidden), self._width)
+        hidden = context.last_hidden
+        return self._drafted(hidden)[1] if self._calls is None else self._calls(self._drafted, [hidden])
+
+    def _drafted(self, hidden: Float[Tensor, "B D"]) -> Drafted:
+        candidates = top_candidates(self.model(hidden), self._width)
         tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
-        return self._layout.draft(tokens, 1, self._gains)
+        return (tokens,), self._layout.draft(tokens, 1, self._gains)
+
+
+def recorded_heads(target: CausalLM, drafted: Callable[..., Drafted]) -> Calls | None:
+    """What replays drafts that depend on nothing but their inputs; None: the target has no graphs."""
+
+    def prepare(calls: Calls, longest: Mapping[int, int]) -> None:
+        for batch in longest:
+            for inputs in calls.seen:
+                calls.record(drafted, [like.new_zeros(batch, *like.shape[1:]) for like in inputs])
+
+    return Calls(target.graphs, prepare) if isinstance(target, GraphedLM) else None
 
 
 class Layout:
