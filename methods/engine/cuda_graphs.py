@@ -30,7 +30,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int
@@ -199,6 +199,7 @@ class Graphs:
         seconds: time that making them took.
         missed: passes without a graph since ``prepare``.
         prepared: nothing is captured any more.
+        drafts: recorded along, beside the passes.
     """
 
     def __init__(self, lm: CausalLM, capture: bool = True) -> None:
@@ -207,7 +208,7 @@ class Graphs:
         self._pooled: list[Pooled] = []
         self._shapes: dict[Shape, int] = {}  # of passes and rounds: their most nodes
         self.prepared = False
-        self.calls: weakref.WeakSet[Calls] = weakref.WeakSet()  # of drafters, prepared along
+        self.drafts: weakref.WeakSet[RecordedDrafts] = weakref.WeakSet()
         self.captured, self.seconds, self.missed = 0, 0.0, 0
 
     def new_cache(self, batch: int, capacity: int, make: Callable[[int, int], Cache]) -> Cache:
@@ -239,9 +240,9 @@ class Graphs:
                 for form in self._forms(pooled.cache.capacity, length):
                     if form not in pooled.replays and len(pooled.replays) < _MOST_GRAPHS:
                         self._make(pooled, form)
-        for calls in list(self.calls):
+        for drafts in list(self.drafts):
             with torch.inference_mode():
-                calls.prepare(longest)
+                drafts.prepare(longest)
         self.prepared, self.missed = True, 0
 
     def _forms(self, capacity: int, longest: int) -> Iterator[Form]:
@@ -363,28 +364,17 @@ class Calls:
     """Recorded calls of functions on the device, such as a draft, beside the graphs of a model.
 
     Args:
-        graphs: of the model; both are prepared together.
-        prepare: record all calls that rows of batch sizes and lengths may need, by those seen so far.
+        graphs: of the model, which count the calls too.
     """
 
-    def __init__(self, graphs: Graphs, prepare: Callable[[Calls, Mapping[int, int]], None]) -> None:
-        self._graphs, self._prepare = graphs, prepare
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
         self._calls: dict[Hashable, _Call] = {}
         self._aside = Aside.made(graphs.capture)
-        graphs.calls.add(self)
 
-    @property
-    def seen(self) -> list[list[Tensor]]:
-        """The inputs' buffers of all calls so far."""
-        return [call.inputs for call in self._calls.values()]
-
-    def prepare(self, longest: Mapping[int, int]) -> None:
-        """See ``Graphs.prepare``."""
-        self._prepare(self, longest)
-
-    def forget(self) -> None:
-        """Drop all calls: a tensor that they write to has been replaced."""
-        self._calls, self._aside = {}, Aside.made(self._graphs.capture)
+    def inputs(self, batch: int) -> list[list[Tensor]]:
+        """Zeros in the shapes of all calls so far, for another batch size."""
+        return [[like.new_zeros(batch, *like.shape[1:]) for like in call.inputs] for call in self._calls.values()]
 
     def __call__(self, work: Work, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> Any:
         """What ``work`` makes of the inputs, at addresses that stay; it lasts until the next call.
@@ -425,6 +415,14 @@ class Calls:
         self._graphs.captured += 1
         self._graphs.seconds += time.perf_counter() - began
         return self._calls[key]
+
+
+class RecordedDrafts(Protocol):
+    """Drafts that are recorded beside the graphs of a model."""
+
+    def prepare(self, longest: Mapping[int, int]) -> None:
+        """Record what rows of these batch sizes and lengths may need, by what was seen so far."""
+        ...
 
 
 class GraphedLM(CausalLM):

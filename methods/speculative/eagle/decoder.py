@@ -66,7 +66,7 @@ class EagleDrafter:
         self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
         self._unread = Unread(0)
-        self._recorded = None if graphs is None else RecordedDrafts(graphs, self)
+        self._recorded = None if graphs is None else RecordedTrees(graphs, self)
 
     @property
     def token_bytes(self) -> int:
@@ -131,33 +131,37 @@ class EagleDrafter:
         return reader.read(self.network.feature(states[0], states[1:]), tokens, counts)
 
 
-class RecordedDrafts:
+class RecordedTrees:
     """Whole rounds of the draft network as recorded calls: reading what was kept, and the tree after it.
 
     A batch size has one reader, whose cache keeps its address, for all texts that fit.
     """
 
     def __init__(self, graphs: Graphs, drafter: EagleDrafter) -> None:
-        self._graphs, self._drafter = graphs, drafter
+        self._graphs, self._network = graphs, drafter.network
+        self._growth, self._spare, self._states = drafter.growth, drafter.spare, drafter.states
         self._readers: dict[int, tuple[Reader, Calls]] = {}
+        self._context: Context | None = None
+        graphs.drafts.add(self)
 
     def reader(self, batch: int, capacity: int) -> Reader:
         """An empty one."""
         known = self._readers.get(batch)
         if known is None or known[0].cache.capacity < capacity:
             with torch.inference_mode(False):
-                made = Reader(self._drafter.network, batch, bucket(capacity))
-            self._drafter.network.rotary.reserve(made.cache.capacity)
-            self._readers[batch] = known = made, Calls(self._graphs, self._prepare)
+                made = Reader(self._network, batch, bucket(capacity))
+            self._network.rotary.reserve(made.cache.capacity + self._growth.levels)
+            self._readers[batch] = known = made, Calls(self._graphs)
         known[0].cache.reset()
         return known[0]
 
     def draft(self, reader: Reader, context: Context) -> Draft:
         """Read what the last round kept, and draft."""
-        calls = self._readers[reader.cache.batch][1]
         assert context.report is not None
-        inputs = [context.report, *self._drafter.states(context)]
+        self._context = self._context or context
         counts = [len(text) - 1 - length for text, length in zip(context.tokens, reader.lengths, strict=True)]
+        inputs = [context.report, *self._states(context)]
+        calls = self._readers[reader.cache.batch][1]
         draft: Draft = calls(self._work(reader, context), inputs, [reader.cache.length])
         if all(counts):
             reader.cache.advanced(counts)
@@ -165,8 +169,17 @@ class RecordedDrafts:
             reader.cache.set_lengths([length + n for length, n in zip(reader.lengths, counts, strict=True)])
         return draft
 
+    def prepare(self, longest: Mapping[int, int]) -> None:
+        if self._context is None:
+            return
+        _, seen = next(iter(self._readers.values()))
+        for batch, length in longest.items():
+            reader = self.reader(batch, length + self._spare)
+            for inputs in seen.inputs(batch):
+                self._readers[batch][1].record(self._work(reader, self._context), inputs, [reader.cache.length])
+
     def _work(self, reader: Reader, context: Context) -> Work:
-        network, growth = self._drafter.network, self._drafter.growth
+        network, growth = self._network, self._growth
 
         def work(report: Tensor, *states: Tensor) -> tuple[tuple[Tensor, ...], Draft]:
             levels = (report.shape[1] - 2) // 2
@@ -182,9 +195,6 @@ class RecordedDrafts:
             return (draft.tokens, draft.parents, *gains), draft
 
         return work
-
-    def _prepare(self, calls: Calls, longest: Mapping[int, int]) -> None:
-        """Of calls for one batch size, those for the others too."""
 
 
 class Eagle(HeadsDecoder):

@@ -51,11 +51,11 @@ from methods.speculative.heads.medusa import (
     Acceptance,
     Drafted,
     Layout,
+    RecordedHeads,
     StaticTreeDecoder,
     TreeChoice,
     output_products,
     read_heads,
-    recorded_heads,
     require_heads,
     rule_of,
     save_heads,
@@ -237,11 +237,11 @@ class HydraDrafter(StatelessDrafter):
             "draft_output_matrix": sum(product.nbytes for product in self._outputs),
         }
 
-        self._calls = recorded_heads(target, self._drafted)
+        self._recorded = RecordedHeads.of(target, self._drafted)
 
     def propose(self, context: Context) -> Draft:
         given = [self._state(context), context.root]
-        return self._drafted(*given)[1] if self._calls is None else self._calls(self._drafted, given)
+        return self._drafted(*given)[1] if self._recorded is None else self._recorded(*given)
 
     def _drafted(self, state: Float[Tensor, "B D"], root: Int[Tensor, "B"]) -> Drafted:
         begin = torch.cat([state, self._target.embed(root)], 1)

@@ -43,7 +43,7 @@ from methods.engine.checkpoint_files import (
     target_sizes,
     write_part,
 )
-from methods.engine.cuda_graphs import Calls, GraphedLM
+from methods.engine.cuda_graphs import Calls, GraphedLM, Graphs
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import Linear, make_linear
 from methods.engine.sampling import Sampling, top_candidates
@@ -170,11 +170,11 @@ class MedusaDrafter(StatelessDrafter):
         depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
         place = torch.tensor(depth) * self._width + torch.tensor(shape.ranks)
         self._place = place.to(target.device)  # of each node among the candidates of all heads
-        self._calls = recorded_heads(target, self._drafted)
+        self._recorded = RecordedHeads.of(target, self._drafted)
 
     def propose(self, context: Context) -> Draft:
         hidden = context.last_hidden
-        return self._drafted(hidden)[1] if self._calls is None else self._calls(self._drafted, [hidden])
+        return self._drafted(hidden)[1] if self._recorded is None else self._recorded(hidden)
 
     def _drafted(self, hidden: Float[Tensor, "B D"]) -> Drafted:
         candidates = top_candidates(self.model(hidden), self._width)
@@ -182,15 +182,30 @@ class MedusaDrafter(StatelessDrafter):
         return (tokens,), self._layout.draft(tokens, 1, self._gains)
 
 
-def recorded_heads(target: CausalLM, drafted: Callable[..., Drafted]) -> Calls | None:
-    """What replays drafts that depend on nothing but their inputs; None: the target has no graphs."""
+class RecordedHeads:
+    """Replays drafts that depend on nothing but their inputs.
 
-    def prepare(calls: Calls, longest: Mapping[int, int]) -> None:
+    Args:
+        drafted: makes a draft.
+    """
+
+    def __init__(self, graphs: Graphs, drafted: Callable[..., Drafted]) -> None:
+        self._drafted, self._calls = drafted, Calls(graphs)
+        graphs.drafts.add(self)
+
+    @classmethod
+    def of(cls, target: CausalLM, drafted: Callable[..., Drafted]) -> RecordedHeads | None:
+        """None: the target has no graphs."""
+        return cls(target.graphs, drafted) if isinstance(target, GraphedLM) else None
+
+    def __call__(self, *inputs: Tensor) -> Draft:
+        draft: Draft = self._calls(self._drafted, inputs)
+        return draft
+
+    def prepare(self, longest: Mapping[int, int]) -> None:
         for batch in longest:
-            for inputs in calls.seen:
-                calls.record(drafted, [like.new_zeros(batch, *like.shape[1:]) for like in inputs])
-
-    return Calls(target.graphs, prepare) if isinstance(target, GraphedLM) else None
+            for inputs in self._calls.inputs(batch):
+                self._calls.record(self._drafted, inputs)
 
 
 class Layout:
