@@ -30,7 +30,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -376,6 +376,7 @@ class Calls:
         """Zeros in the shapes of all calls so far, for another batch size."""
         return [[like.new_zeros(batch, *like.shape[1:]) for like in call.inputs] for call in self._calls.values()]
 
+    @torch.inference_mode()
     def __call__(self, work: Work, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> Any:
         """What ``work`` makes of the inputs, at addresses that stay; it lasts until the next call.
 
@@ -417,6 +418,7 @@ class Calls:
         return self._calls[key]
 
 
+@runtime_checkable
 class RecordedDrafts(Protocol):
     """Drafts that are recorded beside the graphs of a model."""
 

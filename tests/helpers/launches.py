@@ -6,9 +6,10 @@ numbers of the host a copy that waits. Both can be counted on a CPU; views and n
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -18,7 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from methods.decoder import Decoder
+from methods.engine import cuda_graphs
 from methods.engine.causal_lm import CausalLM
+from methods.engine.cuda_graphs import GraphedLM, Recorded
+from methods.engine.sampling import Sampling
 
 _KERNELS = ("rms_norm", "linear", "scaled_dot_product_attention", "repeat_interleave", "roll")  # one each on CUDA
 _FREE = {
@@ -37,7 +41,7 @@ class Counts:
     Attributes:
         rounds: how many were counted.
         operators: by phase, the operators that compute.
-        copies: tensors made of numbers of the host.
+        copies: tensors made of numbers of the host that a GPU would make the host wait for (``from_host`` does not).
         reads: of the device.
     """
 
@@ -70,10 +74,19 @@ class _Count(TorchDispatchMode):
         return found
 
 
-def count_rounds(decoder: Decoder, target: CausalLM, prompts: Sequence[Tensor], limit: int) -> Counts:
-    """Count in all rounds after the first, which a decoder may begin otherwise than it goes on."""
+def count_rounds(
+    make: Callable[[CausalLM, Sampling], Decoder], target: CausalLM, prompts: Sequence[Tensor], limit: int
+) -> Counts:
+    """Count in greedy rounds after the first two, which may begin otherwise than a decode goes on.
+
+    What a graph would replay is one launch, and is not counted; it is recorded in decodes before.
+    """
     counts, counter = Counts(), _Count()
     with torch.inference_mode(), _watched(target, counter, counts):
+        decoder = make(target, Sampling())
+        for _ in range(3 if isinstance(target, GraphedLM) else 0):
+            for _ in decoder.decode(list(prompts), limit, torch.Generator().manual_seed(0)):
+                pass
         steps = decoder.decode(list(prompts), limit, torch.Generator().manual_seed(0))
         next(steps), next(steps)
         counts.copies = counts.reads = 0
@@ -86,24 +99,31 @@ def count_rounds(decoder: Decoder, target: CausalLM, prompts: Sequence[Tensor], 
 
 @contextmanager
 def _watched(target: CausalLM, counter: _Count, counts: Counts) -> Iterator[None]:
-    """The pass of the target is not counted; a read ends a round."""
-    passes: dict[str, Callable[..., Any]] = {
-        name: getattr(target, name) for name in ("forward", "verify") if hasattr(target, name)
-    }
-    tensor, tolist = torch.tensor, Tensor.tolist
+    """Passes of the target and replays are not counted; a read ends a round."""
+    tensor, tolist, forward, record = torch.tensor, Tensor.tolist, target.forward, cuda_graphs.record
 
-    def untracked(work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            counter.into = None
-            found = work(*args, **kwargs)
-            counter.into = counts.operators["hidden"]
-            return found
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        counter.into = None
+        found = forward(*args, **kwargs)
+        counter.into = counts.operators["hidden"]
+        return found
 
-        return run
+    def recorded(*args: Any, **kwargs: Any) -> Recorded:
+        made = record(*args, **kwargs)
+
+        def run() -> None:
+            counted, counter.into = counter.into, None
+            made.run()
+            counter.into = counted
+
+        return Recorded(run, made.results)
 
     def copied(*args: Any, **kwargs: Any) -> Tensor:
         counts.copies += 1
         return tensor(*args, **kwargs)
+
+    def unwaited(values: Any, device: torch.device) -> Tensor:
+        return tensor(values, dtype=torch.long)
 
     def read(self: Tensor) -> Any:
         counts.reads += 1
@@ -111,11 +131,17 @@ def _watched(target: CausalLM, counter: _Count, counts: Counts) -> Iterator[None
         counter.into = counts.operators["exposed"]
         return found
 
-    for name, work in passes.items():
-        setattr(target, name, untracked(work))
-    try:
-        with mock.patch.object(torch, "tensor", copied), mock.patch.object(Tensor, "tolist", read):
-            yield
-    finally:
-        for name in passes:
-            delattr(target, name)
+    with ExitStack() as stack:
+        for place, name, new in (
+            (target, "forward", passed),
+            (cuda_graphs, "record", recorded),
+            (torch, "tensor", copied),
+            (Tensor, "tolist", read),
+            *((module, "from_host", unwaited) for module in _modules_with("from_host")),
+        ):
+            stack.enter_context(mock.patch.object(place, name, new))
+        yield
+
+
+def _modules_with(name: str) -> list[Any]:
+    return [module for key, module in sys.modules.items() if key.startswith("methods.") and name in vars(module)]

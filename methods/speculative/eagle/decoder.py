@@ -22,19 +22,18 @@ Command: ``python -m bench method=eagle dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
-from methods.engine.cuda_graphs import Calls, GraphedLM, Graphs, Work, bucket
+from methods.engine.cuda_graphs import GraphedLM, Graphs, Work
 from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
@@ -46,6 +45,7 @@ from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Stati
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.published.eagle import LayersCounted
 from methods.speculative.ranked_tree import require_sizes
+from methods.speculative.recorded_network import Drafted, KeptTokens, RecordedNetwork, tensors_of
 from methods.speculative.verification import rule_of_network
 
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
@@ -66,7 +66,10 @@ class EagleDrafter:
         self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
         self._unread = Unread(0)
-        self._recorded = None if graphs is None else RecordedTrees(graphs, self)
+        self._spare = 2 * (growth.levels + 1) + growth.guesses  # slots beyond the text
+        self._recorded: RecordedNetwork[Reader] | None = None
+        if graphs is not None:
+            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self.states, self._spare)
 
     @property
     def token_bytes(self) -> int:
@@ -75,17 +78,25 @@ class EagleDrafter:
         return 2 * spec.kv_heads * spec.head_dim * self.network.dtype.itemsize
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        capacity = max(len(prompt) for prompt in prompts) + limit + self.spare
-        if self._recorded is None:
-            self._reader = Reader(self.network, len(prompts), capacity)
-        else:
-            self._reader = self._recorded.reader(len(prompts), capacity)
+        capacity = max(len(prompt) for prompt in prompts) + limit + self._spare
+        made = self._new_reader if self._recorded is None else self._recorded.reader
+        self._reader = made(len(prompts), capacity)
         self._unread = Unread(len(prompts))
 
-    @property
-    def spare(self) -> int:
-        """Slots beyond the text."""
-        return 2 * (self.growth.levels + 1) + self.growth.guesses
+    def _new_reader(self, batch: int, capacity: int) -> Reader:
+        return Reader(self.network, batch, capacity)
+
+    def _work(self, reader: Reader, sampling: Sampling, rng: Generator) -> Work:
+        """Reading what a recorded round kept and drafting after it, from its report and states."""
+
+        def work(report: Tensor, *states: Tensor) -> Drafted:
+            kept = KeptTokens.of(report)
+            hidden, *taps = kept.places(states)
+            pairs = FixedReader(self.network, reader.cache)
+            feature = pairs.read(self.network.feature(hidden, taps), kept.following, kept.counts)
+            return tensors_of(self.growth.grow(pairs, feature, kept.context(states, sampling, rng)))
+
+        return work
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         assert self._reader is not None, "reset comes before keep_rows"
@@ -129,72 +140,6 @@ class EagleDrafter:
         rows = [new + [0] * (max(counts) - len(new)) for new in pending]
         tokens = from_host(rows, self.network.device)
         return reader.read(self.network.feature(states[0], states[1:]), tokens, counts)
-
-
-class RecordedTrees:
-    """Whole rounds of the draft network as recorded calls: reading what was kept, and the tree after it.
-
-    A batch size has one reader, whose cache keeps its address, for all texts that fit.
-    """
-
-    def __init__(self, graphs: Graphs, drafter: EagleDrafter) -> None:
-        self._graphs, self._network = graphs, drafter.network
-        self._growth, self._spare, self._states = drafter.growth, drafter.spare, drafter.states
-        self._readers: dict[int, tuple[Reader, Calls]] = {}
-        self._context: Context | None = None
-        graphs.drafts.add(self)
-
-    def reader(self, batch: int, capacity: int) -> Reader:
-        """An empty one."""
-        known = self._readers.get(batch)
-        if known is None or known[0].cache.capacity < capacity:
-            with torch.inference_mode(False):
-                made = Reader(self._network, batch, bucket(capacity))
-            self._network.rotary.reserve(made.cache.capacity + self._growth.levels)
-            self._readers[batch] = known = made, Calls(self._graphs)
-        known[0].cache.reset()
-        return known[0]
-
-    def draft(self, reader: Reader, context: Context) -> Draft:
-        """Read what the last round kept, and draft."""
-        assert context.report is not None
-        self._context = self._context or context
-        counts = [len(text) - 1 - length for text, length in zip(context.tokens, reader.lengths, strict=True)]
-        inputs = [context.report, *self._states(context)]
-        calls = self._readers[reader.cache.batch][1]
-        draft: Draft = calls(self._work(reader, context), inputs, [reader.cache.length])
-        if all(counts):
-            reader.cache.advanced(counts)
-        else:
-            reader.cache.set_lengths([length + n for length, n in zip(reader.lengths, counts, strict=True)])
-        return draft
-
-    def prepare(self, longest: Mapping[int, int]) -> None:
-        if self._context is None:
-            return
-        _, seen = next(iter(self._readers.values()))
-        for batch, length in longest.items():
-            reader = self.reader(batch, length + self._spare)
-            for inputs in seen.inputs(batch):
-                self._readers[batch][1].record(self._work(reader, self._context), inputs, [reader.cache.length])
-
-    def _work(self, reader: Reader, context: Context) -> Work:
-        network, growth = self._network, self._growth
-
-        def work(report: Tensor, *states: Tensor) -> tuple[tuple[Tensor, ...], Draft]:
-            levels = (report.shape[1] - 2) // 2
-            path, tokens = report[:, 1 : 2 + levels], report[:, 2 + levels :]
-            counts = (path >= 0).sum(1)
-            following = F.pad(tokens, (0, 1)).scatter(1, counts[:, None] - 1, report[:, :1]).clamp(min=0)
-            index = path.clamp(min=0)[:, :, None]
-            kept = [each.gather(1, index.expand(-1, -1, each.shape[2])) for each in states]
-            pairs = FixedReader(network, reader.cache)
-            feature = pairs.read(network.feature(kept[0], kept[1:]), following, counts)
-            draft = growth.grow(pairs, feature, context)
-            gains = [draft.gains] if isinstance(draft.gains, Tensor) else []
-            return (draft.tokens, draft.parents, *gains), draft
-
-        return work
 
 
 class Eagle(HeadsDecoder):

@@ -137,6 +137,10 @@ class Reader:
         """Keys and values of the pairs."""
         return self._cache
 
+    def reserve(self, positions: int) -> None:
+        """Extend the table of positions."""
+        self.network.rotary.reserve(positions)
+
     @property
     def lengths(self) -> list[int]:
         """Committed pairs of each row."""

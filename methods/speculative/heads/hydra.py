@@ -49,7 +49,6 @@ from methods.speculative.heads.hydra_prefix import Prefix, prefix_shapes
 from methods.speculative.heads.medusa import (
     MEASURED,
     Acceptance,
-    Drafted,
     Layout,
     RecordedHeads,
     StaticTreeDecoder,
@@ -62,6 +61,7 @@ from methods.speculative.heads.medusa import (
     vocabulary_of,
 )
 from methods.speculative.published.formats import HydraWeights, read
+from methods.speculative.recorded_network import Drafted
 
 _PREFIX = "prefix."  # of tensors in a file of ours
 

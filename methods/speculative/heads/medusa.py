@@ -53,13 +53,13 @@ from methods.speculative.heads import candidate_tree
 from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
 from methods.speculative.heads.candidate_tree import TREES, Tree
 from methods.speculative.published.formats import MedusaWeights, read
+from methods.speculative.recorded_network import Drafted
 from methods.speculative.verification import Typical, default_rule
 
 MEASURED = "measured"
 
 Acceptance = Literal["exact", "typical"]
 Layer = tuple[Float[Tensor, "D D"], Float[Tensor, "D"]]
-Drafted = tuple[tuple[Tensor, ...], Draft]  # the tensors that a replay renews, and the draft that has them
 
 _NODES = 63  # of a measured tree if costs are not known: as many as the paper's tree has
 
