@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from methods.engine.causal_lm import Output
     from methods.engine.sampling import Sampling
 from methods.decoder import Guarantee
-
-ABSENT = -1  # in Draft.tokens: no node here; in Verification.path: no further node; in parents: the root
+from methods.engine.host_copies import from_host
+from methods.engine.token_tree import ABSENT as ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,7 @@ class Draft:
         passes: int = 0,
     ) -> Draft:
         """One path per row."""
-        batch, nodes = tokens.shape
-        parents = torch.arange(-1, nodes - 1, device=tokens.device).expand(batch, nodes)
+        parents = _chain_parents(tokens.shape[1], tokens.device).expand(len(tokens), -1)
         return cls(tokens, parents, probs, sizes=sizes, passes=passes)
 
     @classmethod
@@ -106,11 +106,18 @@ class Draft:
         return min(1, self.tokens.shape[1]) if self.is_chain else self.tokens.shape[1]
 
 
+@lru_cache(maxsize=256)
+def _chain_parents(nodes: int, device: torch.device) -> Int[Tensor, "N"]:
+    """Columns of the parents in a chain; nothing writes into it."""
+    with torch.inference_mode(False):
+        return torch.arange(-1, nodes - 1, device=device)
+
+
 def ragged(rows: Sequence[list[int]], device: torch.device) -> Int[Tensor, "B N"]:
     """Rows from the host, ``ABSENT`` after their ends; all may be empty."""
     width = max(map(len, rows))
     padded = [row + [ABSENT] * (width - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+    return from_host(padded, device).view(len(rows), width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +170,10 @@ class AcceptanceRule(Protocol):
         """
         ...
 
+    def bonus(self, logits: Float[Tensor, "B V"], sampling: Sampling, rng: Generator) -> Int[Tensor, "B"]:
+        """The token after the root where nothing was drafted: what judging an empty draft gives."""
+        ...
+
 
 @dataclass(slots=True)
 class Context:
@@ -178,6 +189,9 @@ class Context:
         rng: generator on the target's device.
         auxiliary_tokens: per row, the target's most likely tokens after the auxiliary nodes of the last pass (host
             side); empty where that pass had none, or the row got a new prompt after it.
+        kept: ``path`` on the host, without what fills it up; None where it is not known there.
+        report: of the last pass, if it was a recorded round (``methods.engine.greedy_round``): bonus, path and the
+            tokens of its draft nodes, on the device.
     """
 
     tokens: list[list[int]]
@@ -187,6 +201,12 @@ class Context:
     sampling: Sampling
     rng: Generator
     auxiliary_tokens: list[list[int]] = field(default_factory=list)
+    kept: list[list[int]] | None = None
+    report: Int[Tensor, "B R"] | None = None
+
+    def note(self, output: Output, path: Int[Tensor, "B P"], kept: list[list[int]]) -> None:
+        """A pass of the target, and what was kept of it."""
+        self.output, self.path, self.kept = output, path, kept
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
@@ -197,6 +217,9 @@ class Context:
             self.path = self.path[chosen]
         if self.auxiliary_tokens:
             self.auxiliary_tokens = [self.auxiliary_tokens[row] for row in chosen]
+        if self.kept is not None:
+            self.kept = [self.kept[row] for row in chosen]
+        self.report = None
 
     @property
     def last_hidden(self) -> Float[Tensor, "B D"]:
@@ -204,6 +227,9 @@ class Context:
         hidden = self.output.hidden
         if self.path is None:  # after the prefill: the end of the prompt, and nothing else without hidden_layers
             return hidden[:, -1]
+        ends = {nodes[-1] for nodes in self.kept or ()}
+        if len(ends) == 1:
+            return hidden[:, ends.pop()]
         last = (self.path >= 0).sum(1, keepdim=True) - 1
         node = self.path.gather(1, last)
         return hidden.gather(1, node[:, :, None].expand(-1, -1, hidden.shape[2]))[:, 0]

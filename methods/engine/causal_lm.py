@@ -91,7 +91,7 @@ class Pass:
         end: S, the slots a node may see at most.
         near: of layers with a sliding window; None if the model has none.
         fused: kernels run the layers, which know what a node sees from ``reach`` and the cache's lengths.
-        reach: which node sees which, its own included; None: a chain.
+        reach: ancestors of each node, its own place included; None: a chain.
     """
 
     hidden: Float[Tensor, "B M D"]
@@ -335,7 +335,7 @@ class CausalLM:
             return Pass(hidden, cos, sin, None, slots, end, cache, fused=True, reach=reach)
         mask = ragged_mask(cache.length, reach, nodes, end, groups, self.dtype)
         near = None if self.window is None else self._near(cos, sin, mask, reach, offsets, end, cache, fixed)
-        return Pass(hidden, cos, sin, mask, slots, end, cache, near)
+        return Pass(hidden, cos, sin, mask, slots, end, cache, near, reach=reach)
 
     def _near_chain(self, cos: Tensor, sin: Tensor, mask: Tensor | None, nodes: int, cache: Cache) -> Near:
         """Of a chain after rows of the same length."""

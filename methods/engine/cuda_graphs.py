@@ -11,6 +11,9 @@ nodes is enough for all lengths.
 Passes over other numbers of nodes than those of ``NODES`` are filled up to the next one: nodes after the last are read
 by none before them. The output matrix is multiplied outside, so the next pass does not overwrite logits and states.
 
+A round of greedy decoding (``round``) is recorded whole: the pass, the output matrix, which nodes are kept, and their
+packing in the cache (``methods.engine.greedy_round``). What it returns lasts until the next round.
+
 A shape is captured at its second use; before, and where nothing fits, a pass runs kernel by kernel. ``prepare``
 captures all that a run may need before its clock starts, and nothing is captured after it. ``capture=False`` runs the
 same fixed form without a graph, for comparison in tests.
@@ -25,18 +28,19 @@ import copy
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM, States
+from methods.engine.greedy_round import Round, kept_path, settled
 from methods.engine.kv_cache import Cache
-from methods.engine.token_tree import Nodes, Parents, closure_steps
+from methods.engine.sampling import argmax
+from methods.engine.token_tree import ABSENT, Nodes, Parents, closure_steps
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # of a pass; larger ones are as they are
 _LEAST_BUCKET = 128
@@ -54,22 +58,102 @@ class Form(NamedTuple):
         closure: products that the tree's closure takes (``tree.closure_steps``); None: a chain.
         end: slots that attention reads, a bucket; all that the cache has where kernels find the rows' ends.
         hidden_layers: layers whose states are wanted.
+        whole: a round and not only its pass.
     """
 
     nodes: int
     closure: int | None
     end: int
     hidden_layers: tuple[int, ...]
+    whole: bool = False
+
+    @property
+    def levels(self) -> int | None:
+        """Of the deepest tree of this form; None: a chain."""
+        return None if self.closure is None else 1 << self.closure
 
 
-class Replay(NamedTuple):
-    """A captured pass: input buffers, the replay, the results, and the other tensors it reads."""
+class Shape(NamedTuple):
+    """What passes of different sizes and lengths have in common, see ``Form``."""
 
+    closure: int | None
+    hidden_layers: tuple[int, ...]
+    whole: bool
+
+
+class Recorded(NamedTuple):
+    """A function and its results, which ``run`` renews at the same addresses."""
+
+    run: Callable[[], None]
+    results: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class Replay:
+    """A captured pass or round.
+
+    Attributes:
+        form: its own.
+        tokens, parents: input buffers.
+        recorded: the replay and what it yields.
+        tables: other tensors it reads; a longer table takes the place of the model's, not of these.
+        given: nodes in the buffers; those after them are without a token and have the root as parent.
+    """
+
+    form: Form
     tokens: Int[Tensor, "B M"]
     parents: Parents
-    run: Callable[[], None]
-    states: States
-    tables: tuple[Tensor, ...]  # a longer table takes the place of the model's, not of these
+    recorded: Recorded
+    tables: tuple[Tensor, ...]
+    given: int = -1
+
+    def run(self, columns: Sequence[Int[Tensor, "B _"]], parents: Parents, given: int) -> None:
+        """Replay for nodes that are given in parts, side by side; all inputs are copied in one launch."""
+        if given != self.given:
+            self.tokens[:, given:] = ABSENT if self.form.whole else 0
+            if self.parents is not None:
+                self.parents[:, given - 1 :] = -1
+            self.given = given
+        targets, start = [], 0
+        for part in columns:
+            targets.append(self.tokens[:, start : start + part.shape[1]])
+            start += part.shape[1]
+        if parents is None or self.parents is None:
+            torch._foreach_copy_(targets, list(columns))
+        else:
+            torch._foreach_copy_([*targets, self.parents[:, : given - 1]], [*columns, parents])
+        self.recorded.run()
+
+    @property
+    def states(self) -> States:
+        """Of a pass: states after all layers, and after those asked for."""
+        hidden, *seen = self.recorded.results
+        return hidden, dict(zip(self.form.hidden_layers, seen, strict=True))
+
+    @property
+    def round(self) -> Round:
+        """Of a round; nodes after those that were given are in none of the results."""
+        bonus, path, report, hidden, *seen = self.recorded.results
+        given = self.given
+        taps = {tap: state[:, :given] for tap, state in zip(self.form.hidden_layers, seen, strict=True)}
+        return Round(hidden[:, :given], bonus, path, report, taps)
+
+
+class Aside(NamedTuple):
+    """Memory and stream of graphs that are made and released together.
+
+    An allocator's pool takes no further capture once all its graphs are gone (torch 2.11: INTERNAL ASSERT use_count >
+    0), and later versions release cuBLAS' work space together with the last graph of a stream; so neither is shared
+    between caches.
+    """
+
+    memory: Any
+    stream: Any
+
+    @classmethod
+    def made(cls, capture: bool) -> Aside | None:
+        """A new one; None where nothing is captured."""
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream()) if capture else None
 
 
 @dataclass
@@ -80,17 +164,14 @@ class Pooled:
         cache: owner of the tensors; decoders get handles that share them and have lengths of their own.
         handle: the one in use, if it is alive.
         seen: how often each form was used before it was captured.
-        memory, stream: of its graphs, which are made and released together. An allocator's pool takes no further
-            capture once all its graphs are gone (torch 2.11: INTERNAL ASSERT use_count > 0), and later versions release
-            cuBLAS' work space together with the last graph of a stream; so neither is shared between caches.
+        aside: where its graphs are captured, which are made and released together; None: nothing is captured.
     """
 
     cache: Cache
     handle: weakref.ref[Cache] | None = None
     seen: dict[Form, int] = field(default_factory=dict)
     replays: dict[Form, Replay] = field(default_factory=dict)
-    memory: Any = None
-    stream: Any = None
+    aside: Aside | None = None
 
     @property
     def in_use(self) -> bool:
@@ -117,14 +198,17 @@ class Graphs:
         captured: number of graphs made.
         seconds: time that making them took.
         missed: passes without a graph since ``prepare``.
+        prepared: nothing is captured any more.
+        drafts: recorded along, beside the passes.
     """
 
     def __init__(self, lm: CausalLM, capture: bool = True) -> None:
         assert not capture or lm.device.type == "cuda", "only CUDA has graphs"
         self._lm, self.capture = weakref.ref(lm), capture
         self._pooled: list[Pooled] = []
-        self._shapes: dict[tuple[int | None, tuple[int, ...]], int] = {}  # closure and taps of passes: their most nodes
-        self._prepared = False
+        self._shapes: dict[Shape, int] = {}  # of passes and rounds: their most nodes
+        self.prepared = False
+        self.drafts: weakref.WeakSet[RecordedDrafts] = weakref.WeakSet()
         self.captured, self.seconds, self.missed = 0, 0.0, 0
 
     def new_cache(self, batch: int, capacity: int, make: Callable[[int, int], Cache]) -> Cache:
@@ -136,9 +220,8 @@ class Graphs:
             if pooled.fits(batch, capacity):
                 return pooled
         kept = [pooled for pooled in self._pooled if pooled.in_use or pooled.cache.batch != batch]
-        own = (torch.cuda.graph_pool_handle(), torch.cuda.Stream()) if self.capture else (None, None)
         with torch.inference_mode(False):  # a cache made within it could not be used outside of it
-            made = Pooled(make(batch, bucket(capacity)), memory=own[0], stream=own[1])
+            made = Pooled(make(batch, bucket(capacity)), aside=Aside.made(self.capture))
         self._pooled = [*kept[-_MOST_CACHES:], made]
         return made
 
@@ -149,107 +232,199 @@ class Graphs:
             longest: by batch size, tokens of the longest row at its end.
             make: a cache of a batch size and a capacity.
         """
-        most = max(self._shapes.values(), default=1)
+        self.prepared, most = False, max(self._shapes.values(), default=1)
         for batch, length in longest.items():
             pooled = self._cache(batch, length + 2 * padded(most), make)
             with torch.inference_mode():
                 pooled.cache.reset()
                 for form in self._forms(pooled.cache.capacity, length):
                     if form not in pooled.replays and len(pooled.replays) < _MOST_GRAPHS:
-                        tokens = torch.zeros(batch, form.nodes, dtype=torch.long, device=pooled.cache.length.device)
-                        parents = None if form.closure is None else torch.full_like(tokens[:, 1:], -1)
-                        self._make(pooled, form, tokens, parents)
-        self._prepared, self.missed = True, 0
+                        self._make(pooled, form)
+        for drafts in list(self.drafts):
+            with torch.inference_mode():
+                drafts.prepare(longest)
+        self.prepared, self.missed = True, 0
 
     def _forms(self, capacity: int, longest: int) -> Iterator[Form]:
         """Of the passes seen so far, smaller ones and those without a draft, over rows up to a length."""
-        undrafted: dict[tuple[int | None, tuple[int, ...]], int] = {(None, taps): 1 for _, taps in self._shapes}
-        for (closure, taps), most in (undrafted | self._shapes).items():
+        undrafted = {shape._replace(closure=None): 1 for shape in self._shapes}
+        for (closure, taps, whole), most in (undrafted | self._shapes).items():
             sizes = {padded(most), *(nodes for nodes in NODES if nodes <= most and (closure is None or nodes > 1))}
             for nodes in sorted(sizes):
                 if self._reads_lengths(nodes):
-                    yield Form(nodes, closure, capacity, taps)
+                    yield Form(nodes, closure, capacity, taps, whole)
                     continue
                 end, last = _LEAST_BUCKET, min(bucket(longest + nodes), capacity)
                 while end <= last:
-                    yield Form(nodes, closure, end, taps)
+                    yield Form(nodes, closure, end, taps, whole)
                     end = bucket(end + 1)
 
     def states(
         self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None, hidden_layers: Collection[int]
     ) -> States | None:
         """Hidden states after all layers and after ``hidden_layers``; None where this pass has no fixed form (yet)."""
-        pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
         given = tokens.shape[1]
+        shape = Shape(None if parents is None else closure_steps(levels or given), tuple(sorted(hidden_layers)), False)
+        replay = self._replay(shape, given, cache)
+        if replay is None:
+            return None
+        replay.run([tokens], parents, given)
+        hidden, seen = replay.states
+        return hidden[:, :given].clone(), {tap: state[:, :given].clone() for tap, state in seen.items()}
+
+    def round(
+        self,
+        columns: Sequence[Int[Tensor, "B _"]],
+        parents: Parents,
+        cache: Cache,
+        levels: int | None,
+        hidden_layers: Collection[int],
+    ) -> Round | None:
+        """A round of greedy decoding, see ``GraphedLM.round``; None where it has no fixed form (yet)."""
+        given = sum(part.shape[1] for part in columns)
+        shape = Shape(None if parents is None else closure_steps(levels or given), tuple(sorted(hidden_layers)), True)
+        replay = self._replay(shape, given, cache)
+        if replay is None:
+            return None
+        replay.run(columns, parents, given)
+        return replay.round
+
+    def _replay(self, shape: Shape, given: int, cache: Cache) -> Replay | None:
+        """Of a pass over so many nodes; at its second use it is captured."""
+        pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
         nodes = padded(given)
         least = max(cache.lengths) + nodes
         end = max(cache.capacity, least) if self._reads_lengths(nodes) else bucket(least)
         if pooled is None or end > cache.capacity or cache.length is not pooled.cache.length:
             self.missed += 1
             return None
-        closure = None if parents is None else closure_steps(levels or given)
-        form = Form(nodes, closure, end, tuple(sorted(hidden_layers)))
-        shape = (form.closure, form.hidden_layers)
+        form = Form(nodes, shape.closure, end, shape.hidden_layers, shape.whole)
         self._shapes[shape] = max(given, self._shapes.get(shape, 0))
-        replay = pooled.replays.get(form) or self._again(pooled, form, tokens, parents)
+        replay = pooled.replays.get(form)
+        if replay is None and self._comes_again(pooled, form):
+            replay = self._make(pooled, form)
         if replay is None:
             self.missed += 1
-            return None
-        replay.tokens[:, :given].copy_(tokens)
-        if replay.parents is not None and parents is not None:
-            replay.parents[:, : given - 1].copy_(parents)
-            replay.parents[:, given - 1 :].fill_(-1)
-        replay.run()
-        hidden, seen = replay.states
-        return hidden[:, :given].clone(), {tap: state[:, :given].clone() for tap, state in seen.items()}
+        return replay
 
     def _reads_lengths(self, nodes: int) -> bool:
         lm = self._lm()
         return lm is not None and lm.reads_lengths(nodes)
 
-    def _again(self, pooled: Pooled, form: Form, tokens: Nodes, parents: Parents) -> Replay | None:
-        """A replay of a form that is used for the second time."""
+    def _comes_again(self, pooled: Pooled, form: Form) -> bool:
+        """Whether a form is used for the second time and may be captured."""
         pooled.seen[form] = pooled.seen.get(form, 0) + 1
-        if self._prepared or pooled.seen[form] < _COMES_AGAIN or len(pooled.replays) >= _MOST_GRAPHS:
-            return None
-        missing = (0, form.nodes - tokens.shape[1])
-        above = None if parents is None else F.pad(parents, missing, value=-1)
-        return self._make(pooled, form, F.pad(tokens, missing), above)
+        return not (self.prepared or pooled.seen[form] < _COMES_AGAIN or len(pooled.replays) >= _MOST_GRAPHS)
 
-    def _make(self, pooled: Pooled, form: Form, tokens: Nodes, parents: Parents) -> Replay:
+    def _make(self, pooled: Pooled, form: Form) -> Replay:
         began = time.perf_counter()
         lm = self._lm()
         assert lm is not None, "a model owns its graphs"
         tables = lm.reserve_positions(pooled.cache.capacity)
-        own_tokens, own_parents = tokens.clone(), None if parents is None else parents.clone()
-        levels = None if form.closure is None else 1 << form.closure
+        with torch.inference_mode(False):
+            tokens = torch.zeros(pooled.cache.batch, form.nodes, dtype=torch.long, device=lm.device)
+            parents = None if form.closure is None else torch.full_like(tokens[:, 1:], -1)
 
-        def work() -> States:
-            state = lm.begin(own_tokens, own_parents, pooled.cache, levels, end=form.end)
+        def work() -> tuple[Tensor, ...]:
+            read = tokens.clamp(min=0) if form.whole else tokens
+            state = lm.begin(read, parents, pooled.cache, form.levels, end=form.end)
             seen = lm.run(state, range(lm.n_layers), form.hidden_layers)
-            return state.hidden, seen
+            taps = [seen[tap] for tap in form.hidden_layers]
+            if not form.whole:
+                return state.hidden, *taps
+            hidden = lm.norm(state.hidden)
+            wanted = argmax(lm.head(hidden))
+            path = kept_path(tokens, parents, state.reach, form.levels or form.nodes - 1, wanted)
+            if parents is not None:
+                pooled.cache.pack(path[:, 1:] - 1)
+            bonus, moved, report = settled(tokens, path, wanted)
+            pooled.cache.length += moved
+            return bonus, path, report, hidden, *taps
 
-        run, states = self._recorded(work, pooled) if self.capture else _repeated(work)
-        pooled.replays[form] = Replay(own_tokens, own_parents, run, states, tables)
+        recorded = record(work, pooled.aside, [pooled.cache.length])
+        pooled.replays[form] = Replay(form, tokens, parents, recorded, tables)
         self.captured += 1
         self.seconds += time.perf_counter() - began
         return pooled.replays[form]
 
-    def _recorded(self, work: Callable[[], States], pooled: Pooled) -> tuple[Callable[[], None], States]:
-        """Capture ``work``; what it writes into the cache meanwhile is after the end of all rows.
 
-        Warm-up and capture share a stream, so that cuBLAS takes its work space before, outside of the graphs' pool.
+@dataclass(slots=True)
+class _Call:
+    """A recorded call: buffers of its inputs, and what else the function returned beside tensors."""
+
+    inputs: list[Tensor]
+    recorded: Recorded
+    draft: Any
+
+
+Work = Callable[..., tuple[tuple[Tensor, ...], Any]]
+
+
+class Calls:
+    """Recorded calls of functions on the device, such as a draft, beside the graphs of a model.
+
+    Args:
+        graphs: of the model, which count the calls too.
+    """
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+        self._calls: dict[Hashable, _Call] = {}
+        self._aside = Aside.made(graphs.capture)
+
+    def inputs(self, batch: int) -> list[list[Tensor]]:
+        """Zeros in the shapes of all calls so far, for another batch size."""
+        return [[like.new_zeros(batch, *like.shape[1:]) for like in call.inputs] for call in self._calls.values()]
+
+    @torch.inference_mode()
+    def __call__(self, work: Work, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> Any:
+        """What ``work`` makes of the inputs, at addresses that stay; it lasts until the next call.
+
+        Args:
+            work: returns the tensors to renew in every call, and an object that contains them, which is returned here.
+                It must depend on nothing else that changes but what is at fixed addresses.
+            inputs: the batch first.
+            moved: tensors at fixed addresses that it changes.
         """
-        aside = pooled.stream
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UPS):
-                work()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pooled.memory, stream=aside):
-            states = work()
-        return graph.replay, states
+        call = self.record(work, inputs, moved)
+        if call is None:
+            self._graphs.missed += 1
+            return work(*inputs)[1]
+        torch._foreach_copy_(call.inputs, list(inputs))
+        call.recorded.run()
+        return call.draft
+
+    def record(self, work: Work, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> _Call | None:
+        """The call with inputs of these shapes; None: there is none, and nothing is captured any more."""
+        key = tuple(tensor.shape for tensor in inputs)
+        if key in self._calls or self._graphs.prepared:
+            return self._calls.get(key)
+        began = time.perf_counter()
+        with torch.inference_mode(False):
+            buffers = [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs]
+        for buffer, given in zip(buffers, inputs, strict=True):
+            buffer.copy_(given)
+        drafts: list[Any] = []
+
+        def tensors() -> tuple[Tensor, ...]:
+            found, draft = work(*buffers)
+            drafts.append(draft)
+            return found
+
+        recorded = record(tensors, self._aside, moved)
+        self._calls[key] = _Call(buffers, recorded, drafts[-1] if self._aside else drafts[0])
+        self._graphs.captured += 1
+        self._graphs.seconds += time.perf_counter() - began
+        return self._calls[key]
+
+
+@runtime_checkable
+class RecordedDrafts(Protocol):
+    """Drafts that are recorded beside the graphs of a model."""
+
+    def prepare(self, longest: Mapping[int, int]) -> None:
+        """Record what rows of these batch sizes and lengths may need, by what was seen so far."""
+        ...
 
 
 class GraphedLM(CausalLM):
@@ -283,6 +458,30 @@ class GraphedLM(CausalLM):
         """See ``CausalLM.new_cache``; one that is free is used again."""
         return self.graphs.new_cache(batch, capacity, self._make_cache)
 
+    @torch.inference_mode()
+    def round(
+        self,
+        columns: Sequence[Int[Tensor, "B _"]],
+        parents: Parents,
+        cache: Cache,
+        *,
+        levels: int | None = None,
+        hidden_layers: Collection[int] = (),
+    ) -> Round | None:
+        """A round of greedy decoding in one replay: the pass, which nodes are kept, their packing and the new lengths.
+
+        The lengths grow on the device only: ``Cache.advanced`` must follow. Results last until the next round.
+
+        Args:
+            columns: ids of the nodes in parts, side by side, the root first; -1: there is no node.
+            parents: of the other nodes; None: a chain.
+            levels, hidden_layers: see ``forward``.
+
+        Returns:
+            None where this round has no graph (yet).
+        """
+        return self.graphs.round(columns, parents, cache, levels, hidden_layers)
+
     @staticmethod
     def prepare(longest: Mapping[int, int]) -> None:
         """Capture every pass that targets, drafts and their views may need after a warm-up, see ``Graphs.prepare``."""
@@ -300,17 +499,43 @@ class GraphedLM(CausalLM):
 _MODELS: weakref.WeakSet[GraphedLM] = weakref.WeakSet()
 
 
-def _repeated(work: Callable[[], States]) -> tuple[Callable[[], None], States]:
-    """``work``, with its results copied to the addresses of the first ones."""
-    hidden, seen = work()
+def record(work: Callable[[], tuple[Tensor, ...]], aside: Aside | None, moved: Sequence[Tensor] = ()) -> Recorded:
+    """Capture a function without arguments; what it writes into a cache meanwhile is after the end of all rows.
+
+    Args:
+        aside: where; None: without a graph, the function runs again and its results go to the addresses of the first.
+        moved: tensors that it changes, which are afterwards as before.
+    """
+    before = [tensor.clone() for tensor in moved]
+
+    def restore() -> None:
+        for tensor, value in zip(moved, before, strict=True):
+            tensor.copy_(value)
+
+    if aside is not None:
+        return _captured(work, aside, restore)
+    results = work()
+    restore()
 
     def run() -> None:
-        again, hidden_layers = work()
-        hidden.copy_(again)
-        for tap, state in hidden_layers.items():
-            seen[tap].copy_(state)
+        for kept, again in zip(results, work(), strict=True):
+            kept.copy_(again)
 
-    return run, (hidden, seen)
+    return Recorded(run, results)
+
+
+def _captured(work: Callable[[], tuple[Tensor, ...]], aside: Aside, restore: Callable[[], None]) -> Recorded:
+    """Warm-up and capture share a stream, so that cuBLAS takes its work space before, outside of the graphs' pool."""
+    aside.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside.stream):
+        for _ in range(_WARM_UPS):
+            work()
+            restore()
+    torch.cuda.current_stream().wait_stream(aside.stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=aside.memory, stream=aside.stream):
+        results = work()
+    return Recorded(graph.replay, results)
 
 
 def padded(nodes: int) -> int:

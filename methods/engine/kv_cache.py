@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from methods.engine.host_copies import from_host
+
 
 class Cache:
     """Keys and values of some layers for B rows of up to S tokens.
@@ -81,9 +83,24 @@ class Cache:
         rows = self._rows[:, None]
         self.store[:, rows, target] = self.store[:, rows, source]
 
+    def pack_row(self, columns: Sequence[int]) -> None:
+        """``pack`` of a cache of one row whose path is known on the host; what is at its place already stays there."""
+        moved = next((place for place, column in enumerate(columns) if place != column), len(columns))
+        if moved < len(columns):
+            after_root = self.ends(self.lengths)[0] + 1
+            source = from_host([after_root + column for column in columns[moved:]], self.length.device)
+            self.store[:, :, after_root + moved : after_root + len(columns)] = self.store.index_select(2, source)
+
     def advance(self, counts: Sequence[int]) -> None:
         """Make the next ``counts[b]`` slots of each row part of it."""
-        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+        self.advanced(counts)
+        first = counts[0]
+        equal = all(count == first for count in counts)
+        self.length += first if equal else from_host(counts, self.length.device)
+
+    def advanced(self, counts: Sequence[int]) -> None:
+        """Note what the lengths on the device have grown by already."""
+        self._mirror([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget the slots after ``lengths[b]`` tokens of each row."""
@@ -113,9 +130,17 @@ class Cache:
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Declare the first ``lengths[b]`` slots of each row valid."""
-        assert max(lengths) <= self.capacity, f"cache of {self.capacity} slots asked to hold {max(lengths)}"
+        self._mirror(lengths)
+        self.length.copy_(from_host(self.ends(self.lengths), self.length.device))
+
+    def ends(self, lengths: Sequence[int]) -> Sequence[int]:
+        """The slots at which rows of these lengths end."""
+        return lengths
+
+    def _mirror(self, lengths: Sequence[int]) -> None:
+        most = max(self.ends(lengths))
+        assert most <= self.capacity, f"cache of {self.capacity} slots asked to hold {most}"
         self.lengths = list(lengths)
-        self.length.copy_(torch.tensor(self.lengths))
 
     def reset(self) -> None:
         """Forget every row."""

@@ -139,11 +139,8 @@ class SourceCache(Cache):
         self.mask = F.pad(mask, (0, more), value=-torch.inf)
         self.source, self._shifts = source, [shift + more for shift in self._shifts]
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        slots = [length + shift for length, shift in zip(lengths, self._shifts, strict=True)]
-        assert max(slots) <= self.capacity, f"cache of {self.capacity} slots asked to hold {max(slots)}"
-        self.lengths = list(lengths)
-        self.length.copy_(torch.tensor(slots))
+    def ends(self, lengths: Sequence[int]) -> Sequence[int]:
+        return [length + shift for length, shift in zip(lengths, self._shifts, strict=True)]
 
     def reset(self) -> None:
         """Forget every row. Until a source is opened, each row has one of a single blank token."""

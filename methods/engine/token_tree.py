@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+ABSENT = -1  # in tokens: no node here; in paths: no further node; in parents: the root
 Nodes = Int[Tensor, "B M"]  # ids of a pass, the root in front
 Parents = Int[Tensor, "B N"] | None  # draft columns of the parents, -1 for the root; None: a chain
 

@@ -19,6 +19,7 @@ from methods.engine.causal_layers import Attention, FeedForward, Layer, RMSNorm
 from methods.engine.causal_lm import CausalLM, RotaryTable
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.fused_layers import FusedLayers, expressible, products_of
+from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear, make_linear
 from methods.rows import of_rows
@@ -199,13 +200,23 @@ class Unread:
         self._passes = [passed.of_rows(rows) for passed in self._passes]
         self._seen = of_rows(self._seen, rows)
 
-    def note(self, context: Context, states: Sequence[Float[Tensor, "B P D"]]) -> None:
-        """Keep what the last pass committed, all before the root; ``states`` are those of its nodes."""
+    def note(self, context: Context, states: Sequence[Float[Tensor, "B P D"]], copy: bool = False) -> None:
+        """Keep what the last pass committed, all before the root; ``states`` are those of its nodes.
+
+        Args:
+            copy: the next pass may overwrite them before they are read.
+        """
         counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
         self._seen = [len(row) - 1 for row in context.tokens]
         width = max(counts)
-        path = None if context.path is None else context.path[:, :width].clamp(min=0)
-        self._passes.append(_Passed(counts, [_at(each, path, width) for each in states]))
+        path = None if _leads(context, width) else context.path[:, :width].clamp(min=0)
+        found = [_at(each, path, width) for each in states]
+        self._passes.append(_Passed(counts, [each.clone() for each in found] if copy else found))
+
+    def read_by(self, context: Context) -> None:
+        """Count what the last pass committed as read: a recorded draft reads it on the device."""
+        assert not self._passes, "earlier passes come first"
+        self._seen = [len(row) - 1 for row in context.tokens]
 
     def take(self) -> tuple[list[int], list[Float[Tensor, "B W D"]]]:
         """All that was noted, as if by one pass: how many places each row has, and the states there; then forget it."""
@@ -221,7 +232,7 @@ class Unread:
             start += passed.states[0].shape[1]
         states = [torch.cat(parts, 1) for parts in zip(*(passed.states for passed in passes), strict=True)]
         width = max(counts)
-        path = torch.tensor([row + [0] * (width - len(row)) for row in columns], device=states[0].device)
+        path = from_host([row + [0] * (width - len(row)) for row in columns], states[0].device)
         return counts, [_at(each, path, width) for each in states]
 
 
@@ -234,6 +245,13 @@ class _Passed:
 
     def of_rows(self, rows: Sequence[int]) -> _Passed:
         return _Passed(of_rows(self.counts, rows), [states[list(rows)] for states in self.states])
+
+
+def _leads(context: Context, width: int) -> bool:
+    """Whether what was kept are the first nodes of the pass, as far as is known on the host."""
+    if context.path is None:
+        return True
+    return context.kept is not None and all(nodes[:width] == list(range(len(nodes[:width]))) for nodes in context.kept)
 
 
 def _at(states: Float[Tensor, "B P D"], path: Int[Tensor, "B W"] | None, width: int) -> Float[Tensor, "B W D"]:

@@ -22,18 +22,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Generator, Tensor
 
 from methods.decoder import CostAware, Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
-from methods.drafting import AcceptanceRule, Context, Draft, Drafter, RowDrafter, Verification
+from methods.drafting import AcceptanceRule, Context, Draft, Drafter, RowDrafter
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.kv_cache import Cache
-from methods.engine.sampling import Sampling, argmax
+from methods.engine.sampling import Sampling
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally
+from methods.speculative.judging import Judged, judge
+from methods.speculative.verification import Greedy
 
 MOST_NODES = 4096  # of a draft; every round would verify as many
 
@@ -48,6 +50,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         guarantee: what the rule promises.
         continuous_batching: a class whose drafter is ``RowDrafter`` may declare it.
         costs: those in use; None: every proposal is drafted whole.
+        reads_logits: its drafter reads the target's logits, which a recorded round does not keep.
 
     Raises:
         ValueError: costs that are none, or a drafter of more than ``MOST_NODES``.
@@ -55,6 +58,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
 
     guarantee = Guarantee.EXACT
     family: ClassVar[Family] = "speculative"
+    reads_logits: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -123,25 +127,44 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
         yield from self._answered(Step.undrafted(first, rows=len(first)), batch)
 
-        while any(batch.open):
-            self._drop(batch)
+        while any(open_rows := batch.open):
+            if self._drop(batch):
+                open_rows = batch.open
             watch.start()
-            draft = pace.propose(context, batch.open)
+            draft = pace.propose(context, open_rows)
             watch.stop()
-            nodes, parents, levels = _nodes_of_pass(context.root, draft)
-            output = target.forward(nodes, parents, cache, levels=levels, hidden_layers=drafter.hidden_layers)
-            verification = self.rule(draft, output.logits[:, : 1 + draft.tokens.shape[1]], self.sampling, rng)
-            if not draft.is_chain:
-                cache.pack(verification.path)
-            tokens, paths, context.auxiliary_tokens = _read(draft, verification, output.logits)
-            open_rows, accepted = batch.open, [len(path) for path in paths]
-            pace.note(paths, open_rows)
-            tokens = [new if is_open else [] for new, is_open in zip(tokens, open_rows, strict=True)]
-            cache.advance([len(new) for new in tokens])
+            nodes, output, judged = self._verify(draft, context, cache)
+            pace.note(judged.columns, open_rows)
+            tokens = [new if is_open else [] for new, is_open in zip(judged.tokens, open_rows, strict=True)]
+            judged.advance(cache, [len(new) for new in tokens])
             _extend(context.tokens, tokens)
-            context.output, context.path = output, _rows_of(verification)
-            context.root = _next_root(context.root, verification.bonus, open_rows)
-            yield from self._answered(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1]), batch)
+            context.note(output, judged.path, [[0, *(column + 1 for column in row)] for row in judged.columns])
+            context.auxiliary_tokens, context.report = judged.auxiliary_tokens, judged.report
+            context.root = judged.bonus
+            accepted = [len(row) for row in judged.columns]
+            yield from self._answered(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes), batch)
+
+    def _verify(self, draft: Draft, context: Context, cache: Cache) -> tuple[int, Output, Judged]:
+        """A pass over a draft, of how many nodes, and what is kept of it; ``Judged.advance`` is to follow."""
+        target, layers = self.target, self.drafter.hidden_layers
+        if self._recorded and draft.auxiliary is None and isinstance(target, GraphedLM):
+            given = [context.root[:, None], *([draft.tokens] if draft.tokens.shape[1] else [])]
+            parents = None if draft.is_chain else draft.parents
+            made = target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers)
+            if made is not None:
+                output = Output(made.hidden[:, :, :0], made.hidden, made.hidden_layers)
+                return made.hidden.shape[1], output, Judged.of(made)
+        nodes, parents, levels = _nodes_of_pass(context.root, draft)
+        output = target.forward(nodes, parents, cache, levels=levels, hidden_layers=layers)
+        judged = judge(draft, output.logits, self.rule, self.sampling, context.rng)
+        if not draft.is_chain:
+            judged.pack(cache)
+        return nodes.shape[1], output, judged
+
+    @property
+    def _recorded(self) -> bool:
+        """Whether rounds are as ``GraphedLM.round`` has them."""
+        return self.sampling.greedy and type(self.rule) is Greedy and not self.reads_logits
 
     def _answered(self, step: Step, batch: _Batch) -> Rounds:
         """Yield a step, and one more for each set of prompts that is sent in return."""
@@ -165,15 +188,16 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         self.drafter.reset_rows(texts)
         return Step.undrafted(tokens, admitted=frozenset(rows), rows=len(rows))
 
-    def _drop(self, batch: _Batch) -> None:
-        """Compute rows that have ended no longer, if that pays."""
+    def _drop(self, batch: _Batch) -> bool:
+        """Compute rows that have ended no longer, if that pays; whether it does."""
         stay = batch.rows.leave(self.target)
         if stay is None:
-            return
+            return False
         batch.ends = of_rows(batch.ends, stay)
         batch.cache.select(stay)
         batch.context.keep_rows(stay)
         self.drafter.keep_rows(stay)
+        return True
 
 
 @dataclass(slots=True)
@@ -196,11 +220,16 @@ class _Batch:
 def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
     context.root = context.root.clone()  # it may be the bonus of a verification
     context.root[rows] = root
-    context.output.logits[rows, 0] = output.logits[:, 0]
+    if context.output.logits.shape[2]:
+        context.output.logits[rows, 0] = output.logits[:, 0]
     context.output.hidden[rows, 0] = output.hidden[:, 0]
     if context.path is not None:
+        context.path = context.path.clone()  # it may be shared by rows, and by rounds
         context.path[rows] = -1
         context.path[rows, 0] = 0
+    context.report = None
+    if context.kept is not None:
+        context.kept = [[0] if row in rows else nodes for row, nodes in enumerate(context.kept)]
     if context.auxiliary_tokens:
         context.auxiliary_tokens = [[] if row in rows else found for row, found in enumerate(context.auxiliary_tokens)]
 
@@ -211,41 +240,15 @@ def _nodes_of_pass(
     """Nodes that the target scores (root, draft and auxiliary); their parents (None: a chain); and the depth of the
     tree.
     """
-    drafted = [root[:, None], draft.tokens.clamp(min=0)]
+    full = draft.sizes is None or min(draft.sizes) == draft.tokens.shape[1]
+    drafted = [root[:, None], draft.tokens if full else draft.tokens.clamp(min=0)]
     auxiliary = draft.auxiliary
+    if auxiliary is None and not draft.tokens.shape[1]:
+        return drafted[0], None, 0
     if auxiliary is None:
         return torch.cat(drafted, dim=1), None if draft.is_chain else draft.parents, draft.max_depth
     nodes = torch.cat([*drafted, auxiliary.tokens], dim=1)
     return nodes, torch.cat([draft.parents, auxiliary.parents], dim=1), max(draft.max_depth, auxiliary.levels)
-
-
-def _read(
-    draft: Draft, verification: Verification, logits: Float[Tensor, "B M V"]
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Kept tokens, bonus included; the columns of those that were drafted; tokens after the ``asked`` auxiliary nodes.
-
-    The one device-to-host read of a round.
-    """
-    kept = draft.tokens.gather(1, verification.path.clamp(min=0))
-    parts = [verification.accepted[:, None], verification.bonus[:, None], kept, verification.path]
-    asked = draft.auxiliary.asked if draft.auxiliary else 0
-    if asked:
-        parts.append(argmax(logits[:, -asked:]))
-    report = torch.cat(parts, dim=1).tolist()
-    deepest = kept.shape[1]
-    tokens = [row[2 : 2 + row[0]] + [row[1]] for row in report]
-    paths = [row[2 + deepest : 2 + deepest + row[0]] for row in report]
-    return tokens, paths, [row[-asked:] for row in report] if asked else []
-
-
-def _rows_of(verification: Verification) -> Int[Tensor, "B P"]:
-    """The kept path as rows of the pass: the root, then node 1 + column; -1 after the end."""
-    nodes = torch.where(verification.path >= 0, verification.path + 1, verification.path)
-    return torch.cat([torch.zeros_like(verification.bonus)[:, None], nodes], dim=1)
-
-
-def _next_root(root: Int[Tensor, "B"], bonus: Int[Tensor, "B"], open_rows: list[bool]) -> Int[Tensor, "B"]:
-    return bonus if all(open_rows) else torch.where(torch.tensor(open_rows, device=root.device), bonus, root)
 
 
 def _extend(committed: list[list[int]], tokens: list[list[int]]) -> None:

@@ -204,6 +204,7 @@ class TokenRecycling(SpeculativeDecoder):
     """
 
     continuous_batching = True
+    reads_logits = True
     paper = "Luo et al. 2024, arXiv 2408.08696"
 
     def __init__(

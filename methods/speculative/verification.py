@@ -8,6 +8,7 @@ drawn from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -32,6 +33,9 @@ class ExactRule:
         self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
     ) -> Verification:
         return self.judge(draft, sampling.probs(logits), rng)
+
+    def bonus(self, logits: Float[Tensor, "B V"], sampling: Sampling, rng: Generator) -> Int[Tensor, "B"]:
+        return sampling.pick(logits, rng)
 
     def judge(self, draft: Draft, probs: Float[Tensor, "B M V"], rng: Generator) -> Verification:
         """Judge by probabilities: ``probs[:, 0]`` after the root, ``probs[:, 1 + i]`` after draft node i."""
@@ -209,6 +213,9 @@ class RelaxedRule:
         fits = self.fits(draft.tokens.clamp(min=0), behind) & (draft.tokens != ABSENT)
         return _longest(draft, fits, _of_tokens(behind, draft.tokens) - behind.logsumexp(-1), scores.argmax(-1))
 
+    def bonus(self, logits: Float[Tensor, "B V"], sampling: Sampling, rng: Generator) -> Int[Tensor, "B"]:
+        return in_float(logits).argmax(-1)
+
     def fits(self, tokens: Int[Tensor, "B N"], scores: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:
         """Which nodes meet the criterion, given the target's unnormalised log-probabilities after their parents."""
         raise NotImplementedError
@@ -373,6 +380,28 @@ def follow_tree(draft: Draft, wanted: Int[Tensor, "B M"]) -> Verification:
         matches = walk.children() & (draft.tokens == wanted.gather(1, walk.node[:, None]))
         walk.descend(matches.any(1), matches.int().argmax(1))
     return walk.verification(wanted.gather(1, walk.node[:, None])[:, 0])
+
+
+def walk_on_host(tokens: Sequence[int], parents: Sequence[int] | None, wanted: Sequence[int]) -> list[int]:
+    """``follow`` for one row that is on the host: the columns kept, in order.
+
+    Args:
+        parents: columns of the parents; None: a chain.
+        wanted: the target's token after the root and after every node.
+    """
+    kept: list[int] = []
+    if parents is None:
+        for column, token in enumerate(tokens):
+            if token != wanted[column]:
+                break
+            kept.append(column)
+        return kept
+    last, want = -1, wanted[0]
+    for column, token in enumerate(tokens):  # children come after their parents
+        if token == want and parents[column] == last:
+            kept.append(column)
+            last, want = column, wanted[column + 1]
+    return kept
 
 
 class Walk:

@@ -17,6 +17,7 @@ from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.token_recycling import TokenRecycling
 from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
 from tests.helpers.tiny_eagle import eagle
+from tests.helpers.tiny_head_trees import hydra, medusa
 
 DECODERS = {
     "autoregressive": Autoregressive,
@@ -24,6 +25,8 @@ DECODERS = {
     "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
     "layer_skip": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
     "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
+    "medusa": lambda target, sampling: medusa(target, sampling, nodes=12),
+    "hydra_heads": lambda target, sampling: hydra(target, sampling, nodes=12),
     "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK),
 }
 PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]

@@ -28,18 +28,21 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from torch import Generator, Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder, training_command
+from methods.engine.cuda_graphs import GraphedLM, Graphs, Work
 from methods.engine.sampling import Sampling
 from methods.speculative.budget import CostsOption
 from methods.speculative.dflash.checkpoint import Kind, Part
-from methods.speculative.dflash.network import Network, Reader
+from methods.speculative.dflash.network import FixedReader, Network, Reader
 from methods.speculative.dflash.trees import Chain, Dynamic, Growth
 from methods.speculative.draft_layers import MOST_UNREAD, Unread
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.ranked_tree import require_sizes
+from methods.speculative.recorded_network import Drafted, KeptTokens, RecordedNetwork, tensors_of
 from methods.speculative.verification import rule_of_network
 
 TreeKind = Literal["chain", "dynamic"]
@@ -48,17 +51,36 @@ TreeKind = Literal["chain", "dynamic"]
 class BlockDrafter:
     """Reads the target's states of the committed tokens, then drafts from one pass over a block."""
 
-    def __init__(self, network: Network, growth: Growth) -> None:
+    def __init__(self, network: Network, growth: Growth, graphs: Graphs | None = None) -> None:
         self.network, self.growth, self.nodes = network, growth, growth.nodes
         self.nbytes = network.nbytes
         self.hidden_layers: Sequence[int] = network.spec.taps
         self._reader: Reader | None = None
         self._unread = Unread(0)
+        self._spare = 2 * (growth.levels + 1) + network.spec.block  # slots beyond the text
+        self._recorded: RecordedNetwork[Reader] | None = None
+        if graphs is not None and growth.fixed:
+            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, self._spare)
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        spare = 2 * (self.growth.levels + 1) + self.network.spec.block
-        self._reader = Reader(self.network, len(prompts), max(map(len, prompts)) + limit + spare)
+        made = self._new_reader if self._recorded is None else self._recorded.reader
+        self._reader = made(len(prompts), max(map(len, prompts)) + limit + self._spare)
         self._unread = Unread(len(prompts))
+
+    def _new_reader(self, batch: int, capacity: int) -> Reader:
+        return Reader(self.network, batch, capacity)
+
+    def _work(self, reader: Reader, sampling: Sampling, rng: Generator) -> Work:
+        """Reading what a recorded round kept and drafting after it, from its report and states."""
+
+        def work(report: Tensor, *states: Tensor) -> Drafted:
+            kept = KeptTokens.of(report)
+            fixed = FixedReader(self.network, reader.cache)
+            fixed.read(kept.places(states), kept.counts)
+            hidden = fixed.block(kept.bonus)[:, : self.growth.levels]
+            return tensors_of(self.growth.grow(self.network, hidden, kept.context(states, sampling, rng)))
+
+        return work
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         assert self._reader is not None, "reset comes before keep_rows"
@@ -66,18 +88,25 @@ class BlockDrafter:
         self._unread.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
+        if self._recorded is not None and context.report is not None and not len(self._unread):
+            assert self._reader is not None, "reset comes before propose"
+            self._unread.read_by(context)
+            return self._recorded.draft(self._reader, context)
         self._note(context)
         hidden = self._read().block(context.root)
         return self.growth.grow(self.network, hidden[:, : self.growth.levels], context)
 
     def skip(self, context: Context) -> None:
         """Keep the target's states of the committed tokens, as they are not in the next context."""
-        self._note(context)
+        self._note(context, copy=True)
         if len(self._unread) > MOST_UNREAD:
             self._read()
 
-    def _note(self, context: Context) -> None:
-        self._unread.note(context, [context.output.hidden_layers[tap] for tap in self.hidden_layers])
+    def _note(self, context: Context, copy: bool = False) -> None:
+        self._unread.note(context, self._states(context), copy)
+
+    def _states(self, context: Context) -> list[Tensor]:
+        return [context.output.hidden_layers[tap] for tap in self.hidden_layers]
 
     def _read(self) -> Reader:
         """Read what passes have committed since the last read.
@@ -142,7 +171,8 @@ class DFlash(HeadsDecoder):
         part = self._part(folder, checkpoint, target)
         grown = _growth(part, *growth, draw, target.device)
         rule = rule_of_network(sampling, tree, tree == "chain", draw, block)
-        drafter = BlockDrafter(Network(target, part), grown)
+        graphs = target.graphs if isinstance(target, GraphedLM) and sampling.greedy else None
+        drafter = BlockDrafter(Network(target, part), grown, graphs)
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 
     def _part(self, folder: Path | None, checkpoint: str | Path | None, target: CausalLM) -> Part:

@@ -12,7 +12,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +129,15 @@ class Reader:
         self._whole = torch.ones(batch, spec.block, spec.block, dtype=torch.bool, device=network.device)
 
     @property
+    def cache(self) -> Cache:
+        """Keys and values of the features."""
+        return self._cache
+
+    def reserve(self, positions: int) -> None:
+        """Extend the table of positions."""
+        self.network.rotary.reserve(positions)
+
+    @property
     def lengths(self) -> list[int]:
         """Committed features of each row."""
         return self._cache.lengths
@@ -167,21 +176,17 @@ class Reader:
         return network.out(drafting.flatten(0, 1)).view(drafting.shape)
 
     def _by_operators(self, inputs: Float[Tensor, "B b D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B b D"]:
-        cache, network, spec = self._cache, self.network, self.network.spec
+        cache, block = self._cache, self.network.spec.block
         start = max(cache.lengths)
-        end = start + spec.block
+        end = start + block
         assert end <= cache.capacity, f"a block up to {end} in a cache of {cache.capacity}"
-        mask = hidden_padding(cache, network.dtype)
-        mask = None if mask is None else F.pad(mask, (0, spec.block))
-        rows = inputs.flatten(0, 1)
-        for number, layer in enumerate(network.layers):
-            attention = layer.attention
-            read = rows if attention.norm is None else attention.norm(rows)
-            heads = norm_heads(attention, attention.qkv(read).view(*inputs.shape[:2], -1, spec.head_dim), spec.kv_heads)
-            rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
-            cache.store[number][:, start:end] = heads[:, :, spec.heads :]
-            rows = after_attention(layer, rows, attend(heads[:, :, : spec.heads], *cache.view(number, end), mask))
-        return rows.view(inputs.shape)
+        mask = hidden_padding(cache, self.network.dtype)
+        mask = None if mask is None else F.pad(mask, (0, block))
+
+        def write(layer: int, new: Float[Tensor, "B b G d"]) -> None:
+            cache.store[layer][:, start:end] = new
+
+        return through_layers(self.network, inputs, (cos, sin), cache, write, end, mask)
 
     def _turn(self) -> tuple[Tensor, Tensor]:
         cache, rotary, block = self._cache, self.network.rotary, self.network.spec.block
@@ -189,3 +194,68 @@ class Reader:
             return rotary.slice(cache.lengths[0], cache.lengths[0] + block)
         rotary.reserve(max(cache.lengths) + block)
         return rotary.gather(cache.slots(block))
+
+
+class FixedReader:
+    """A ``Reader`` in a pass of fixed shape, as it can be recorded: where rows end is known on the device alone.
+
+    It works on a reader's cache. A block is at each row's own slots, and attention reads all slots, those after the
+    block masked.
+    """
+
+    def __init__(self, network: Network, cache: Cache) -> None:
+        self.network, self._cache = network, cache
+
+    def read(self, taps: Sequence[Float[Tensor, "B W D"]], counts: Int[Tensor, "B"]) -> None:
+        """``Reader.read``; the cache's lengths grow on the device only."""
+        cache, memory = self._cache, self.network.memory(taps)
+        slots = cache.slots(taps[0].shape[1]).clamp_(max=cache.capacity - 1)
+        cos, sin = self.network.rotary.gather(slots)
+        for layer, heads in enumerate(memory):
+            rotate_(heads[:, :, : cache.kv_heads], cos, sin)
+            cache.write(layer, heads, slots)
+        cache.length += counts
+
+    def block(self, anchors: Int[Tensor, "B"]) -> Float[Tensor, "B n D"]:
+        """See ``Reader.block``."""
+        network, spec, cache = self.network, self.network.spec, self._cache
+        slots = cache.slots(spec.block).clamp_(max=cache.capacity - 1)
+        places = torch.arange(cache.capacity, device=slots.device)
+        hidden = (places >= cache.length[:, None] + spec.block)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=network.dtype, device=slots.device).masked_fill_(hidden, -torch.inf)
+
+        def write(layer: int, new: Float[Tensor, "B b G d"]) -> None:
+            cache.write(layer, new, slots)
+
+        inputs, turn = network.inputs(anchors), network.rotary.gather(slots)
+        rows = through_layers(network, inputs, turn, cache, write, cache.capacity, mask)
+        drafting = rows[:, spec.block - spec.drafted :]
+        return network.out(drafting.flatten(0, 1)).view(drafting.shape)
+
+
+def through_layers(
+    network: Network,
+    inputs: Float[Tensor, "B b D"],
+    turn: tuple[Tensor, Tensor],
+    cache: Cache,
+    write: Callable[[int, Float[Tensor, "B b G d"]], None],
+    end: int,
+    mask: Float[Tensor, "B 1 S"] | None,
+) -> Float[Tensor, "B b D"]:
+    """A block after all layers, by torch's operators.
+
+    Args:
+        turn: cosines and sines of its places.
+        write: puts its keys and values of a layer into the cache.
+        end: slots that attention reads.
+        mask: added to the scores.
+    """
+    spec, rows = network.spec, inputs.flatten(0, 1)
+    for number, layer in enumerate(network.layers):
+        attention = layer.attention
+        read = rows if attention.norm is None else attention.norm(rows)
+        heads = norm_heads(attention, attention.qkv(read).view(*inputs.shape[:2], -1, spec.head_dim), spec.kv_heads)
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], *turn)
+        write(number, heads[:, :, spec.heads :])
+        rows = after_attention(layer, rows, attend(heads[:, :, : spec.heads], *cache.view(number, end), mask))
+    return rows.view(inputs.shape)

@@ -28,10 +28,12 @@ class Growth(Protocol):
     Attributes:
         nodes: most of a draft.
         levels: of a draft; so many places are read.
+        fixed: its size is always the same.
     """
 
     nodes: int
     levels: int
+    fixed: bool
 
     def grow(self, network: Network, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
         """A draft for every row, from what the network's heads read at the first ``levels`` places."""
@@ -51,7 +53,7 @@ class Chain:
 
     def __init__(self, gamma: int, draw: bool, confidence: float = 0.0) -> None:
         self.nodes = self.levels = gamma
-        self._draw, self._least = draw, confidence
+        self._draw, self._least, self.fixed = draw, confidence, confidence == 0.0
 
     def grow(self, network: Network, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
         drawn = self._draw and not context.sampling.greedy
@@ -82,7 +84,7 @@ class Dynamic:
     """
 
     def __init__(self, nodes: int, levels: int, top_k: int, device: torch.device) -> None:
-        self.nodes, self.levels = nodes, levels
+        self.nodes, self.levels, self.fixed = nodes, levels, True
         self._tree = RankedTree(nodes, levels, top_k, device)
 
     def grow(self, network: Network, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:

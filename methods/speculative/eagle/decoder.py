@@ -28,21 +28,24 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
+from methods.engine.cuda_graphs import GraphedLM, Graphs, Work
+from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
 from methods.speculative.budget import CostsOption
 from methods.speculative.draft_layers import MOST_UNREAD, Unread
 from methods.speculative.eagle.checkpoint import TRAIN, Part
-from methods.speculative.eagle.network import Network, Reader
+from methods.speculative.eagle.network import FixedReader, Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
 from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.published.eagle import LayersCounted
 from methods.speculative.ranked_tree import require_sizes
+from methods.speculative.recorded_network import Drafted, KeptTokens, RecordedNetwork, tensors_of
 from methods.speculative.verification import rule_of_network
 
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
@@ -51,7 +54,7 @@ TreeKind = Literal["auto", "chain", "static", "dynamic"]
 class EagleDrafter:
     """Reads the committed tokens with the target's features, then lets a tree grow after them."""
 
-    def __init__(self, network: Network, growth: Growth, last_layer: int) -> None:
+    def __init__(self, network: Network, growth: Growth, last_layer: int, graphs: Graphs | None = None) -> None:
         if beyond := [tap for tap in network.spec.taps if tap > last_layer]:
             raise ValueError(
                 f"taps of the eagle checkpoint must be layers of the target, 0 to {last_layer}, got {beyond[0]}. Use a "
@@ -63,6 +66,10 @@ class EagleDrafter:
         self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
         self._unread = Unread(0)
+        self._spare = 2 * (growth.levels + 1) + growth.guesses  # slots beyond the text
+        self._recorded: RecordedNetwork[Reader] | None = None
+        if graphs is not None:
+            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self.states, self._spare)
 
     @property
     def token_bytes(self) -> int:
@@ -71,10 +78,25 @@ class EagleDrafter:
         return 2 * spec.kv_heads * spec.head_dim * self.network.dtype.itemsize
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        growth = self.growth
-        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (growth.levels + 1) + growth.guesses
-        self._reader = Reader(self.network, len(prompts), capacity)
+        capacity = max(len(prompt) for prompt in prompts) + limit + self._spare
+        made = self._new_reader if self._recorded is None else self._recorded.reader
+        self._reader = made(len(prompts), capacity)
         self._unread = Unread(len(prompts))
+
+    def _new_reader(self, batch: int, capacity: int) -> Reader:
+        return Reader(self.network, batch, capacity)
+
+    def _work(self, reader: Reader, sampling: Sampling, rng: Generator) -> Work:
+        """Reading what a recorded round kept and drafting after it, from its report and states."""
+
+        def work(report: Tensor, *states: Tensor) -> Drafted:
+            kept = KeptTokens.of(report)
+            hidden, *taps = kept.places(states)
+            pairs = FixedReader(self.network, reader.cache)
+            feature = pairs.read(self.network.feature(hidden, taps), kept.following, kept.counts)
+            return tensors_of(self.growth.grow(pairs, feature, kept.context(states, sampling, rng)))
+
+        return work
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         assert self._reader is not None, "reset comes before keep_rows"
@@ -83,11 +105,14 @@ class EagleDrafter:
 
     def propose(self, context: Context) -> Draft:
         assert self._reader is not None, "reset comes before propose"
+        if self._recorded is not None and context.report is not None and not len(self._unread):
+            self._unread.read_by(context)
+            return self._recorded.draft(self._reader, context)
         return self.growth.grow(self._reader, self._catch_up(context), context)
 
     def skip(self, context: Context) -> None:
         """Keep the features of the committed tokens, as they are not in the next context; read them once in a while."""
-        self._note(context)
+        self._note(context, copy=True)
         if len(self._unread) > MOST_UNREAD:
             self._read(context)
 
@@ -95,9 +120,13 @@ class EagleDrafter:
         self._note(context)
         return self._read(context)
 
-    def _note(self, context: Context) -> None:
+    def _note(self, context: Context, copy: bool = False) -> None:
+        self._unread.note(context, self.states(context), copy)
+
+    def states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
+        """Of the last pass, what the network reads: the last ones and those of the layers it names."""
         output = context.output
-        self._unread.note(context, [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)])
+        return [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]
 
     def _read(self, context: Context) -> Float[Tensor, "B 1 D"]:
         """Read the pairs that passes have completed since the last read; the feature after the one with the root.
@@ -109,7 +138,7 @@ class EagleDrafter:
         counts, states = self._unread.take()
         pending = [row[length + 1 :] for row, length in zip(context.tokens, reader.lengths, strict=True)]
         rows = [new + [0] * (max(counts) - len(new)) for new in pending]
-        tokens = torch.tensor(rows, device=self.network.device)
+        tokens = from_host(rows, self.network.device)
         return reader.read(self.network.feature(states[0], states[1:]), tokens, counts)
 
 
@@ -161,7 +190,8 @@ class Eagle(HeadsDecoder):
         _require_version(version, found.spec.version)
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
         growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
-        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1)
+        graphs = target.graphs if isinstance(target, GraphedLM) and sampling.greedy else None
+        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1, graphs)
         rule = rule_of_network(sampling, tree, kind == "chain", draw, block)
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM, rotate_
 from methods.engine.fused_layers import Portion
+from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.speculative.draft_layers import (
     Weights,
@@ -109,7 +110,7 @@ def _last(states: Float[Tensor, "B W D"], counts: Sequence[int], before: Float[T
     """Each row's state at the last of its places; of a row without one that from before."""
     if min(counts) == states.shape[1]:
         return states[:, -1:]
-    last = torch.tensor(counts, device=states.device)[:, None, None] - 1
+    last = from_host(counts, states.device)[:, None, None] - 1
     found = states.gather(1, last.clamp(min=0).expand(-1, 1, states.shape[2]))
     return torch.where(last >= 0, found, before)
 
@@ -130,6 +131,15 @@ class Reader:
         self._guesses = 0
         self._prefix: Tensor | None = None
         self._portions = [Portion(0)]
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values of the pairs."""
+        return self._cache
+
+    def reserve(self, positions: int) -> None:
+        """Extend the table of positions."""
+        self.network.rotary.reserve(positions)
 
     @property
     def lengths(self) -> list[int]:
@@ -197,7 +207,7 @@ class Reader:
         if len(counts) == 1 or min(counts) == width:
             residual, query = residual[:, counts[0] - 1 :][:, :1], heads[:, counts[0] - 1 :][:, :1, : spec.heads]
         else:
-            last = torch.tensor(counts, device=heads.device).sub_(1).clamp_(min=0)
+            last = from_host(counts, heads.device).sub_(1).clamp_(min=0)
             rows = torch.arange(len(counts), device=heads.device)
             residual, query = residual[rows, last][:, None], heads[rows, last][:, None, : spec.heads]
         return self.network.leave(residual, self._mix(query, self._prefix))
@@ -258,3 +268,77 @@ class Reader:
         """Attention over all that is in the cache."""
         keys, values = self._cache.view(0, max(self._cache.lengths) + self._guesses)
         return attend(query, keys, values, mask)
+
+
+class FixedReader:
+    """A ``Reader`` in a pass of fixed shape, as it can be recorded: where rows end is known on the device alone.
+
+    It works on a reader's cache. Guesses are at each row's own slots, and attention reads all slots, those that a node
+    does not see masked.
+    """
+
+    def __init__(self, network: Network, cache: Cache) -> None:
+        self.network, self._cache = network, cache
+        self._guesses = 0
+        self._start = cache.length  # of the guesses
+
+    def read(
+        self, feature: Float[Tensor, "B W D"], tokens: Int[Tensor, "B W"], counts: Int[Tensor, "B"]
+    ) -> Float[Tensor, "B 1 D"]:
+        """``Reader.read``; the cache's lengths grow on the device only."""
+        cache, spec = self._cache, self.network.spec
+        residual, beside = self.network.enter(feature, tokens)
+        slots = cache.slots(feature.shape[1]).clamp_(max=cache.capacity - 1)
+        heads = self._written(residual, beside, slots, slots)
+        cache.length += counts
+        self._start, self._guesses = cache.length, 0
+        last = (counts - 1)[:, None]
+        rows = last[:, :, None].expand(-1, -1, residual.shape[2])
+        query = heads[:, :, : spec.heads].flatten(2)
+        query = query.gather(1, last[:, :, None].expand(-1, -1, query.shape[2])).unflatten(2, (spec.heads, -1))
+        return self.network.leave(residual.gather(1, rows), self._mix(query, None))
+
+    def guess(
+        self,
+        feature: Float[Tensor, "B M D"],
+        tokens: Int[Tensor, "B M"],
+        level: int,
+        reach: Bool[Tensor, "b M g"] | None = None,
+    ) -> Float[Tensor, "B M D"]:
+        """See ``Reader.guess``."""
+        nodes = tokens.shape[1]
+        residual, beside = self.network.enter(feature, tokens)
+        slots = self._start[:, None] + torch.arange(self._guesses, self._guesses + nodes, device=tokens.device)
+        place = (self._start + level)[:, None].expand(-1, nodes)
+        heads = self._written(residual, beside, slots.clamp_(max=self._cache.capacity - 1), place)
+        self._guesses += nodes
+        if reach is None:
+            reach = torch.ones(1, nodes, self._guesses, dtype=torch.bool, device=tokens.device)
+        query = heads[:, :, : self.network.spec.heads]
+        return self.network.leave(residual, self._mix(query, reach.expand(len(tokens), -1, -1)))
+
+    def _written(
+        self,
+        residual: Float[Tensor, "B M D"],
+        beside: Float[Tensor, "B M D"] | None,
+        slots: Int[Tensor, "B M"],
+        places: Int[Tensor, "B M"],
+    ) -> Float[Tensor, "B M H d"]:
+        """The heads of pairs at their places; keys and values are in the cache."""
+        spec, heads = self.network.spec, self.network.heads(residual, beside)
+        cos, sin = self.network.rotary.gather(places)
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
+        self._cache.write(0, heads[:, :, spec.heads :], slots)
+        return heads
+
+    def _mix(self, query: Float[Tensor, "B M H d"], reach: Bool[Tensor, "B M g"] | None) -> Float[Tensor, "R HD"]:
+        """Attention over what rows hold and, of their guesses, those in ``reach``."""
+        capacity, nodes = self._cache.capacity, query.shape[1]
+        offset = torch.arange(capacity, device=query.device)[None] - self._start[:, None]
+        visible = (offset < 0)[:, None].expand(-1, nodes, -1)
+        if reach is not None:
+            inside = ((offset >= 0) & (offset < self._guesses))[:, None]
+            columns = offset.clamp(0, self._guesses - 1)[:, None].expand(-1, nodes, -1)
+            visible = torch.where(inside, reach.gather(2, columns), visible)
+        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -torch.inf)
+        return attend(query, *self._cache.view(0, capacity), mask)

@@ -18,7 +18,7 @@ from torch import Tensor
 from methods.drafting import Context, Draft
 from methods.engine.sampling import Sampling, argmax, in_float, top_candidates
 from methods.engine.token_tree import Shape
-from methods.speculative.eagle.network import Reader
+from methods.speculative.eagle.network import FixedReader, Reader
 from methods.speculative.ranked_tree import Beam, RankedTree
 
 TREES: dict[str, list[list[int]]] = {
@@ -29,6 +29,7 @@ TREES: dict[str, list[list[int]]] = {
 }
 """Name -> numbers of children, as ``methods.engine.token_tree.Shape.of_children`` reads them."""
 
+Pairs = Reader | FixedReader
 _FLOOR = 1e-9  # probability that any token of the draft vocabulary keeps when it is drawn from
 
 
@@ -46,7 +47,7 @@ class Growth(Protocol):
     guesses: int
     levels: int
 
-    def grow(self, reader: Reader, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
+    def grow(self, reader: Pairs, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
         """One tree for every row."""
         ...
 
@@ -62,7 +63,7 @@ class Chain:
     def __init__(self, gamma: int, draw: bool) -> None:
         self.nodes, self.guesses, self.levels, self._draw = gamma, gamma - 1, gamma, draw
 
-    def grow(self, reader: Reader, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
+    def grow(self, reader: Pairs, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
         network, drawn = reader.network, self._draw and not context.sampling.greedy
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
@@ -130,7 +131,7 @@ class Static:
         self.nodes, self.guesses, self.levels = len(shape.parents), len(opened), len(self._levels)
         self._parents = torch.tensor(shape.parents, device=device)
 
-    def grow(self, reader: Reader, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
+    def grow(self, reader: Pairs, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
         network, drawn = reader.network, self._draw and not context.sampling.greedy
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
@@ -164,7 +165,7 @@ class Dynamic:
         self._tree = RankedTree(nodes, levels, top_k, device)
         self._self = torch.eye(top_k, dtype=torch.bool, device=device)[None]
 
-    def grow(self, reader: Reader, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
+    def grow(self, reader: Pairs, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
         logits, feature = reader.network.logits(feature)
         states = feature.expand(-1, self._self.shape[1], -1)
         own = reach = self._self.expand(len(feature), -1, -1)

@@ -50,6 +50,7 @@ from methods.speculative.heads.medusa import (
     MEASURED,
     Acceptance,
     Layout,
+    RecordedHeads,
     StaticTreeDecoder,
     TreeChoice,
     output_products,
@@ -60,6 +61,7 @@ from methods.speculative.heads.medusa import (
     vocabulary_of,
 )
 from methods.speculative.published.formats import HydraWeights, read
+from methods.speculative.recorded_network import Drafted
 
 _PREFIX = "prefix."  # of tensors in a file of ours
 
@@ -235,8 +237,14 @@ class HydraDrafter(StatelessDrafter):
             "draft_output_matrix": sum(product.nbytes for product in self._outputs),
         }
 
+        self._recorded = RecordedHeads.of(target, self._drafted)
+
     def propose(self, context: Context) -> Draft:
-        begin = torch.cat([self._state(context), self._target.embed(context.root)], 1)
+        given = [self._state(context), context.root]
+        return self._drafted(*given)[1] if self._recorded is None else self._recorded(*given)
+
+    def _drafted(self, state: Float[Tensor, "B D"], root: Int[Tensor, "B"]) -> Drafted:
+        begin = torch.cat([state, self._target.embed(root)], 1)
         inputs = begin[:, None]  # what the path to each node says
         drafted = []
         for number, level in enumerate(self._levels):
@@ -245,7 +253,8 @@ class HydraDrafter(StatelessDrafter):
             drafted.append(tokens)
             if number + 1 < len(self._levels):
                 inputs = torch.cat([inputs[:, level.above], self._target.embed(tokens)], 2)
-        return self._layout.draft(torch.cat(drafted, 1), len(self._levels), self._gains)
+        every = torch.cat(drafted, 1)
+        return (every,), self._layout.draft(every, len(self._levels), self._gains)
 
     def _state(self, context: Context) -> Float[Tensor, "B D"]:
         return context.last_hidden

@@ -22,7 +22,7 @@ Command: ``python -m bench method=medusa dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from methods.engine.checkpoint_files import (
     target_sizes,
     write_part,
 )
+from methods.engine.cuda_graphs import Calls, GraphedLM, Graphs
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import Linear, make_linear
 from methods.engine.sampling import Sampling, top_candidates
@@ -52,6 +53,7 @@ from methods.speculative.heads import candidate_tree
 from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
 from methods.speculative.heads.candidate_tree import TREES, Tree
 from methods.speculative.published.formats import MedusaWeights, read
+from methods.speculative.recorded_network import Drafted
 from methods.speculative.verification import Typical, default_rule
 
 MEASURED = "measured"
@@ -168,11 +170,42 @@ class MedusaDrafter(StatelessDrafter):
         depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
         place = torch.tensor(depth) * self._width + torch.tensor(shape.ranks)
         self._place = place.to(target.device)  # of each node among the candidates of all heads
+        self._recorded = RecordedHeads.of(target, self._drafted)
 
     def propose(self, context: Context) -> Draft:
-        candidates = top_candidates(self.model(context.last_hidden), self._width)
+        hidden = context.last_hidden
+        return self._drafted(hidden)[1] if self._recorded is None else self._recorded(hidden)
+
+    def _drafted(self, hidden: Float[Tensor, "B D"]) -> Drafted:
+        candidates = top_candidates(self.model(hidden), self._width)
         tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
-        return self._layout.draft(tokens, 1, self._gains)
+        return (tokens,), self._layout.draft(tokens, 1, self._gains)
+
+
+class RecordedHeads:
+    """Replays drafts that depend on nothing but their inputs.
+
+    Args:
+        drafted: makes a draft.
+    """
+
+    def __init__(self, graphs: Graphs, drafted: Callable[..., Drafted]) -> None:
+        self._drafted, self._calls = drafted, Calls(graphs)
+        graphs.drafts.add(self)
+
+    @classmethod
+    def of(cls, target: CausalLM, drafted: Callable[..., Drafted]) -> RecordedHeads | None:
+        """None: the target has no graphs."""
+        return cls(target.graphs, drafted) if isinstance(target, GraphedLM) else None
+
+    def __call__(self, *inputs: Tensor) -> Draft:
+        draft: Draft = self._calls(self._drafted, inputs)
+        return draft
+
+    def prepare(self, longest: Mapping[int, int]) -> None:
+        for batch in longest:
+            for inputs in self._calls.inputs(batch):
+                self._calls.record(self._drafted, inputs)
 
 
 class Layout:

@@ -1,0 +1,85 @@
+"""What follows the layers in a round of greedy decoding, on the device: argmax, which nodes are kept, packing.
+
+It keeps what ``methods.speculative.verification.Greedy`` keeps and takes the same operators for every tree, so that it
+can be recorded together with the pass (``methods.engine.cuda_graphs``). One tensor goes back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from methods.engine.token_tree import ABSENT, Parents, with_root
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A pass and what it keeps.
+
+    Attributes:
+        hidden: after the final norm.
+        hidden_layers: states after the layers asked for.
+        bonus: the target's token after the last kept node.
+        path: kept nodes of the pass, the root in front; ``ABSENT`` after the last.
+        report: bonus, path and the tokens of its draft nodes side by side, for the host.
+    """
+
+    hidden: Float[Tensor, "B M D"]
+    bonus: Int[Tensor, "B"]
+    path: Int[Tensor, "B P"]
+    report: Int[Tensor, "B R"]
+    hidden_layers: dict[int, Float[Tensor, "B M D"]] = field(default_factory=dict)
+
+    def read(self) -> list[tuple[list[int], list[int]]]:
+        """Per row, the columns of the kept draft nodes, and the tokens committed. The one read of a round."""
+        levels, found = self.path.shape[1] - 1, []
+        for bonus, *row in self.report.tolist():
+            columns = [node - 1 for node in row[1 : 1 + levels] if node != ABSENT]
+            found.append((columns, [*row[1 + levels : 1 + levels + len(columns)], bonus]))
+        return found
+
+
+def kept_path(
+    tokens: Int[Tensor, "B M"],
+    parents: Parents,
+    reach: Bool[Tensor, "B M M"] | None,
+    levels: int,
+    wanted: Int[Tensor, "B M"],
+) -> Int[Tensor, "B P"]:
+    """The nodes that are what the target wants after their parents, from the root down; P = levels + 1.
+
+    Of equal siblings the one with the longer continuation is kept, where ``Greedy`` takes the first.
+
+    Args:
+        tokens: of the nodes, the root in front; ``ABSENT``: there is none.
+        parents: of the other nodes; None: a chain.
+        reach: ancestors of each node, its own included; None: a chain.
+        levels: of the tree, or more.
+        wanted: the target's token after each node.
+    """
+    batch, nodes = tokens.shape
+    places = torch.arange(nodes, device=tokens.device)
+    if parents is None or reach is None:
+        count = (tokens[:, 1:] == wanted[:, :-1]).long().cumprod(1).sum(1, keepdim=True)
+        return torch.where(places <= count, places, ABSENT)
+    wrong = tokens != wanted.gather(1, with_root(parents))
+    wrong[:, 0] = False
+    alive = ~(reach & wrong[:, None]).any(2)
+    end = torch.where(alive, reach.sum(2), 0).argmax(1)
+    line = reach.gather(1, end[:, None, None].expand(-1, 1, nodes))[:, 0]
+    ordered = torch.where(line, places, nodes).sort(1).values[:, : levels + 1]
+    return torch.where(ordered < nodes, ordered, ABSENT)
+
+
+def settled(
+    tokens: Int[Tensor, "B M"], path: Int[Tensor, "B P"], wanted: Int[Tensor, "B M"]
+) -> tuple[Int[Tensor, "B"], Int[Tensor, "B"], Int[Tensor, "B R"]]:
+    """Bonus, tokens committed and the report of a path, see ``Round``."""
+    moved = (path >= 0).sum(1)
+    last = path.gather(1, moved[:, None] - 1)
+    bonus = wanted.gather(1, last)
+    report = torch.cat([bonus, path, tokens.gather(1, path[:, 1:].clamp(min=0))], dim=1)
+    return bonus[:, 0], moved, report

@@ -1,0 +1,141 @@
+"""From the scores of a pass to what is committed: the tokens on the host, and the kept nodes where drafters read them.
+
+A round reads from the device once. On a CPU a read costs nothing and an operator as much as walking a small tree, so
+the host judges greedy drafts there; elsewhere the rule does, on the device. Both keep the same nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from methods.drafting import AcceptanceRule, Draft
+from methods.engine.greedy_round import Round
+from methods.engine.host_copies import from_host
+from methods.engine.kv_cache import Cache
+from methods.engine.sampling import Sampling, argmax
+from methods.speculative.verification import Greedy, walk_on_host
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a round keeps.
+
+    Attributes:
+        columns: per row, the columns of the kept draft nodes.
+        tokens: per row, the kept tokens and the bonus.
+        bonus: [B] on the device.
+        path: [B, P] see ``Context.path``.
+        auxiliary_tokens: see ``Context``.
+        report: of a recorded round (``greedy_round.Round``), which has moved the cache's lengths; None: there was none.
+    """
+
+    columns: list[list[int]]
+    tokens: list[list[int]]
+    bonus: Int[Tensor, "B"]
+    path: Int[Tensor, "B P"]
+    auxiliary_tokens: list[list[int]]
+    report: Int[Tensor, "B R"] | None = None
+
+    @classmethod
+    def of(cls, made: Round) -> Judged:
+        """What a recorded round kept."""
+        columns, tokens = map(list, zip(*made.read(), strict=True))
+        return cls(columns, tokens, made.bonus, made.path, [], made.report)
+
+    def pack(self, cache: Cache) -> None:
+        """Put the kept nodes of a tree together in the cache."""
+        if len(self.columns) == 1:
+            cache.pack_row(self.columns[0])
+        else:
+            cache.pack(self.path[:, 1:] - 1)
+
+    def advance(self, cache: Cache, counts: Sequence[int]) -> None:
+        """Make so many tokens of each row part of the cache; of a row of which no more is wanted none."""
+        if self.report is None:
+            cache.advance(counts)
+        elif all(counts):
+            cache.advanced(counts)
+        else:
+            cache.set_lengths([length + count for length, count in zip(cache.lengths, counts, strict=True)])
+
+
+def judge(
+    draft: Draft, logits: Float[Tensor, "B M V"], rule: AcceptanceRule, sampling: Sampling, rng: Generator
+) -> Judged:
+    """Judge a draft by the target's logits after its nodes and the auxiliary ones."""
+    asked = draft.auxiliary.asked if draft.auxiliary else 0
+    if not draft.tokens.shape[1] and not asked:
+        return _without_draft(rule.bonus(logits[:, 0], sampling, rng))
+    if logits.device.type == "cpu" and sampling.greedy and type(rule) is Greedy:
+        return _on_host(draft, argmax(logits), asked)
+    return _on_device(draft, logits, rule, sampling, rng, asked)
+
+
+def _without_draft(bonus: Int[Tensor, "B"]) -> Judged:
+    tokens = [[token] for token in bonus.tolist()]
+    return Judged([[] for _ in tokens], tokens, bonus, _counting(1, bonus.device).expand(len(tokens), -1), [])
+
+
+def _on_host(draft: Draft, wanted: Int[Tensor, "B M"], asked: int) -> Judged:
+    """Greedy verification.
+
+    Args:
+        wanted: the target's token after every node.
+    """
+    nodes, chain = draft.tokens.shape[1], draft.is_chain
+    parts = [wanted, draft.tokens] if chain else [wanted, draft.tokens, draft.parents]
+    scored = wanted.shape[1]
+    columns, tokens, auxiliary = [], [], []
+    for row in torch.cat(parts, dim=1).tolist():
+        drafted = row[scored : scored + nodes]
+        kept = walk_on_host(drafted, None if chain else row[scored + nodes :], row)
+        columns.append(kept)
+        tokens.append([*(drafted[column] for column in kept), row[kept[-1] + 1 if kept else 0]])
+        auxiliary.append(row[scored - asked : scored])
+    ends = [kept[-1] + 1 if kept else 0 for kept in columns]
+    bonus = wanted[:, ends[0]] if len(ends) == 1 else wanted.gather(1, from_host(ends, wanted.device)[:, None])[:, 0]
+    return Judged(columns, tokens, bonus, _path(columns, wanted.device), auxiliary if asked else [])
+
+
+def _path(columns: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B P"]:
+    """The kept path as rows of the pass: the root, then node 1 + column; -1 after the end."""
+    most = max(map(len, columns))
+    if all(len(row) == most and list(row) == list(range(most)) for row in columns):
+        return _counting(most + 1, device).expand(len(columns), -1)
+    rows = [[0, *(column + 1 for column in row), *[-1] * (most - len(row))] for row in columns]
+    return from_host(rows, device)
+
+
+@lru_cache(maxsize=256)
+def _counting(count: int, device: torch.device) -> Int[Tensor, "1 n"]:
+    """The path of a chain; nothing writes into it."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)[None]
+
+
+def _on_device(
+    draft: Draft,
+    logits: Float[Tensor, "B M V"],
+    rule: AcceptanceRule,
+    sampling: Sampling,
+    rng: Generator,
+    asked: int,
+) -> Judged:
+    verification = rule(draft, logits[:, : 1 + draft.tokens.shape[1]], sampling, rng)
+    kept = draft.tokens.gather(1, verification.path.clamp(min=0))
+    parts = [verification.accepted[:, None], verification.bonus[:, None], kept, verification.path]
+    if asked:
+        parts.append(argmax(logits[:, -asked:]))
+    report = torch.cat(parts, dim=1).tolist()
+    deepest = kept.shape[1]
+    tokens = [row[2 : 2 + row[0]] + [row[1]] for row in report]
+    columns = [row[2 + deepest : 2 + deepest + row[0]] for row in report]
+    nodes = torch.where(verification.path >= 0, verification.path + 1, verification.path)
+    path = torch.cat([torch.zeros_like(verification.bonus)[:, None], nodes], dim=1)
+    return Judged(columns, tokens, verification.bonus, path, [row[-asked:] for row in report] if asked else [])

@@ -1,0 +1,99 @@
+"""What rounds cost beside the target's pass, counted in operators; recorded drafts are those of the ordinary passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.contract import checks
+from methods.autoregressive import Autoregressive
+from methods.engine.cuda_graphs import GraphedLM
+from methods.engine.sampling import Sampling
+from methods.speculative.heads.candidate_tree import TREES
+from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.suffix_decoding import SuffixDecoding
+from tests.helpers.launches import count_rounds
+from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
+from tests.helpers.tiny_eagle import eagle
+from tests.helpers.tiny_head_trees import hydra, medusa
+
+PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]
+LOOKUPS = {"autoregressive": Autoregressive, "prompt_lookup": PromptLookup, "suffix": SuffixDecoding}
+DRAFTED = {
+    "medusa": lambda target, sampling: medusa(target, sampling, nodes=12),
+    "medusa_paper": lambda target, sampling: medusa(target, sampling, tree=next(iter(TREES))),
+    "hydra_heads": lambda target, sampling: hydra(target, sampling, nodes=12),
+    "eagle_chain": lambda target, sampling: eagle(target, sampling, 3, tree="chain"),
+    "eagle_static": lambda target, sampling: eagle(target, sampling, 1, tree="static", shape="small"),
+    "eagle_dynamic": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
+    "dflash": lambda target, sampling: block_drafter(target, sampling),
+    "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, tree="dynamic"),
+    "eagle_2": lambda target, sampling: eagle(target, sampling, 2, depth=2, top_k=4, nodes=9),
+}
+EVERY = LOOKUPS | DRAFTED
+
+
+def prompts(texts):
+    return [torch.tensor(text) for text in texts]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_recorded_round_takes_three_launches_one_read_and_no_copy_that_waits(name):
+    target = GraphedLM.of(checks.tiny_target(), capture=False)
+    counts = count_rounds(EVERY[name], target, prompts(PROMPTS[:1]), 60)
+    launches = counts.operators["exposed"] + counts.operators["hidden"]
+    assert counts.rounds > 20 and counts.reads == counts.rounds and counts.copies == 0
+    assert launches.total() <= 3 * counts.rounds, launches
+    assert target.graphs.missed < 20, "after the first rounds all are recorded"
+
+
+@pytest.mark.parametrize("name, exposed, hidden", [("autoregressive", 1, 6), ("suffix", 2, 7), ("medusa", 20, 8)])
+def test_a_round_on_a_cpu_judges_a_greedy_draft_on_the_host(name, exposed, hidden):
+    counts = count_rounds(EVERY[name], checks.tiny_target(), prompts(PROMPTS[:1]), 60)
+    assert counts.reads == counts.rounds > 20
+    assert counts.per_round("exposed") <= exposed and counts.per_round("hidden") <= hidden, counts.operators
+
+
+def drafted(decoder, texts, limit=70):
+    """All drafts of a decode, and its steps."""
+    found, propose = [], decoder.drafter.propose
+
+    def noted(context):
+        draft = propose(context)
+        found.append((draft.tokens.tolist(), draft.parents.tolist()))
+        return draft
+
+    decoder.drafter.propose = noted
+    steps = [
+        (step.tokens, step.accepted, step.drafted, step.depth, step.nodes)
+        for step in decoder.decode(prompts(texts), limit, torch.Generator().manual_seed(0))
+    ]
+    return found, steps
+
+
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_recorded_drafts_and_steps_are_those_of_the_ordinary_passes(name, texts):
+    plain = drafted(DRAFTED[name](checks.tiny_target(), Sampling()), texts)
+    decoder = DRAFTED[name](GraphedLM.of(checks.tiny_target(), capture=False), Sampling())
+    for _ in range(2):  # the second decode uses what the first one recorded
+        found, steps = drafted(decoder, texts)
+        assert steps == plain[1]
+        open_rows = [[row for row, new in enumerate(step[0]) if new] for step in steps[1:]]
+        for (tokens, parents), (wanted, above), rows in zip(found[-len(plain[0]) :], plain[0], open_rows, strict=True):
+            assert [tokens[row] for row in rows] == [wanted[row] for row in rows]
+            assert [parents[row] for row in rows] == [above[row] for row in rows]
+    assert any(any(step[1]) for step in plain[1]), "some of the drafts are accepted"
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_are_prepared_for_other_batch_sizes_and_longer_texts(name):
+    target = GraphedLM.of(checks.tiny_target(), capture=False)
+    decoder = DRAFTED[name](target, Sampling())
+    drafted(decoder, PROMPTS[:2])
+    target.graphs.prepare({1: 200, 2: 200, 3: 200}, target._make_cache)
+    captured = target.graphs.captured
+    longer = [text * 8 for text in PROMPTS]
+    plain = drafted(DRAFTED[name](checks.tiny_target(), Sampling()), longer, 60)[1]
+    assert drafted(decoder, longer, 60)[1] == plain
+    assert target.graphs.missed == 0 and target.graphs.captured == captured
