@@ -134,7 +134,7 @@ class HFCompiled(HFGenerate):
 
     Args:
         cache_length: tokens that the cache holds, prompt included; longer texts make a longer one, and compile again.
-        backend: of ``torch.compile``.
+        backend: of ``torch.compile`` on a CPU.
 
     Raises:
         ValueError: on a CPU, there is no C++ compiler for Inductor.
@@ -151,11 +151,9 @@ class HFCompiled(HFGenerate):
     def _options(self, limit: int) -> GenerationConfig:
         options = super()._options(limit)
         options.cache_implementation, options.max_cache_len = "static", self.cache_length
-        on_gpu = self.target.device.type != "cpu"  # "reduce-overhead" is CUDA graphs
-        options.compile_config = CompileConfig(
-            backend=self.backend, dynamic=False, mode="reduce-overhead" if on_gpu else "default"
-        )
-        options.compile_config._compile_all_devices = True
+        if self.target.device.type == "cpu":
+            options.compile_config = CompileConfig(backend=self.backend, dynamic=False, mode="default")
+            options.compile_config._compile_all_devices = True
         return options
 
 
