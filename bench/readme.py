@@ -152,7 +152,8 @@ equal the baseline's; **tie** marks an interval that overlaps that of the rank a
 A run has no rank if it is INVALID or INCONCLUSIVE, if its baseline was more than {speed:.0f} % faster or slower than
 the table's median, or if the method may change the text and quality is unknown or lost: more than {score:.0f} % of
 the baseline's score; without a score, a ROUGE-L to the baseline's text below {text:.2f}, a log-probability per token
-that is {nats} lower, or more repetition (`bench/analysis/ranking.py`)."""
+that is {nats} lower, or more repetition (`bench/analysis/ranking.py`). Below a table: whether its ranks hold over texts
+of equal length; at the end: from which batch size on a method is no longer faster."""
 
 
 def _laboratory(results: Path) -> str:

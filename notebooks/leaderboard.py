@@ -20,7 +20,7 @@
 #
 # ```
 # python -m bench sweep=all_methods           # every method on MT-bench
-# python -m bench sweep=translation           # every method of the translation track, at four batch sizes
+# python -m bench sweep=translation           # every method of the translation track, at six batch sizes
 # python -m bench report                      # the same as a page to sort and filter
 # ```
 

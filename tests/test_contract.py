@@ -224,7 +224,9 @@ DECODERS = {
     "hash_ee_full": Row(hash_ee_full),
     "hf_generate": Row(HFGenerate, samples=False, leaves=False),
     "hf_compiled": Row(
-        lambda target, sampling: HFCompiled(target, sampling, cache_length=64), samples=False, leaves=False
+        lambda target, sampling: HFCompiled(target, sampling, cache_length=64, backend="eager"),
+        samples=False,
+        leaves=False,
     ),
     "hf_prompt_lookup": Row(HFPromptLookup, batch=False, samples=False),
     **({"flashspec": Row(FlashSpec, batch=False, samples=False)} if find_spec("flashspec") else {}),

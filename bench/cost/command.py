@@ -130,7 +130,14 @@ def query(words: Sequence[str]) -> WhatIfQuery:
 def render(summary: Mapping[str, Any], path: Path) -> str:
     """A cost record as text: limits, curves, drafts, and what failed."""
     machine = ", ".join([summary["hardware"], summary["dtype"], plural(summary["threads"], "thread")])
-    parts = (_limits(summary), *_curves(summary), _drafts(summary), _failures(summary), f"{path}/")
+    parts = (
+        _limits(summary),
+        *_curves(summary),
+        _invariance(summary),
+        _drafts(summary),
+        _failures(summary),
+        f"{path}/",
+    )
     return "\n\n".join([f"{summary['model']['name']}   {machine}", *filter(None, parts)])
 
 
@@ -159,6 +166,13 @@ def _curves(summary: Mapping[str, Any]) -> list[str]:
         title = f"round in ms at {context:,} tokens of context, and its cost in rounds of one node"
         found.append(f"{title}\n{_table(['nodes', *(plural(batch, 'row') for batch in batches)], rows)}")
     return found
+
+
+def _invariance(summary: Mapping[str, Any]) -> str:
+    from bench.cost import invariance
+
+    found = summary.get("invariance")
+    return invariance.render(found) if found else ""
 
 
 def _drafts(summary: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ import yaml
 from bench.analysis import summary as run_summary
 from bench.config import instantiate
 from bench.config.schema import RunConfig, sanitise
-from bench.cost import roofline
+from bench.cost import invariance, roofline
 from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, device_name, summarise
 from bench.cost.settings import Grid
 from bench.errors import RunFailed, UserError, explain
@@ -99,6 +99,8 @@ def run(cfg: RunConfig, grid: Grid, *, method: bool, fresh: bool, clock: Clock =
         cost = CostRun(cfg, grid, loaded, folder, session, clock, [])
         try:
             measure_grid(cost)
+            if cfg.hardware.batch_invariant:
+                folder.update(invariance=invariance.measure(cfg, loaded, grid, clock))
             if method:
                 measure_drafts(cost)
         finally:

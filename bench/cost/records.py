@@ -172,6 +172,7 @@ def summarise(lines: Sequence[Line], manifest: Mapping[str, Any]) -> dict[str, A
         "points": points,
         "drafts": drafts(lines, manifest),
         "failed": manifest.get("failed", []),
+        **({"invariance": equal} if (equal := manifest.get("invariance")) else {}),
     }
 
 

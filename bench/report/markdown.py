@@ -17,11 +17,14 @@ from bench.analysis.summary import summarise
 from bench.errors import UserError
 from bench.records import digests, run_folder
 from bench.records.rivals import Row
-from bench.report import html, leaderboard, rivals, tables, terminal
+from bench.report import html, leaderboard, rivals, robustness, tables, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import ComparisonGroup
 from bench.utils import files
 
+_SIZES = (
+    "Speed-ups of valid runs by batch size; between two sizes a straight line on logarithmic axes finds where it is 1."
+)
 _ORACLE = "Computed from these records and not ranked: what the drafts would give if their length were known before."
 
 
@@ -82,7 +85,10 @@ def to_markdown(
         imported: figures of other engines, in a section of their own.
     """
     parts = [f"# {html.TITLE}", *(_index(groups) if len(groups) > 1 else [])]
+    parts += [_plain(noise)] if (noise := robustness.noise(groups)) else []
     parts += [_section(group, folder) for group in groups] or ["No finished run yet. Run: python -m bench"]
+    if sizes := list(robustness.batches(groups)):
+        parts.append("\n\n".join(["## Where advantages end", _SIZES, *sizes]))
     if imported:
         parts.append(rivals.markdown(imported))
     if open_runs:
@@ -116,7 +122,8 @@ def _section(group: ComparisonGroup, folder: str) -> str:
         for line in frame.itertuples(index=False)
     ]
     body = f"## {_plain(group.heading)}\n\n{tables.markdown([*header, 'run'], cells)}"
-    return "\n\n".join([body, *_oracles(group), *_notes(group)])
+    equal = robustness.over_equal_lengths(group)
+    return "\n\n".join([body, *([_plain(str(equal))] if equal else []), *_oracles(group), *_notes(group)])
 
 
 def _oracles(group: ComparisonGroup) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Int
 from torch import Generator, Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from methods.decoder import Decoder, Guarantee, ModelKind, Step
 from methods.engine.causal_lm import CausalLM
@@ -127,25 +127,46 @@ class HFGenerate(Decoder):
 
 
 class HFCompiled(HFGenerate):
-    """``model.generate`` with a static cache, for which transformers compiles the pass by ``torch.compile`` on CUDA.
+    """``model.generate`` with a static cache and its passes over one token compiled by ``torch.compile``.
 
-    Elsewhere it does not compile, so the method needs a GPU. Compilation takes minutes of the first prompts, which
-    belong to the warm-up.
+    transformers compiles by itself on a GPU only; on a CPU it is told to. Compilation takes minutes of the first
+    prompts, which belong to the warm-up.
 
     Args:
         cache_length: tokens that the cache holds, prompt included; longer texts make a longer one, and compile again.
+        backend: of ``torch.compile`` on a CPU.
+
+    Raises:
+        ValueError: on a CPU, there is no C++ compiler for Inductor.
     """
 
-    needs_gpu = True
-
-    def __init__(self, target: CausalLM, sampling: Sampling, cache_length: int = 2048) -> None:
+    def __init__(
+        self, target: CausalLM, sampling: Sampling, cache_length: int = 2048, backend: str = "inductor"
+    ) -> None:
         super().__init__(target, sampling)
-        self.cache_length = cache_length
+        if target.device.type == "cpu" and backend == "inductor":
+            _require_compiler()
+        self.cache_length, self.backend = cache_length, backend
 
     def _options(self, limit: int) -> GenerationConfig:
         options = super()._options(limit)
         options.cache_implementation, options.max_cache_len = "static", self.cache_length
+        if self.target.device.type == "cpu":
+            options.compile_config = CompileConfig(backend=self.backend, dynamic=False, mode="default")
+            options.compile_config._compile_all_devices = True
         return options
+
+
+def _require_compiler() -> None:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise ValueError(
+            "method=hf_compiled needs a C++ compiler on a CPU, got none. Install g++, or name one in CXX, or use "
+            "method=hf_generate."
+        ) from error
 
 
 class HFAssistedBase(HFGenerate):

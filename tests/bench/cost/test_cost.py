@@ -22,13 +22,14 @@ from bench.cost.records import CostFolder, curves, read_lines, read_summary, spr
 from bench.cost.settings import Grid, WhatIfQuery
 from bench.cost.what_if import Chain, Drafting, chain_forecast, chain_of, lockstep, replay
 from bench.errors import UserError
-from bench.measure import preconditions
+from bench.measure import preconditions, verify_cost
 from bench.measure.run import run
 from bench.models import architectures, loading, source
 from bench.models.architectures import ARCHITECTURES, Architecture
 from bench.models.random_weights import RandomModel
 from bench.records.run_folder import Sample, read_manifest, read_samples
 from bench.utils import memory
+from methods.engine.cpu_kernels import library
 from tests.helpers.sample_rows import MS, both, row
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -846,3 +847,24 @@ def test_drafts_recorded_elsewhere_are_interpolated_between_batch_sizes() -> Non
     assert between is not None and between.seconds == pytest.approx(0.003) and between.passes == 2
     assert curve.drafting(method | {"gamma": 1}, 3) is not None, "other settings are better than nothing"
     assert curve.drafting({"name": "other"}, 1) is None
+
+
+@pytest.mark.skipif(library() is None, reason="needs a compiler")
+def test_equal_bits_have_a_price(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "tiny", replace(TINY, head_dim=16))
+    rounds: list[tuple[str, int]] = []
+
+    def time_round(lm: Any, cache: Any, tokens: Any, *_: Any) -> int:
+        rounds.append((lm.linear_form, tokens.shape[1]))
+        return (3 if lm.linear_form == "panels" else 2) * tokens.shape[1] * MS
+
+    monkeypatch.setattr(verify_cost, "time_round", time_round)
+    equal = replace(cfg, hardware=replace(cfg.hardware, linear="panels", batch_invariant=True))
+    folder = measure(equal)
+    found = read_summary(folder)["invariance"]
+    assert (found["other"], found["nodes"], found["context"]) == ("packed", [1, 3], 8)
+    assert found["seconds"] == pytest.approx([0.003, 0.009])
+    assert found["other_seconds"] == pytest.approx([0.002, 0.006])
+    assert rounds.count(("packed", 1)) == 1 + SMALL.repeats, "one is not counted"
+    assert "rounds of 1, 3 nodes take 1.50, 1.50 of the time of packed" in command.render(read_summary(folder), folder)
+    assert "invariance" not in read_summary(measure(cfg))

@@ -1,0 +1,123 @@
+"""How far the ranks of tables hold: over texts of equal length, against noise, and at larger batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.analysis import audit, equal_lengths
+from bench.records import run_folder
+from bench.report import leaderboard, tables, terminal
+from bench.report.leaderboard import ComparisonGroup, Row
+from bench.report.terminal import plural
+
+_EXACT = leaderboard.GUARANTEES[0]
+
+
+# ------------------------------------------------------------------------------------------------------ equal lengths
+
+
+@dataclass(frozen=True, slots=True)
+class EqualLengths:
+    """The EXACT rows of a table, see ``bench.analysis.equal_lengths``.
+
+    Attributes:
+        speeds: by label, the speed-up over equal lengths; of ranked rows whose samples are kept.
+        change: label and factor of the speed-up that changes most.
+        regret: by how much the speed-up of a row is at most below that of a row with a lower rank; 0: the ranks hold.
+            Rows whose intervals overlap have no order to lose.
+    """
+
+    speeds: dict[str, float]
+    change: tuple[str, float]
+    regret: float
+
+    def __str__(self) -> str:
+        name, factor = self.change
+        ranks = "no rank changes" if not self.regret else f"ranks change, a speed-up is {self.regret:.1%} too low"
+        return (
+            f"Over equal lengths, each prompt timed up to the end of the shorter text, {ranks} among "
+            f"{plural(len(self.speeds), 'EXACT run')}; the speed-up that changes most is that of {name}, by "
+            f"{factor - 1:+.1%}."
+        )
+
+
+def over_equal_lengths(group: ComparisonGroup) -> EqualLengths | None:
+    """None where fewer than two EXACT rows can be timed so."""
+    timed = [(row, speed) for row in group.ranked if row.guarantee == _EXACT if (speed := _equalised(row))]
+    if len(timed) < 2:
+        return None
+    changes = {row.label: speed / (row.speed or speed) for row, speed in timed}
+    most = max(changes.items(), key=lambda item: abs(math.log(item[1])))
+    lost = [
+        slower / faster - 1
+        for place, (above, faster) in enumerate(timed)
+        for below, slower in timed[place + 1 :]
+        if _apart(above, below)
+    ]
+    return EqualLengths({row.label: speed for row, speed in timed}, most, max([0.0, *lost]))
+
+
+def _equalised(row: Row) -> float | None:
+    kept = run_folder.samples_file(row.record.path).is_file()
+    return equal_lengths.speedup(run_folder.read_samples(row.record.path)) if kept else None
+
+
+def _apart(above: Row, below: Row) -> bool:
+    """Whether the intervals of two rows leave their order in no doubt."""
+    low, high = above.headline["low"], below.headline["high"]
+    return low is not None and high is not None and bool(low > high)
+
+
+# -------------------------------------------------------------------------------------------------------------- noise
+
+
+def noise(groups: Sequence[ComparisonGroup]) -> str:
+    """One sentence on the runs of the baseline against itself; empty without one that has an interval."""
+    rows = [row for group in groups for row in group.rows if row.method == "autoregressive"]
+    rows = [row for row in rows if audit.result(row.summary) != "INVALID" and row.headline["low"] is not None]
+    if not rows:
+        return ""
+    hold = sum(row.headline["low"] <= 1 <= row.headline["high"] for row in rows)
+    speeds = [row.speed or 1.0 for row in rows]
+    valid = [row.speed or 1.0 for row in rows if audit.result(row.summary) == "VALID"]
+    wrong = sum(not audit.SAME[0] <= speed <= audit.SAME[1] for speed in valid)
+    return (
+        f"The baseline against itself: {plural(len(rows), 'run')}, {terminal.times(min(speeds))} to "
+        f"{terminal.times(max(speeds))}; {hold} of {len(rows)} intervals hold 1, and {wrong} runs are VALID outside "
+        f"{audit.SAME[0]} to {audit.SAME[1]}."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ larger batches
+
+
+def advantage_ends(rows: Sequence[Row]) -> str:
+    """At which batch size a method stops being faster than its baseline.
+
+    Between two recorded sizes the speed-up is taken to be a straight line on logarithmic axes.
+
+    Args:
+        rows: of one method by batch size, with a speed-up each.
+    """
+    known = [(int(row.summary["batch_size"]), row.speed) for row in rows if row.speed]
+    if known[0][1] <= 1:
+        return "never faster" if all(speed <= 1 for _, speed in known) else f"slower at {known[0][0]}"
+    for (size, speed), (larger, slower) in zip(known, known[1:], strict=False):
+        if slower <= 1:
+            share = math.log(speed) / math.log(speed / slower)
+            return f"at {size * (larger / size) ** share:.0f} rows"
+    return f"beyond {known[-1][0]} rows"
+
+
+def batches(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
+    """In Markdown, for groups that differ in their batch size alone: speed-ups by size, and where they reach 1."""
+    for heading, lines in leaderboard.batch_series(groups):
+        sizes = sorted({int(row.summary["batch_size"]) for rows in lines.values() for row in rows})
+        cells = []
+        for name, rows in lines.items():
+            speeds = {int(row.summary["batch_size"]): terminal.times(row.speed) for row in rows}
+            cells.append([name, *(speeds.get(size, "-") for size in sizes), advantage_ends(rows)])
+        header = ["method", *(f"B = {size}" for size in sizes), "advantage ends"]
+        yield f"{heading}:\n\n{tables.markdown(header, cells)}"

@@ -1,0 +1,204 @@
+"""Numbers in the sentences of README.md and docs/ are those of committed records and cards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import readme
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "results" / "reference"
+Source = Callable[[], float]
+
+
+@cache
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def summary(digest: str) -> dict[str, Any]:
+    (folder,) = REFERENCE.glob(f"*-{digest}")
+    return read(folder / "summary.json")
+
+
+def of(digest: str, *keys: str, share: bool = False, missing: bool = False) -> Source:
+    """A number of a summary; in percent, and as what is left, if asked."""
+
+    def value() -> float:
+        found: Any = summary(digest)
+        for key in keys:
+            found = found[key]
+        return (100.0 if share else 1.0) * (1.0 - found if missing else found)
+
+    return value
+
+
+def speed(digest: str) -> Source:
+    return of(digest, "speedup", "headline", "value")
+
+
+def bleu(digest: str) -> Source:
+    return of(digest, "quality", "bleu")
+
+
+def ratio(above: str, below: str) -> Source:
+    """Of two speed-ups over the same baseline."""
+    return lambda: speed(above)() / speed(below)()
+
+
+def card(name: str, *keys: str, share: bool = True) -> Source:
+    def value() -> float:
+        found: Any = read(ROOT / "data" / "checkpoints" / name / "card.json")["facts"]
+        for key in keys:
+            found = found[int(key) if isinstance(found, list) else key]
+        return (100.0 if share else 1.0) * float(found)
+
+    return value
+
+
+def passes(digest: str, nodes: int, context: int) -> Source:
+    """Cost of a pass over so many nodes, in passes over one."""
+
+    def value() -> float:
+        (folder,) = REFERENCE.glob(f"*-{digest}")
+        curve = read(folder / "manifest.json")["cost_curve"]
+        row = curve["seconds"][curve["contexts"].index(context)]
+        return float(row[curve["nodes"].index(nodes)] / row[0])
+
+    return value
+
+
+N = r"(\d+(?:\.\d+)?)"
+CALM, SUFFIX = "f30191bad280", "8b0a27798e8e"
+LENSES = "calm-multi30k_4_4_distilled_calm"
+BATCH_128 = ("83dcc87dd674", "e579db4818b0", "87bada7b80ca", "269471f6e256")
+CLAIMS: list[tuple[str, str, list[Source]]] = [
+    (
+        "README.md",
+        rf"`suffix` writes {N} times as fast as llama\.cpp's own plain decoding, and {N} times as fast",
+        [ratio(SUFFIX, "5fade03d1d30"), ratio(SUFFIX, "476e15b3077f")],
+    ),
+    (
+        "docs/cost.md",
+        rf"after 517 tokens, a pass over 4, 8 and 16 tokens costs {N}, {N} and {N} times as much",
+        [passes(SUFFIX, nodes, 517) for nodes in (4, 8, 16)],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"it runs {N} % of its decoder layers and is {N} times as fast",
+        [of(CALM, "layers_per_token", share=True), speed(CALM)],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"chooses 0\.9, which saves {N} % of the layers",
+        [of("34b7951721ba", "layers_per_token", share=True, missing=True)],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"lets {N}, {N} and {N} % of the tokens leave after layers 1, 2 and 3 where 98 of 100 are right; "
+        rf"the softmax {N}, {N} and {N} %",
+        [card(LENSES, kind, layer, "coverage_at_98") for kind in ("classifier", "lens") for layer in "123"],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"are {N} times as fast for a tenth of a BLEU point, and two layers {N} times as fast",
+        [speed("23448d5a19c1"), speed("9f92546d4537")],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"catch up later \| {N} % \| {N} \| {N} \|",
+        [
+            of("867fb3c91e4c", "layers_per_token", share=True),
+            speed("867fb3c91e4c"),
+            of("867fb3c91e4c", "ranking", "text_loss", missing=True),
+        ],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"`accept=verify` \(EXACT\) \| \| {N} \| {N} \|",
+        [speed("b874b3c6c32a"), of("b874b3c6c32a", "ranking", "text_loss", missing=True)],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"copied states \| {N} % \| \| {N} \|",
+        [
+            of("f071d3b1e0ba", "layers_per_token", share=True),
+            of("f071d3b1e0ba", "ranking", "text_loss", missing=True),
+        ],
+    ),
+    (
+        "docs/training.md",
+        rf"correct in {N} % of cases on held-out requests",
+        [card("eagle-smollm2", "acceptance", "0")],
+    ),
+    (
+        "docs/training.md",
+        rf"A chain of five would give {N} tokens per step",
+        [card("eagle-smollm2", "tokens_per_step_of_a_chain", share=False)],
+    ),
+    ("docs/training.md", rf"it runs at {N} times the baseline's speed", [speed("327cca2e520d")]),
+    (
+        "docs/translation.md",
+        rf"The teacher has {N} BLEU with greedy search",
+        [of("c8bc072758fe", "baseline", "quality", "bleu")],
+    ),
+    *(
+        ("docs/translation.md", rf"\| {row} \| {N} \| {N} \|", [bleu(digest), speed(digest)])
+        for row, digest in {
+            "`nat`, one pass": "c8bc072758fe", "`nat`, best of ten sampled fertilities": "79a929e703ad",
+            "`glat`, one pass": "65dafc7df585", "`glat`, best of five lengths": "3a3132fc34a9",
+            "`depa`, one pass": "aef45b5a4857", "`depa`, best of five lengths": "eefade00dcb7",
+            "`flowseq`, one pass": "8933ae53d1ee", "`flowseq`, best of several samples": "b23360879354",
+            "`ctc`, one pass": "b44e3908932e",
+        }.items()
+    ),
+    (
+        "docs/translation.md",
+        rf"1, 4 and 10 passes \| {N}, {N}, {N} \| {N}, {N}, {N} \|",
+        [form(digest) for form in (bleu, speed) for digest in ("a9cc746ed320", "dfea484e4440", "65147e145447")],
+    ),
+    (
+        "docs/translation.md",
+        rf"the records have `nat` at {N} times, `glat` {N}, `depa` {N}, `ctc` {N}\.",
+        [speed(digest) for digest in BATCH_128],
+    ),
+    (
+        "docs/translation.md",
+        rf"with ten candidates runs at {N} times the teacher's speed, and at {N} times with batch size 32",
+        [speed("79a929e703ad"), speed("b0611a076d8d")],
+    ),
+    ("docs/translation.md", rf"the teacher's text at {N} times the teacher's speed", [speed("dccd12309629")]),
+]  # fmt: skip
+SPEED = re.compile(r"\b\d+\.\d+(?:x\b| times\b)")
+
+
+def prose(page: Path) -> str:
+    """The text of a page without generated blocks, in one line."""
+    return re.sub(r"\s+", " ", readme.BLOCK.sub("", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(("page", "pattern", "sources"), CLAIMS, ids=lambda value: str(value)[:60])
+def test_a_number_is_that_of_a_record(page: str, pattern: str, sources: list[Source]) -> None:
+    found = re.findall(pattern, prose(ROOT / page))
+    assert len(found) == 1, "the sentence has changed: change its pattern too"
+    written = [found[0]] if isinstance(found[0], str) else list(found[0])
+    assert len(written) == len(sources)
+    for text, source in zip(written, sources, strict=True):
+        decimals = len(text.partition(".")[2])
+        assert abs(source() - float(text)) <= 0.5 * 10**-decimals + 1e-9, (text, source())
+
+
+@pytest.mark.parametrize("page", readme.pages(ROOT), ids=lambda page: page.name)
+def test_every_speed_is_a_claim(page: Path) -> None:
+    text, name = prose(page), page.relative_to(ROOT).as_posix()
+    known = [match.span() for of_page, pattern, _ in CLAIMS if of_page == name for match in re.finditer(pattern, text)]
+    for found in SPEED.finditer(text):
+        assert any(start <= found.start() < end for start, end in known), f"no record for {found[0]} in {name}"
