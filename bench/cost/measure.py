@@ -30,7 +30,7 @@ from bench.cost import roofline
 from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, device_name, summarise
 from bench.cost.settings import Grid
 from bench.errors import RunFailed, UserError, explain
-from bench.measure import preconditions, verify_cost
+from bench.measure import preconditions, probes, verify_cost
 from bench.measure.instruments import Instruments
 from bench.measure.interleave import derive_seed
 from bench.measure.timing import timed_decode
@@ -277,14 +277,13 @@ def _measure_probes(cost: CostRun, done: set[tuple[Any, ...]]) -> None:
     todo = [repeat for repeat in range(cost.grid.repeats) if ("probe", repeat, "matmul") not in done]
     if not todo:
         return
-    share = memory.free_bytes(device) // 16
-    size = min(roofline.ARRAY_BYTES, share // 4096 * 4096)
-    probes = roofline.probes(device, cost.lm.dtype, cost.cfg.hardware.linear, size, cost.grid.matrix)
-    for probe in probes:
-        roofline.time_probe(probe, device, cost.clock)  # the first call is not timed
+    dtype, linear = cost.lm.dtype, cost.cfg.hardware.linear
+    found = [*probes.of_memory(device, dtype), *probes.of_arithmetic(device, dtype, linear, cost.grid.matrix)]
+    for probe in found:
+        probes.time_probe(probe, device, cost.clock)  # the first call is not timed
     for repeat in todo:
-        for probe in probes:
-            ns = roofline.time_probe(probe, device, cost.clock)
+        for probe in found:
+            ns = probes.time_probe(probe, device, cost.clock)
             line = {"kind": "probe", "name": probe.name, "amount": probe.amount, "unit": probe.unit}
             cost.folder.append(line | {"repeat": repeat, "ns": ns, "session": cost.session})
 

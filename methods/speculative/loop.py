@@ -55,6 +55,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
 
     guarantee = Guarantee.EXACT
     family: ClassVar[Family] = "speculative"
+    parallel: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -110,29 +111,33 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         ends = [len(row) + limit for row in committed]
         cache = target.new_cache(len(prompts), self._slots(longest, limit))
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
-        watch = Stopwatch(target.device)
+        watch, passing = Stopwatch(target.device), Stopwatch(target.device)
 
+        passing.start()
         output = target.prefill(
             [prompt.to(target.device) for prompt in prompts], cache, hidden_layers=drafter.hidden_layers
         )
         root = self.sampling.pick(output.logits[:, 0], rng)
+        passing.stop()
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
-        yield from self._answered(Step.undrafted(first, rows=len(first)), batch)
+        yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
 
         while any(batch.open):
             self._drop(batch)
             watch.start()
             draft = pace.propose(context, batch.open)
             watch.stop()
+            passing.start()
             nodes, parents, levels = _nodes_of_pass(context.root, draft)
             output = target.forward(nodes, parents, cache, levels=levels, hidden_layers=drafter.hidden_layers)
             verification = self.rule(draft, output.logits[:, : 1 + draft.tokens.shape[1]], self.sampling, rng)
             if not draft.is_chain:
                 cache.pack(verification.path)
+            passing.stop()
             tokens, paths, context.auxiliary_tokens = _read(draft, verification, output.logits)
             open_rows, accepted = batch.open, [len(path) for path in paths]
             pace.note(paths, open_rows)
@@ -141,7 +146,8 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             _extend(context.tokens, tokens)
             context.output, context.path = output, _rows_of(verification)
             context.root = _next_root(context.root, verification.bonus, open_rows)
-            yield from self._answered(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes.shape[1]), batch)
+            times = (watch.ns(), passing.ns())
+            yield from self._answered(_step(draft, tokens, accepted, open_rows, times, nodes.shape[1]), batch)
 
     def _answered(self, step: Step, batch: _Batch) -> Rounds:
         """Yield a step, and one more for each set of prompts that is sent in return."""
@@ -254,8 +260,14 @@ def _extend(committed: list[list[int]], tokens: list[list[int]]) -> None:
 
 
 def _step(
-    draft: Draft, tokens: list[list[int]], accepted: list[int], open_rows: list[bool], draft_ns: int, nodes: int
+    draft: Draft,
+    tokens: list[list[int]],
+    accepted: list[int],
+    open_rows: list[bool],
+    times: tuple[int, int],
+    nodes: int,
 ) -> Step:
+    """The counters of a round; ``times``: of the draft, and of the pass with the rule, in nanoseconds."""
     sizes = draft.sizes if draft.sizes is not None else [draft.tokens.shape[1]] * len(tokens)
     depths = draft.depths if draft.depths is not None else ([draft.max_depth] * len(tokens) if draft.levels else sizes)
     return Step(
@@ -267,5 +279,6 @@ def _step(
         rows=len(tokens),
         nodes=nodes,
         draft_passes=draft.passes,
-        draft_ns=draft_ns,
+        draft_ns=times[0],
+        pass_ns=times[1],
     )
