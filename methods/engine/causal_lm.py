@@ -218,6 +218,11 @@ class CausalLM:
         return len(self.layers)
 
     @property
+    def layer_sizes(self) -> dict[str, int]:
+        """Of a layer of the whole model: ``heads``, ``kv_heads``, and ``intermediate_size`` of the last one."""
+        return {"heads": self.heads, "kv_heads": self.kv_heads, "intermediate_size": self.layers[-1].mlp.width}
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices this view multiplies with, all experts among them, and of the embedding."""
         products = [self._head, *self._products()]

@@ -157,6 +157,10 @@ class PartLM(CausalLM):
         ]
         return lm
 
+    @property
+    def layer_sizes(self) -> dict[str, int]:
+        return {name: size * self.devices.size for name, size in super().layer_sizes.items()}
+
 
 class _Word(IntEnum):
     """What the first process tells the others."""

@@ -15,9 +15,10 @@ from bench.config import compose
 from bench.config.schema import PathsConfig
 from bench.errors import UserError
 from bench.measure import preconditions
-from bench.measure.run import run
+from bench.measure.run import Given, run
 from bench.models import loading, parallel
 from bench.models.random_weights import RandomModel
+from bench.models.source import Loaded
 from bench.records.run_folder import read_manifest, validate
 from methods.autoregressive import Autoregressive
 from methods.decoder import generate
@@ -27,7 +28,7 @@ from methods.engine.sampling import Sampling
 from methods.engine.tensor_parallel import DrivingLM
 from methods.speculative.oracle import Oracle
 from methods.speculative.prompt_lookup import PromptLookup
-from methods.speculative.self_speculative.decoder import SelfSpeculative
+from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.token_recycling import TokenRecycling
 from tests.helpers.tiny_eagle import eagle
 
@@ -40,17 +41,23 @@ DECODERS = {
     "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
     "oracle": lambda target, sampling: Oracle(target, sampling, (0.8, 0.6), nodes=6),
     "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
-    "skipped layers": lambda target, sampling: SelfSpeculative(target, sampling, skip_attention=[1], skip_mlp=[2]),
+    "skipped layers": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
+    "network of a published size": lambda target, sampling: Oracle(target, sampling, (0.8, 0.6), network="eagle"),
 }
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[DrivingLM, CausalLM]]:
-    """The model on two devices and on one."""
-    spread = loading.load({**MODEL, "parallel": 2}, FP32, PathsConfig()).lm
-    assert isinstance(spread, DrivingLM)
-    yield spread, loading.load(MODEL, FP32, PathsConfig()).lm
+def loaded() -> Iterator[Loaded]:
+    """The model on two devices."""
+    yield loading.load({**MODEL, "parallel": 2}, FP32, PathsConfig())
     parallel.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(loaded: Loaded) -> tuple[DrivingLM, CausalLM]:
+    """The model on two devices and on one."""
+    assert isinstance(loaded.lm, DrivingLM)
+    return loaded.lm, loading.load(MODEL, FP32, PathsConfig()).lm
 
 
 def test_each_device_has_half_of_the_layers(pair: tuple[DrivingLM, CausalLM]) -> None:
@@ -118,7 +125,7 @@ def test_methods_that_change_states_between_layers_are_refused(pair: tuple[Drivi
             lm.fill(state, [1])
 
 
-def test_a_run_on_two_devices(tmp_path: Path) -> None:
+def test_a_run_on_two_devices(loaded: Loaded, tmp_path: Path) -> None:
     """From its configuration to its record."""
     words = ["method=prompt_lookup", "model=random", "model.parallel=2", "dataset=demo", "dataset.limit=2"]
     more = [
@@ -129,19 +136,12 @@ def test_a_run_on_two_devices(tmp_path: Path) -> None:
         "measure.bootstrap_samples=100",
     ]
     cfg = compose.compose([*words, *more])
-    outcome = run(replace(cfg, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache"))))
+    cfg = replace(cfg, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
+    outcome = run(cfg, given=Given(loaded))
     assert validate(outcome.path) == []
     assert (read_manifest(outcome.path) or {})["model"]["parallel"] == 2
     assert outcome.summary["model"] == "random, on 2 devices"
     assert outcome.summary["agreement"]["identical_to_baseline"] == 1.0
-    parallel.stop()
-
-
-class Mesh:
-    """The second of two devices."""
-
-    def size(self) -> int:
-        return 2
 
 
 def model(**changes: Any) -> Any:

@@ -85,7 +85,7 @@ def test_energy_is_that_of_a_block_of_each_arm(cfg: RunConfig, monkeypatch: pyte
     blocks = (read_manifest(outcome.path) or {})["energy"]
     for arm, shown in (("method", outcome.summary), ("baseline", outcome.summary["baseline"])):
         block = blocks[arm]
-        assert block["seconds"] >= 0.2 and block["tokens"] > 48, "the prompts over and over"
+        assert block["seconds"] >= 0.2 and block["tokens"] >= 24 and block["tokens"] % 24 == 0
         assert block["joules"] % 3 == 0 and block["joules"] > 0
         assert shown["energy_j_per_token"] == block["joules"] / block["tokens"]
     none = run(replace(cfg, measure=replace(cfg.measure, profile=False, energy_block_s=0.0)))
@@ -100,7 +100,7 @@ def test_clocks_are_read_at_most_once_a_second_and_thinned_in_long_runs() -> Non
         now[0] += 0.5
     assert [row[0] for row in log.readings] == [0.0, 1.0]
     assert log.to_manifest() == {"columns": ["s", "mhz", "power_w"], "readings": [[0.0, 0.0, 70.0], [1.0, 1.0, 70.0]]}
-    for _ in range(2 * ClockLog.MOST):
+    for _ in range(ClockLog.MOST + 50):
         now[0] += 1.0
         log.note()
     assert len(log.readings) <= ClockLog.MOST
@@ -108,7 +108,9 @@ def test_clocks_are_read_at_most_once_a_second_and_thinned_in_long_runs() -> Non
     assert gaps == {2.0}
     silent = ClockLog(lambda: None)
     silent.note()
-    assert silent.readings == [] and instruments.clock_sensor(torch.device("cpu"))() is not False
+    assert silent.readings == []
+    here = instruments.clock_sensor(torch.device("cpu"))()
+    assert here is None or (len(here) == len(ClockLog.COLUMNS) - 1 and (here[0] or 0) > 0)
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
