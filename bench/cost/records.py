@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,10 @@ def _point(
     batch, context, nodes = point
     seconds = statistics.median(ns) / 1e9
     needed = roofline.work(Architecture(**manifest["architecture"]), manifest["itemsize"], batch, nodes, context)
-    bandwidth, flops = peaks.peak_bandwidth(machine), peaks.peak_flops(machine)
+    if read := manifest["model"].get("read_bytes"):
+        needed = replace(needed, weight_bytes=round(read))
+    spread_out = manifest["model"].get("parallel", 1) > 1  # over devices, whose limits are measured for one
+    bandwidth, flops = (None, None) if spread_out else (peaks.peak_bandwidth(machine), peaks.peak_flops(machine))
     return {
         "batch": batch,
         "context": context,
