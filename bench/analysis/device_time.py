@@ -14,7 +14,7 @@ one row.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,8 @@ def _rates(done: pd.DataFrame, read: Mapping[str, Any] | None, peak: float | Non
     if done["step_pass_ns"].map(lambda times: not isinstance(times, list)).any():
         return None
     sums = np.zeros(6)
-    for batch in done.itertuples():
+    each: Iterable[Any] = done.itertuples()
+    for batch in each:
         sums += batch.weight * _sums(batch, read)
     rounds, whole, draft, drafting, passes, moved = sums
     if not rounds:
