@@ -26,11 +26,12 @@ from methods.engine import tensor_parallel
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.tensor_parallel import DrivingLM
+from methods.speculative.eagle.decoder import Eagle
 from methods.speculative.oracle import Oracle
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.token_recycling import TokenRecycling
-from tests.helpers.tiny_eagle import eagle
+from tests.helpers.tiny_eagle import part_of
 
 FP32 = {"device": "cpu", "dtype": "float32", "threads": 1, "linear": "plain"}
 MODEL: dict[str, Any] = {"name": "random", "hidden_size": 64, "heads": 4, "kv_heads": 2, "layers": 3}
@@ -40,7 +41,6 @@ DECODERS = {
     "prompt_lookup": PromptLookup,
     "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
     "oracle": lambda target, sampling: Oracle(target, sampling, (0.8, 0.6), nodes=6),
-    "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
     "skipped layers": lambda target, sampling: SpeculativeSampling(target, sampling, skip_attention=[1], skip_mlp=[2]),
     "network of a published size": lambda target, sampling: Oracle(target, sampling, (0.8, 0.6), network="eagle"),
 }
@@ -93,6 +93,14 @@ def test_texts_are_those_of_one_device(pair: tuple[DrivingLM, CausalLM], make: A
     assert generate(decoder, PROMPTS, 24, ends) == ended
 
 
+def test_a_trained_network_drafts_on_the_first_device(pair: tuple[DrivingLM, CausalLM], tmp_path: Path) -> None:
+    """It was made for the whole target, and reads states of its layers; its trees are packed on both devices."""
+    spread, whole = pair
+    part_of(whole, 3, (), None).save(tmp_path)
+    decoder = Eagle(spread, Sampling(), version=3, depth=3, top_k=3, nodes=8, checkpoint=tmp_path)
+    assert generate(decoder, PROMPTS, 24) == generate(Autoregressive(whole, Sampling()), PROMPTS, 24)
+
+
 def test_rows_take_new_prompts(pair: tuple[DrivingLM, CausalLM]) -> None:
     texts = []
     for lm in pair:
@@ -105,8 +113,8 @@ def test_rows_take_new_prompts(pair: tuple[DrivingLM, CausalLM]) -> None:
 
 def test_a_cache_that_is_gone_is_gone_on_all_devices(pair: tuple[DrivingLM, CausalLM]) -> None:
     lm = pair[0]
-    before = len(lm._course.dropped)
     cache = lm.new_cache(1, 8)
+    before = len(lm._course.dropped)
     del cache
     assert len(lm._course.dropped) == before + 1
     kept = lm.new_cache(1, 8)
@@ -142,6 +150,18 @@ def test_a_run_on_two_devices(loaded: Loaded, tmp_path: Path) -> None:
     assert (read_manifest(outcome.path) or {})["model"]["parallel"] == 2
     assert outcome.summary["model"] == "random, on 2 devices"
     assert outcome.summary["agreement"]["identical_to_baseline"] == 1.0
+
+
+def test_large_random_models_are_drawn_in_parts(pair: tuple[DrivingLM, CausalLM]) -> None:
+    whole, part = (RandomModel(like="smollm2", layers=1, vocab_size=300) for _ in range(2))
+    part.cut = lambda module: tensor_parallel.cut(module, pair[0].devices.mesh)
+    ours, all_of_it = (source.read(torch.float32, Path()).model.model for source in (part, whole))
+    assert torch.equal(ours.embed_tokens.weight, all_of_it.embed_tokens.weight)
+    own, other = ours.layers[0], all_of_it.layers[0]
+    for name, dim in (("self_attn.q_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
+        kept = own.get_submodule(name).weight
+        assert type(kept) is torch.nn.Parameter
+        assert torch.equal(kept, other.get_submodule(name).weight.chunk(2, dim)[0])
 
 
 def model(**changes: Any) -> Any:

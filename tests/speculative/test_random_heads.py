@@ -33,7 +33,7 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", random_heads.FORMATS)
 def test_a_file_of_random_weights_is_read_and_drafts(form: str) -> None:
-    target = checks.tiny_target(layers=6)
+    target = checks.tiny_target(layers=8)
     decoder = KINDS[form](target)
     prompts = [torch.arange(4, 12), torch.arange(4, 9)]
     assert generate(decoder, prompts, 12) == generate(Autoregressive(target, Sampling()), prompts, 12)
@@ -52,7 +52,7 @@ def test_its_drafts_are_timed_beside_the_passes_of_a_public_shape(
 ) -> None:
     """The command of the documentation, with a smaller target."""
     monkeypatch.setattr(probes, "ARRAY_BYTES", {"cpu": 1 << 16})
-    words = ["method=eagle", "method.checkpoint=random:eagle3", "model=random", "model.like=smollm2", "model.layers=6"]
+    words = ["method=eagle", "method.checkpoint=random:eagle3", "model=random", "model.like=smollm2", "model.layers=8"]
     more = ["dataset=demo", "hardware=cpu_fp32", "hardware.threads=1", "max_new_tokens=6", "model.hidden_size=72"]
     grid = ["nodes=[1,2]", "batches=[1]", "contexts=[8]", "repeats=1", "prompts=1", "matrix=16"]
     asked, overrides, _ = command.split([*words, *more, *grid, "model.vocab_size=300"])
