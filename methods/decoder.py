@@ -53,6 +53,8 @@ class Step:
         target_passes: forward passes of the target in this round.
         draft_passes: forward passes of the drafter in this round.
         draft_ns: wall time spent proposing, or None where it was not measured.
+        pass_ns: time of the target's passes and of the rule that judges them, on a GPU by events, elsewhere by the
+            clock; None where it was not measured.
         at_ns: ``time.perf_counter_ns()`` at which the tokens became available, set only by decoders that wrap a
             blocking call; otherwise the runner reads the clock.
         admitted: rows whose next prompt was read in this step, which did nothing else; empty in any other step.
@@ -69,6 +71,7 @@ class Step:
     target_passes: int = 1
     draft_passes: int = 0
     draft_ns: int | None = None
+    pass_ns: int | None = None
     at_ns: int | None = None
     admitted: frozenset[int] = frozenset()
     rows: int | None = None
@@ -109,6 +112,7 @@ class Decoder(ABC):
         instead_of_checkpoint: settings that replace a checkpoint.
         min_warmup: warm-up prompts that ``acceptance_warning`` needs.
         checked_with: settings for the check of a checkpoint, where the default ones would hardly use it.
+        parallel: decodes a target that is spread over several devices (``model.parallel``): it runs whole passes only.
         paper: "Authors year, arXiv number"; several separated by semicolons.
         needs: what the first run requires, for generated tables.
         libraries: optional distributions that it decodes with, and the extra of this project that installs each. Their
@@ -131,6 +135,7 @@ class Decoder(ABC):
     instead_of_checkpoint: ClassVar[tuple[str, ...]] = ()
     min_warmup: ClassVar[int] = 0
     checked_with: ClassVar[Mapping[str, Any]] = {}
+    parallel: ClassVar[bool] = False
     paper: ClassVar[str] = ""
     needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore", "a module in the model"]] = "nothing"
     libraries: ClassVar[Mapping[str, str]] = {}

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.config.schema import PathsConfig
 from bench.contract import checks
+from bench.models import loading, parallel
 from methods.autoregressive import Autoregressive
 from methods.early_exit.calm import Calm
 from methods.early_exit.free import Free
@@ -18,6 +20,7 @@ from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
+from methods.engine.gpu_linear import Float8Linear, Int4Linear
 from methods.engine.sampling import Sampling
 from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.lookahead import Lookahead
@@ -123,3 +126,30 @@ def test_sixteen_bits_run_and_sample(make, dtype):
     batch = checks.prompts(target.vocab_size, (9, 4))
     for sampling in (Sampling(), Sampling(0.8, top_p=0.9)):
         assert [len(row) for row in decode(make(target, sampling), batch, 20)] == [20, 20]
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, Float8Linear])
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+def test_products_of_fewer_bits_are_those_of_their_twin(kind, rows):
+    needed = (9, 0) if kind is Float8Linear else (8, 0)
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip("this GPU has no such kernel")
+    weight, x = torch.randn(256, 512).to(torch.bfloat16) / 8, torch.randn(rows, 512).to(torch.bfloat16)
+    twin, found = kind(weight), kind(weight.cuda())
+    wanted = twin(x).float()
+    assert (found(x.cuda()).cpu().float() - wanted).norm() < 0.02 * wanted.norm()
+    assert torch.allclose(found.dense.cpu().float(), twin.dense.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_target_on_two_gpus_writes_the_text_of_one():
+    hardware = {"device": "cuda", "dtype": "float32", "graphs": "off"}
+    model = {"name": "random", "hidden_size": 64, "heads": 4, "kv_heads": 2, "layers": 3}
+    batch = [prompt.cuda() for prompt in checks.prompts(61, (5, 9))]
+    try:
+        spread = loading.load({**model, "parallel": 2}, hardware, PathsConfig()).lm
+        whole = loading.load(model, hardware, PathsConfig()).lm
+        wanted = decode(Autoregressive(whole, Sampling()), batch, 20)
+        assert decode(PromptLookup(spread, Sampling()), batch, 20) == wanted
+    finally:
+        parallel.stop()

@@ -25,6 +25,7 @@ DRIFT = 0.10  # warn above
 LENGTH_TOLERANCE = REPEAT_TOLERANCE = 0.10
 EXACT_LENGTH_TOLERANCE = 0.02
 HARNESS_SHARE = 0.02
+CLOCK = 0.9  # of its median, to which a GPU's clock may fall
 SAME = (0.98, 1.02)  # speed-ups that mean as fast as the baseline
 WIDEST = 2.0  # upper over lower end of an interval that says how fast a method is
 STALLED_SHARE = 0.02  # of an arm's time: more moves the speed-up out of SAME
@@ -456,6 +457,19 @@ def check_graphs(evidence: Evidence, found: _Findings) -> None:
         )
 
 
+def check_clock(evidence: Evidence, found: _Findings) -> None:
+    """A GPU keeps its clock; that of a CPU differs from core to core, and is no sign of anything."""
+    clock = evidence.summary.get("clocks")
+    if not clock or not (evidence.manifest.get("hardware") or {}).get("gpu"):
+        return
+    if clock["least"] < CLOCK * clock["median"]:
+        found.warnings.append(
+            f"The GPU's clock fell to {clock['least']:,.0f} MHz, its median is {clock['median']:,.0f} MHz. "
+            "Interleaving protects the speed-up; compare tokens per second and latencies within this run only. The manifest has the "
+            "readings, with what limited the clock."
+        )
+
+
 def check_harness(evidence: Evidence, found: _Findings) -> None:
     """Little time passes between decodes."""
     share = evidence.summary.get("harness_share")
@@ -483,6 +497,7 @@ CHECKS: tuple[Callable[[Evidence, _Findings], None], ...] = (
     check_processor,
     check_made_ahead,
     check_graphs,
+    check_clock,
     check_harness,
 )
 # They judge the machine, not the method.

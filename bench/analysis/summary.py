@@ -11,6 +11,7 @@ from bench.analysis import audit, calibration, metrics, pairs, ranking
 from bench.analysis.audit import AuditResult
 from bench.analysis.cost_curve import CostSurface
 from bench.analysis.degeneration import degeneration
+from bench.analysis.device_time import clock_range, device_time
 from bench.records import run_folder
 
 
@@ -39,7 +40,12 @@ def summarise(path: Path) -> Summary:
     )
     for arm, part in (("method", rates), ("baseline", rates["baseline"])):
         part["quality"] |= manifest.get("quality", {}).get(arm, {})
+    for arm, part in (("method", rates), ("baseline", rates["baseline"])):
+        if block := manifest.get("energy", {}).get(arm):
+            part["energy_j_per_token"] = block["joules"] / block["tokens"]
     content = _names(manifest) | rates | {"degeneration": degeneration(samples)}
+    if found := device_time(samples, manifest):
+        content["device_time"] = found
     if choice := manifest.get("calibration"):
         content["calibration"] = choice | {"measured": calibration.measured(samples, choice)}
     verdict = audit.audit(samples, content, manifest)
@@ -78,14 +84,18 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "own_bytes": manifest.get("own_bytes", {}),
         "quality_notes": manifest.get("quality_notes", {}),
         "quality_change": manifest.get("quality_change", {}),
+        **({"energy_block": manifest["energy"]} if "energy" in manifest else {}),
+        **({"clocks": clock_range(manifest["clocks"])} if manifest.get("clocks") else {}),
+        **({"profile": manifest["profile"]} if "profile" in manifest else {}),
         **({"method_facts": _per_token(manifest)} if "method_facts" in manifest else {}),
     }
 
 
 def model_name(model: Mapping[str, Any]) -> str:
-    """Name of the model; other weights make another one, in every table and heading."""
-    weights = model.get("weights", "full")
-    return str(model["name"]) if weights == "full" else f"{model['name']}, {weights} weights"
+    """Name of the model; other weights, or more devices, make another one, in every table and heading."""
+    weights, devices = model.get("weights", "full"), model.get("parallel", 1)
+    parts = [f"{weights} weights"] * (weights != "full") + [f"on {devices} devices"] * (devices > 1)
+    return ", ".join([str(model["name"]), *parts])
 
 
 def data_set(dataset: Mapping[str, Any]) -> str:

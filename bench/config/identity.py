@@ -32,7 +32,7 @@ _OWN = ("methods.", "bench.")
 MOVED_NAMES = {"method": {"bild_6_1": "bild", "speculative_sampling_6_1": "speculative_sampling"}}
 MOVED_KEYS: dict[str, dict[str, str]] = {}  # "method.eagle": {"gamma": "num_draft_tokens"}; "train": for every choice
 # Settings that are of no class, and their values in records that lack them.
-_OF_GROUP = {("model", "weights"): WEIGHTS[0]}
+_OF_GROUP = {("model", "weights"): WEIGHTS[0], ("model", "parallel"): 1}
 # Settings that were measured once and for all, and are measured for each run today.
 _GONE = {"method.medusa": {"draft_cost"}, "method.hydra_heads": {"draft_cost", "level_cost"}}
 # Settings that do not count where another one takes their place.

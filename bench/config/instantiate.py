@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, weights_of
+from bench.config.schema import PathsConfig, RunConfig, SamplingConfig, parallel_of, weights_of
 from bench.config.typecheck import check_arguments, hint_of
 from bench.errors import UserError
 
@@ -203,7 +203,9 @@ def _check(group: Mapping[str, Any], where: str) -> tuple[type, dict[str, Any]]:
     given = {key: value for key, value in group.items() if key != "_target_"}
     if where == "model":
         weights_of(given)
-        given.pop("weights", None)  # of every model, not of its source
+        parallel_of(given)
+        for key in ("weights", "parallel"):  # of every model, not of its source
+            given.pop(key, None)
     if "name" not in inspect.signature(target).parameters:
         given.pop("name", None)  # the label of the group, in every YAML
     named = {key for key, value in given.items() if _is_model(hint_of(target, key)) and _names_model(value)}

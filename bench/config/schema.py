@@ -17,7 +17,7 @@ _COLDEST = 1e-6  # of ``methods.engine.sampling``, which would import torch
 _MOST_THREADS, _LARGEST_SEED, _LONGEST_NAME = 4096, 2**63 - 1, 1000
 DEFAULT_CORPUS = "dolly,gsm8k"  # of a preparation
 
-WEIGHTS = ("full", "int4")  # of a model: as hardware.dtype says, or its layers rounded to 4 bits
+WEIGHTS = ("full", "int4", "fp8")  # of a model: as hardware.dtype says, or its layers rounded to 4 or 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,10 @@ class MeasureConfig:
             order, for all arms alike; not with ``refill``.
         ignore_eos: an end-of-sequence token does not end a text, so that all arms write exactly ``max_new_tokens``: for
             speed alone, as the texts go on behind their ends.
+        profile: trace ten rounds of each arm after the measurement, and measure the bandwidth of the memory on a CPU
+            too.
+        energy_block_s: where the device counts energy, seconds that each arm decodes for it after the measurement; its
+            counter is too slow for sections of one prompt. 0: not measured.
     """
 
     name: str = "default"
@@ -70,12 +74,15 @@ class MeasureConfig:
     refill_queue: int | None = None
     ignore_eos: bool = False
     sort_by_length: bool = False
+    profile: bool = False
+    energy_block_s: float = 5.0
 
     def __post_init__(self) -> None:
         _within("measure.repeats", self.repeats, low=1)
         _within("measure.warmup", self.warmup, low=0)
         _within("measure.bootstrap_samples", self.bootstrap_samples, low=100)
         _within("measure.near_tie_gap", self.near_tie_gap, low=0)
+        _within("measure.energy_block_s", self.energy_block_s, low=0, high=3600)
         _within("measure.refill_queue", self.refill_queue, low=1)
         if self.refill_queue is not None and not self.refill:
             raise UserError(
@@ -256,6 +263,18 @@ def weights_of(model: Mapping[str, Any]) -> str:
     if found not in WEIGHTS:
         raise UserError(f"model.weights must be one of {', '.join(WEIGHTS)}, got {found}. Set model.weights=VALUE.")
     return str(found)
+
+
+def parallel_of(model: Mapping[str, Any]) -> int:
+    """On how many devices a target is: the setting ``parallel`` of a ``model`` group.
+
+    Raises:
+        UserError: it is no whole number of at least 1.
+    """
+    found = model.get("parallel", 1)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise UserError(f"model.parallel must be a whole number of at least 1, got {found}. Set model.parallel=2.")
+    return found
 
 
 def sanitise(name: str) -> str:

@@ -25,12 +25,12 @@ import yaml
 
 from bench.analysis import summary as run_summary
 from bench.config import instantiate
-from bench.config.schema import RunConfig, sanitise
+from bench.config.schema import RunConfig, parallel_of, sanitise
 from bench.cost import invariance, roofline
 from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, device_name, summarise
 from bench.cost.settings import Grid
 from bench.errors import RunFailed, UserError, explain
-from bench.measure import preconditions, verify_cost
+from bench.measure import preconditions, probes, verify_cost
 from bench.measure.instruments import Instruments
 from bench.measure.interleave import derive_seed
 from bench.measure.timing import timed_decode
@@ -48,6 +48,8 @@ from methods.engine.kv_cache import Cache
 
 Clock = Callable[[], int]
 Result = TypeVar("Result")
+
+_DEFAULTS = (("weights", "full"), ("parallel", 1))  # of every model; older records lack them
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
     name = device_name({"hardware": facts})
     dtype = _dtype(loaded)
     defining = {
-        "model": {key: value for key, value in cfg.model.items() if (key, value) != ("weights", "full")},
+        "model": {key: value for key, value in cfg.model.items() if (key, value) not in _DEFAULTS},
         "revision": loaded.revision,
         "hardware": {k: v for k, v in cfg.to_dict()["hardware"].items() if k not in ("name", "threads")},
         "device": name,
@@ -212,6 +214,7 @@ def _facts(cfg: RunConfig, loaded: Loaded, identity: str) -> dict[str, Any]:
             "revision": loaded.revision,
             "sha256": loaded.sha256,
             "weight_bytes": lm.weight_bytes,
+            **_held(cfg, lm),
             "random_weights": cfg.model.get("_target_") == "bench.models.random_weights.RandomModel",
         },
         "architecture": asdict(Architecture.of(lm.config)),
@@ -222,6 +225,13 @@ def _facts(cfg: RunConfig, loaded: Loaded, identity: str) -> dict[str, Any]:
         "seed": cfg.seed,
     }
     return dict(redact.tree(facts))
+
+
+def _held(cfg: RunConfig, lm: CausalLM) -> dict[str, Any]:
+    """Where a pass does not read weights of the type of the run, what it reads; and how many devices share them."""
+    devices = parallel_of(cfg.model)
+    read = {} if lm.weights == "full" else {"weights": lm.weights, "read_bytes": lm.pass_bytes(1) - lm.embedding_bytes}
+    return read | ({"parallel": devices} if devices > 1 else {})
 
 
 def _config_yaml(cfg: RunConfig) -> str:
@@ -279,14 +289,13 @@ def _measure_probes(cost: CostRun, done: set[tuple[Any, ...]]) -> None:
     todo = [repeat for repeat in range(cost.grid.repeats) if ("probe", repeat, "matmul") not in done]
     if not todo:
         return
-    share = memory.free_bytes(device) // 16
-    size = min(roofline.ARRAY_BYTES, share // 4096 * 4096)
-    probes = roofline.probes(device, cost.lm.dtype, cost.cfg.hardware.linear, size, cost.grid.matrix)
-    for probe in probes:
-        roofline.time_probe(probe, device, cost.clock)  # the first call is not timed
+    dtype, linear = cost.lm.dtype, cost.cfg.hardware.linear
+    found = [*probes.of_memory(device, dtype), *probes.of_arithmetic(device, dtype, linear, cost.grid.matrix)]
+    for probe in found:
+        probes.time_probe(probe, device, cost.clock)  # the first call is not timed
     for repeat in todo:
-        for probe in probes:
-            ns = roofline.time_probe(probe, device, cost.clock)
+        for probe in found:
+            ns = probes.time_probe(probe, device, cost.clock)
             line = {"kind": "probe", "name": probe.name, "amount": probe.amount, "unit": probe.unit}
             cost.folder.append(line | {"repeat": repeat, "ns": ns, "session": cost.session})
 

@@ -12,11 +12,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.analysis import peaks
 from bench.analysis.cost_curve import CostCurve
 from bench.cost import roofline
 from bench.errors import UserError
@@ -157,7 +159,7 @@ def spread(values: Sequence[int] | Sequence[float]) -> float | None:
 
 def summarise(lines: Sequence[Line], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The content of summary.json, derived from the records only."""
-    machine = roofline.peaks(*probe_timings(lines))
+    machine = peaks.peaks(*probe_timings(lines))
     found = timings(lines)
     points = [_point(point, ns, manifest, machine) for point, ns in sorted(found.items())]
     return {
@@ -188,7 +190,10 @@ def _point(
     batch, context, nodes = point
     seconds = statistics.median(ns) / 1e9
     needed = roofline.work(Architecture(**manifest["architecture"]), manifest["itemsize"], batch, nodes, context)
-    bandwidth, flops = roofline.peak_bandwidth(machine), roofline.peak_flops(machine)
+    if read := manifest["model"].get("read_bytes"):
+        needed = replace(needed, weight_bytes=round(read))
+    spread_out = manifest["model"].get("parallel", 1) > 1  # over devices, whose limits are measured for one
+    bandwidth, flops = (None, None) if spread_out else (peaks.peak_bandwidth(machine), peaks.peak_flops(machine))
     return {
         "batch": batch,
         "context": context,

@@ -9,20 +9,13 @@ rotations and activation functions are left out. The peaks are measured in the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bench.analysis.peaks import peak_bandwidth, peak_flops
 from bench.models.architectures import Architecture
-
-if TYPE_CHECKING:
-    import torch
-
-    from methods.engine.linear import LinearForm
-
-ARRAY_BYTES = 256 << 20  # larger than the caches of today's processors
-MATRIX = {"cpu": 2048, "cuda": 8192}  # rows and columns of the product
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,94 +66,7 @@ def work(shape: Architecture, itemsize: int, batch: int, nodes: int, context: in
     )
 
 
-# ------------------------------------------------------------------------------------------------------ the device
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Work of known size that is limited by memory or by arithmetic alone.
-
-    Attributes:
-        amount: bytes moved, or FLOPs, of one call.
-        unit: of ``amount``.
-        call: does it; the device may still be busy when it returns.
-    """
-
-    name: str
-    amount: int
-    unit: str
-    call: Callable[[], object]
-
-
-def probes(
-    device: torch.device,
-    dtype: torch.dtype,
-    linear: LinearForm = "auto",
-    array_bytes: int = ARRAY_BYTES,
-    rows: int | None = None,
-) -> list[Probe]:
-    """Triad and sum for the memory, a square product for the arithmetic.
-
-    The triad (a = b + s c) counts three arrays, as STREAM does; on a CPU its writes move more, so the sum, which only
-    reads, as decoding mostly does, may show a higher bandwidth. The sum is in 32 bit, since in 16 bit the conversion
-    would be timed.
-
-    Args:
-        linear: form of the product, see ``methods.engine.linear``.
-        array_bytes: of each array.
-        rows: rows and columns of the product; None: by the kind of device.
-    """
-    import torch
-
-    from methods.engine.linear import make_linear
-
-    a, b, c = (torch.ones(array_bytes // dtype.itemsize, dtype=dtype, device=device) for _ in range(3))
-    size = rows or MATRIX[device.type]
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
-    product = make_linear([right], [None], linear)
-    read = a.view(torch.float32)
-    return [
-        Probe("triad", 3 * array_bytes, "bytes", lambda: torch.add(b, c, alpha=0.5, out=a)),
-        Probe("sum", array_bytes, "bytes", lambda: torch.sum(read)),
-        Probe("matmul", 2 * size**3, "flops", lambda: product(left)),
-    ]
-
-
-def time_probe(probe: Probe, device: torch.device, clock: Callable[[], int]) -> int:
-    """Nanoseconds of one call, until the device is done."""
-    from methods.engine.stopwatch import synchronize
-
-    synchronize(device)
-    start = clock()
-    probe.call()
-    synchronize(device)
-    return clock() - start
-
-
-def peaks(timings: Mapping[str, Sequence[int]], amounts: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """Rates per second of each probe: the best and the median repeat.
-
-    Args:
-        timings: nanoseconds of the repeats, by probe.
-        amounts: bytes or FLOPs of one call, by probe.
-    """
-    import statistics
-
-    return {
-        name: {"best": amounts[name] * 1e9 / min(ns), "median": amounts[name] * 1e9 / statistics.median(ns)}
-        for name, ns in timings.items()
-        if ns
-    }
-
-
-def peak_bandwidth(found: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Bytes per second of the faster memory probe."""
-    return max((found[name]["best"] for name in ("triad", "sum") if name in found), default=None)
-
-
-def peak_flops(found: Mapping[str, Mapping[str, float]]) -> float | None:
-    return found["matmul"]["best"] if "matmul" in found else None
+# ---------------------------------------------------------------------------------------------------- the device
 
 
 def limits(found: Mapping[str, Mapping[str, float]]) -> str | None:

@@ -1,6 +1,6 @@
 """Facts about a device on which every expectation of a step's time rests: bandwidth, clocks, launches, attention.
 
-Rates are those of ``bench.cost.roofline``. Times on a GPU are medians over replays of CUDA graphs by events, so that
+Rates are those of ``bench.measure.probes``. Times on a GPU are medians over replays of CUDA graphs by events, so that
 launches do not count; on a CPU they are medians by the process clock. A part that fails is recorded with its error, and
 the others go on.
 """
@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cost import roofline
+from bench.analysis import peaks
+from bench.measure import probes
 from bench.utils import machine
 from methods.engine.stopwatch import synchronize
 
@@ -74,10 +75,12 @@ class Probing:
 
     def _peaks(self) -> dict[str, Any]:
         kind = self.device.type
-        probes = roofline.probes(self.device, self.dtype, array_bytes=_ARRAY_BYTES[kind], rows=_ROWS[kind])
-        amounts = {probe.name: probe.amount for probe in probes}
-        times = {probe.name: [round(1e3 * self.us(probe.call)) for _ in range(3)] for probe in probes}
-        return roofline.peaks(times, amounts)
+        found = [
+            *probes.of_memory(self.device, self.dtype, _ARRAY_BYTES[kind]),
+            *probes.of_arithmetic(self.device, self.dtype, rows=_ROWS[kind]),
+        ]
+        times = {probe.name: [round(1e3 * self.us(probe.call)) for _ in range(3)] for probe in found}
+        return peaks.peaks(times, {probe.name: probe.amount for probe in found})
 
     def _launches(self) -> dict[str, float]:
         """Of the host per eager kernel, copy to the device and read; of the device per dependent kernel of a graph."""

@@ -1,4 +1,4 @@
-"""Meters that run beside a measurement: memory, energy."""
+"""Meters that run beside a measurement: memory, energy, clocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
+import psutil
 import torch
 
 from bench.utils.machine import gpu_uuid
@@ -18,6 +20,7 @@ from bench.utils.machine import gpu_uuid
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_WAKE_S, _WAKING = 1.0, 4096  # seconds, and rows of the product
 _RESET_PEAK = b"5"  # proc(5): resets VmHWM, the process's peak resident set, to its current value
 
 
@@ -78,6 +81,92 @@ def _nvml_counter(device: torch.device) -> Callable[[], int]:
     return millijoules
 
 
+Sensor = Callable[[], tuple[float | None, ...] | None]
+
+
+@dataclass(slots=True)
+class ClockLog:
+    """Clocks over time, read between the sections that are measured; at most once a second, or less often in long runs.
+
+    Attributes:
+        read: the values after the time in ``COLUMNS``; None where none is known.
+        readings: rows of ``COLUMNS``.
+    """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("s", "mhz", "memory_mhz", "power_w", "temperature_c", "limited_by")
+    MOST: ClassVar[int] = 240
+
+    read: Sensor
+    clock: Callable[[], float] = time.monotonic
+    readings: list[tuple[float | None, ...]] = field(default_factory=list)
+    _every_s: float = 1.0
+    _began: float | None = None
+    _last: float | None = None
+
+    def note(self) -> None:
+        """Read the clocks, unless that was done lately."""
+        now = self.clock()
+        if self._last is not None and now - self._last < self._every_s:
+            return
+        found = self.read()
+        if found is None:
+            return
+        self._began, self._last = now if self._began is None else self._began, now
+        self.readings.append((round(now - self._began, 1), *found))
+        if len(self.readings) > self.MOST:
+            self.readings, self._every_s = self.readings[::2], 2 * self._every_s
+
+    def to_manifest(self) -> dict[str, Any]:
+        """All readings, without the columns that have no value."""
+        kept = [i for i, _ in enumerate(self.COLUMNS) if any(row[i] is not None for row in self.readings)]
+        rows = [[row[i] for i in kept] for row in self.readings]
+        return {"columns": [self.COLUMNS[i] for i in kept], "readings": rows}
+
+
+def clock_sensor(device: torch.device) -> Sensor:
+    """Of a GPU its clocks (MHz), power (W), temperature (Celsius) and the bits that say what limits the clock, by NVML;
+    of a CPU the mean clock of its cores.
+    """
+    if device.type != "cuda":
+        return _cpu_clock
+    with suppress(Exception):  # as with the energy: whatever is missing, nothing is read
+        return _nvml_clocks(device)
+    return lambda: None
+
+
+def _cpu_clock() -> tuple[float | None, ...] | None:
+    with suppress(OSError, NotImplementedError):
+        if found := psutil.cpu_freq():
+            return (round(found.current, 1), None, None, None, None)
+    return None
+
+
+def _nvml_clocks(device: torch.device) -> Sensor:
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid(device).encode())
+    reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+    questions: tuple[Callable[[], float], ...] = (
+        lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+        lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        lambda: (reasons or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(handle),
+    )
+
+    def read() -> tuple[float | None, ...]:
+        return tuple(_or_none(question) for question in questions)
+
+    return read
+
+
+def _or_none(question: Callable[[], float]) -> float | None:
+    with suppress(Exception):
+        return question()
+    return None
+
+
 @dataclass(slots=True)
 class Reading:
     """What the instruments saw of one timed section."""
@@ -111,10 +200,21 @@ class Instruments:
     offset: Clock = clock_offset_ns
     memory: MemoryMeter = field(init=False)
     energy: EnergyMeter = field(init=False)
+    clocks: ClockLog = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = MemoryMeter(self.device, self.floor_bytes)
         self.energy = EnergyMeter(self.device)
+        self.clocks = ClockLog(clock_sensor(self.device))
+
+    def wake(self) -> None:
+        """Keep a GPU busy for a second: an idle one runs at a fraction of its clock, and takes a while to raise it."""
+        if self.device.type == "cuda":
+            x = torch.ones(_WAKING, _WAKING, device=self.device)
+            end = time.monotonic() + _WAKE_S
+            while time.monotonic() < end:
+                torch.mm(x, x)
+                self.synchronise()
 
     def synchronise(self) -> None:
         """Wait until the device has done all it was given."""

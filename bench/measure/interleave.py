@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, Literal
 
 import torch
@@ -61,13 +62,17 @@ class Settings:
 
 @dataclass(slots=True)
 class Seconds:
-    """Where the time of a run went, in seconds; ``timed`` and ``scoring`` are parts of ``loop``."""
+    """Where the time of a run went, in seconds.
+
+    ``timed`` and ``scoring`` are parts of ``loop``; ``device`` is what its own limits, energy and traces took.
+    """
 
     loop: float = 0.0
     timed: float = 0.0
     scoring: float = 0.0
     warmup: float = 0.0
     cost_curve: float = 0.0
+    device: float = 0.0
     quality: float = 0.0
     agreement: float = 0.0
 
@@ -179,6 +184,7 @@ class Runner:
             The samples of this warm-up for each of ``arms``.
         """
         begin = self.wall()
+        self.instruments.wake()
         before = [sample.repeat for arm in self.arms for sample in arm.folder.samples if sample.phase == "warmup"]
         session = 1 + max(before, default=-1)
         for batch in self._warmup_batches():
@@ -205,6 +211,7 @@ class Runner:
                     for batch, repeat in todo:
                         self._decode_all(self._unit(batch, repeat), self._missing(batch, repeat))
                         progress.advance(len(batch.examples), self._so_far())
+                        self.instruments.clocks.note()
                         _settle()
                 self._measure_stalled_again(units)
             except KeyboardInterrupt as interrupt:
@@ -212,6 +219,25 @@ class Runner:
                 raise
             finally:
                 self.seconds.loop += self.wall() - begin
+
+    def decode_for(self, decoder: Decoder, least_s: float) -> tuple[float, int]:
+        """Decode measured prompts, from the first one on and over and over, for at least so many seconds.
+
+        Returns:
+            The seconds it took, and the tokens written.
+        """
+        begin, tokens = self.wall(), 0
+        for batch, _ in cycle(self._units()):
+            timed = self._decode(decoder, self._unit(batch, 0))
+            tokens += sum(len(row.ids) for row in timed.rows)
+            if self.wall() - begin >= least_s:
+                break
+        return self.wall() - begin, tokens
+
+    def first_prompts(self) -> list[Tensor]:
+        """Ids of the first batch; of continuous batching, of its first rows."""
+        rows = self._unit(self._units()[0][0], 0).rows[: self.settings.batch_size]
+        return [torch.tensor(row, dtype=torch.long, device=self.instruments.device) for row in rows]
 
     def _measure_stalled_again(self, units: Sequence[tuple[Batch, int]]) -> None:
         """Pairs in which the machine stalled, unless they are so many that it is the usual state."""
@@ -427,6 +453,7 @@ def _measured(timed: Timed, row: int) -> dict[str, Any]:
         "step_rows": None if any(step.rows is None for step in steps) else [step.rows for step in steps],
         "step_layers": [float(step.layers[place]) for step in steps],
         "step_draft_ns": [step.draft_ns for step in steps],
+        "step_pass_ns": None if any(step.pass_ns is None for step in steps) else [step.pass_ns for step in steps],
         "step_target_passes": [0 if _waits(step, place) else step.target_passes for step in steps],
         "step_draft_passes": [step.draft_passes for step in steps],
         "peak_bytes": timed.reading.peak_bytes,

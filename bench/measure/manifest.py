@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+import torch
 import yaml
 
-from bench.config.schema import RunConfig
+from bench.config.schema import RunConfig, parallel_of
 from bench.measure.interleave import Settings
 from bench.measure.memory_plan import Plan, plan
 from bench.measure.threshold_calibration import CalibrationSet, Choice
@@ -21,6 +22,7 @@ from bench.records import lookup
 from bench.records.run_folder import Sample
 from bench.utils import machine, redact
 from methods.decoder import Decoder
+from methods.engine.attention_kernels import attention_kernels
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
 
@@ -128,10 +130,13 @@ def manifest(
                 "sha256": loaded.sha256,
                 "weight_bytes": loaded.lm.weight_bytes,
                 **_quantised(loaded.lm),
+                **({"parallel": size} if (size := parallel_of(cfg.model)) > 1 else {}),
             },
             "dataset": {"name": cfg.dataset["name"], "revision": shared.task.revision},
             "dtype": str(loaded.lm.dtype).removeprefix("torch."),
             "linear": loaded.lm.linear_form,
+            "attention": attention_kernels(loaded.lm),
+            "bytes_read": None,
             **({"kernels": loaded.lm.kernels} if loaded.lm.kernels != "torch" else {}),
             "batch_invariant": loaded.lm.batch_invariant,
             "sampling": asdict(cfg.sampling),
@@ -182,7 +187,8 @@ def after(parts: Parts, before: dict[str, Any], samples: Sequence[Sample]) -> di
     """
     own, stats = parts.method.memory(), parts.method.stats()
     return {
-        "memory": _memory(parts, samples),
+        "memory": _memory(parts, samples) | {"planned": (before.get("memory_plan") or {}).get("total")},
+        "bytes_read": bytes_read(parts.shared.loaded.lm, samples),
         **({"memory_plan": planned | {"measured": _peak(samples)}} if (planned := before.get("memory_plan")) else {}),
         **({"own_bytes": own} if own else {}),
         **({"method_facts": stats} if stats else {}),
@@ -224,7 +230,24 @@ def _memory(parts: Parts, samples: Sequence[Sample]) -> dict[str, int | None]:
         "weights": lm.weight_bytes + lm.encoder_bytes,
         "cache": max(s.batch_size for s in measured) * longest * lm.token_bytes,
         "floor": shared.floor_bytes,
+        **({"reserved": torch.cuda.max_memory_reserved(lm.device)} if lm.device.type == "cuda" else {}),
     }
+
+
+def bytes_read(lm: CausalLM, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What a pass of the target reads: ``weights`` by its number of ``tokens``, and per ``token`` in a row before.
+
+    Weights are those of all its products once (of a mixture of experts the expected ones), without the embedding.
+    """
+    sizes = {rows * nodes for sample in samples for rows, nodes in _passes(sample)}
+    tokens = sorted({1, *sizes})
+    weights = [lm.pass_bytes(count) - lm.embedding_bytes for count in tokens]
+    return {"token": lm.token_bytes, "tokens": tokens, "weights": weights}
+
+
+def _passes(sample: Sample) -> set[tuple[int, int]]:
+    rows = sample.step_rows or [sample.batch_size] * len(sample.step_nodes)
+    return set(zip(rows[1:], sample.step_nodes[1:], strict=True))
 
 
 def _peak(samples: Sequence[Sample]) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.config.schema import RunConfig, weights_of
+from bench.config.schema import RunConfig, parallel_of, weights_of
 from bench.errors import UserError
 from bench.models import loading
 from bench.utils import memory
@@ -21,7 +21,7 @@ from methods.decoder import Decoder
 from methods.engine.causal_lm import CausalLM
 
 _CHARACTERS = 8  # of a prompt per token: more than tokenizers reach, so that no run is refused that would fit
-_INT4 = 20 / 32  # bytes of a weight in blocks of 4-bit numbers
+_BYTES = {"int4": 20 / 32, "fp8": 1.0}  # of a weight in blocks of 4-bit numbers, and of one in 8 bits
 Planned = Callable[[int, int], "Plan"]  # from rows, and tokens of the longest prompt
 
 
@@ -117,12 +117,13 @@ def require_before(cfg: RunConfig, examples: Sequence[Any]) -> None:
     if shape is None:
         return
     embeddings = shape.head_weights * (1 if shape.tied else 2)
-    in_blocks = weights_of(cfg.model) == "int4"
-    layers = int((shape.stored_weights - embeddings) * (_INT4 if in_blocks else dtype.itemsize))
-    weights = layers + embeddings * dtype.itemsize
+    per_weight = _BYTES.get(weights_of(cfg.model), dtype.itemsize)
+    layers = int((shape.stored_weights - embeddings) * per_weight)
+    size = parallel_of(cfg.model) if device.type == "cuda" else 1  # devices that share the layers; a CPU has them all
+    weights = layers // size + embeddings * dtype.itemsize
     if weights > memory.free_bytes(device):
         return  # loading says so, with the number of GPUs that would hold them
-    per_token = (shape.layers * 2 * shape.kv_heads * shape.head_dim) * dtype.itemsize
+    per_token = (shape.layers * 2 * shape.kv_heads * shape.head_dim) * dtype.itemsize // size
     longest, limit = max(1, _shortest_reading(cfg, examples)), cfg.max_new_tokens
 
     def planned(rows: int, tokens: int) -> Plan:

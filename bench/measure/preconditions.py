@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from bench.config import compose, instantiate
-from bench.config.schema import RunConfig
+from bench.config.schema import RunConfig, parallel_of
 from bench.errors import UserError
 from bench.models import artifacts, in_memory, loading
 from bench.models.architectures import ARCHITECTURES
@@ -152,6 +152,16 @@ def _refill(cfg: RunConfig) -> str | None:
 def _can_refill(method: Path) -> bool:
     group = yaml.safe_load(method.read_text(encoding="utf-8"))
     return instantiate.method_class(group).continuous_batching
+
+
+def _parallel(cfg: RunConfig) -> str | None:
+    size = parallel_of(cfg.model)
+    if size == 1 or _method(cfg).parallel:
+        return None
+    return (
+        f"method={cfg.method['name']} runs parts of passes, or passes of its own, and needs a target on one device, "
+        f"got model.parallel={size}. Set model.parallel=1, or choose a speculative method."
+    )
 
 
 def _device(cfg: RunConfig) -> str | None:
@@ -326,6 +336,7 @@ _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the 
     _module: ("method", "model"),
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
+    _parallel: ("method", "model"),
     _device: ("method", "hardware"),
     _libraries: ("method",),
     _kind: ("method", "dataset", "model"),

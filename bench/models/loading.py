@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from bench.config import compose, instantiate
-from bench.config.schema import PathsConfig, RunConfig, weights_of
+from bench.config.schema import PathsConfig, RunConfig, parallel_of, weights_of
 from bench.errors import UserError
-from bench.models.source import Loaded, Source
+from bench.models.source import Loaded, Read, Source
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bench.models.architectures import Architecture
     from methods.engine.causal_lm import CausalLM
     from methods.engine.compiled_layers import Compiled
+    from methods.engine.tensor_parallel import Devices
     from methods.engine.vocabulary import ForeignModel
 
 _BY_NAME = {"smollm2": "bench.models.embedded.EmbeddedModel", "random": "bench.models.random_weights.RandomModel"}
@@ -61,6 +62,8 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
     device, dtype = resolve_hardware(hardware)
     _settle_kernels(device)
     source = _source(model)
+    if (size := parallel_of(model)) > 1:
+        return _load_parallel(model, hardware, paths, size, keep_hf=keep_hf)
     _require_memory(source, device, dtype, keep_hf, Path(paths.cache))
     read = source.read(dtype, Path(paths.cache))
     weights: Any = read.model.requires_grad_(False)  # as Any: transformers' decorators hide the type of .to
@@ -80,6 +83,65 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
         raise UserError(str(error)) from error
     name = str(model["name"])
     return Loaded(_graphed(lm, hardware), read.tokenizer, name, read.revision, read.sha256, read.languages, compiled)
+
+
+def _load_parallel(
+    model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig, size: int, *, keep_hf: bool
+) -> Loaded:
+    """A target on several devices, whose other processes are started here."""
+    from bench.models import parallel
+    from methods.engine.tensor_parallel import DrivingLM
+
+    device, dtype = resolve_hardware(hardware)
+    if keep_hf or weights_of(model) != "full" or hardware.get("compile") or hardware.get("kernels") == "triton":
+        raise UserError(
+            f"model.parallel={size} needs the engine of this project with its plain operators and whole weights. Set "
+            "model.parallel=1, or model.weights=full, hardware.compile=false, hardware.kernels=torch and another "
+            "method than those of transformers."
+        )
+    parallel.require(size, device)
+    _require_memory(_source(model), device, dtype, False, Path(paths.cache), size)
+    try:
+        devices = parallel.start(size, model, hardware, paths)
+        read = read_part(model, hardware, paths, devices)
+        lm = DrivingLM.of(read.model, devices, hardware.get("linear", "auto"))
+    except BaseException as error:
+        parallel.stop()
+        if isinstance(error, ValueError):  # among them UnsupportedModel
+            raise UserError(str(error)) from error
+        raise
+    parallel.drive(lm)
+    return Loaded(lm, read.tokenizer, str(model["name"]), read.revision, read.sha256, read.languages)
+
+
+def read_part(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig, devices: Devices) -> Read:
+    """What a source yields, cut to the part of this process and on its device.
+
+    Raises:
+        UserError: see ``load``.
+        ValueError: a model that cannot be cut.
+    """
+    from bench.models.random_weights import RandomModel
+    from methods.engine import causal_layers
+    from methods.engine.tensor_parallel import cut, require_divisible
+
+    def checked_cut(module: Any) -> None:
+        causal_layers.check(module.config)
+        require_divisible(module, devices.size)
+        cut(module, devices.mesh)
+
+    device, dtype = resolve_hardware(hardware)
+    _settle_kernels(device)
+    source = _source(model)
+    early = isinstance(source, RandomModel) and source.like is not None
+    if early:
+        source.cut = checked_cut  # type: ignore[attr-defined]
+    read = source.read(dtype, Path(paths.cache))
+    weights: Any = read.model.requires_grad_(False)
+    if not early:
+        checked_cut(weights)
+    _require_finite(str(model["name"]), weights)
+    return read._replace(model=weights.to(device))
 
 
 def load_module(module: Any, tokenizer: Any, hardware: Mapping[str, Any]) -> Loaded:
@@ -185,11 +247,17 @@ def _shape(source: Source, cache: Path) -> Architecture | None:
 
 
 def _require_memory(
-    source: Source, device: torch.device, dtype: torch.dtype, keep_hf: bool, cache: Path | None = None
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype,
+    keep_hf: bool,
+    cache: Path | None = None,
+    size: int = 1,
 ) -> None:
     """Refuse a model that does not fit, as far as its sizes are known before it is loaded.
 
-    While weights are converted, the largest matrix and one layer exist twice; with ``keep_hf`` all of them do.
+    While weights are converted, the largest matrix and one layer exist twice; with ``keep_hf`` all of them do. Of
+    ``size`` devices each has its part of the layers, the embedding and the output matrix; a CPU holds them all.
     """
     import torch
 
@@ -199,16 +267,21 @@ def _require_memory(
     shape = _shape(source, cache or Path())
     if shape is None:
         return
+    everywhere = shape.head_weights * (1 if shape.tied else 2)
     stored = shape.stored_weights
-    peak = 2 * stored if keep_hf else stored + shape.head_weights + shape.layer_weights
+    share = everywhere + -(-(stored - everywhere) // size)
+    peak = 2 * stored if keep_hf else share + shape.head_weights + shape.layer_weights
     random = isinstance(source, RandomModel)
     cure = "Choose a smaller one" + (" (model.like=NAME), or fewer layers (model.layers=N)." if random else ".")
     what = f"A model of {stored:,} weights in {str(dtype).removeprefix('torch.')}"
     if device.type != "cpu":
         if random:  # it is made on the host; files are mapped
-            memory.require(what, stored * dtype.itemsize, torch.device("cpu"), cure)
-        cure = f"It takes {memory.gpus(stored * dtype.itemsize)}, and a model is on one GPU here. {cure}"
-    memory.require(what, peak * dtype.itemsize, device, cure)
+            memory.require(what, size * share * dtype.itemsize, torch.device("cpu"), cure)
+        spread = "Set model.parallel to spread it over the GPUs of one machine."
+        cure = f"It takes {memory.gpus(stored * dtype.itemsize)}. {spread} {cure}"
+        if size > 1:
+            what = f"{what}, on each of {size} GPUs,"
+    memory.require(what, peak * dtype.itemsize * (size if device.type == "cpu" else 1), device, cure)
 
 
 def _settle_kernels(device: torch.device) -> None:

@@ -7,6 +7,7 @@ says nothing of acceptance or quality: ``bench.config.compose`` refuses whatever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ class RandomModel:
 
     Attributes:
         shape: the sizes.
+        cut: applied to a large model before its weights are drawn, so that only a part of them is
+            (``methods.engine.tensor_parallel.cut``); None: all of them.
 
     Raises:
         ValueError: a shape that is none.
@@ -81,6 +84,7 @@ class RandomModel:
         if like is None:
             shape = replace(shape, intermediate_size=4 * shape.hidden_size, head_dim=shape.hidden_size // shape.heads)
         self.seed, self.like, self.shape = seed, like, shape
+        self.cut: Callable[[Any], None] | None = None
 
     @property
     def revision(self) -> str:
@@ -117,6 +121,8 @@ class RandomModel:
         config = self.shape.transformers_config(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
+        if self.cut is not None:
+            self.cut(model)
         _fill(model, self.seed, dtype)
         base = model.model
         base.rotary_emb = type(base.rotary_emb)(config=config)  # its tables are no parameters, and were not computed
@@ -144,6 +150,8 @@ def _fill(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
     import torch
     from torch import nn
 
+    from methods.engine.tensor_parallel import part_of
+
     block = (torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed)) * _USUAL_SPREAD).to(dtype)
     made: dict[int, nn.Parameter] = {}
     start = 0
@@ -155,7 +163,7 @@ def _fill(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
                     value.fill_(0.0 if name == "bias" else 1.0)
                 else:
                     start = _tile(value, block, start)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=False)
+                made[id(parameter)] = nn.Parameter(part_of(parameter, value), requires_grad=False)
             setattr(module, name, made[id(parameter)])
 
 

@@ -51,6 +51,8 @@ class Sample:
         batch_ns: request start to the moment the last row of the batch, or of the queue, had finished.
         step_rows: rows that each step's pass computed, those included that have finished and are still in the batch;
             None where the method does not say, and in older records.
+        step_pass_ns: time of each step's passes of the target and of the rule; None where the method does not say, and
+            in older records.
         jump_ns: by how much the system's clock moved against the monotonic one meanwhile; None in older records.
         peak_bytes: peak memory while this sample ran; None where it was not measured.
         quality: scores of the text against the reference, by metric name.
@@ -93,6 +95,7 @@ class Sample:
     queue: int | None = None
     admitted: int | None = None
     step_rows: list[int] | None = None
+    step_pass_ns: list[int] | None = None
     schema_version: int = SCHEMA_VERSION
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -101,6 +104,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 MANIFEST, CONFIG, SAMPLES, SUMMARY = "manifest.json", "config.yaml", "samples.jsonl", "summary.json"
 PACKED = f"{SAMPLES}.gz"
 CALIBRATION = "calibration.json"  # the losses that a threshold was chosen by
+TRACE = "trace_{arm}.json.gz"  # rounds of an arm, where ``measure.profile`` is set, see ``bench.measure.profiling``
 DIGEST = "digest"  # in the manifest, see ``bench.records.digests``
 PAIRS = "pairs.json.gz"  # what ``bench.analysis.pairs.condense`` keeps of the samples
 REPEATED, REPLACED = ".new", ".old"  # endings of folders: a repetition until it is complete, and what it replaces

@@ -92,6 +92,9 @@ def _numbers(summary: Mapping[str, Any]) -> Iterator[Fact]:
     for key, name in _RATES.items():
         if (value := summary.get(key)) is not None:
             yield name, _written(value)
+    for arm, found in (summary.get("device_time") or {}).items():
+        parts = [f"{name} {_seconds(found[f'{name}_s'])}" for name in ("draft", "pass", "host")]
+        yield f"round of the {arm}", f"{_seconds(found['round_s'])}: {', '.join(parts)}"
     if positions := summary.get("acceptance_at"):
         yield "acceptance by position", " ".join(f"{share:.2f}" for share in positions[:_LIST])
     before = summary["baseline"].get("quality") or {}

@@ -260,6 +260,7 @@ def _memory(summary: Mapping[str, Any]) -> list[str]:
     shared = {name: size for name, size in summary.get("memory", {}).items() if name in ("weights", "cache")}
     own = {name.replace("_", " "): size for name, size in summary.get("own_bytes", {}).items() if size is not None}
     details += [f"{name} {size / 2**20:.0f} MiB" for name, size in (shared | own).items()]
+    details += [f"planned {planned / 2**20:.0f} MiB"] if (planned := summary.get("memory", {}).get("planned")) else []
     return _row("memory", MISSING if peak is None else f"{peak / 2**20:.0f} MiB", details)
 
 
@@ -272,6 +273,33 @@ def _ahead(summary: Mapping[str, Any]) -> list[str]:
             details.append(f"{plural(before[count], noun)} in {before['seconds']:.1f} s")
             details += [f"{late} more while measuring"] if late else []
     return _row("made ahead", "", details) if details else []
+
+
+def _device(summary: Mapping[str, Any]) -> list[str]:
+    """Where the time of a round goes."""
+    if not (found := summary.get("device_time")):
+        return []
+    before, own = found["baseline"], found.get("method")
+    shown = own or before
+    details = [
+        f"draft {_seconds(shown['draft_s'])}  pass {_seconds(shown['pass_s'])}  host {_seconds(shown['host_s'])}",
+        f"busy {_percent(shown['busy_share'])}" + (f" (was {_percent(before['busy_share'])})" if own else ""),
+    ]
+    if (rate := shown["pass_bytes_per_s"]) is not None:
+        peak = shown["pass_share_of_peak"]
+        details.append(f"{rate / 1e9:,.1f} GB/s" + (f", {_percent(peak)} of the measured peak" if peak else ""))
+    return _row("round", _seconds(shown["round_s"]), details)
+
+
+def _profile(summary: Mapping[str, Any]) -> list[str]:
+    """Structure of the rounds that were traced."""
+    found = summary.get("profile", {}).get("method") or {}
+    if not found.get("rounds"):
+        return []
+    details = [f"{found['operations']:.0f} operations"]
+    if found["busy_share"] is not None:
+        details += [f"{found['launches']:.1f} launches", f"busy {_percent(found['busy_share'])}"]
+    return _row("traced round", f"{found['round_us']:,.0f} us", details)
 
 
 def _energy(summary: Mapping[str, Any]) -> list[str]:
@@ -331,6 +359,8 @@ _ROWS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
     _layers,
     _promise,
     _rate,
+    _device,
+    _profile,
     _sentences,
     _memory,
     _ahead,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.config import compose, identity, instantiate
-from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, sanitise
+from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, parallel_of, sanitise
 from bench.errors import UserError
 from bench.measure import acceptance_check, preconditions
 from bench.models import artifacts, loading
@@ -380,6 +380,8 @@ def _load_model(
                 "train.data=distilled and train.begin=model need another model, got none. Name one: "
                 "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
             )
+    if (devices := parallel_of(cfg.model)) > 1:
+        raise UserError(f"model.parallel must be 1 where something is trained, got {devices}. Set model.parallel=1.")
     model = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=paired)
     if made and model.kind != "seq2seq":
         raise UserError(

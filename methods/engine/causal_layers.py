@@ -307,6 +307,10 @@ def _read_mlp(layer: nn.Module, form: LinearForm, norms: _Norms) -> FeedForward 
         return _read_dense(module, form, norms.mlp, norms.after_mlp)
     routed: LinearForm = "auto" if form == "int4" else form  # 4 bits would change which experts are chosen
     scores: Any = module.get_submodule("router" if hasattr(module, "router") else "gate")
+    if form in ("int4", "fp8") and scores.weight.device.type == "cuda":
+        raise ValueError(
+            f"model.weights={form} on a GPU needs a model without a mixture of experts. Set model.weights=full."
+        )
     bias = getattr(scores, "bias", None)
     correction = getattr(scores, "e_score_correction_bias", None)
     weight = scores.weight.detach() if correction is None else in_float(scores.weight.detach())

@@ -29,8 +29,8 @@ from methods.engine.triton_layers import TritonLayers
 
 __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
-Weights = Literal["full", "int4"]
-_HEAD_FORM: LinearForm = "int8"  # of the output matrix beside layers of 4 bits
+Weights = Literal["full", "int4", "fp8"]
+_HEAD_FORM: LinearForm = "int8"  # of the output matrix beside layers of 4 bits on a CPU
 States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # after all layers, and after some
 
 _PREFILL_CHUNK = 512
@@ -114,7 +114,8 @@ class CausalLM:
         max_positions: longest context, in tokens.
         eos_ids: ids that end a text; empty if the model declares none.
         hf: the original model, or None where its weights were released.
-        weights: of the layers: ``full``, in the type of the device; or ``int4``, see ``methods.engine.linear``.
+        weights: of the layers: ``full``, in the type of the device; or ``int4`` or ``fp8``, see
+            ``methods.engine.linear``.
         window: tokens that a token sees in layers with a sliding window; None if there are none.
     """
 
@@ -165,11 +166,12 @@ class CausalLM:
             model: any causal LM of the proven families, in evaluation mode.
             linear: form of the matrix products, see ``methods.engine.linear``.
             keep_hf: leave the original usable (peers need it); costs its memory once more where weights are packed.
-            weights: int4 rounds the matrices of the layers to 4 bits and the output matrix to 8; the embedding stays.
+            weights: int4 rounds the matrices of the layers to 4 bits and on a CPU the output matrix to 8, fp8 those of
+                the layers to floating point of 8 bits; the embedding stays.
 
         Raises:
             UnsupportedModel: no equality test covers this model.
-            ValueError: no 4-bit weights for this class, device, type or shape.
+            ValueError: no such weights for this class, device, type or shape.
         """
         if weights == "full":
             return cls(model.eval(), linear, keep_hf)
@@ -198,7 +200,8 @@ class CausalLM:
             self._near_rope = RotaryTable(base.rotary_emb, self.device, self.dtype, kinds[1])
         head: Any = model.get_output_embeddings()
         self._final_norm: Rows = causal_layers.read_norm(base.norm)  # type: ignore[assignment]
-        form, head_form = (linear, linear) if self.weights == "full" else (self.weights, _HEAD_FORM)
+        form = linear if self.weights == "full" else self.weights
+        head_form = _HEAD_FORM if form == "int4" and self.device.type == "cpu" else linear
         self._head: Linear = make_linear([head.weight.detach()], [head.bias], head_form)
         self.layers: list[Layer] = []
         for index, layer in enumerate(base.layers[: self.config.num_hidden_layers]):
@@ -215,12 +218,21 @@ class CausalLM:
         return len(self.layers)
 
     @property
+    def layer_sizes(self) -> dict[str, int]:
+        """Of a layer of the whole model: ``heads``, ``kv_heads``, and ``intermediate_size`` of the last one."""
+        return {"heads": self.heads, "kv_heads": self.kv_heads, "intermediate_size": self.layers[-1].mlp.width}
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices this view multiplies with, all experts among them, and of the embedding."""
         products = [self._head, *self._products()]
         experts = sum(mlp.experts.nbytes for mlp in self._sparse())
-        embedding = self._embedding.numel() * self._embedding.element_size()
-        return sum(p.nbytes for p in products) + experts + embedding
+        return sum(p.nbytes for p in products) + experts + self.embedding_bytes
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Of ``weight_bytes``, those of the embedding, of which a pass reads some rows only."""
+        return self._embedding.numel() * self._embedding.element_size()
 
     def pass_bytes(self, tokens: int) -> float:
         """Of ``weight_bytes``, those that a pass over so many tokens is expected to read, see ``expected_experts``."""

@@ -14,6 +14,8 @@ bfloat16 runs depend on the form, and must not change with timing noise.
 w = (n - 8) scale + zero with scale = d and zero = m + 8 d; of 8 bits as Q8_0, w = (n - 128) scale. The kernels round
 rows to 8 bits by such blocks too, as llama.cpp does, and multiply integers. A pass of SmolLM2-135M over one token then
 takes 0.41 of the time that it takes with panels of bfloat16, over eight 0.52, over 64 0.78 (Ice Lake, two cores).
+
+On a GPU ``int4``, and ``fp8``, are products of ``methods.engine.gpu_linear``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from methods.engine.cpu_kernels import BLOCK, Blocks, Packed, Panels, Quantised, blocks_usable, usable
 
-LinearForm = Literal["auto", "plain", "packed", "panels", "int4", "int8"]
+LinearForm = Literal["auto", "plain", "packed", "panels", "int4", "int8", "fp8"]
 _TRIED, _TIMES, _WIDTH = (1, 8), 20, 1024  # rows that both forms are timed with, how often, and the size of the weight
 _CLEARLY = 0.8  # of the time of the form that is taken otherwise
 _BITS: dict[str, int] = {"int4": 4, "int8": 8}
@@ -153,8 +155,8 @@ def require_blocks(device: torch.device, dtype: torch.dtype) -> None:
     """
     if not blocks_usable(device, dtype, BLOCK):
         raise ValueError(
-            "model.weights=int4 needs bfloat16 or float32 on a CPU, and a C++ compiler, got "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}. Set hardware=cpu_bf16, or model.weights=full."
+            "model.weights=int4 needs bfloat16 or float32 on a CPU, and a C++ compiler, or bfloat16 on an NVIDIA GPU, "
+            f"got {str(dtype).removeprefix('torch.')} on {device.type}. Set hardware=cpu_bf16, or model.weights=full."
         )
 
 
@@ -210,6 +212,11 @@ def make_linear(
     """
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].detach()
     bias = torch.cat([b for b in biases if b is not None]) if any(b is not None for b in biases) else None
+    if form == "fp8" or (form == "int4" and weight.device.type == "cuda"):
+        from methods.engine import gpu_linear
+
+        gpu_linear.require(form, weight.device, weight.dtype)
+        return gpu_linear.Float8Linear(weight, bias) if form == "fp8" else gpu_linear.Int4Linear(weight, bias)
     if form in _BITS:
         require_blocks(weight.device, weight.dtype)
         if weight.shape[1] % BLOCK:

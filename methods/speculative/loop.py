@@ -58,6 +58,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
 
     guarantee = Guarantee.EXACT
     family: ClassVar[Family] = "speculative"
+    parallel: ClassVar[bool] = True
     reads_logits: ClassVar[bool] = False
 
     def __init__(
@@ -114,18 +115,20 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         ends = [len(row) + limit for row in committed]
         cache = target.new_cache(len(prompts), self._slots(longest, limit))
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
-        watch = Stopwatch(target.device)
+        watch, passing = Stopwatch(target.device), Stopwatch(target.device)
 
+        passing.start()
         output = target.prefill(
             [prompt.to(target.device) for prompt in prompts], cache, hidden_layers=drafter.hidden_layers
         )
         root = self.sampling.pick(output.logits[:, 0], rng)
+        passing.stop()
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
-        yield from self._answered(Step.undrafted(first, rows=len(first)), batch)
+        yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
 
         while any(open_rows := batch.open):
             if self._drop(batch):
@@ -133,7 +136,9 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             watch.start()
             draft = pace.propose(context, open_rows)
             watch.stop()
+            passing.start()
             nodes, output, judged = self._verify(draft, context, cache)
+            passing.stop()
             pace.note(judged.columns, open_rows)
             tokens = [new if is_open else [] for new, is_open in zip(judged.tokens, open_rows, strict=True)]
             judged.advance(cache, [len(new) for new in tokens])
@@ -142,7 +147,8 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             context.auxiliary_tokens, context.report = judged.auxiliary_tokens, judged.report
             context.root = judged.bonus
             accepted = [len(row) for row in judged.columns]
-            yield from self._answered(_step(draft, tokens, accepted, open_rows, watch.ns(), nodes), batch)
+            times = (watch.ns(), passing.ns())
+            yield from self._answered(_step(draft, tokens, accepted, open_rows, times, nodes), batch)
 
     def _verify(self, draft: Draft, context: Context, cache: Cache) -> tuple[int, Output, Judged]:
         """A pass over a draft, of how many nodes, and what is kept of it; ``Judged.advance`` is to follow."""
@@ -257,8 +263,14 @@ def _extend(committed: list[list[int]], tokens: list[list[int]]) -> None:
 
 
 def _step(
-    draft: Draft, tokens: list[list[int]], accepted: list[int], open_rows: list[bool], draft_ns: int, nodes: int
+    draft: Draft,
+    tokens: list[list[int]],
+    accepted: list[int],
+    open_rows: list[bool],
+    times: tuple[int, int],
+    nodes: int,
 ) -> Step:
+    """The counters of a round; ``times``: of the draft, and of the pass with the rule, in nanoseconds."""
     sizes = draft.sizes if draft.sizes is not None else [draft.tokens.shape[1]] * len(tokens)
     depths = draft.depths if draft.depths is not None else ([draft.max_depth] * len(tokens) if draft.levels else sizes)
     return Step(
@@ -270,5 +282,6 @@ def _step(
         rows=len(tokens),
         nodes=nodes,
         draft_passes=draft.passes,
-        draft_ns=draft_ns,
+        draft_ns=times[0],
+        pass_ns=times[1],
     )

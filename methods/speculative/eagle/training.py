@@ -370,9 +370,7 @@ def sizes_of_target(target: CausalLM) -> dict[str, Any]:
     """Of a network whose layers are as those of its target: the fields of a ``Spec`` by name."""
     return {
         "hidden_size": target.hidden_size,
-        "intermediate_size": target.layers[-1].mlp.width,
-        "heads": target.heads,
-        "kv_heads": target.kv_heads,
+        **target.layer_sizes,
         "head_dim": target.head_dim,
         "rms_eps": float(getattr(target.config, "rms_norm_eps", 1e-6)),
         "layers": target.n_layers,

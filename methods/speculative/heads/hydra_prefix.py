@@ -40,7 +40,7 @@ class _Sizes:
 def prefix_shapes(target: CausalLM) -> Shapes:
     """Its tensors, by the names of a Llama layer, and the norm after it."""
     width = target.hidden_size
-    sizes = _Sizes(width, target.layers[-1].mlp.width, target.heads, target.kv_heads, target.head_dim)
+    sizes = _Sizes(width, head_dim=target.head_dim, **target.layer_sizes)
     return {**layer_shapes(sizes), "input_layernorm.weight": (width,), "norm.weight": (width,)}
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
 from methods.speculative.heads.hydra_prefix import prefix_shapes
+from methods.speculative.published import random_heads
 from methods.speculative.published.dflash import DFlashWeights, is_block_drafter, read_dflash
 from methods.speculative.published.draft_networks import own_embedding
 from methods.speculative.published.eagle import EagleWeights, LayersCounted, read_eagle1, read_eagle3
@@ -95,14 +96,15 @@ def read(
     """Read a published head, on the CPU and in the type of its file.
 
     Args:
-        where: a folder, a file or a hub id.
+        where: a folder, a file or a hub id; or ``random:FORMAT``, see ``random_heads``.
         target: the model that is to verify.
         layers_counted: of EAGLE-3, see ``read_eagle3``.
 
     Raises:
         ValueError: nothing that can be read, an unknown format, or a head that does not belong to the target.
     """
-    found = read_checkpoint(where)
+    named = str(where)
+    found = random_heads.checkpoint(named, target) if named.startswith(random_heads.PREFIX) else read_checkpoint(where)
     if any(key.startswith("hydra_") for key in found.tensors) or "hydra_head_arch" in found.config:
         return _read_hydra(found, target)
     if any(_MEDUSA_BLOCK.fullmatch(key.removeprefix(WITHIN)) for key in found.tensors):

@@ -459,6 +459,14 @@ def test_a_slow_harness_is_a_warning() -> None:
     assert not verdict(harness_share=0.01).warnings
 
 
+def test_a_gpu_s_clock_that_falls_is_a_warning_and_a_cpu_s_is_none() -> None:
+    clocks = {"least": 1500.0, "median": 1980.0, "most": 1980.0}
+    gpu = {"hardware": {**MANIFEST.get("hardware", {}), "gpu": {"name": "H100"}}}
+    assert "fell to 1,500 MHz" in only_warning(verdict(manifest=gpu, clocks=clocks))
+    assert not verdict(manifest=gpu, clocks=clocks | {"least": 1900.0}).warnings
+    assert not verdict(clocks=clocks).warnings
+
+
 def test_reasons_add_up() -> None:
     found = verdict(changed("method", error="x", n_output_tokens=9), jitter=0.9)
     assert len(found.reasons) == 3 and not found.valid

@@ -117,7 +117,7 @@ def test_other_weights_are_another_run_and_another_model() -> None:
     ]
     assert identity.strip(stored | drafts[0]) != identity.strip(stored | drafts[1])
     assert compose.compose(["model.weights=int4"]).model["weights"] == "int4"
-    with pytest.raises(UserError, match="model.weights must be one of full, int4, got int8"):
+    with pytest.raises(UserError, match="model.weights must be one of full, int4, fp8, got int8"):
         instantiate.check(compose.compose(["model.weights=int8"]))
     names = [summary.model_name({"name": "a"} | more) for more in ({}, {"weights": "full"}, {"weights": "int4"})]
     assert names == ["a", "a", "a, int4 weights"]

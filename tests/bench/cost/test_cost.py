@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.analysis import metrics
+from bench.analysis import metrics, peaks
 from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig
@@ -22,7 +22,7 @@ from bench.cost.records import CostFolder, curves, read_lines, read_summary, spr
 from bench.cost.settings import Grid, WhatIfQuery
 from bench.cost.what_if import Chain, Drafting, chain_forecast, chain_of, lockstep, replay
 from bench.errors import UserError
-from bench.measure import preconditions, verify_cost
+from bench.measure import preconditions, probes, verify_cost
 from bench.measure.run import run
 from bench.models import architectures, loading, source
 from bench.models.architectures import ARCHITECTURES, Architecture
@@ -155,23 +155,24 @@ def test_a_single_token_of_a_large_model_is_bound_by_memory_and_a_block_is_not()
 
 def test_peaks_are_the_best_repeat_and_the_median() -> None:
     timings = {"triad": [4, 2, 8], "sum": [5], "matmul": [10, 20]}
-    found = roofline.peaks(timings, {"triad": 16, "sum": 50, "matmul": 100})
+    found = peaks.peaks(timings, {"triad": 16, "sum": 50, "matmul": 100})
     assert found["triad"] == {"best": 8e9, "median": 4e9}
-    assert roofline.peak_bandwidth(found) == 10e9 and roofline.peak_flops(found) == 10e9
-    assert roofline.peak_bandwidth({}) is None and roofline.peak_flops({}) is None
+    assert peaks.peak_bandwidth(found) == 10e9 and peaks.peak_flops(found) == 10e9
+    assert peaks.peak_bandwidth({}) is None and peaks.peak_flops({}) is None
     assert roofline.limits(found) == "10 GB/s, 0.01 TFLOP/s" and roofline.limits({}) is None
     assert roofline.limits({"sum": {"best": 4e12}, "matmul": {"best": 7.004e14}}) == "4,000 GB/s, 700 TFLOP/s"
 
 
 def test_probes_do_what_they_are_counted_for() -> None:
-    triad, total, matmul = roofline.probes(torch.device("cpu"), torch.bfloat16, "plain", array_bytes=4096, rows=64)
+    where = (torch.device("cpu"), torch.bfloat16)
+    triad, total, matmul = [*probes.of_memory(*where, 4096), *probes.of_arithmetic(*where, "plain", 64)]
     assert (triad.amount, total.amount, matmul.amount) == (3 * 4096, 4096, 2 * 64**3)
     filled: Any = triad.call()
     assert filled.dtype == torch.bfloat16 and filled.numel() == 2048 and bool((filled == 1.5).all())
     product: Any = matmul.call()
     assert product.shape == (64, 64) and product.dtype == torch.bfloat16
     ticks = iter((1000, 1700))
-    assert roofline.time_probe(total, torch.device("cpu"), lambda: next(ticks)) == 700
+    assert probes.time_probe(total, torch.device("cpu"), lambda: next(ticks)) == 700
 
 
 # ----------------------------------------------------------------------------------------------------- the surface
@@ -527,10 +528,16 @@ def test_what_no_gpu_here_holds_is_refused_with_those_that_would(monkeypatch: py
     gpu = torch.device("cuda")
     monkeypatch.setattr(memory, "free_bytes", lambda device: (70 if device == gpu else 500) * 2**30)
     source = RandomModel(like="llama3_70b")
-    found = r"needs 135\.0 GiB, and 70\.0 GiB are free on the GPU. It takes 2 GPUs of 80 GB or 2 of 141 GB, and a"
+    found = (
+        r"needs 135\.0 GiB, and 70\.0 GiB are free on the GPU. It takes 2 GPUs of 80 GB or 2 of 141 GB. Set model.par"
+    )
     with pytest.raises(UserError, match=found):
         loading._require_memory(source, gpu, torch.bfloat16, keep_hf=False)
     loading._require_memory(RandomModel(like="llama3_8b"), gpu, torch.bfloat16, keep_hf=False)
+    loading._require_memory(source, gpu, torch.bfloat16, keep_hf=False, size=4)
+    found = r"in bfloat16, on each of 2 GPUs, needs 7\d\.\d GiB, and 70\.0 GiB are free on the GPU"
+    with pytest.raises(UserError, match=found):
+        loading._require_memory(source, gpu, torch.bfloat16, keep_hf=False, size=2)
 
 
 def test_gpus_are_counted_with_room_for_the_rest() -> None:
@@ -565,7 +572,7 @@ POINTS = [(b, c, n) for b in (1, 2) for c in (8, 20) for n in (1, 3)]
 
 @pytest.fixture
 def cfg(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    monkeypatch.setattr(roofline, "ARRAY_BYTES", 1 << 16)
+    monkeypatch.setattr(probes, "ARRAY_BYTES", {"cpu": 1 << 16})
     words = [*WITH_LIKE[:1], "model.like=tiny", "hardware=cpu_fp32", "hardware.threads=1", "max_new_tokens=6"]
     more = ["method=prompt_lookup", "dataset=demo", "model.max_positions=2048"]
     composed = compose.compose([*words, *more])
@@ -734,7 +741,7 @@ def test_a_method_that_does_not_time_its_drafts_is_refused(cfg: RunConfig) -> No
 def test_the_command_measures_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(roofline, "ARRAY_BYTES", 1 << 16)
+    monkeypatch.setattr(probes, "ARRAY_BYTES", {"cpu": 1 << 16})
     machine = ["hardware=cpu_fp32", "hardware.threads=1", f"paths.results={tmp_path}", "max_new_tokens=4"]
     grid = ["nodes=1,2", "batches=1,2", "contexts=8", "repeats=1", "prompts=1", "matrix=16"]
     assert main(["model=random", "method=prompt_lookup", "dataset=demo", *machine, *grid]) == 0

@@ -606,7 +606,7 @@ def test_weights_of_target_and_draft_are_rounded_on_demand(folder: Path) -> None
     assert loading.load(RANDOM | {"weights": "int4"}, FP32, PathsConfig()).lm.linear_form == "int4"
     with pytest.raises(UserError, match="a method of transformers needs the whole weights"):
         loading.load(RANDOM | {"weights": "int4"}, BF16, PathsConfig(), keep_hf=True)
-    with pytest.raises(UserError, match="model.weights must be one of full, int4, got int3"):
+    with pytest.raises(UserError, match="model.weights must be one of full, int4, fp8, got int3"):
         loading.load(RANDOM | {"weights": "int3"}, BF16, PathsConfig())
 
 

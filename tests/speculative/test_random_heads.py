@@ -1,0 +1,61 @@
+"""Published heads with random weights: read as any other, at the target's sizes, and timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.config import compose
+from bench.config.schema import PathsConfig
+from bench.contract import checks
+from bench.cost import command, records
+from bench.cost.measure import run
+from bench.measure import probes
+from methods.autoregressive import Autoregressive
+from methods.decoder import generate
+from methods.engine.sampling import Sampling
+from methods.speculative.eagle.decoder import Eagle
+from methods.speculative.heads.hydra import HydraHeads
+from methods.speculative.heads.medusa import Medusa
+from methods.speculative.published import formats, random_heads
+
+KINDS: dict[str, Any] = {
+    "medusa": lambda target: Medusa(target, Sampling(), checkpoint="random:medusa"),
+    "hydra": lambda target: HydraHeads(target, Sampling(), checkpoint="random:hydra"),
+    "eagle1": lambda target: Eagle(target, Sampling(), version=1, tree="chain", checkpoint="random:eagle1"),
+    "eagle3": lambda target: Eagle(target, Sampling(), version=3, checkpoint="random:eagle3"),
+}
+
+
+@pytest.mark.parametrize("form", random_heads.FORMATS)
+def test_a_file_of_random_weights_is_read_and_drafts(form: str) -> None:
+    target = checks.tiny_target(layers=8)
+    decoder = KINDS[form](target)
+    prompts = [torch.arange(4, 12), torch.arange(4, 9)]
+    assert generate(decoder, prompts, 12) == generate(Autoregressive(target, Sampling()), prompts, 12)
+    assert sum(size or 0 for size in decoder.memory().values()) > 0
+    found: Any = formats.read(f"random:{form}", target)
+    assert found.notes == [], "names, shapes and configuration are those of a published file"
+
+
+def test_a_format_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="one of random:medusa, random:hydra, random:eagle1, random:eagle3, a path or"):
+        formats.read("random:eagle4", checks.tiny_target())
+
+
+def test_its_drafts_are_timed_beside_the_passes_of_a_public_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of the documentation, with a smaller target."""
+    monkeypatch.setattr(probes, "ARRAY_BYTES", {"cpu": 1 << 16})
+    words = ["method=eagle", "method.checkpoint=random:eagle3", "model=random", "model.like=smollm2", "model.layers=8"]
+    more = ["dataset=demo", "hardware=cpu_fp32", "hardware.threads=1", "max_new_tokens=6", "model.hidden_size=72"]
+    grid = ["nodes=[1,2]", "batches=[1]", "contexts=[8]", "repeats=1", "prompts=1", "matrix=16"]
+    asked, overrides, _ = command.split([*words, *more, *grid, "model.vocab_size=300"])
+    cfg = replace(compose.compose(overrides), paths=PathsConfig(results=str(tmp_path), cache=str(tmp_path)))
+    (draft,) = records.read_summary(run(cfg, asked, method=True, fresh=False))["drafts"]
+    assert draft["method"]["name"] == "eagle" and draft["passes"] >= 1 and draft["seconds"] > 0
