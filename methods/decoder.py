@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Family = Literal["speculative", "early_exit", "non_autoregressive", "baseline", "external", "other"]
 ModelKind = Literal["any", "causal", "seq2seq", "masked"]
+Needs = Literal[
+    "nothing", "training", "a draft model", "a datastore", "a module in the model", "a model trained for it"
+]
 
 
 class Guarantee(str, Enum):
@@ -137,7 +140,7 @@ class Decoder(ABC):
     checked_with: ClassVar[Mapping[str, Any]] = {}
     parallel: ClassVar[bool] = False
     paper: ClassVar[str] = ""
-    needs: ClassVar[Literal["nothing", "training", "a draft model", "a datastore", "a module in the model"]] = "nothing"
+    needs: ClassVar[Needs] = "nothing"
     libraries: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod

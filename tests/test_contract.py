@@ -30,6 +30,7 @@ from methods.speculative.lookahead import Lookahead
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.rest import Rest
 from methods.speculative.rest_datastore import Datastore
+from methods.speculative.self_diffusion import SelfDiffusion
 from methods.speculative.self_speculative.decoder import SelfSpeculative
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.suffix_decoding import SuffixDecoding
@@ -41,6 +42,7 @@ from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
 from tests.helpers.tiny_mtp import mtp
+from tests.helpers.tiny_self_diffusion import with_masks
 from tests.helpers.tiny_vocabularies import pair
 
 
@@ -188,6 +190,8 @@ DECODERS = {
     "mtp_one": Row(mtp),
     "mtp_confident": Row(lambda t, s: mtp(t, s, gamma=4, confidence=0.3)),
     "mtp_block": Row(lambda t, s: mtp(t, s, gamma=3, block=True)),
+    "self_diffusion": Row(lambda t, s: SelfDiffusion(with_masks(t), s)),
+    "self_diffusion_one": Row(lambda t, s: SelfDiffusion(with_masks(t), s, block=1)),
     "hybrid": Row(lambda t, s: hybrid(t, s, texts_of(t), min_match=1, depth=3, top_k=3, nodes=8)),
     "hybrid_expected": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="expected", min_match=1)),
     "hybrid_union": Row(lambda t, s: hybrid(t, s, texts_of(t), policy="union", min_match=1, budget=9)),

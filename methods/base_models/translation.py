@@ -129,9 +129,7 @@ class TeacherTraining(Trainable):
         facts |= {f"validation_bleu_{name}": round(judge.bleu(network, beams), 2) for name, beams in _SEARCHES}
         facts |= memory_of(network, Judge(tokenizer, learnt[:: max(1, len(learnt) // _COMPARED)][:_COMPARED]), judge)
         network.half()
-        if self.layer_loss() is not None:
-            facts["exits"] = exits_of(network, self._encode(tokenizer, validation))
-            facts["summary"] = summary({"lens": facts["exits"]})
+        facts |= self.describe(network, tokenizer, validation)
         network.save_pretrained(context.output)
         tokenizer.save_pretrained(context.output)
         discard(context.output)
@@ -182,6 +180,12 @@ class TeacherTraining(Trainable):
     def initialise(self, network: Any, tokenizer: PreTrainedTokenizerFast, context: TrainingContext) -> None:
         """Change the initial weights."""
 
+    def describe(
+        self, network: Any, tokenizer: PreTrainedTokenizerFast, validation: Sequence[tuple[str, str]]
+    ) -> dict[str, Any]:
+        """Further facts about the finished model, for the card."""
+        return {}
+
     def _distilled(self, context: TrainingContext, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """The same sources with the teacher's translations; those that it did not end are left out."""
         sources = [context.tokenizer(source)["input_ids"] for source, _ in pairs]
@@ -200,13 +204,10 @@ class TeacherTraining(Trainable):
 
 
 @dataclass
-class ExitTeacherTraining(TeacherTraining):
-    """Trains a translation model whose decoder may be left after every layer.
+class ContinuedTraining(TeacherTraining):
+    """Trains a translation model that may begin as another one.
 
     Args:
-        exits: the loss over the decoder's layers, ``calm`` or ``free``.
-        shallow: layers of the shallow exit of ``free``; None: a quarter.
-        distillation: weight of the layerwise distillation of ``free``.
         begin: with random weights, or those of a model (``model=``) of the same shape and vocabulary.
         layers, width, inner, heads, vocabulary, positions, data, beams, validation, recipe: see ``TeacherTraining``.
 
@@ -214,29 +215,12 @@ class ExitTeacherTraining(TeacherTraining):
         ValueError: a number out of range.
     """
 
-    description = "a translation model for early exit, with its tokenizer"
-
-    exits: Exits = "calm"
-    shallow: int | None = None
-    distillation: float = 0.5
     begin: Begin = "random"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.layer_loss()
 
     @property
     def needs_model(self) -> bool:
         """See ``Trainable``."""
         return super().needs_model or self.begin == "model"
-
-    def model_name(self, corpus: str) -> str:
-        """``multi30k_4_4_distilled_calm``."""
-        return f"{super().model_name(corpus)}_{self.exits}"
-
-    def layer_loss(self) -> LayerLoss:
-        """See ``TeacherTraining``."""
-        return make_loss(self.exits, self.layers[1], self.shallow, self.distillation)
 
     def initialise(self, network: Any, tokenizer: PreTrainedTokenizerFast, context: TrainingContext) -> None:
         """Start with the weights of the model, if asked for.
@@ -260,6 +244,47 @@ class ExitTeacherTraining(TeacherTraining):
                 "Name a model that was trained on the same corpus, or set train.begin=random."
             )
         network.load_state_dict(weights)
+
+
+@dataclass
+class ExitTeacherTraining(ContinuedTraining):
+    """Trains a translation model whose decoder may be left after every layer.
+
+    Args:
+        exits: the loss over the decoder's layers, ``calm`` or ``free``.
+        shallow: layers of the shallow exit of ``free``; None: a quarter.
+        distillation: weight of the layerwise distillation of ``free``.
+        begin, layers, width, inner, heads, vocabulary, positions, data, beams, validation, recipe: see
+            ``ContinuedTraining``.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    description = "a translation model for early exit, with its tokenizer"
+
+    exits: Exits = "calm"
+    shallow: int | None = None
+    distillation: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.layer_loss()
+
+    def model_name(self, corpus: str) -> str:
+        """``multi30k_4_4_distilled_calm``."""
+        return f"{super().model_name(corpus)}_{self.exits}"
+
+    def layer_loss(self) -> LayerLoss:
+        """See ``TeacherTraining``."""
+        return make_loss(self.exits, self.layers[1], self.shallow, self.distillation)
+
+    def describe(
+        self, network: Any, tokenizer: PreTrainedTokenizerFast, validation: Sequence[tuple[str, str]]
+    ) -> dict[str, Any]:
+        """See ``TeacherTraining``: how good each layer is."""
+        exits = exits_of(network, self._encode(tokenizer, validation))
+        return {"exits": exits, "summary": summary({"lens": exits})}
 
 
 def require_multiple(width: int, unit: int) -> None:

@@ -119,7 +119,7 @@ class StudentTraining(Trainable):
         facts |= self.choose(student, lambda: bleu(first)) | self._lengths(student, pairs, validation, context)
         kinds = {"plain": False, "repeats_collapsed": True}
         scores = {name: {k: round(bleu(name, c), 2) for k, c in kinds.items()} for name in self.writers}
-        save_student(student, context.output, target, self.origin(student))
+        self.save(student, context)
         discard(context.output)
         left_out = {"pairs_left_out": len(train) - len(pairs)}
         return {**self.origin(student), **same, "validation_bleu": scores, **facts, **left_out}
@@ -133,6 +133,10 @@ class StudentTraining(Trainable):
         network = Network(Shape.of(target), embedding, own, self.recipe.dropout, **shared)
         network.start_from(teacher)
         return self.kind(network, **options)
+
+    def save(self, student: Student, context: TrainingContext) -> None:
+        """Write the trained student."""
+        save_student(student, context.output, context.target, self.origin(student))
 
     def _read(
         self, target: Seq2SeqLM, train: Sequence[tuple[str, str]], context: TrainingContext

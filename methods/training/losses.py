@@ -38,7 +38,7 @@ class _CrossEntropy(torch.autograd.Function):
             gradient = buffer.exp_()
             gradient -= smoothing / size
             gradient.scatter_add_(1, right, gradient.new_full(right.shape, smoothing - 1))
-            ctx.save_for_backward((gradient / rows).to(logits.dtype))
+            ctx.save_for_backward(gradient.div_(rows).to(logits.dtype))
         return loss
 
     @staticmethod

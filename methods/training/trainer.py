@@ -166,7 +166,11 @@ class Trainer:
         self._restore()
 
     def run(
-        self, loss_fn: Callable[[B, int], Loss], batches: Callable[[int], B], evaluate: Callable[[], Point]
+        self,
+        loss_fn: Callable[[B, int], Loss],
+        batches: Callable[[int], B],
+        evaluate: Callable[[], Point],
+        ended: Callable[[Sequence[Mapping[str, Any]]], bool] = lambda curve: False,
     ) -> None:
         """Train to the last step.
 
@@ -174,10 +178,11 @@ class Trainer:
             loss_fn: from a batch and the number of the step.
             batches: the batch of a step; it may draw random numbers.
             evaluate: measures the module.
+            ended: whether the evaluations so far say that more steps are of no use.
         """
         config, saved = self.config, perf_counter()
         marks = {round(config.steps * (n + 1) / config.evaluations) for n in range(config.evaluations)}
-        while self.step < config.steps:
+        while self.step < config.steps and not ended(self.curve):
             self.update(loss_fn, batches)
             if self.step in marks:
                 self._evaluate(evaluate)

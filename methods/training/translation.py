@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from methods.decoder import Decoder, Step, generate
+from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training.distillation import GROUP, digest, most_tokens
 from methods.training.interface import TrainingContext, require
 from methods.training.trainer import SNAPSHOTS, Epochs, Loss, Share, Trainer, TrainingConfig
@@ -35,6 +37,8 @@ class TranslationConfig(TrainingConfig):
         mixed: a batch has pairs whose longer sides differ by up to about so many tokens, others in every epoch; 0:
             always the same pairs of equal length. Losses of lengths need batches of different ones.
         average: number of checkpoints, the best by validation BLEU, whose mean is the result.
+        patience: evaluations in a row without a new best validation BLEU after which the training ends early; 0: it
+            always takes all ``steps``, which the learning rate is planned for.
         steps, learning_rate, betas, weight_decay, clip, precision, evaluations: see ``TrainingConfig``.
     """
 
@@ -52,12 +56,13 @@ class TranslationConfig(TrainingConfig):
     mixed: float = 3.0
     evaluations: int = 16
     average: int = 5
+    patience: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require("at least 1", tokens=self.tokens, warmup=self.warmup, average=self.average)
         require("from 0 to below 1", label_smoothing=self.label_smoothing, dropout=self.dropout)
-        require("at least 0", mixed=self.mixed)
+        require("at least 0", mixed=self.mixed, patience=self.patience)
 
     def rate(self, step: int) -> float:
         """See ``TrainingConfig``."""
@@ -138,6 +143,23 @@ class BleuJudge:
         """
         return self.bleu_of_texts(self.write_all(write, positions, device))
 
+    def of_decoder(self, decoder: Decoder, target: Seq2SeqLM) -> dict[str, float]:
+        """Greedy decoding by the loop of measurements: BLEU, and tokens per pass of the model after the first one."""
+        tokens = passes = 0
+
+        def count(step: Step, rows: Collection[int]) -> None:
+            nonlocal passes
+            passes += len(rows)
+
+        def write(sources: list[Int[Tensor, "_"]], limit: int) -> list[list[int]]:
+            nonlocal tokens, passes
+            texts = generate(decoder, sources, limit, target.eos_ids, watch=count)
+            tokens, passes = tokens + sum(len(text) - 1 for text in texts), passes - len(texts)
+            return texts
+
+        bleu = self.score(write, target.max_positions, target.device)
+        return {"bleu": round(bleu, 3), "tokens_per_step": round(tokens / max(1, passes), 4)}
+
     def bleu_of_texts(self, texts: Sequence[str]) -> float:
         """Percent, of one text for every source."""
         import sacrebleu
@@ -205,8 +227,13 @@ def train_on_pairs(
                 file.unlink()
         return point, {f"validation/{name}": score for name, score in scores.items()}
 
+    def ended(curve: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the last ``patience`` points are no better than one before them."""
+        ranks = [rank(point) for point in curve]
+        return 0 < config.patience < len(ranks) and max(ranks[-config.patience :]) <= max(ranks[: -config.patience])
+
     epochs = Epochs(shuffled)
-    trainer.run(loss_fn, epochs.batch, evaluated)
+    trainer.run(loss_fn, epochs.batch, evaluated, ended)
     facts = {"pairs_sha256": sha256, "pairs": len(pairs), "epochs": epochs.count(trainer.step), **trainer.facts}
     steps = best(trainer.curve)
     states = [torch.load(snapshots / f"{step}.pt", map_location=trainer.device, weights_only=True) for step in steps]

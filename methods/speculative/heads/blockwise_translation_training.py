@@ -17,7 +17,7 @@ Command: ``python -m bench train method=blockwise_translation model=multi30k_4_4
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.decoder import Step, generate
 from methods.engine import seq2seq_layers
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.generation import translate
@@ -250,22 +249,10 @@ class Judge(BleuJudge):
     def judge(self, learner: TranslationLearner) -> dict[str, float]:
         """Greedy decoding by the loop of measurements: BLEU, and tokens per pass of the model after the first one."""
         lm = Seq2SeqLM.from_hf(learner.trunk, linear="plain", keep_hf=True)
+        assert isinstance(lm, Seq2SeqLM)
         rule = default_rule(Sampling(), "chain", drawn=False)
         drafter = BlockwiseDrafter(lm, learner.heads(), learner.n_heads)
-        decoder, tokens, passes = SpeculativeDecoder(lm, Sampling(), drafter, rule), 0, 0
-
-        def count(step: Step, rows: Collection[int]) -> None:
-            nonlocal passes
-            passes += len(rows)
-
-        def write(sources: list[Int[Tensor, "_"]], limit: int) -> list[list[int]]:
-            nonlocal tokens, passes
-            texts = generate(decoder, sources, limit, lm.eos_ids, watch=count)
-            tokens, passes = tokens + sum(len(text) - 1 for text in texts), passes - len(texts)
-            return texts
-
-        bleu = self.score(write, lm.max_positions, lm.device)
-        return {"bleu": round(bleu, 3), "tokens_per_step": round(tokens / max(1, passes), 4)}
+        return self.of_decoder(SpeculativeDecoder(lm, Sampling(), drafter, rule), lm)
 
     def bleu_of(self, target: Seq2SeqLM) -> float:
         """Of plain greedy translations."""
