@@ -37,6 +37,7 @@ from methods.early_exit.exits import Head, default_depths, find_exits, find_read
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
 from methods.early_exit.threshold import Decay, Threshold
 from methods.engine.causal_lm import CausalLM
+from methods.engine.fused_layers import ExitRule
 from methods.engine.sampling import Sampling
 
 
@@ -57,6 +58,10 @@ class CalmPolicy(Policy):
         self._place += 1  # the first token came with the prompt
         self.confidence.begin()
         return self._stops
+
+    def rule(self, stops: Sequence[int], roots: Sequence[int]) -> ExitRule | None:
+        found = self.confidence.rule(stops)
+        return found and replace(found, threshold=self.threshold.at(self._place, self._limit))
 
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Costs one host read, and a second where a row passes the screen of frequent tokens."""

@@ -39,6 +39,7 @@ from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
+from methods.engine.fused_layers import ExitRule
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -60,6 +61,9 @@ class HashPolicy(Policy):
 
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return sorted({self._depths[token] for token in roots})
+
+    def rule(self, stops: Sequence[int], roots: Sequence[int]) -> ExitRule | None:
+        return ExitRule(stops, "table", depths=[self._depths[token] for token in roots])
 
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Known on the host, without a read back."""

@@ -8,10 +8,11 @@ Later tokens attend to this one in every layer, so each skipped layer computes i
 which the token exited (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3). Layers that no
 later token can reach are left out.
 
-Rows of a batch run in lockstep to the deepest exit. A row that has exited is frozen: it passes through the remaining
-layers with its state, which is what propagation writes, and its text is the one it would have alone. Its layers are not
-saved: ``Step.layers`` is what the batch ran, for every row. A row whose text has ended leaves the batch
-(``methods.rows``).
+Rows of a batch go to the deepest exit together, and a row's text is the one it would have alone. Where a CPU's kernels
+run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
+(``CausalLM.run_to_exits``). Elsewhere a row that has exited is frozen: it passes through the remaining layers with its
+state, which is what propagation writes, and its layers are not saved. ``Step.layers`` is the depth of the deepest row.
+A row whose text has ended leaves the batch (``methods.rows``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Generator, Tensor
 from methods.decoder import Decoder, Guarantee, Step
 from methods.early_exit.exits import Reader
 from methods.engine.causal_lm import CausalLM, Pass
+from methods.engine.fused_layers import Exited, ExitRule
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import DecoderPass
@@ -145,6 +147,15 @@ class Policy(ABC):
         """Which rows exit here; not asked at the last stop."""
         raise NotImplementedError
 
+    def rule(self, stops: Sequence[int], roots: Sequence[int]) -> ExitRule | None:
+        """The decisions of this step as the kernels take them, without the maps; None: ``decide`` is asked.
+
+        Args:
+            stops: of the step.
+            roots: the tokens that all rows read.
+        """
+        return None
+
 
 def exact_if(whole: bool) -> Guarantee:
     """EXACT if tokens take all layers, else RELAXED."""
@@ -210,14 +221,14 @@ class EarlyExitDecoder(ExitDecoder):
             if (stay := batch.leave(self.target)) is not None:
                 cache.select(stay)
                 root, roots, done, rows = root[stay], of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
-            logits, depth = self._forward(root, roots, cache, rows)
+            logits, depths = self._forward(root, roots, cache, rows)
             new = self.sampling.pick(logits, rng)
             root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
             roots = root.tolist()
             cache.advance([int(is_open) for is_open in rows])
             done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
             new_tokens = [[token] if is_open else [] for token, is_open in zip(roots, rows, strict=True)]
-            step = Step.undrafted(new_tokens, self._share(depth), rows=len(rows))
+            step = Step.undrafted(new_tokens, self._share(max(depths)), rows=len(rows))
             batch.take((yield batch.step(step)))
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
@@ -234,10 +245,18 @@ class EarlyExitDecoder(ExitDecoder):
 
     def _forward(
         self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool]
-    ) -> tuple[Float[Tensor, "B V"], int]:
+    ) -> tuple[Float[Tensor, "B V"], list[int]]:
+        """Logits of all rows, and the layers that each of them ran; 0: its text had ended."""
         target = self.target
-        walk = Walk(target, target.begin(root[:, None], None, cache), rows)
+        state = target.begin(root[:, None], None, cache)
         stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
+        if target.exits_fused and (maps := self.reader.kernel_maps()) is not None:
+            rule = (
+                self.policy.rule(stops, roots) if len(stops) > 1 else ExitRule(stops, "table", depths=[0] * len(rows))
+            )
+            if rule is not None:
+                return self._run_fused(state, replace(rule, maps=maps), rows)
+        walk = Walk(target, state, rows)
         logits = None
         for depth in stops:
             walk.to(depth)
@@ -262,7 +281,40 @@ class EarlyExitDecoder(ExitDecoder):
         if logits is None:
             self.counters.columns += target.vocab_size
             logits = target.head(walk.ready)
-        return logits, walk.depth
+        return logits, [walk.depth] * len(rows)
+
+    def _run_fused(self, state: Pass, rule: ExitRule, rows: list[bool]) -> tuple[Float[Tensor, "B V"], list[int]]:
+        """The same by the kernels, which compute a row only as deep as it goes."""
+        found = self.target.run_to_exits(state, self.policy.deepest, rule, rows)
+        longest = max(found.depths)
+        self.counters.steps += 1
+        self.counters.rows += len(rows)
+        self.counters.layers += longest
+        self.counters.maps += sum(self.reader.maps(depth) for depth in rule.stops if depth <= longest)
+        self.counters.fills += self.policy.deepest - longest
+        self.counters.columns += found.columns
+        self.counters.exits.update(depth for depth in found.depths if depth)
+        return self._logits(found), found.depths
+
+    def _logits(self, found: Exited) -> Float[Tensor, "B V"]:
+        """Of all rows; those that left without any are read by their exits."""
+        missing = [row for row, is_scored in enumerate(found.scored) if not is_scored and found.depths[row]]
+        if not missing:
+            return found.logits
+        hidden, ready = found.hidden[:, 0], torch.empty_like(found.hidden[:, 0])
+        for depth in {found.depths[row] for row in missing}:
+            here = [row for row in missing if found.depths[row] == depth]
+            ready[here] = self.reader.read(depth, hidden[here])
+        self.counters.columns += self.target.vocab_size
+        own = self.target.head(ready[missing])
+        if len(missing) == len(found.scored):
+            return own
+        logits = own.new_zeros(len(found.scored), own.shape[1], dtype=torch.float32)
+        scored = [row for row, is_scored in enumerate(found.scored) if is_scored]
+        if scored:
+            logits[scored] = found.logits[scored]
+        logits[missing] = own.float()
+        return logits
 
 
 class Walk:
