@@ -98,8 +98,7 @@ class Record:
     def label(self) -> str:
         """The method with the settings that tell its records apart."""
         method = self.manifest["config"]["method"]
-        named = [str(method.get(key, value)) for key, value in _DEFAULTS.items() if key in method]
-        return " ".join([str(method["name"]), *(value for value in named if value != "none")])
+        return " ".join([str(method["name"]), *(str(method[key]) for key in _NAMED if method.get(key) is not None)])
 
 
 def read(results: Path) -> list[Record]:
