@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER = "promise"  # in a folder of results
 MANIFEST, RESULT, LOSSES = "manifest.json", "result.json", "losses.npz"
-_DEFAULTS = {
-    "confidence": "softmax",
-    "decay": "none",
-}  # settings that a table names in any case, where a method has them
+_NAMED = ("confidence", "decay", "depth", "accept")  # settings that a table names where they are not the usual
 
 
 def folder_name(cfg: RunConfig, config: PromiseConfig, loaded: Loaded, part: str | None, prompts: str) -> str:
