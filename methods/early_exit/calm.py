@@ -59,9 +59,12 @@ class CalmPolicy(Policy):
         self.confidence.begin()
         return self._stops
 
-    def rule(self, stops: Sequence[int], roots: Sequence[int]) -> ExitRule | None:
-        found = self.confidence.rule(stops)
-        return found and replace(found, threshold=self.threshold.at(self._place, self._limit))
+    def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        if self.threshold.never:
+            return ExitRule(self._stops, "table", depths=[self.deepest] * len(roots))
+        if (found := self.confidence.rule(self._stops[:-1])) is None:
+            return None
+        return replace(found, thresholds=[self.threshold.at(place, self._limit) for place in places])
 
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Costs one host read, and a second where a row passes the screen of frequent tokens."""

@@ -62,8 +62,9 @@ class HashPolicy(Policy):
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return sorted({self._depths[token] for token in roots})
 
-    def rule(self, stops: Sequence[int], roots: Sequence[int]) -> ExitRule | None:
-        return ExitRule(stops, "table", depths=[self._depths[token] for token in roots])
+    def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        depths = [self._depths[token] for token in roots]
+        return ExitRule(sorted(set(depths)), "table", depths=depths)
 
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Known on the host, without a read back."""

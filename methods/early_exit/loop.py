@@ -147,12 +147,12 @@ class Policy(ABC):
         """Which rows exit here; not asked at the last stop."""
         raise NotImplementedError
 
-    def rule(self, stops: Sequence[int], roots: Sequence[int]) -> ExitRule | None:
-        """The decisions of this step as the kernels take them, without the maps; None: ``decide`` is asked.
+    def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        """The decisions of a step as the kernels take them, without the maps; None: ``decide`` is asked.
 
         Args:
-            stops: of the step.
             roots: the tokens that all rows read.
+            places: per row, tokens after the prompt so far.
         """
         return None
 
@@ -221,7 +221,7 @@ class EarlyExitDecoder(ExitDecoder):
             if (stay := batch.leave(self.target)) is not None:
                 cache.select(stay)
                 root, roots, done, rows = root[stay], of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
-            logits, depths = self._forward(root, roots, cache, rows)
+            logits, depths = self._forward(root, roots, cache, rows, done)
             new = self.sampling.pick(logits, rng)
             root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
             roots = root.tolist()
@@ -244,18 +244,14 @@ class EarlyExitDecoder(ExitDecoder):
         return depth / self.target.n_layers
 
     def _forward(
-        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool]
+        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool], done: Sequence[int]
     ) -> tuple[Float[Tensor, "B V"], list[int]]:
         """Logits of all rows, and the layers that each of them ran; 0: its text had ended."""
         target = self.target
         state = target.begin(root[:, None], None, cache)
         stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
-        if target.exits_fused and (maps := self.reader.kernel_maps()) is not None:
-            rule = (
-                self.policy.rule(stops, roots) if len(stops) > 1 else ExitRule(stops, "table", depths=[0] * len(rows))
-            )
-            if rule is not None:
-                return self._run_fused(state, replace(rule, maps=maps), rows)
+        if (rule := self.kernel_rule(roots, done)) is not None:
+            return self._run_fused(state, rule, rows)
         walk = Walk(target, state, rows)
         logits = None
         for depth in stops:
@@ -283,33 +279,46 @@ class EarlyExitDecoder(ExitDecoder):
             logits = target.head(walk.ready)
         return logits, [walk.depth] * len(rows)
 
+    def kernel_rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        """See ``Policy.rule``; with the maps, and None where the kernels cannot judge this target's exits."""
+        if not self.target.exits_fused or (maps := self.reader.kernel_maps()) is None:
+            return None
+        rule = self.policy.rule(roots, places)
+        return rule and replace(rule, maps=maps)
+
     def _run_fused(self, state: Pass, rule: ExitRule, rows: list[bool]) -> tuple[Float[Tensor, "B V"], list[int]]:
         """The same by the kernels, which compute a row only as deep as it goes."""
-        found = self.target.run_to_exits(state, self.policy.deepest, rule, rows)
-        longest = max(found.depths)
+        deepest = self.policy.deepest
+        found = self.target.run_to_exits(state, deepest, rule, rows)
+        depths = [(depth or deepest) if is_run else 0 for depth, is_run in zip(found.depths, rows, strict=True)]
+        self.count(found, depths, rule)
+        return self.logits_of(found, depths), depths
+
+    def count(self, found: Exited, depths: Sequence[int], rule: ExitRule) -> None:
+        """Add a pass of the kernels to the counters, whose rows ran to ``depths``."""
+        longest = max(depths)
         self.counters.steps += 1
-        self.counters.rows += len(rows)
+        self.counters.rows += len(depths)
         self.counters.layers += longest
         self.counters.maps += sum(self.reader.maps(depth) for depth in rule.stops if depth <= longest)
         self.counters.fills += self.policy.deepest - longest
         self.counters.columns += found.columns
-        self.counters.exits.update(depth for depth in found.depths if depth)
-        return self._logits(found), found.depths
+        self.counters.exits.update(depth for depth in depths if depth)
 
-    def _logits(self, found: Exited) -> Float[Tensor, "B V"]:
-        """Of all rows; those that left without any are read by their exits."""
-        missing = [row for row, is_scored in enumerate(found.scored) if not is_scored and found.depths[row]]
+    def logits_of(self, found: Exited, depths: Sequence[int]) -> Float[Tensor, "B V"]:
+        """Of the rows that left at ``depths`` (0: undefined); by the exit, where the kernels made none."""
+        missing = [row for row, depth in enumerate(depths) if depth and not found.scored[row]]
         if not missing:
             return found.logits
         hidden, ready = found.hidden[:, 0], torch.empty_like(found.hidden[:, 0])
-        for depth in {found.depths[row] for row in missing}:
-            here = [row for row in missing if found.depths[row] == depth]
+        for depth in {depths[row] for row in missing}:
+            here = [row for row in missing if depths[row] == depth]
             ready[here] = self.reader.read(depth, hidden[here])
         self.counters.columns += self.target.vocab_size
         own = self.target.head(ready[missing])
-        if len(missing) == len(found.scored):
+        if len(missing) == len(depths):
             return own
-        logits = own.new_zeros(len(found.scored), own.shape[1], dtype=torch.float32)
+        logits = torch.zeros(len(depths), own.shape[1], device=own.device)
         scored = [row for row, is_scored in enumerate(found.scored) if is_scored]
         if scored:
             logits[scored] = found.logits[scored]

@@ -834,9 +834,11 @@ enum Measure : int64_t { SOFTMAX, COSINE, CLASSIFIER, TABLE };
 
 // Exits of a pass over one node per row. A row that leaves runs no more; the layers above get its keys and values.
 struct Exits {
+    int64_t run;             // layers that are run of all that there are, at most `count`
+    int64_t propagates;      // whether layers that a row did not run get its keys and values
     const uint8_t* stops;    // [count]: whether rows may leave after this one
     int64_t measure;
-    float threshold;         // a row leaves above it
+    const float* thresholds; // [batch]: a row leaves above it
     Norm norm;               // before the output matrix
     const Matrix* maps;      // [count], of the normed state; without panels: none
     Matrix screen, head;     // the output matrix; the screen's first rows are asked before, without panels: none
@@ -846,6 +848,7 @@ struct Exits {
     int32_t* left;           // [batch]: 0 or more: the row is not run; after the pass how many ran
     float* logits;           // [batch, outputs of head]
     uint8_t* scored;         // [batch]: whether its logits are there
+    float* confidence;       // [batch] of the softmax, where it was asked last
     int64_t* columns;        // that were multiplied
     float* room;             // [batch, screen's outputs + 2 * hidden]
 };
@@ -920,15 +923,15 @@ class Runner {
             copy(static_cast<const T*>(p_.hidden) + source(row) * m_.hidden, Plain{buffers_.hidden + row * m_.hidden},
                  m_.hidden);
         });
-        for (int64_t i = 0; i < p_.count && rows_; i++) {
+        for (int64_t i = 0; i < (p_.exits ? p_.exits->run : p_.count) && rows_; i++) {
             const Layer& layer = m_.layers[p_.layers[i]];
             if (p_.parts[i] & 1) attention(team, layer, p_.places[i]);
             if (p_.parts[i] & 2) feed_forward(team, layer);
             if (p_.taps[i]) copy_out(team, static_cast<T*>(p_.taps[i]));
-            if (p_.exits && i + 1 < p_.count && p_.exits->stops[i]) leave(team, i);
+            if (p_.exits && p_.exits->stops[i]) leave(team, i);
         }
         copy_out(team, static_cast<T*>(p_.result));
-        if (p_.exits) fill(team);
+        if (p_.exits && p_.exits->propagates) fill(team);
     }
 
   private:
@@ -981,7 +984,7 @@ class Runner {
         float* before = p_.exits->room + source_[row] * (p_.exits->screen.outputs + 2 * m_.hidden);
         const float cosine = inner(state, before) / fmaxf(1e-8f, sqrtf(inner(state, state) * inner(before, before)));
         memcpy(before, state, 4 * m_.hidden);
-        return judged_ && cosine > p_.exits->threshold;
+        return judged_ && cosine > p_.exits->thresholds[source_[row]];
     }
 
     float inner(const float* a, const float* b) const {
@@ -1010,7 +1013,7 @@ class Runner {
         if (exits.measure == CLASSIFIER) {
             over_rows(team, [&](int64_t row) {
                 const float z = inner(ready(row), exits.weight) + exits.bias;
-                leaves_[row] = 1.0f / (1.0f + expf(-z)) > exits.threshold;
+                leaves_[row] = 1.0f / (1.0f + expf(-z)) > exits.thresholds[source_[row]];
             });
             return;
         }
@@ -1022,7 +1025,9 @@ class Runner {
             });
         }
         team.each_row(rows_, exits.screen.panels ? exits.screen.outputs : m_.hidden, [&](int64_t row) {
-            leaves_[row] = !exits.screen.panels || gap(ready(row) + 2 * m_.hidden, exits.screen.outputs) > exits.threshold;
+            float& sure = exits.confidence[source_[row]];
+            sure = exits.screen.panels ? gap(ready(row) + 2 * m_.hidden, exits.screen.outputs) : 1.0f;
+            leaves_[row] = !exits.screen.panels || sure > exits.thresholds[source_[row]];
         });
         team.each(1, [&](int64_t) {
             asked_.clear();
@@ -1039,7 +1044,8 @@ class Runner {
         });
         team.each_row(asked, outputs, [&](int64_t k) {
             const int64_t row = asked_[k], b = source_[row];
-            leaves_[row] = exits.scored[b] = gap(exits.logits + b * outputs, outputs) > exits.threshold;
+            exits.confidence[b] = fminf(exits.confidence[b], gap(exits.logits + b * outputs, outputs));
+            leaves_[row] = exits.scored[b] = exits.confidence[b] > exits.thresholds[b];
         });
     }
 

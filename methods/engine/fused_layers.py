@@ -72,16 +72,18 @@ class _Pass(Structure):
 
 class _Exits(Structure):
     _fields_ = [
+        ("run", c_int64),
+        ("propagates", c_int64),
         ("stops", c_void_p),
         ("measure", c_int64),
-        ("threshold", c_float),
+        ("thresholds", c_void_p),
         ("norm", _Norm),
         ("maps", c_void_p),
         ("screen", Matrix),
         ("head", Matrix),
         ("weight", c_void_p),
         ("bias", c_float),
-        *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "columns", "room")),
+        *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "confidence", "columns", "room")),
     ]
 
 
@@ -90,22 +92,24 @@ class ExitRule:
     """When a row leaves a pass over one node per row.
 
     Attributes:
-        stops: depths at which rows may leave, ascending; all that are left leave at the last one.
+        stops: depths at which rows may leave, ascending.
         measure: of the confidence (``methods.early_exit.confidence``), or ``table``: each row has its depth.
-        threshold: a row leaves above it.
+        thresholds: per row, the confidence above which it leaves.
         maps: by depth, the product that a normed state passes before the output matrix.
         screen: the first rows of the output matrix, which the softmax asks before the whole.
         classifier: weight [D] and bias of the classifier.
         depths: per row, of the table.
+        propagates: whether layers that a row did not run get keys and values of the state with which it left.
     """
 
     stops: Sequence[int]
     measure: Measure
-    threshold: float = 0.0
+    thresholds: Sequence[float] = ()
     maps: Mapping[int, KernelLinear] = field(default_factory=dict)
     screen: KernelLinear | None = None
     classifier: tuple[Float[Tensor, "D"], float] | None = None
     depths: Sequence[int] | None = None
+    propagates: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,11 @@ class Exited:
     """A pass whose rows left by a rule.
 
     Attributes:
-        hidden: states with which rows left; undefined of rows that were not run.
-        depths: layers that rows ran; 0: it was not run.
+        hidden: states of the rows that were run, after the layers that they ran.
+        depths: per row, the layers after which it left; 0: it did not.
         logits: in 32 bit, of the rows in ``scored``.
         scored: which rows left by the logits of their exit.
+        confidence: per row, of the softmax where it was asked last.
         columns: of the output matrix that were multiplied.
     """
 
@@ -124,6 +129,7 @@ class Exited:
     depths: list[int]
     logits: Float[Tensor, "B V"]
     scored: list[bool]
+    confidence: list[float]
     columns: int
 
 
@@ -234,37 +240,45 @@ class FusedLayers:
         norm: RMSNorm,
         head: KernelLinear,
         rows: Sequence[bool],
+        first: int = 0,
+        last: int | None = None,
     ) -> Exited:
-        """States with which rows leave; above, they only get their keys and values.
+        """Run layers until rows leave; the layers above only get keys and values of those that do.
 
         Args:
             portions: all layers that a row can take.
             norm, head: what follows the last layer.
             rows: which are run.
+            first: layers that they have run before; ``hidden`` are the states after them.
+            last: depth up to which they are run now; None: all.
         """
-        batch, width, count, outputs = len(rows), hidden.shape[2], len(portions), head.panels.matrix.outputs
+        batch, width, outputs = len(rows), hidden.shape[2], head.panels.matrix.outputs
+        count, run = len(portions) - first, (len(portions) if last is None else last) - first
         screen = Matrix() if rule.screen is None else rule.screen.panels.matrix
         maps = (Matrix * count)()
         for depth, product in rule.maps.items():
-            if depth <= count:
-                maps[depth - 1] = product.panels.matrix
+            if first < depth <= len(portions):
+                maps[depth - 1 - first] = product.panels.matrix
         left = (c_int32 * batch)(*(-1 if is_run else 0 for is_run in rows))
         scored, columns = (c_uint8 * batch)(), c_int64(0)
+        thresholds, confidence = (c_float * batch)(*rule.thresholds), (c_float * batch)()
         logits = torch.empty(batch, outputs if rule.measure == "softmax" else 0)
         room = torch.empty(batch, screen.outputs + 2 * width)
-        stops = (c_uint8 * count)(*(portion + 1 in rule.stops for portion in range(count)))
-        depths = (c_int32 * batch)(*rule.depths) if rule.depths is not None else None
+        stops = (c_uint8 * count)(*(first + portion + 1 in rule.stops for portion in range(count)))
+        depths = None if rule.depths is None else (c_int32 * batch)(*(depth - first for depth in rule.depths))
         weight, bias = rule.classifier or (None, 0.0)
         factor = norm.factor.float().contiguous()
         exits = _Exits(
-            ctypes.addressof(stops), _MEASURES[rule.measure], rule.threshold, _Norm(factor.data_ptr(), norm.eps),
-            ctypes.addressof(maps), screen, head.panels.matrix, None if weight is None else weight.data_ptr(), bias,
-            None if depths is None else ctypes.addressof(depths), ctypes.addressof(left), logits.data_ptr(),
-            ctypes.addressof(scored), ctypes.addressof(columns), room.data_ptr(),
+            run, rule.propagates, ctypes.addressof(stops), _MEASURES[rule.measure], ctypes.addressof(thresholds),
+            _Norm(factor.data_ptr(), norm.eps), ctypes.addressof(maps), screen, head.panels.matrix,
+            None if weight is None else weight.data_ptr(), bias, None if depths is None else ctypes.addressof(depths),
+            ctypes.addressof(left), logits.data_ptr(), ctypes.addressof(scored), ctypes.addressof(confidence),
+            ctypes.addressof(columns), room.data_ptr(),
         )  # fmt: skip
-        result, _ = self.run(hidden, cos, sin, None, cache, portions, exits=exits)
-        ran = [(count if passed < 0 else passed) if is_run else 0 for passed, is_run in zip(left, rows, strict=True)]
-        return Exited(result, ran, logits, [bool(flag) for flag in scored], columns.value)
+        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=exits)
+        ran = [first + passed if passed > 0 else 0 for passed in left]
+        flags = [bool(flag) for flag in scored]
+        return Exited(result, ran, logits, flags, list(confidence), columns.value)
 
 
 def expressible(layers: Sequence[Layer], head_dim: int, longest: int) -> bool:
