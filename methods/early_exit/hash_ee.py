@@ -77,6 +77,8 @@ class HashEE(EarlyExitDecoder, Calibrated):
     Args:
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
+        regroup: in a batch, rows wait at the depths of the table until so many are there; None: a batch goes on
+            together.
         calibration: a risk target for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
 
@@ -96,6 +98,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         sampling: Sampling,
         prompt: Prompt = "full",
         head: Head = "trained",
+        regroup: int | None = None,
         calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
@@ -114,7 +117,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         shares = [depth / target.n_layers for depth in np.unique(self.table.depths)[::-1].tolist()]
         grid = [share for share in shares if share < 1]
         self.calibrator = None if calibration is None else calibration.over(grid, sampling)
-        super().__init__(target, sampling, HashPolicy(self.table), reader)
+        super().__init__(target, sampling, HashPolicy(self.table), reader, regroup)
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:

@@ -12,7 +12,8 @@ Rows of a batch go to the deepest exit together, and a row's text is the one it 
 run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
 (``CausalLM.run_to_exits``). Elsewhere a row that has exited is frozen: it passes through the remaining layers with its
 state, which is what propagation writes, and its layers are not saved. ``Step.layers`` is the depth of the deepest row.
-A row whose text has ended leaves the batch (``methods.rows``).
+A row whose text has ended leaves the batch (``methods.rows``). With ``regroup`` rows wait at their exits for others
+(``regrouping.py``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Generator, Tensor
 
 from methods.decoder import Decoder, Guarantee, Step
 from methods.early_exit.exits import Reader
+from methods.early_exit.regrouping import decode_regrouped
 from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.fused_layers import Exited, ExitRule
 from methods.engine.kv_cache import Cache
@@ -196,9 +198,22 @@ class EarlyExitDecoder(ExitDecoder):
         guarantee: what the policy promises.
     """
 
-    def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
-        self.target, self.sampling, self.reader = target, sampling, reader
+    def __init__(
+        self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader, regroup: int | None = None
+    ) -> None:
+        self.target, self.sampling, self.reader, self._regroup = target, sampling, reader, regroup
         self.restart(policy)
+        if regroup is not None:
+            self._require_regrouping(regroup)
+
+    def _require_regrouping(self, least: int) -> None:
+        if least < 1:
+            raise ValueError(f"regroup must be at least 1 or null, got {least}. Set method.regroup=8.")
+        if self.kernel_rule([0], [1]) is None:
+            raise ValueError(
+                f"regroup needs exits that the CPU kernels judge within a pass; for {self.target.name} and these "
+                "settings they cannot. Set method.regroup=null."
+            )
 
     def restart(self, policy: Policy) -> None:
         """Decode by this policy from now on, and reset the counters."""
@@ -208,14 +223,19 @@ class EarlyExitDecoder(ExitDecoder):
         """Memory beside the target's."""
         return {"exits": self.reader.nbytes + self.policy.nbytes, "key_value_projections": self.target.fill_bytes}
 
-    @torch.inference_mode()
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        if self._regroup is None or len(prompts) == 1:
+            return self._decode_together(prompts, limit, rng)
+        return decode_regrouped(self, prompts, limit, rng, self._regroup)
+
+    @torch.inference_mode()
+    def _decode_together(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         cache = self.target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
         self.policy.reset(limit)
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
         roots, batch = root.tolist(), ComputedRows(len(prompts))
         first = [[token] for token in roots]
-        batch.take((yield Step.undrafted(first, self._share(self.prompt_depth), rows=len(first))))
+        batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
         done = [1] * len(prompts)
         while any(rows := batch.below(limit, done)):
             if (stay := batch.leave(self.target)) is not None:
@@ -228,7 +248,7 @@ class EarlyExitDecoder(ExitDecoder):
             cache.advance([int(is_open) for is_open in rows])
             done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
             new_tokens = [[token] if is_open else [] for token, is_open in zip(roots, rows, strict=True)]
-            step = Step.undrafted(new_tokens, self._share(max(depths)), rows=len(rows))
+            step = Step.undrafted(new_tokens, self.share(max(depths)), rows=len(rows))
             batch.take((yield batch.step(step)))
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
@@ -240,7 +260,8 @@ class EarlyExitDecoder(ExitDecoder):
         """Layers that prompts are read by."""
         return self.target.n_layers
 
-    def _share(self, depth: int) -> float:
+    def share(self, depth: int) -> float:
+        """Of the layers."""
         return depth / self.target.n_layers
 
     def _forward(
@@ -302,6 +323,17 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.layers += longest
         self.counters.maps += sum(self.reader.maps(depth) for depth in rule.stops if depth <= longest)
         self.counters.fills += self.policy.deepest - longest
+        self.counters.columns += found.columns
+        self.counters.exits.update(depth for depth in depths if depth)
+
+    def count_part(self, found: Exited, depths: Sequence[int], first: int, last: int, rule: ExitRule) -> None:
+        """The same of a part of a pass, from ``first`` layers to ``last``, for some rows; 0 in ``depths``: not left."""
+        leaves = any(depths)
+        self.counters.steps += leaves
+        self.counters.rows += sum(depth > 0 for depth in depths)
+        self.counters.layers += last - first
+        self.counters.maps += self.reader.maps(last) if last in rule.stops else 0
+        self.counters.fills += (self.policy.deepest - last) * leaves
         self.counters.columns += found.columns
         self.counters.exits.update(depth for depth in depths if depth)
 
