@@ -208,6 +208,12 @@ def _lossless(words: list[str]) -> int:
     return command.main(words)
 
 
+def _promise(words: list[str]) -> int:
+    from bench.promise import command
+
+    return command.main(words)
+
+
 def _gpu(words: list[str]) -> int:
     from bench.gpu import command
 
@@ -620,6 +626,7 @@ _COMMANDS: dict[str, Command] = {
         _rivals, "rivals import FILE ... [baseline=FILE]", "figures that vLLM or SGLang wrote of themselves"
     ),
     "lossless": Command(_lossless, "lossless experiment=NAME ...", "test whether sampling keeps the distribution"),
+    "promise": Command(_promise, "promise method=NAME ...", "test what calibrated exit thresholds promise"),
     "gpu": Command(_gpu, "gpu pack|run|probe|import ...", "measure on a machine with a GPU and no network"),
     "fetch": Command(
         _fetch, "fetch {models,data} NAME ...", "download models or data sets", "fetch data mtbench", FetchOptions

@@ -313,11 +313,15 @@ class Calibrator(ABC):
         risk_target: settings; the run reads ``against``, ``metric``, ``corpus``, ``prompts``, ``seed``.
         thresholds: tried in this order, the safest first; all below 1, which is the full model.
         fewest: least number of prompts.
+        tolerance: allowed expected loss.
+        error_rate: allowed probability of missing it.
     """
 
     risk_target: Any
     thresholds: Sequence[float]
     fewest: int
+    tolerance: float
+    error_rate: float
 
     @abstractmethod
     def planned(self) -> int:
@@ -330,6 +334,14 @@ class Calibrator(ABC):
     @abstractmethod
     def choose(self, losses: Float[np.ndarray, "prompts tried"]) -> dict[str, Any]:
         """Plain JSON values for the record, among them ``threshold``, the choice, and ``explanation``, a sentence."""
+
+    @abstractmethod
+    def naive(self, losses: Float[np.ndarray, "prompts tried"]) -> float:
+        """The lowest threshold down to which the mean loss is within the tolerance: a control without a guarantee."""
+
+    @abstractmethod
+    def promising(self, tolerance: float) -> Calibrator:
+        """The same for another tolerance."""
 
 
 class Calibrated(ABC):

@@ -38,7 +38,7 @@ LAYERS = [
     bench.cli bench.readme
     bench.gpu
     bench.doctor bench.validate
-    bench.sweep bench.train bench.cost bench.lossless bench.rivals
+    bench.sweep bench.train bench.cost bench.lossless bench.rivals bench.promise
     bench.measure
     bench.contract
     bench.report

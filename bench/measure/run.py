@@ -52,7 +52,7 @@ from bench.utils.progress import stage
 from methods.decoder import CostAware, Decoder
 from methods.engine.cuda_graphs import GraphedLM
 
-_BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
+BASELINE = {"name": "autoregressive", "_target_": "methods.autoregressive.Autoregressive"}
 _MASK_BY_MASK = {  # the baseline of a diffusion model, which knows no order of tokens
     "name": "diffusion",
     "_target_": "methods.non_autoregressive.diffusion.Diffusion",
@@ -246,7 +246,7 @@ def _prepare(cfgs: Sequence[RunConfig], given: Given) -> tuple[Shared, list[Part
     settings = manifest.settings(cfg, loaded)
     examples = task.filled(examples, loaded.tokenizer)
     lengths = prompts.check(task, examples, loaded.tokenizer, settings.limit, settings.context, apart=settings.apart)
-    baseline = instantiate.build_decoder(_MASK_BY_MASK if loaded.denoises else _BASELINE, loaded.lm, cfg.sampling)
+    baseline = instantiate.build_decoder(_MASK_BY_MASK if loaded.denoises else BASELINE, loaded.lm, cfg.sampling)
     shared = Shared(task, examples, loaded, baseline, settings, lengths, floor_bytes, gpu_busy)
     found = [reason or _parts(each, shared, given) for each, reason in zip(cfgs, refused, strict=True)]
     if all(isinstance(parts, Exception) for parts in found):

@@ -92,7 +92,13 @@ class Writer:
 
 
 def draw(
-    cfg: RunConfig, method: Decoder, loaded: Any, examples: Sequence[Any], part: Prepared | None, context: int
+    cfg: RunConfig,
+    method: Decoder,
+    loaded: Any,
+    examples: Sequence[Any],
+    part: Prepared | None,
+    context: int,
+    most: int | None = None,
 ) -> CalibrationSet | None:
     """The calibration prompts of a run; None if its method has no risk target.
 
@@ -100,6 +106,7 @@ def draw(
         examples: the run's own, none of which may be a calibration prompt.
         part: the trained exits, whose card says what they were trained on.
         context: most tokens of prompt and answer together, or of each of them for an encoder-decoder.
+        most: prompts, in place of what the method plans; fewer are taken where the corpus has no more.
 
     Raises:
         UserError: an unknown corpus or metric, or too few prompts.
@@ -109,7 +116,7 @@ def draw(
         return None
     target, sources = calibrator.risk_target, Sources(cfg.paths.data, cfg.paths.cache)
     _scorer(target.metric)
-    wanted, name = target.prompts or calibrator.planned(), target.corpus or _corpus_of(cfg, loaded.kind)
+    wanted, name = target.prompts or most or calibrator.planned(), target.corpus or _corpus_of(cfg, loaded.kind)
     texts = corpus.read(name, None, target.seed, sources)
     asked = {turn.strip() for example in examples for turn in example.turns}
     unasked = [dialogue for dialogue in texts.dialogues if dialogue.said[-1].strip() not in asked]
@@ -126,6 +133,7 @@ def draw(
         apart[what] = not digests or len(_take(others, least, loaded, room)) == least
         left = others if apart[what] else left
     rows = _take(left, wanted, loaded, room)
+    wanted = wanted if most is None else len(rows)
     _require(len(rows), wanted, name, calibrator)
     for what, is_apart in apart.items():
         if is_apart is False or (is_apart is None and cards and what == "training"):
@@ -247,7 +255,7 @@ def choose(
     kept = _Losses(cfg, drawn, writer.loaded, part)
     full = kept.full or writer.write(baseline, drawn.rows, "calibration: full model")
     kept.note(found=full)
-    lost = _loss(target, drawn.references, full, writer)
+    lost = loss_of(target, drawn.references, full, writer)
     columns: list[list[float]] = []
     for threshold in drawn.calibrator.thresholds:
         if drawn.calibrator.complete(_table(columns, len(drawn.rows))):
@@ -265,7 +273,7 @@ def choose(
         record["explanation"] += "; its checkpoints were chosen by these prompts"
     method.set_threshold(record["threshold"])
     costs = [kept.measured[repr(threshold)]["layer_equivalents"] for threshold in record["thresholds"]]
-    metric = None if target.against == "textual" else target.metric or _USUAL[writer.loaded.kind]
+    metric = metric_of(target, writer.loaded.kind)
     facts = {"against": target.against, "metric": metric, "layer_equivalents": costs, "corpus": drawn.facts}
     print(f"calibration: {record['explanation']}", file=sys.stderr)
     return Choice(record | facts, columns)
@@ -293,13 +301,17 @@ def _layer_equivalents(method: Decoder) -> float | None:
     return None if found is None else float(found)
 
 
-def _loss(
+def metric_of(target: Any, kind: str) -> str | None:
+    """The score that losses of a risk target compare, for a model of this kind; None: the texts themselves."""
+    return None if target.against == "textual" else target.metric or _USUAL[kind]
+
+
+def loss_of(
     target: Any, references: Sequence[str], full: Sequence[Sequence[int]], writer: Writer
 ) -> Callable[[Sequence[Sequence[int]]], list[float]]:
     """A function from texts to the loss of each, in [0, 1]."""
-    if target.against == "textual":
+    if (metric := metric_of(target, writer.loaded.kind)) is None:
         return lambda texts: [1.0 - rouge_l(ours, theirs) for ours, theirs in zip(full, texts, strict=True)]
-    metric = target.metric or _USUAL[writer.loaded.kind]
     scorer = _scorer(metric)
 
     def scores(texts: Sequence[Sequence[int]]) -> list[float]:

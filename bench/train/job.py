@@ -377,13 +377,13 @@ def _load_model(
             return None
         if not named:
             raise UserError(
-                "train.data=distilled and train.begin=model need another model, got none. Name one: "
-                "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."
+                f"{trainable.teaching} need another model, got none. Name one: model={trainable.usual_teacher}, or "
+                "model=hf model.name=HUB_ID_OR_FOLDER."
             )
     if (devices := parallel_of(cfg.model)) > 1:
         raise UserError(f"model.parallel must be 1 where something is trained, got {devices}. Set model.parallel=1.")
     model = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=paired)
-    if made and model.kind != "seq2seq":
+    if made and trainable.teacher_kind == "seq2seq" != model.kind:
         raise UserError(
             f"The teacher must be an encoder-decoder that translates, got {model.name}, a causal model. Set "
             "model=multi30k_4_4, or model=hf model.name=HUB_ID_OR_FOLDER."

@@ -14,7 +14,12 @@ those that the run does not use.
 
 ``exits`` chooses the loss: ``calm``, ``free``, ``hash`` (each byte takes the layers that a table says, in training and
 in decoding; the table is saved with the model, for ``method.checkpoint`` of ``hash_ee``), or ``last``, the last layer
-only, for comparison. The card says how good each exit is over held-out text, and the layers per token by confidence.
+only, for comparison. ``table`` is the kind of that table; clustered and learnt ones need a model of bytes, whose
+embeddings are clustered and whose exits say how soon a byte settles:
+
+    python -m bench train method=character_model train.exits=hash train.table=learnt model=shakespeare_characters
+
+The card says how good each exit is over held-out text, and the layers per token by confidence.
 
 On Shakespeare's works layers 1 to 7 agree with the last one on 66, 79, 85, 90, 92, 95 and 97 % of the bytes, and exits
 at a confidence of 0.7 are right in 99 % of the cases. The loss of CALM has another cause: bytes that take all layers
@@ -30,6 +35,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -39,7 +45,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from methods.base_models.translation import require_multiple
 from methods.decoder import generate
 from methods.early_exit.calm import Calm
-from methods.early_exit.hash_tables import Corpus, HashTable, even_depths, make_table
+from methods.early_exit.hash_tables import Corpus, HashTable, Kind, even_depths, make_table, settling_depths
 from methods.engine.byte_tokenizer import byte_tokenizer
 from methods.engine.causal_lm import CausalLM
 from methods.engine.generation import answer
@@ -56,6 +62,8 @@ _JUDGED = 64  # windows of it for the evaluation of exits
 _TEXTS = 100  # texts that are generated to measure the loss of exits
 _THRESHOLDS = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 _BUCKETS = 4  # of the table of ``hash``
+_OF_A_MODEL = ("clustered", "learnt")  # tables that another model is asked for
+_SETTLED = 512  # texts over which its exits are judged for a learnt one
 _PROMPTS, _MOST_PROMPTS = "prompts.jsonl", 600
 _EMBEDDED, _THETA = 0.1, 100.0  # deviation of the embeddings; base of the rotary wavelengths, for texts of 100 bytes
 
@@ -71,6 +79,7 @@ class CharacterModel(Trainable):
         shallow, distillation: of ``free``.
         mixed: with ``calm``, share of the texts of a step whose tokens exit at random depths, so that later tokens
             learn to read keys and values of early states; the paper has none.
+        table: with ``hash``, its kind, see ``methods.early_exit.hash_tables``.
         recipe: of the training; ``batch_size`` counts texts.
 
     Raises:
@@ -82,6 +91,9 @@ class CharacterModel(Trainable):
     description = "a language model of bytes that can be left after every layer"
     duration = "ten minutes on a CPU core"
     corpus = "shakespeare"
+    teaching = "train.table=clustered and train.table=learnt"
+    teacher_kind = "causal"
+    usual_teacher = "shakespeare_characters"
 
     exits: ExitLoss = "calm"
     layers: int = 8
@@ -91,6 +103,7 @@ class CharacterModel(Trainable):
     shallow: int | None = None
     distillation: float = 0.5
     mixed: float = 0.5
+    table: Kind = "frequency"
     recipe: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(steps=1500, batch_size=32, learning_rate=2e-3)
     )
@@ -100,12 +113,23 @@ class CharacterModel(Trainable):
         require("at least 2", positions=self.positions)
         require("from 0 to 1", mixed=self.mixed)
         require_multiple(self.width, 2 * self.heads)
+        if self.table != "frequency" and self.exits != "hash":
+            raise ValueError(
+                f"table must be frequency with exits={self.exits}, which has no table, got {self.table}. Set "
+                "train.exits=hash."
+            )
         loss = self.exits if self.exits in ("calm", "free") else None
         self.layer_loss = make_loss(loss, self.layers, self.shallow, self.distillation) if loss else None
 
+    @property
+    def needs_model(self) -> bool:
+        """See ``Trainable``: a model of bytes, for the tables that are made with one."""
+        return self.table in _OF_A_MODEL
+
     def model_name(self, corpus: str) -> str:
-        """``shakespeare_characters``, ``shakespeare_characters_hash``."""
-        return f"{corpus}_characters" + ("" if self.exits == "calm" else f"_{self.exits}")
+        """``shakespeare_characters``, ``shakespeare_characters_hash``, ``shakespeare_characters_hash_learnt``."""
+        table = "" if self.table == "frequency" else f"_{self.table}"
+        return f"{corpus}_characters" + ("" if self.exits == "calm" else f"_{self.exits}") + table
 
     def fit(self, context: TrainingContext) -> dict[str, Any]:
         """See ``Trainable``."""
@@ -119,7 +143,7 @@ class CharacterModel(Trainable):
                 "larger one (corpus=...)."
             )
         train, held_out = ids[:split], ids[split:]
-        table = self._table(train, len(tokenizer), context.seed) if self.exits == "hash" else None
+        table = self._table(context, train, len(tokenizer)) if self.exits == "hash" else None
         depths = None if table is None else torch.from_numpy(table.depths.astype("int64")).to(context.device)
         torch.manual_seed(context.seed)
         network = self.network(len(tokenizer)).to(context.device)
@@ -210,10 +234,48 @@ class CharacterModel(Trainable):
             network.model.embed_tokens.weight.mul_(_EMBEDDED)
         return network
 
-    def _table(self, ids: Int[Tensor, "N"], tokens: int, seed: int) -> HashTable:
+    def _table(self, context: TrainingContext, ids: Int[Tensor, "N"], tokens: int) -> HashTable:
         depths = even_depths(min(_BUCKETS, self.layers), self.layers)
-        corpus = Corpus.of([ids.tolist()], tokens)
-        return make_table("frequency", depths, corpus, self.layers, balance="mass", seed=seed)
+        embeddings = settling = None
+        if self.table == "clustered":
+            target = _of_bytes(context.target, tokens)
+            embeddings = target.embed(torch.arange(tokens, device=target.device)).float().cpu().numpy()
+        if self.table == "learnt":
+            width = min(self.positions, context.target.max_positions)
+            starts = _spread(len(ids) - width, _SETTLED)
+            texts = torch.stack([ids[start : start + width] for start in starts.tolist()])
+            settling = settled_after(_of_bytes(context.target, tokens), texts)
+        return make_table(
+            self.table,
+            depths,
+            Corpus.of([ids.tolist()], tokens),
+            self.layers,
+            balance="mass",
+            seed=context.seed,
+            embeddings=embeddings,
+            settling=settling,
+        )
+
+
+def _of_bytes(model: CausalLM, tokens: int) -> CausalLM:
+    if model.vocab_size != tokens:
+        raise ValueError(
+            f"The model of the table must have one token per byte, {tokens} in all, got {model.name} with "
+            f"{model.vocab_size}. Set model=shakespeare_characters."
+        )
+    return model
+
+
+@torch.inference_mode()
+def settled_after(target: CausalLM, texts: Int[Tensor, "n W"]) -> Float[np.ndarray, "V"]:
+    """By byte, the share of the layers after which the target's exits, read by the lens, settle; over whole texts."""
+    rows, layers = list(texts.to(target.device)), range(target.n_layers)
+    output = target.prefill(rows, target.new_cache(len(rows), len(rows[0])), hidden_layers=layers)
+    exits = {layer + 1: output.hidden_layers[layer].flatten(0, 1) for layer in layers[:-1]}
+    seen = judge(target.head, {"": lambda _, states: target.norm(states)}, exits, output.hidden.flatten(0, 1))[""]
+    agrees = torch.stack([agreed for agreed, _ in seen.values()], dim=1).cpu().numpy()
+    read = texts.flatten().cpu().numpy()
+    return settling_depths(read, agrees, list(seen), target.n_layers, target.vocab_size) / target.n_layers
 
 
 def prompts_of(text: str, length: int) -> list[dict[str, Any]]:

@@ -104,6 +104,7 @@ class ThresholdCalibrator(Calibrator):
 
     def __init__(self, target: RiskTarget, tolerance: float, thresholds: tuple[float, ...]) -> None:
         self.risk_target, self.tolerance, self.thresholds = target, tolerance, thresholds
+        self.error_rate = target.error_rate
         try:
             risk_control.require_falling(thresholds)
             self.fewest = risk_control.fewest_prompts(
@@ -139,6 +140,14 @@ class ThresholdCalibrator(Calibrator):
         """The record of the calibration with ``threshold`` and ``explanation``, as plain JSON values."""
         found = self._chosen(losses)
         return {"explanation": found.explain(), **found.record()}
+
+    def naive(self, losses: Float[np.ndarray, "prompts tried"]) -> float:
+        """See ``methods.decoder.Calibrator``."""
+        return risk_control.naive_threshold(losses, self.thresholds[: losses.shape[1]], self.tolerance)
+
+    def promising(self, tolerance: float) -> ThresholdCalibrator:
+        """See ``methods.decoder.Calibrator``."""
+        return ThresholdCalibrator(replace(self.risk_target, tolerance=tolerance), tolerance, tuple(self.thresholds))
 
     def _chosen(self, losses: Float[np.ndarray, "prompts tried"]) -> risk_control.Calibration:
         target = self.risk_target

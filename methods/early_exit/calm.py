@@ -37,6 +37,7 @@ from methods.early_exit.exits import Head, default_depths, find_exits, find_read
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
 from methods.early_exit.threshold import Decay, Threshold
 from methods.engine.causal_lm import CausalLM
+from methods.engine.fused_layers import ExitRule
 from methods.engine.sampling import Sampling
 
 
@@ -57,6 +58,13 @@ class CalmPolicy(Policy):
         self._place += 1  # the first token came with the prompt
         self.confidence.begin()
         return self._stops
+
+    def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        if self.threshold.never:
+            return ExitRule(self._stops, "table", depths=[self.deepest] * len(roots))
+        if (found := self.confidence.rule(self._stops[:-1])) is None:
+            return None
+        return replace(found, thresholds=[self.threshold.at(place, self._limit) for place in places])
 
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Costs one host read, and a second where a row passes the screen of frequent tokens."""
@@ -84,6 +92,8 @@ class Calm(EarlyExitDecoder, Calibrated):
         decay: form in which the threshold falls along the text.
         tau: speed of the decay.
         horizon: tokens over which it falls; None: the limit of the run.
+        regroup: in a batch, rows that do not leave at an exit wait there until so many are there; None: a batch goes on
+            together.
         calibration: a risk target for which the threshold is chosen; replaces ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
@@ -106,6 +116,7 @@ class Calm(EarlyExitDecoder, Calibrated):
         decay: Decay = "none",
         tau: float = 4.0,
         horizon: int | None = None,
+        regroup: int | None = None,
         calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
@@ -115,9 +126,14 @@ class Calm(EarlyExitDecoder, Calibrated):
         depths = known if exits is None else tuple(exits)
         require_depths(depths, target, reader, "method.exits")
         self._depths, self._threshold = depths, Threshold(threshold, decay, tau, horizon)
+        if regroup is not None and confidence == "saturation":
+            raise ValueError(
+                "regroup must be null with confidence=saturation, which compares with the state before, got "
+                f"{regroup}. Set method.regroup=null."
+            )
         self._confidence = make_confidence(confidence, target, trained, vocabulary)
         self.calibrator = None if calibration is None else calibration.over(GRID, sampling)
-        super().__init__(target, sampling, self._policy(threshold, target.n_layers), reader)
+        super().__init__(target, sampling, self._policy(threshold, target.n_layers), reader, regroup)
 
     def set_threshold(self, threshold: float) -> None:
         self.restart(self._policy(threshold, self.target.n_layers))

@@ -18,7 +18,7 @@ or no screen where the whole output matrix costs at most two layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -30,7 +30,8 @@ from torch import Tensor
 from methods.early_exit.exits import Exits
 from methods.early_exit.loop import head_share
 from methods.engine.causal_lm import CausalLM
-from methods.engine.linear import Linear, make_linear
+from methods.engine.fused_layers import ExitRule
+from methods.engine.linear import KernelLinear, Linear, make_linear
 from methods.engine.sampling import in_float
 from methods.training.exit_quality import gap
 
@@ -70,6 +71,10 @@ class Confidence(Protocol):
         """Start a new token."""
         ...
 
+    def rule(self, stops: Sequence[int]) -> ExitRule | None:
+        """How the kernels judge at these depths, without threshold and maps; None: they cannot."""
+        ...
+
     def __call__(
         self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
     ) -> Opinion:
@@ -100,6 +105,11 @@ class Softmax:
     def begin(self) -> None:
         """Does nothing: exits are independent."""
 
+    def rule(self, stops: Sequence[int]) -> ExitRule | None:
+        if self._reduced is not None and not isinstance(self._reduced, KernelLinear):
+            return None
+        return ExitRule(stops, "softmax", screen=self._reduced)
+
     def __call__(
         self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
     ) -> Opinion:
@@ -122,6 +132,9 @@ class Saturation:
     def begin(self) -> None:
         self._before = None
 
+    def rule(self, stops: Sequence[int]) -> ExitRule | None:
+        return ExitRule(stops, "saturation")
+
     def __call__(
         self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None
     ) -> Opinion:
@@ -136,10 +149,14 @@ class Classifier:
 
     def __init__(self, weight: Float[Tensor, "D"], bias: Float[Tensor, ""]) -> None:
         self._weight, self._bias = weight, bias
+        self._in_float = weight.float().contiguous(), float(bias)
         self.nbytes = (weight.numel() + 1) * weight.element_size()
 
     def begin(self) -> None:
         """Does nothing: exits are independent."""
+
+    def rule(self, stops: Sequence[int]) -> ExitRule | None:
+        return ExitRule(stops, "classifier", classifier=self._in_float)
 
     def __call__(
         self, hidden: Float[Tensor, "B D"], ready: Float[Tensor, "B D"], tempts: Tempts | None = None

@@ -3,7 +3,7 @@
 A decision begins when the reader makes the state at an exit readable and ends when the target is asked for more layers.
 It comprises the exit's own map, the output matrix as far as the confidence needs it, the confidence, and the host's
 wait for it. The logits of an exit that is taken also give its token, so this is more than what a decoder without a
-confidence would save.
+confidence would save. Where the kernels judge exits within a pass, torch's operators do so here, and take longer.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class _Watch:
 
     def maps(self, depth: int) -> int:
         return self._reader.maps(depth)
+
+    def kernel_maps(self) -> None:
+        """None: a decision in the midst of a call of the kernels cannot be timed."""
 
     def close(self) -> None:
         """End of a decision."""

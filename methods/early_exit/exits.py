@@ -34,7 +34,7 @@ from methods.engine.checkpoint_files import (
     target_sizes,
     write_part,
 )
-from methods.engine.linear import Linear, make_linear
+from methods.engine.linear import KernelLinear, Linear, make_linear
 
 Head = Literal["trained", "lens"]
 
@@ -125,6 +125,10 @@ class Reader(Protocol):
         """Square matrices of the model's width that this multiplies."""
         ...
 
+    def kernel_maps(self) -> dict[int, KernelLinear] | None:
+        """By depth, the maps as the kernels take them; None: in another form."""
+        ...
+
 
 class Lens:
     """The target's own final norm at every depth."""
@@ -140,6 +144,9 @@ class Lens:
 
     def maps(self, depth: int) -> int:
         return 0
+
+    def kernel_maps(self) -> dict[int, KernelLinear] | None:
+        return {}
 
 
 class Translated(Lens):
@@ -162,6 +169,10 @@ class Translated(Lens):
 
     def maps(self, depth: int) -> int:
         return int(depth in self._maps)
+
+    def kernel_maps(self) -> dict[int, KernelLinear] | None:
+        found = {depth: linear for depth, linear in self._maps.items() if isinstance(linear, KernelLinear)}
+        return found if len(found) == len(self._maps) else None
 
 
 def default_depths(target: CausalLM) -> tuple[int, ...]:

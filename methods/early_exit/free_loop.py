@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator as Steps
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -33,11 +33,11 @@ from torch import Generator, Tensor
 
 from methods.decoder import Guarantee, RowChanges, Step
 from methods.drafting import ABSENT, AcceptanceRule, Draft, Verification
-from methods.early_exit.confidence import Softmax, Vocabulary
+from methods.early_exit.confidence import Opinion, Softmax, Vocabulary
 from methods.early_exit.exits import Reader
 from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.early_exit.threshold import FULL_MODEL
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
 from methods.engine.stopwatch import Stopwatch
@@ -110,6 +110,7 @@ class Shallow:
         best: [B] its likeliest tokens.
         probs: [B, V] what ``token`` was drawn from; None: it was not drawn, or no row is sure of it.
         confidence: per row; empty where no exit is taken at all.
+        deep: [B, 1, D] after all layers, if the pass went on through them because no row was sure.
     """
 
     root: Int[Tensor, "B"]
@@ -118,6 +119,7 @@ class Shallow:
     best: Int[Tensor, "B"] | None = None
     probs: Float[Tensor, "B V"] | None = None
     confidence: list[float] | None = None
+    deep: Float[Tensor, "B 1 D"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ class ShallowDeepDecoder(ExitDecoder):
         passes: list[Shallow] = []
         text.watch.start()
         while True:
-            passes.append(self._shallow(root, text, cache, rng))
+            passes.append(self._shallow(root, text, cache, rng, alone=not passes and len(text.done) == 1))
             sure = text.sure(passes[-1].confidence)
             judged = options.accept != "all"
             room = min(options.max_pending, text.room - 1) if judged else options.max_pending
@@ -218,21 +220,30 @@ class ShallowDeepDecoder(ExitDecoder):
         text.rows.take((yield text.rows.step(step)))
         return root
 
-    def _shallow(self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator) -> Shallow:
-        state = self.target.begin(root[:, None], None, cache)
-        self.target.run(state, range(self.options.depth))
-        self.counters.layers += self.options.depth
-        cache.advance([1] * len(root))
-        found = Shallow(root, state.hidden)
+    def _shallow(
+        self, root: Int[Tensor, "B"], text: _Text, cache: Cache, rng: Generator, alone: bool = False
+    ) -> Shallow:
+        """One shallow pass.
+
+        Args:
+            alone: no token of the only row waits, so the pass may go on through the deep layers.
+        """
+        state, depth = self.target.begin(root[:, None], None, cache), self.options.depth
+        self.counters.layers += depth
         if self._never:
-            return found
-        hidden = state.hidden[:, 0]
-        ready = self.reader.read(self.options.depth, hidden)
-        self.counters.maps += self.reader.maps(self.options.depth)
-        opinion = self._softmax(hidden, ready, text.tempted)
+            self.target.run(state, range(depth))
+            cache.advance([1] * len(root))
+            return Shallow(root, state.hidden)
+        self.counters.maps += self.reader.maps(depth)
+        deep = None
+        if self._fused():
+            hidden, opinion, deep = self._by_kernels(state, text, alone)
+        else:
+            hidden, opinion = self._by_parts(state, text)
+        cache.advance([1] * len(root))
         self.counters.columns += opinion.columns
         assert opinion.confidence is not None
-        found.confidence = opinion.confidence.tolist()
+        found = Shallow(root, hidden, confidence=opinion.confidence.tolist(), deep=deep)
         if opinion.logits is None:  # no row is sure, and none takes a token from here
             found.best = found.token = torch.zeros_like(root)
             return found
@@ -241,6 +252,34 @@ class ShallowDeepDecoder(ExitDecoder):
             found.probs = self.sampling.probs(opinion.logits)
             found.token = draw(found.probs, rng)
         return found
+
+    def _fused(self) -> bool:
+        """Whether the kernels judge the exit in the pass that makes its state."""
+        kernels = self.target.exits_fused and self.reader.kernel_maps() is not None
+        return kernels and self._softmax.rule((self.options.depth,)) is not None
+
+    def _by_kernels(
+        self, state: Pass, text: _Text, alone: bool
+    ) -> tuple[Float[Tensor, "B 1 D"], Opinion, Float[Tensor, "B 1 D"] | None]:
+        """State and opinion at the exit; and the state after all layers, if the pass went on."""
+        depth, rows = self.options.depth, len(text.done)
+        rule, maps = self._softmax.rule((depth,)), self.reader.kernel_maps()
+        assert rule is not None and maps is not None
+        # What learns wants to know what every exit would say, so that none is left unasked, and none goes on.
+        least, through = ([-1.0] * rows, False) if self._learns else (text.least, alone)
+        rule = replace(rule, maps=maps, thresholds=least, propagates=False)
+        found = self.target.run_to_exits(state, self.target.n_layers if through else depth, rule, [True] * rows)
+        deep = found.hidden if through and not found.depths[0] else None
+        if not any(found.scored):
+            return found.hidden, Opinion(torch.tensor(found.confidence), columns=found.columns), deep
+        found.logits[[row for row, is_scored in enumerate(found.scored) if not is_scored]] = 0.0
+        return found.hidden, Opinion(torch.tensor(found.confidence), found.logits, found.columns), deep
+
+    def _by_parts(self, state: Pass, text: _Text) -> tuple[Float[Tensor, "B 1 D"], Opinion]:
+        self.target.run(state, range(self.options.depth))
+        hidden = state.hidden[:, 0]
+        ready = self.reader.read(self.options.depth, hidden)
+        return state.hidden, self._softmax(hidden, ready, text.tempted)
 
     def _commit_shallow(self, token: Int[Tensor, "B"], text: _Text) -> Step:
         rows = text.open
@@ -255,12 +294,14 @@ class ShallowDeepDecoder(ExitDecoder):
         self, passes: list[Shallow], sure: list[bool], text: _Text, cache: Cache, rng: Generator
     ) -> tuple[Step, Int[Tensor, "B"]]:
         target, depth = self.target, self.options.depth
-        state = target.begin(torch.stack([p.root for p in passes], dim=1), None, cache)
-        state.hidden = torch.cat([p.state for p in passes], dim=1)
-        target.run(state, range(depth, target.n_layers))
+        if (hidden := passes[0].deep) is None:
+            state = target.begin(torch.stack([p.root for p in passes], dim=1), None, cache)
+            state.hidden = torch.cat([p.state for p in passes], dim=1)
+            target.run(state, range(depth, target.n_layers))
+            hidden = state.hidden
         self.counters.layers += target.n_layers - depth
         judged = self.options.accept != "all"
-        asked = state.hidden if judged or self._learns else state.hidden[:, -1:]
+        asked = hidden if judged or self._learns else hidden[:, -1:]
         logits = target.head(target.norm(asked))
         self.counters.columns += target.vocab_size * asked.shape[1]
         verification = self._judge(passes, sure, logits, rng)
@@ -353,6 +394,11 @@ class _Text:
     def refresh(self) -> None:
         """Read the thresholds again."""
         self._values = [threshold.threshold() for threshold in self.thresholds]
+
+    @property
+    def least(self) -> list[float]:
+        """Per row, the confidence above which it is sure; a row that needs no token is none."""
+        return [value if is_open else 1.0 for value, is_open in zip(self._values, self.open, strict=True)]
 
     def tempted(self, confidence: Float[Tensor, "B"]) -> bool:
         """Whether a row below its limit would be sure."""

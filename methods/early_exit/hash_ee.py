@@ -39,6 +39,7 @@ from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
+from methods.engine.fused_layers import ExitRule
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -61,6 +62,10 @@ class HashPolicy(Policy):
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return sorted({self._depths[token] for token in roots})
 
+    def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        depths = [self._depths[token] for token in roots]
+        return ExitRule(sorted(set(depths)), "table", depths=depths)
+
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Known on the host, without a read back."""
         return ExitDecision([self._depths[token] == point.depth for token in point.roots])
@@ -72,6 +77,8 @@ class HashEE(EarlyExitDecoder, Calibrated):
     Args:
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
+        regroup: in a batch, rows wait at the depths of the table until so many are there; None: a batch goes on
+            together.
         calibration: a risk target for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
 
@@ -91,6 +98,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         sampling: Sampling,
         prompt: Prompt = "full",
         head: Head = "trained",
+        regroup: int | None = None,
         calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
@@ -109,7 +117,7 @@ class HashEE(EarlyExitDecoder, Calibrated):
         shares = [depth / target.n_layers for depth in np.unique(self.table.depths)[::-1].tolist()]
         grid = [share for share in shares if share < 1]
         self.calibrator = None if calibration is None else calibration.over(grid, sampling)
-        super().__init__(target, sampling, HashPolicy(self.table), reader)
+        super().__init__(target, sampling, HashPolicy(self.table), reader, regroup)
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:

@@ -8,6 +8,8 @@ at the smallest. Unseen types and special ones are not cut and always take the w
     mutual_information  I(1[x = v]; next token), the largest first. The paper's labels are classes of a text; where text
                         is generated the label of a token is the next one
     clustered           k-means of the input embeddings, clusters in order of the sum of their norms, the smallest first
+    learnt              first the types after which a model's own exits settle early (``settling_depths``). The paper
+                        has none: it argues that difficulty need not be learnt, and this is the table to compare with
 
 ``balance`` says in what the buckets are equal. ``types`` is the paper's: as many types in each. Texts are Zipfian, so
 nearly all running tokens then fall into the first bucket; ``mass`` gives each bucket the same share of the running
@@ -28,13 +30,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-Kind = Literal["random", "frequency", "mutual_information", "clustered"]
+Kind = Literal["random", "frequency", "mutual_information", "clustered", "learnt"]
 Balance = Literal["types", "mass", "none"]
 
 TABLE, CONFIG = "hash_table.npy", "hash_table.json"
 _ROUNDS = 50  # of k-means, at most
+_PRIOR = 4.0  # tokens of the mean depth that each type is taken to have had before the first
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ def make_table(
     special: Collection[int] = (),
     seed: int = 0,
     embeddings: Float[np.ndarray, "V D"] | None = None,
+    settling: Float[np.ndarray, "V"] | None = None,
 ) -> HashTable:
     """Cut the types of a corpus into a bucket for each depth.
 
@@ -136,6 +140,7 @@ def make_table(
         special: ids that always take the whole model: end-of-sequence, chat markers, padding.
         seed: of the permutation and of the first cluster centres.
         embeddings: of the clusters.
+        settling: of ``learnt``, see ``settling_depths``.
 
     Raises:
         ValueError: more buckets than types, or a balance that this kind does not have.
@@ -155,7 +160,7 @@ def make_table(
         assert embeddings is not None, "clusters are made of embeddings"
         chosen = _clusters(embeddings[types], len(depths), None if balance == "none" else weights, rng)
     else:
-        chosen = _cut(_order(kind, types, corpus, rng), weights, len(depths))
+        chosen = _cut(_order(kind, types, corpus, settling, rng), weights, len(depths))
     table = np.full(len(seen), layers, dtype=np.int64)
     table[types] = np.asarray(depths)[chosen]
     share = [float(corpus.counts[types[chosen == bucket]].sum() / seen.sum()) for bucket in range(len(depths))]
@@ -201,9 +206,43 @@ def mutual_information(types: Int[np.ndarray, "n"], corpus: Corpus) -> Float[np.
     return (found / n + np.log(n / np.maximum(n - begins, 1.0)))[types]
 
 
-def _order(kind: Kind, types: Int[np.ndarray, "n"], corpus: Corpus, rng: np.random.Generator) -> Int[np.ndarray, "n"]:
+def settling_depths(
+    tokens: Int[np.ndarray, "N"],
+    agrees: Bool[np.ndarray, "N E"],
+    depths: Sequence[int],
+    layers: int,
+    vocab_size: int,
+) -> Float[np.ndarray, "V"]:
+    """By type, the mean depth from which on all exits have the whole model's token.
+
+    The mean of few tokens says little, so each type begins with four tokens of the mean over all, which a type that was
+    never read keeps.
+
+    Args:
+        tokens: ids that were read.
+        agrees: whether the exit at each depth has the token that the whole model has there.
+        depths: of the exits, ascending.
+        layers: of the model, where a token settles that no exit has.
+    """
+    settled = np.logical_and.accumulate(agrees[:, ::-1], axis=1).sum(axis=1)  # trailing exits that agree
+    steps = np.array([*depths, layers], dtype=np.float64)
+    reached = steps[len(depths) - settled]
+    total = np.bincount(tokens, reached, vocab_size) + _PRIOR * reached.mean()
+    return total / (np.bincount(tokens, minlength=vocab_size) + _PRIOR)
+
+
+def _order(
+    kind: Kind,
+    types: Int[np.ndarray, "n"],
+    corpus: Corpus,
+    settling: Float[np.ndarray, "V"] | None,
+    rng: np.random.Generator,
+) -> Int[np.ndarray, "n"]:
     if kind == "random":
         return rng.permutation(len(types))
+    if kind == "learnt":
+        assert settling is not None, "a learnt table is made of the depths at which tokens settle"
+        return np.argsort(settling[types], kind="stable")
     score = corpus.counts[types] if kind == "frequency" else mutual_information(types, corpus)
     return np.argsort(-score, kind="stable")
 

@@ -18,14 +18,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from methods.early_exit.affine_maps import HELD_OUT, Maps, Places, fit_maps, judge
 from methods.early_exit.exits import Exits, Lens, Reader, Translated, require_depths
 from methods.early_exit.hash_ee import frozen_pass
-from methods.early_exit.hash_tables import Balance, Corpus, HashTable, Kind, even_depths, make_table
+from methods.early_exit.hash_tables import (
+    Balance,
+    Corpus,
+    HashTable,
+    Kind,
+    even_depths,
+    make_table,
+    settling_depths,
+)
 from methods.training.answers import HEADS_CORPUS, AnswerRecipe, own_answers
 from methods.training.exit_quality import quality, summary
 from methods.training.interface import Example, Trainable, TrainingContext, require
@@ -95,6 +105,7 @@ class HashTraining(Trainable):
         embeddings = None
         if self.kind == "clustered":
             embeddings = target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu().numpy()
+        settling = self._settling(context, depths, rows) if self.kind == "learnt" else None
         return make_table(
             self.kind,
             depths,
@@ -104,7 +115,21 @@ class HashTraining(Trainable):
             special={*target.eos_ids, *self.special},
             seed=context.seed,
             embeddings=embeddings,
+            settling=settling,
         )
+
+    def _settling(
+        self, context: TrainingContext, depths: Sequence[int], rows: Sequence[Example]
+    ) -> Float[np.ndarray, "V"]:
+        """For a learnt table, by token: the depth at which the exits settle, read as they will be, over its answers."""
+        target, exits = context.target, [depth for depth in depths if depth < context.target.n_layers]
+        read, places = unfrozen(context, exits, rows, self.tokens)
+        reader: Reader = Lens(target)
+        if self.maps and exits:
+            reader = Translated(target, Exits(tuple(exits), fit_maps(target, places, self.ridge)))
+        seen = judge(target, {"": reader}, places)[""]
+        agrees = torch.stack([seen[depth][0] for depth in exits], dim=1).cpu().numpy()
+        return settling_depths(read.cpu().numpy(), agrees, exits, target.n_layers, target.vocab_size)
 
     def _exits(
         self, context: TrainingContext, table: HashTable, exits: Sequence[int], rows: Sequence[Example]
@@ -126,6 +151,37 @@ class HashTraining(Trainable):
                 facts.setdefault(name, {})[str(depth)] = quality(*seen[depth]) | {"places": len(places)}
         Exits(trained.depths, maps, facts=facts).save(context.output, target)
         return facts | {"summary": summary({name: facts[name] for name in readers if name in facts})}
+
+
+@torch.inference_mode()
+def unfrozen(
+    context: TrainingContext, depths: Sequence[int], rows: Sequence[Example], tokens: int
+) -> tuple[Int[Tensor, "N"], Places]:
+    """Tokens of answers, and the states that the whole model has after reading each.
+
+    Args:
+        depths: of the states.
+        tokens: most of them; the batch of dialogues that reaches it is the last one.
+    """
+    target, found, done = context.target, [], 0
+    for start in range(0, len(rows), _BATCH):
+        group = [row for row in rows[start : start + _BATCH] if len(row.answer) > 1]
+        if done >= tokens or not group:
+            continue
+        prompts = [torch.tensor(row.prompt, device=target.device) for row in group]
+        read = pad_sequence([torch.tensor(row.answer, device=target.device) for row in group], batch_first=True)
+        cache = target.new_cache(len(group), max(map(len, prompts)) + read.shape[1])
+        target.prefill(prompts, cache)
+        output = target.forward(read, None, cache, hidden_layers=[depth - 1 for depth in depths])
+        ends = torch.tensor([[len(row.answer) - 1] for row in group], device=target.device)
+        present = torch.arange(read.shape[1], device=target.device) < ends
+        exits = {depth: output.hidden_layers[depth - 1][present] for depth in depths}
+        found.append((read[present], exits, output.hidden[present], read.roll(-1, 1)[present]))
+        done += int(present.sum())
+        context.report_progress("settling depths (tokens)", min(done, tokens), tokens)
+    joined = {depth: torch.cat([exits[depth] for _, exits, _, _ in found]) for depth in depths}
+    final, chosen = torch.cat([part[2] for part in found]), torch.cat([part[3] for part in found])
+    return torch.cat([part[0] for part in found]), Places(joined, final, chosen)
 
 
 @torch.inference_mode()

@@ -8,10 +8,12 @@ Later tokens attend to this one in every layer, so each skipped layer computes i
 which the token exited (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3). Layers that no
 later token can reach are left out.
 
-Rows of a batch run in lockstep to the deepest exit. A row that has exited is frozen: it passes through the remaining
-layers with its state, which is what propagation writes, and its text is the one it would have alone. Its layers are not
-saved: ``Step.layers`` is what the batch ran, for every row. A row whose text has ended leaves the batch
-(``methods.rows``).
+Rows of a batch go to the deepest exit together, and a row's text is the one it would have alone. Where a CPU's kernels
+run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
+(``CausalLM.run_to_exits``). Elsewhere a row that has exited is frozen: it passes through the remaining layers with its
+state, which is what propagation writes, and its layers are not saved. ``Step.layers`` is the depth of the deepest row.
+A row whose text has ended leaves the batch (``methods.rows``). With ``regroup`` rows wait at their exits for others
+(``regrouping.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ from torch import Generator, Tensor
 
 from methods.decoder import Decoder, Guarantee, Step
 from methods.early_exit.exits import Reader
+from methods.early_exit.regrouping import decode_regrouped
 from methods.engine.causal_lm import CausalLM, Pass
+from methods.engine.fused_layers import Exited, ExitRule
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import DecoderPass
@@ -145,6 +149,15 @@ class Policy(ABC):
         """Which rows exit here; not asked at the last stop."""
         raise NotImplementedError
 
+    def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        """The decisions of a step as the kernels take them, without the maps; None: ``decide`` is asked.
+
+        Args:
+            roots: the tokens that all rows read.
+            places: per row, tokens after the prompt so far.
+        """
+        return None
+
 
 def exact_if(whole: bool) -> Guarantee:
     """EXACT if tokens take all layers, else RELAXED."""
@@ -185,9 +198,22 @@ class EarlyExitDecoder(ExitDecoder):
         guarantee: what the policy promises.
     """
 
-    def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
-        self.target, self.sampling, self.reader = target, sampling, reader
+    def __init__(
+        self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader, regroup: int | None = None
+    ) -> None:
+        self.target, self.sampling, self.reader, self._regroup = target, sampling, reader, regroup
         self.restart(policy)
+        if regroup is not None:
+            self._require_regrouping(regroup)
+
+    def _require_regrouping(self, least: int) -> None:
+        if least < 1:
+            raise ValueError(f"regroup must be at least 1 or null, got {least}. Set method.regroup=8.")
+        if self.kernel_rule([0], [1]) is None:
+            raise ValueError(
+                f"regroup needs exits that the CPU kernels judge within a pass; for {self.target.name} and these "
+                "settings they cannot. Set method.regroup=null."
+            )
 
     def restart(self, policy: Policy) -> None:
         """Decode by this policy from now on, and reset the counters."""
@@ -197,27 +223,32 @@ class EarlyExitDecoder(ExitDecoder):
         """Memory beside the target's."""
         return {"exits": self.reader.nbytes + self.policy.nbytes, "key_value_projections": self.target.fill_bytes}
 
-    @torch.inference_mode()
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        if self._regroup is None or len(prompts) == 1:
+            return self._decode_together(prompts, limit, rng)
+        return decode_regrouped(self, prompts, limit, rng, self._regroup)
+
+    @torch.inference_mode()
+    def _decode_together(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         cache = self.target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
         self.policy.reset(limit)
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
         roots, batch = root.tolist(), ComputedRows(len(prompts))
         first = [[token] for token in roots]
-        batch.take((yield Step.undrafted(first, self._share(self.prompt_depth), rows=len(first))))
+        batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
         done = [1] * len(prompts)
         while any(rows := batch.below(limit, done)):
             if (stay := batch.leave(self.target)) is not None:
                 cache.select(stay)
                 root, roots, done, rows = root[stay], of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
-            logits, depth = self._forward(root, roots, cache, rows)
+            logits, depths = self._forward(root, roots, cache, rows, done)
             new = self.sampling.pick(logits, rng)
             root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
             roots = root.tolist()
             cache.advance([int(is_open) for is_open in rows])
             done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
             new_tokens = [[token] if is_open else [] for token, is_open in zip(roots, rows, strict=True)]
-            step = Step.undrafted(new_tokens, self._share(depth), rows=len(rows))
+            step = Step.undrafted(new_tokens, self.share(max(depths)), rows=len(rows))
             batch.take((yield batch.step(step)))
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
@@ -229,15 +260,20 @@ class EarlyExitDecoder(ExitDecoder):
         """Layers that prompts are read by."""
         return self.target.n_layers
 
-    def _share(self, depth: int) -> float:
+    def share(self, depth: int) -> float:
+        """Of the layers."""
         return depth / self.target.n_layers
 
     def _forward(
-        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool]
-    ) -> tuple[Float[Tensor, "B V"], int]:
+        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool], done: Sequence[int]
+    ) -> tuple[Float[Tensor, "B V"], list[int]]:
+        """Logits of all rows, and the layers that each of them ran; 0: its text had ended."""
         target = self.target
-        walk = Walk(target, target.begin(root[:, None], None, cache), rows)
+        state = target.begin(root[:, None], None, cache)
         stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
+        if (rule := self.kernel_rule(roots, done)) is not None:
+            return self._run_fused(state, rule, rows)
+        walk = Walk(target, state, rows)
         logits = None
         for depth in stops:
             walk.to(depth)
@@ -262,7 +298,64 @@ class EarlyExitDecoder(ExitDecoder):
         if logits is None:
             self.counters.columns += target.vocab_size
             logits = target.head(walk.ready)
-        return logits, walk.depth
+        return logits, [walk.depth] * len(rows)
+
+    def kernel_rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        """See ``Policy.rule``; with the maps, and None where the kernels cannot judge this target's exits."""
+        if not self.target.exits_fused or (maps := self.reader.kernel_maps()) is None:
+            return None
+        rule = self.policy.rule(roots, places)
+        return rule and replace(rule, maps=maps)
+
+    def _run_fused(self, state: Pass, rule: ExitRule, rows: list[bool]) -> tuple[Float[Tensor, "B V"], list[int]]:
+        """The same by the kernels, which compute a row only as deep as it goes."""
+        deepest = self.policy.deepest
+        found = self.target.run_to_exits(state, deepest, rule, rows)
+        depths = [(depth or deepest) if is_run else 0 for depth, is_run in zip(found.depths, rows, strict=True)]
+        self.count(found, depths, rule)
+        return self.logits_of(found, depths), depths
+
+    def count(self, found: Exited, depths: Sequence[int], rule: ExitRule) -> None:
+        """Add a pass of the kernels to the counters, whose rows ran to ``depths``."""
+        longest = max(depths)
+        self.counters.steps += 1
+        self.counters.rows += len(depths)
+        self.counters.layers += longest
+        self.counters.maps += sum(self.reader.maps(depth) for depth in rule.stops if depth <= longest)
+        self.counters.fills += self.policy.deepest - longest
+        self.counters.columns += found.columns
+        self.counters.exits.update(depth for depth in depths if depth)
+
+    def count_part(self, found: Exited, depths: Sequence[int], first: int, last: int, rule: ExitRule) -> None:
+        """The same of a part of a pass, from ``first`` layers to ``last``, for some rows; 0 in ``depths``: not left."""
+        leaves = any(depths)
+        self.counters.steps += leaves
+        self.counters.rows += sum(depth > 0 for depth in depths)
+        self.counters.layers += last - first
+        self.counters.maps += self.reader.maps(last) if last in rule.stops else 0
+        self.counters.fills += (self.policy.deepest - last) * leaves
+        self.counters.columns += found.columns
+        self.counters.exits.update(depth for depth in depths if depth)
+
+    def logits_of(self, found: Exited, depths: Sequence[int]) -> Float[Tensor, "B V"]:
+        """Of the rows that left at ``depths`` (0: undefined); by the exit, where the kernels made none."""
+        missing = [row for row, depth in enumerate(depths) if depth and not found.scored[row]]
+        if not missing:
+            return found.logits
+        hidden, ready = found.hidden[:, 0], torch.empty_like(found.hidden[:, 0])
+        for depth in {depths[row] for row in missing}:
+            here = [row for row in missing if depths[row] == depth]
+            ready[here] = self.reader.read(depth, hidden[here])
+        self.counters.columns += self.target.vocab_size
+        own = self.target.head(ready[missing])
+        if len(missing) == len(depths):
+            return own
+        logits = torch.zeros(len(depths), own.shape[1], device=own.device)
+        scored = [row for row, is_scored in enumerate(found.scored) if is_scored]
+        if scored:
+            logits[scored] = found.logits[scored]
+        logits[missing] = own.float()
+        return logits
 
 
 class Walk:

@@ -24,6 +24,7 @@ from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Policy, exact_if
 from methods.engine.causal_lm import CausalLM
+from methods.engine.fused_layers import ExitRule
 from methods.engine.sampling import Sampling
 
 
@@ -36,6 +37,9 @@ class StaticPolicy(Policy):
 
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         return (self.deepest,)
+
+    def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
+        return ExitRule((self.deepest,), "table", depths=[self.deepest] * len(roots))
 
 
 class StaticDepth(EarlyExitDecoder, Calibrated):

@@ -2,6 +2,7 @@
 
     paper          lambda_t = clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1)        eq. 5 of arXiv 2207.07061
     code           lambda_t = lambda (0.9 + 0.1 exp(-tau t / N))                   t5x, and FREE's copy of it
+    linear         lambda_t = clip(0.9 lambda + 0.1 max(0, 1 - tau t / N), 0, 1)   a line in place of the curve
 
 N is the most tokens that there can be after the prompt. The first of them has t = 0 by eq. 5 and t = 1 in the code.
 Two defects of the published form are not kept:
@@ -17,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Decay = Literal["none", "paper", "code"]
+Decay = Literal["none", "paper", "code", "linear"]
 
 FULL_MODEL = 1.0
 
@@ -59,7 +60,8 @@ class Threshold:
         if self.never or self.decay == "none":
             return self.value
         counted = place + (self.decay == "code")
-        fading = 0.1 * math.exp(-self.tau * counted / (self.horizon or limit))
+        elapsed = self.tau * counted / (self.horizon or limit)
+        fading = 0.1 * (max(0.0, 1.0 - elapsed) if self.decay == "linear" else math.exp(-elapsed))
         if self.decay == "code":
             return self.value * (0.9 + fading)
         return min(max(0.9 * self.value + fading, 0.0), 1.0)

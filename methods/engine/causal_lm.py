@@ -18,9 +18,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from methods.engine import causal_layers, token_tree
-from methods.engine.causal_layers import Attention, FeedForward, Layer, Rows, SparseFeedForward, UnsupportedModel
+from methods.engine.causal_layers import (
+    Attention,
+    FeedForward,
+    Layer,
+    RMSNorm,
+    Rows,
+    SparseFeedForward,
+    UnsupportedModel,
+)
 from methods.engine.expert_layers import ClampedSwish, expected_experts
-from methods.engine.fused_layers import FusedLayers, Portion, expressible
+from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Portion, expressible
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear, LinearForm, make_linear
 from methods.engine.sampling import in_float
@@ -408,6 +416,37 @@ class CausalLM:
             if index in hidden_layers:
                 seen[index] = state.hidden
         return seen
+
+    @property
+    def exits_fused(self) -> bool:
+        """Whether the kernels can let rows leave a pass, see ``run_to_exits``."""
+        plain = self._logit_cap is None and self._logit_divisor == 1.0
+        return self.fused and plain and isinstance(self._head, KernelLinear) and isinstance(self._final_norm, RMSNorm)
+
+    def run_to_exits(
+        self,
+        state: Pass,
+        deepest: int,
+        rule: ExitRule,
+        rows: Sequence[bool],
+        first: int = 0,
+        last: int | None = None,
+    ) -> Exited:
+        """Run a pass over one node per row through the first ``deepest`` layers, which rows may leave by a rule.
+
+        A row that leaves is computed no longer; the layers above only make its keys and values, see ``fill``.
+
+        Args:
+            rows: which are run; the states of others do not matter.
+            first: layers that they have run before.
+            last: depth up to which they are run now; None: ``deepest``.
+        """
+        assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
+        assert isinstance(self._final_norm, RMSNorm)
+        portions = [Portion(i, i not in self.skipped_attention, i not in self.skipped_mlp) for i in range(deepest)]
+        where = (state.cos, state.sin, state.cache)
+        after = (self._final_norm, self._head)
+        return self._fused.run_to_exits(state.hidden, *where, portions, rule, *after, rows, first, last)
 
     def fill(self, state: Pass, layers: Sequence[int]) -> None:
         """Write into the cache the keys and values that ``layers`` make of a state, without running them.

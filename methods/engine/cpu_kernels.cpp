@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <utility>
+#include <vector>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -621,12 +622,49 @@ inline void rotate(float* head, const T* cos, const T* sin, int64_t width) {
 }
 
 template <class T>
+inline Floats gated(Floats g, Floats up) {
+    Floats activated = rounded<T>(g / (1.0f + exponential(-g)));
+    return rounded<T>(activated * up);
+}
+
+template <class T>
 inline void gate(const float* gates, const float* ups, const Row& to, int64_t width) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        Floats g = load(gates + i);
-        Floats activated = rounded<T>(g / (1.0f + exponential(-g)));
-        to.put(i, rounded<T>(activated * load(ups + i)));
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) to.put(i, gated<T>(load(gates + i), load(ups + i)));
+    if (i == width) return;
+    Floats g{}, up{};
+    memcpy(&g, gates + i, 4 * (width - i));
+    memcpy(&up, ups + i, 4 * (width - i));
+    const Floats last = gated<T>(g, up);
+    for (int64_t k = i; k < width; k++) to.put_one(k, last[k - i]);
+}
+
+// p_1 - p_2 of the softmax over some scores.
+float gap(const float* scores, int64_t count) {
+    const Floats none = all(-INFINITY);
+    Floats top = none;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) top = load(scores + i) > top ? load(scores + i) : top;
+    float best = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) best = top[lane] > best ? top[lane] : best;
+    for (; i < count; i++) best = scores[i] > best ? scores[i] : best;
+    Floats totals{}, others = none;
+    int64_t bests = 0;
+    const auto add = [&](Floats x) {
+        const Integers is_best = x == all(best);
+        others = x > others && !is_best ? x : others;
+        totals += exponential(x - best);
+        for (int lane = 0; lane < LANES; lane++) bests -= is_best[lane];
+    };
+    for (i = 0; i + LANES <= count; i += LANES) add(load(scores + i));
+    float total = sum(totals), second = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) second = others[lane] > second ? others[lane] : second;
+    for (; i < count; i++) {
+        bests += scores[i] == best;
+        second = scores[i] < best && scores[i] > second ? scores[i] : second;
+        total += exponential(all(scores[i] - best))[0];
     }
+    return bests > 1 ? 0.0f : (1.0f - exponential(all(second - best))[0]) / total;
 }
 
 // -- attention ----------------------------------------------------------------------------------------------------------
@@ -789,6 +827,30 @@ struct Pass {
     int64_t count;
     float* work;
     int64_t threads;
+    const struct Exits* exits;  // null: every row runs all
+};
+
+enum Measure : int64_t { SOFTMAX, COSINE, CLASSIFIER, TABLE };
+
+// Exits of a pass over one node per row. A row that leaves runs no more; the layers above get its keys and values.
+struct Exits {
+    int64_t run;             // layers that are run of all that there are, at most `count`
+    int64_t propagates;      // whether layers that a row did not run get its keys and values
+    const uint8_t* stops;    // [count]: whether rows may leave after this one
+    int64_t measure;
+    const float* thresholds; // [batch]: a row leaves above it
+    Norm norm;               // before the output matrix
+    const Matrix* maps;      // [count], of the normed state; without panels: none
+    Matrix screen, head;     // the output matrix; the screen's first rows are asked before, without panels: none
+    const float* weight;     // of the classifier
+    float bias;
+    const int32_t* depths;   // [batch] of the table
+    int32_t* left;           // [batch]: 0 or more: the row is not run; after the pass how many ran
+    float* logits;           // [batch, outputs of head]
+    uint8_t* scored;         // [batch]: whether its logits are there
+    float* confidence;       // [batch] of the softmax, where it was asked last
+    int64_t* columns;        // that were multiplied
+    float* room;             // [batch, screen's outputs + 2 * hidden]
 };
 
 int64_t padded(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; }
@@ -847,19 +909,29 @@ class Runner {
         int64_t longest = 0;
         for (int64_t b = 0; b < p.batch; b++) longest = p.lengths[b] > longest ? p.lengths[b] : longest;
         lay_out(m, rows_, longest + p.earlier + p.nodes, p.threads, p.work, &buffers_);
+        if (!p.exits) return;
+        source_.reserve(p.batch);
+        for (int64_t b = 0; b < p.batch; b++)
+            if (p.exits->left[b] < 0) source_.push_back(b);
+        rows_ = int64_t(source_.size());
+        leaves_.resize(p.batch);
+        asked_.reserve(p.batch);
     }
 
     void run(Team& team) {
         over_rows(team, [&](int64_t row) {
-            copy(static_cast<const T*>(p_.hidden) + row * m_.hidden, Plain{buffers_.hidden + row * m_.hidden}, m_.hidden);
+            copy(static_cast<const T*>(p_.hidden) + source(row) * m_.hidden, Plain{buffers_.hidden + row * m_.hidden},
+                 m_.hidden);
         });
-        for (int64_t i = 0; i < p_.count; i++) {
+        for (int64_t i = 0; i < (p_.exits ? p_.exits->run : p_.count) && rows_; i++) {
             const Layer& layer = m_.layers[p_.layers[i]];
             if (p_.parts[i] & 1) attention(team, layer, p_.places[i]);
             if (p_.parts[i] & 2) feed_forward(team, layer);
             if (p_.taps[i]) copy_out(team, static_cast<T*>(p_.taps[i]));
+            if (p_.exits && p_.exits->stops[i]) leave(team, i);
         }
         copy_out(team, static_cast<T*>(p_.result));
+        if (p_.exits && p_.exits->propagates) fill(team);
     }
 
   private:
@@ -868,10 +940,134 @@ class Runner {
         team.each_row(rows_, m_.hidden, work);
     }
 
+    // Row and node of the pass, of a row that is run.
+    int64_t source(int64_t row) const { return p_.exits ? source_[row] : row; }
+
     void copy_out(Team& team, T* to) {
         over_rows(team, [&](int64_t row) {
-            narrow(buffers_.hidden + row * m_.hidden, to + row * m_.hidden, m_.hidden);
+            narrow(buffers_.hidden + row * m_.hidden, to + source(row) * m_.hidden, m_.hidden);
         });
+    }
+
+    // Judge all rows after the i-th layer, and drop those that leave.
+    void leave(Team& team, int64_t i) {
+        const Exits& exits = *p_.exits;
+        if (exits.measure == TABLE)
+            team.each(1, [&](int64_t) {
+                for (int64_t row = 0; row < rows_; row++) leaves_[row] = exits.depths[source_[row]] == i + 1;
+            });
+        else if (exits.measure == COSINE)
+            over_rows(team, [&](int64_t row) { leaves_[row] = saturated(row); });
+        else
+            judge(team, exits.maps[i]);
+        team.each(1, [&](int64_t) {
+            int64_t kept = 0;
+            for (int64_t row = 0; row < rows_; row++) {
+                const int64_t b = source_[row];
+                const float* state = buffers_.hidden + row * m_.hidden;
+                if (leaves_[row]) {
+                    exits.left[b] = int32_t(i + 1);
+                    narrow(state, static_cast<T*>(p_.result) + b * m_.hidden, m_.hidden);
+                    continue;
+                }
+                if (kept < row) memcpy(buffers_.hidden + kept * m_.hidden, state, 4 * m_.hidden);
+                source_[kept++] = b;
+            }
+            rows_ = kept;
+            judged_ = true;
+        });
+    }
+
+    // The cosine of the angle to the state that was judged before is above the threshold.
+    bool saturated(int64_t row) {
+        const float* state = buffers_.hidden + row * m_.hidden;
+        float* before = p_.exits->room + source_[row] * (p_.exits->screen.outputs + 2 * m_.hidden);
+        const float cosine = inner(state, before) / fmaxf(1e-8f, sqrtf(inner(state, state) * inner(before, before)));
+        memcpy(before, state, 4 * m_.hidden);
+        return judged_ && cosine > p_.exits->thresholds[source_[row]];
+    }
+
+    float inner(const float* a, const float* b) const {
+        Floats totals{};
+        int64_t i = 0;
+        for (; i + LANES <= m_.hidden; i += LANES) totals = fused(load(a + i), load(b + i), totals);
+        float total = sum(totals);
+        for (; i < m_.hidden; i++) total += a[i] * b[i];
+        return total;
+    }
+
+    // By what the output matrix makes of the state, or a classifier.
+    void judge(Team& team, const Matrix& map) {
+        const Exits& exits = *p_.exits;
+        const int64_t each = exits.screen.outputs + 2 * m_.hidden;
+        const auto ready = [&](int64_t row) { return exits.room + row * each; };
+        const Rows x = rows_for<T>(buffers_.rows, rows_, map.panels ? map : exits.head);
+        over_rows(team, [&](int64_t row) {
+            normalise<T>(exits.norm, buffers_.hidden + row * m_.hidden, Plain{ready(row)}, m_.hidden);
+            if (map.panels) copy(ready(row), Row(x, row), m_.hidden);
+        });
+        if (map.panels)
+            product(team, map, x, [&](int64_t row, int64_t at, Floats value, int count) {
+                memcpy(ready(row) + at, &value, 4 * count);
+            });
+        if (exits.measure == CLASSIFIER) {
+            over_rows(team, [&](int64_t row) {
+                const float z = inner(ready(row), exits.weight) + exits.bias;
+                leaves_[row] = 1.0f / (1.0f + expf(-z)) > exits.thresholds[source_[row]];
+            });
+            return;
+        }
+        if (exits.screen.panels) {
+            const Rows all = rows_for<T>(buffers_.rows, rows_, exits.screen);
+            over_rows(team, [&](int64_t row) { copy(ready(row), Row(all, row), m_.hidden); });
+            product(team, exits.screen, all, [&](int64_t row, int64_t at, Floats value, int count) {
+                memcpy(ready(row) + 2 * m_.hidden + at, &value, 4 * count);
+            });
+        }
+        team.each_row(rows_, exits.screen.panels ? exits.screen.outputs : m_.hidden, [&](int64_t row) {
+            float& sure = exits.confidence[source_[row]];
+            sure = exits.screen.panels ? gap(ready(row) + 2 * m_.hidden, exits.screen.outputs) : 1.0f;
+            leaves_[row] = !exits.screen.panels || sure > exits.thresholds[source_[row]];
+        });
+        team.each(1, [&](int64_t) {
+            asked_.clear();
+            for (int64_t row = 0; row < rows_; row++)
+                if (leaves_[row]) asked_.push_back(row);
+            *exits.columns += exits.screen.outputs + (asked_.empty() ? 0 : exits.head.outputs);
+        });
+        if (asked_.empty()) return;
+        const int64_t asked = int64_t(asked_.size()), outputs = exits.head.outputs;
+        const Rows some = rows_for<T>(buffers_.rows, asked, exits.head);
+        team.each_row(asked, m_.hidden, [&](int64_t k) { copy(ready(asked_[k]), Row(some, k), m_.hidden); });
+        product(team, exits.head, some, [&](int64_t k, int64_t at, Floats value, int count) {
+            memcpy(exits.logits + source_[asked_[k]] * outputs + at, &value, 4 * count);
+        });
+        team.each_row(asked, outputs, [&](int64_t k) {
+            const int64_t row = asked_[k], b = source_[row];
+            exits.confidence[b] = fminf(exits.confidence[b], gap(exits.logits + b * outputs, outputs));
+            leaves_[row] = exits.scored[b] = exits.confidence[b] > exits.thresholds[b];
+        });
+    }
+
+    // Keys and values of the layers that rows did not run, of the state with which they left.
+    void fill(Team& team) {
+        const auto without = [&](int64_t b, int64_t i) { return p_.exits->left[b] > 0 && p_.exits->left[b] <= i; };
+        for (int64_t i = 0; i < p_.count; i++) {
+            int64_t rows = 0;  // each thread counts for itself: what they share changes while some look at it
+            for (int64_t b = 0; b < p_.batch; b++) rows += without(b, i);
+            if (!rows || !(p_.parts[i] & 1)) continue;
+            team.each(1, [&](int64_t) {
+                source_.clear();
+                for (int64_t b = 0; b < p_.batch; b++)
+                    if (without(b, i)) source_.push_back(b);
+                rows_ = rows;
+            });
+            over_rows(team, [&](int64_t row) {
+                copy(static_cast<const T*>(p_.result) + source_[row] * m_.hidden,
+                     Plain{buffers_.hidden + row * m_.hidden}, m_.hidden);
+            });
+            keys_and_values(team, m_.layers[p_.layers[i]], p_.places[i], false);
+        }
     }
 
     template <class Finish>
@@ -926,21 +1122,29 @@ class Runner {
         });
     }
 
-    void attention(Team& team, const Layer& layer, int64_t place) {
+    T* cache_of(int64_t place) const {
+        return static_cast<T*>(p_.cache) + place * p_.batch * 2 * m_.kv_heads * p_.capacity * m_.dim;
+    }
+
+    // Queries, keys and values into `wide`, and keys and values into the cache; or without queries, where the matrix has
+    // whole panels before those of the keys.
+    void keys_and_values(Team& team, const Layer& layer, int64_t place, bool queries) {
         const int64_t dim = m_.dim, width = layer.qkv.outputs, turning = m_.heads + m_.kv_heads;
-        const Rows x = input(team, layer.before_attention, layer.qkv, m_.beside);
-        product(team, layer.qkv, x, [&](int64_t row, int64_t at, Floats value, int count) {
-            memcpy(buffers_.wide + row * width + at, &value, 4 * count);
+        const int64_t first = queries || m_.heads * dim % PANEL ? 0 : m_.heads * dim;
+        const Matrix matrix = rest(layer.qkv, first);
+        const Rows x = input(team, layer.before_attention, matrix, m_.beside);
+        product(team, matrix, x, [&](int64_t row, int64_t at, Floats value, int count) {
+            memcpy(buffers_.wide + row * width + first + at, &value, 4 * count);
         });
-        T* cache = static_cast<T*>(p_.cache) + place * p_.batch * 2 * m_.kv_heads * p_.capacity * dim;
+        T* cache = cache_of(place);
         over_rows(team, [&](int64_t row) {
-            const int64_t b = row / p_.nodes, node = row % p_.nodes;
+            const int64_t b = source(row) / p_.nodes, node = source(row) % p_.nodes;
             float* heads = buffers_.wide + row * width;
-            norm_heads(layer.query, layer.norm_heads, heads, m_.heads);
+            if (queries) norm_heads(layer.query, layer.norm_heads, heads, m_.heads);
             norm_heads(layer.key, layer.norm_heads, heads + m_.heads * dim, m_.kv_heads);
             if (layer.rotary) {
                 const int64_t at = b * p_.table + node * p_.rotary;
-                for (int64_t h = 0; h < turning; h++)
+                for (int64_t h = queries ? 0 : m_.heads; h < turning; h++)
                     rotate(heads + h * dim, static_cast<const T*>(p_.cos) + at, static_cast<const T*>(p_.sin) + at,
                            p_.rotary);
             }
@@ -949,6 +1153,20 @@ class Runner {
                        cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + p_.lengths[b] + p_.earlier + node) * dim,
                        dim);
         });
+    }
+
+    // The outputs of a matrix from one on, the first of a panel.
+    Matrix rest(const Matrix& m, int64_t first) const {
+        const int64_t block = m.bits == 4 ? sizeof(Block<4>) : sizeof(Block<8>);
+        const int64_t size = m.bits ? m.inputs / BLOCK * VECTORS * block : PANEL * m.inputs * int64_t(sizeof(T));
+        return {static_cast<const char*>(m.panels) + first / PANEL * size, m.bias ? m.bias + first : nullptr, m.inputs,
+                m.outputs - first, m.bits};
+    }
+
+    void attention(Team& team, const Layer& layer, int64_t place) {
+        keys_and_values(team, layer, place, true);
+        const int64_t dim = m_.dim, width = layer.qkv.outputs;
+        const T* cache = cache_of(place);
         const int64_t groups = m_.heads / m_.kv_heads;
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.out);
         const bool alone = rows_ * m_.kv_heads < 4 * p_.threads || groups > MOST_GROUPS;
@@ -956,7 +1174,7 @@ class Runner {
         const int64_t units = m_.heads / together;  // of a node
         team.each(rows_ * units, [&](int64_t item) {
             const int64_t row = item / units, head = item % units * together, kv = head / groups;
-            const int64_t b = row / p_.nodes, node = row % p_.nodes;
+            const int64_t b = source(row) / p_.nodes, node = source(row) % p_.nodes;
             float* scores = buffers_.scores + team.thread() * buffers_.of_thread;
             int32_t* own = reinterpret_cast<int32_t*>(scores + together * buffers_.room);
             const int64_t others = p_.earlier + p_.nodes;
@@ -997,8 +1215,11 @@ class Runner {
 
     const Model& m_;
     const Pass& p_;
-    const int64_t rows_;
+    int64_t rows_;
     Buffers buffers_;
+    std::vector<int64_t> source_, asked_;  // with exits: rows of the pass that are run; of these, which ask the whole matrix
+    std::vector<uint8_t> leaves_;
+    bool judged_ = false;
 };
 
 // work(team) on every thread of a team.

@@ -8,9 +8,10 @@ Every sum runs in one order, so passes over one token and over many, batches of 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_void_p
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,7 +22,15 @@ from methods.engine.cpu_kernels import KINDS, Matrix, Packed, library
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear
 
-_LANES = 16  # a head and a feed-forward layer must be multiples of as many numbers
+_LANES = 16  # a head must be a multiple of as many numbers
+
+Measure = Literal["softmax", "saturation", "classifier", "table"]
+_MEASURES: dict[Measure, int] = {
+    "softmax": 0,
+    "saturation": 1,
+    "classifier": 2,
+    "table": 3,
+}  # as the kernels number them
 
 
 class _Norm(Structure):
@@ -57,7 +66,71 @@ class _Pass(Structure):
         ("count", c_int64),
         ("work", c_void_p),
         ("threads", c_int64),
+        ("exits", c_void_p),
     ]
+
+
+class _Exits(Structure):
+    _fields_ = [
+        ("run", c_int64),
+        ("propagates", c_int64),
+        ("stops", c_void_p),
+        ("measure", c_int64),
+        ("thresholds", c_void_p),
+        ("norm", _Norm),
+        ("maps", c_void_p),
+        ("screen", Matrix),
+        ("head", Matrix),
+        ("weight", c_void_p),
+        ("bias", c_float),
+        *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "confidence", "columns", "room")),
+    ]
+
+
+@dataclass(frozen=True)
+class ExitRule:
+    """When a row leaves a pass over one node per row.
+
+    Attributes:
+        stops: depths at which rows may leave, ascending.
+        measure: of the confidence (``methods.early_exit.confidence``), or ``table``: each row has its depth.
+        thresholds: per row, the confidence above which it leaves.
+        maps: by depth, the product that a normed state passes before the output matrix.
+        screen: the first rows of the output matrix, which the softmax asks before the whole.
+        classifier: weight [D] and bias of the classifier.
+        depths: per row, of the table.
+        propagates: whether layers that a row did not run get keys and values of the state with which it left.
+    """
+
+    stops: Sequence[int]
+    measure: Measure
+    thresholds: Sequence[float] = ()
+    maps: Mapping[int, KernelLinear] = field(default_factory=dict)
+    screen: KernelLinear | None = None
+    classifier: tuple[Float[Tensor, "D"], float] | None = None
+    depths: Sequence[int] | None = None
+    propagates: bool = True
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A pass whose rows left by a rule.
+
+    Attributes:
+        hidden: states of the rows that were run, after the layers that they ran.
+        depths: per row, the layers after which it left; 0: it did not.
+        logits: in 32 bit, of the rows in ``scored``.
+        scored: which rows left by the logits of their exit.
+        confidence: per row, of the softmax where it was asked last.
+        columns: of the output matrix that were multiplied.
+    """
+
+    hidden: Float[Tensor, "B 1 D"]
+    depths: list[int]
+    logits: Float[Tensor, "B V"]
+    scored: list[bool]
+    confidence: list[float]
+    columns: int
 
 
 class Portion(NamedTuple):
@@ -121,6 +194,7 @@ class FusedLayers:
         *,
         earlier: int = 0,
         beside: Float[Tensor, "B M E"] | None = None,
+        exits: _Exits | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
         """States after some layers, and after those ``wanted``; keys and values go after the cache's lengths.
 
@@ -128,6 +202,7 @@ class FusedLayers:
             reach: which of the earlier nodes and of these each one sees; None: a chain.
             earlier: nodes that were run before and are not part of the cache's lengths.
             beside: what the first product of attention reads before the state, if the layers do.
+            exits: where rows leave, see ``run_to_exits``.
         """
         hidden, beside = hidden.contiguous(), None if beside is None else beside.contiguous()
         batch, nodes, _ = hidden.shape
@@ -149,10 +224,61 @@ class FusedLayers:
             0 if len(cos) == 1 else nodes * turning, turning,
             None if reach is None else reach.data_ptr(), ctypes.addressof(lengths), cache.store.data_ptr(),
             batch, nodes, cache.capacity, earlier, *(ctypes.addressof(array) for array in arrays), count,
-            work.data_ptr(), threads,
+            work.data_ptr(), threads, None if exits is None else ctypes.addressof(exits),
         )  # fmt: skip
         self._run(byref(self._model), byref(described))
         return result, taps
+
+    def run_to_exits(
+        self,
+        hidden: Float[Tensor, "B 1 D"],
+        cos: Float[Tensor, "b 1 1 r"],
+        sin: Float[Tensor, "b 1 1 r"],
+        cache: Cache,
+        portions: Sequence[Portion],
+        rule: ExitRule,
+        norm: RMSNorm,
+        head: KernelLinear,
+        rows: Sequence[bool],
+        first: int = 0,
+        last: int | None = None,
+    ) -> Exited:
+        """Run layers until rows leave; the layers above only get keys and values of those that do.
+
+        Args:
+            portions: all layers that a row can take.
+            norm, head: what follows the last layer.
+            rows: which are run.
+            first: layers that they have run before; ``hidden`` are the states after them.
+            last: depth up to which they are run now; None: all.
+        """
+        batch, width, outputs = len(rows), hidden.shape[2], head.panels.matrix.outputs
+        count, run = len(portions) - first, (len(portions) if last is None else last) - first
+        screen = Matrix() if rule.screen is None else rule.screen.panels.matrix
+        maps = (Matrix * count)()
+        for depth, product in rule.maps.items():
+            if first < depth <= len(portions):
+                maps[depth - 1 - first] = product.panels.matrix
+        left = (c_int32 * batch)(*(-1 if is_run else 0 for is_run in rows))
+        scored, columns = (c_uint8 * batch)(), c_int64(0)
+        thresholds, confidence = (c_float * batch)(*rule.thresholds), (c_float * batch)()
+        logits = torch.empty(batch, outputs if rule.measure == "softmax" else 0)
+        room = torch.empty(batch, screen.outputs + 2 * width)
+        stops = (c_uint8 * count)(*(first + portion + 1 in rule.stops for portion in range(count)))
+        depths = None if rule.depths is None else (c_int32 * batch)(*(depth - first for depth in rule.depths))
+        weight, bias = rule.classifier or (None, 0.0)
+        factor = norm.factor.float().contiguous()
+        exits = _Exits(
+            run, rule.propagates, ctypes.addressof(stops), _MEASURES[rule.measure], ctypes.addressof(thresholds),
+            _Norm(factor.data_ptr(), norm.eps), ctypes.addressof(maps), screen, head.panels.matrix,
+            None if weight is None else weight.data_ptr(), bias, None if depths is None else ctypes.addressof(depths),
+            ctypes.addressof(left), logits.data_ptr(), ctypes.addressof(scored), ctypes.addressof(confidence),
+            ctypes.addressof(columns), room.data_ptr(),
+        )  # fmt: skip
+        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=exits)
+        ran = [first + passed if passed > 0 else 0 for passed in left]
+        flags = [bool(flag) for flag in scored]
+        return Exited(result, ran, logits, flags, list(confidence), columns.value)
 
 
 def expressible(layers: Sequence[Layer], head_dim: int, longest: int) -> bool:
@@ -174,7 +300,6 @@ def _known(layer: Layer, longest: int) -> bool:
         and attention.sinks is None
         and all(norm is None or isinstance(norm, RMSNorm) for norm in _norms(layer))
         and all(isinstance(product, KernelLinear) for product in products_of(layer))
-        and _panels(mlp.down).matrix.inputs % _LANES == 0
         and type(mlp.activation).__name__.startswith("SiLU")
     )
 

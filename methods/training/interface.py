@@ -98,6 +98,8 @@ class Trainable(ABC):
         description: what is made, e.g. ``a datastore of token ids``.
         duration: how long that takes, e.g. ``seconds per million tokens``.
         corpus: default corpus; None: the general one.
+        teaching, teacher_kind, usual_teacher: the settings with which a training of a model needs another one, the kind
+            of that one, and an example.
         validation: corpus of pairs for validation; None: that of the corpus.
     """
 
@@ -106,6 +108,9 @@ class Trainable(ABC):
     description: ClassVar[str]
     duration: ClassVar[str]
     corpus: ClassVar[str | None] = None
+    teaching: ClassVar[str] = "train.data=distilled and train.begin=model"
+    teacher_kind: ClassVar[Literal["causal", "seq2seq"]] = "seq2seq"
+    usual_teacher: ClassVar[str] = "multi30k_4_4"
     validation: str | None = None
 
     @property
