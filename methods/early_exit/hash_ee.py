@@ -33,10 +33,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.decoder import Calibrated, Guarantee
+from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
+from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
 from methods.engine.kv_cache import Cache
@@ -72,6 +74,9 @@ class HashEE(EarlyExitDecoder, Calibrated):
     Args:
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
+        accept: ``all`` tokens that exit, or ``verify`` them by the whole model, see ``verified.py``.
+        rule: exact rule of ``verify``; None: keep a token while the whole model picks it too.
+        max_pending: most tokens that wait to be verified.
         calibration: a risk target for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
 
@@ -91,6 +96,9 @@ class HashEE(EarlyExitDecoder, Calibrated):
         sampling: Sampling,
         prompt: Prompt = "full",
         head: Head = "trained",
+        accept: Judged = "all",
+        rule: AcceptanceRule | None = None,
+        max_pending: int = 16,
         calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
@@ -109,7 +117,13 @@ class HashEE(EarlyExitDecoder, Calibrated):
         shares = [depth / target.n_layers for depth in np.unique(self.table.depths)[::-1].tolist()]
         grid = [share for share in shares if share < 1]
         self.calibrator = None if calibration is None else calibration.over(grid, sampling)
-        super().__init__(target, sampling, HashPolicy(self.table), reader)
+        verify = verification(accept, rule, max_pending, sampling, self.calibrator is not None)
+        if verify is not None and self._hashes_prompts:
+            raise ValueError(
+                "method.prompt must be full with accept=verify, whose text is that of the whole model, got hash. Set "
+                "method.prompt=full, or method.accept=all."
+            )
+        super().__init__(target, sampling, HashPolicy(self.table), reader, verify)
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
