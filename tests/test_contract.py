@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,10 @@ from methods.early_exit.calm import Calm
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
 from methods.early_exit.hash_tables import HashTable
+from methods.early_exit.river import River
 from methods.early_exit.static_depth import StaticDepth
+from methods.engine import cpu_kernels
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.external.flashspec import FlashSpec
 from methods.external.transformers_generate import HFAssisted, HFCompiled, HFGenerate, HFPromptLookup
@@ -105,13 +109,31 @@ def blockwise(target, sampling, vocabulary=None, **options):
         return Blockwise(target, sampling, checkpoint=Path(folder), **options)
 
 
-def hash_ee_full(target, sampling):
+def hash_ee(target, sampling, depths, *args, **options):
+    table = np.resize(depths, target.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        HashTable(np.full(target.vocab_size, target.n_layers), target.n_layers).save(Path(folder))
-        return HashEE(target, sampling, "hash", checkpoint=Path(folder))
+        HashTable(table, target.n_layers).save(Path(folder))
+        return HashEE(target, sampling, *args, checkpoint=Path(folder), **options)
+
+
+@cache
+def in_32_bit(target):
+    """The same weights in the type that the kernels for 4-bit copies need."""
+    return CausalLM.from_hf(copy.deepcopy(target.hf).float())
+
+
+def river(target, sampling, *args, **options):
+    return River(in_32_bit(target), sampling, *args, **options)
 
 
 PRICED = [[0, 0.05], [1, 1.0], [2, 1.05], [4, 1.2], [8, 1.9], [64, 20.0]]  # few nodes pay, and not always
+
+RIVERS = {  # need the kernels, and 32 bit; the target's text and distribution are those of 64 bit nevertheless
+    "river_full": Row(lambda t, s: river(t, s, 1.0, [2])),
+    "river_verify": Row(lambda t, s: river(t, s, 0.0, [1], accept="verify", max_pending=4)),
+    "river_verify_similar": Row(lambda t, s: river(t, s, 0.6, [2, 3], "full", accept="verify")),
+    "river_verify_drawn": Row(lambda t, s: river(t, s, 0.0, [2], accept="verify", rule=ChainRejection())),
+}
 
 DECODERS = {
     "autoregressive": Row(Autoregressive),
@@ -225,7 +247,17 @@ DECODERS = {
     "free_verify_reduced": Row(
         lambda t, s: Free(t, s, 3, 0.2, "verify", head="lens", rule=ChainRejection(), vocabulary=t.vocab_size // 2)
     ),
-    "hash_ee_full": Row(hash_ee_full),
+    "hash_ee_full": Row(lambda t, s: hash_ee(t, s, [t.n_layers], "hash")),
+    "calm_verify": Row(lambda t, s: Calm(t, s, 0.2, exits=[1, 3], head="lens", decay="paper", accept="verify")),
+    "calm_verify_drawn": Row(
+        lambda t, s: Calm(t, s, 0.1, exits=[2, 3], head="lens", accept="verify", rule=ChainRejection())
+    ),
+    "static_depth_verify": Row(lambda t, s: StaticDepth(t, s, 3, "lens", accept="verify", max_pending=3)),
+    "static_depth_verify_drawn": Row(
+        lambda t, s: StaticDepth(t, s, 3, "lens", accept="verify", rule=ChainRejection(), max_pending=1)
+    ),
+    "hash_ee_verify": Row(lambda t, s: hash_ee(t, s, [2, 3, 4], head="lens", accept="verify")),
+    **(RIVERS if cpu_kernels.library() is not None else {}),
     "hf_generate": Row(HFGenerate, samples=False, leaves=False),
     "hf_compiled": Row(
         lambda target, sampling: HFCompiled(target, sampling, cache_length=64, backend="eager"),

@@ -49,6 +49,7 @@ class Point:
         rouge_l: to the baseline's output, mean over prompts.
         length_ratio: output tokens over the baseline's.
         layer_equivalents: per token, output matrices and filled caches included; None if not counted.
+        confidence: share of the time spent on deciding whether to exit; None if it was not measured.
         layers: share of the target's layers per token.
         certified: whether a calibration certified the threshold; None without calibration.
         seconds: of all prompts together, in the method and in the baseline.
@@ -71,6 +72,7 @@ class Point:
     rouge_l: float | None
     length_ratio: float | None
     layer_equivalents: float | None
+    confidence: float | None
     layers: float | None
     certified: bool | None
     seconds: tuple[float | None, float | None]
@@ -183,6 +185,7 @@ def _point(record: Record, metric: str, setting: str) -> Point:
         rouge_l=similarity,
         length_ratio=tokens / before if tokens and before else None,
         layer_equivalents=(summary.get("method_facts") or {}).get("layer_equivalents_per_token"),
+        confidence=(summary.get("method_facts") or {}).get("confidence_share"),
         layers=summary.get("layers_per_token"),
         certified=calibration["certified"] if calibration else None,
         seconds=(_seconds(summary), _seconds(summary["baseline"])),
@@ -284,7 +287,7 @@ def on_frontier(points: Iterable[Point]) -> set[str]:
 
 HEADER = (
     "method", "setting", "guarantee", "speed-up", "95 %", "per token", "agreement", "ROUGE-L", "quality", "retained",
-    "length", "layers", "layer-eq.", "certified", "frontier", "counts",
+    "length", "layers", "layer-eq.", "deciding", "certified", "frontier", "counts",
 )  # fmt: skip
 
 
@@ -309,6 +312,7 @@ def cells(frontier: Frontier) -> list[list[str]]:
                 _shown(point.length_ratio, "{:.2f}"),
                 _shown(point.layers, "{:.2f}"),
                 _shown(point.layer_equivalents, "{:.1f}"),
+                _shown(point.confidence, "{:.0%}"),
                 "-" if point.certified is None else ("yes" if point.certified else "no"),
                 "yes" if point.run_id in best else "",
                 frontier.counts(place) if point.valid else "INVALID",

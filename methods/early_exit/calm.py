@@ -31,11 +31,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.decoder import Calibrated
+from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import GRID, RiskTarget
 from methods.early_exit.confidence import Confidence, Measure, Vocabulary, make_confidence
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
 from methods.early_exit.threshold import Decay, Threshold
+from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
 from methods.engine.fused_layers import ExitRule
 from methods.engine.sampling import Sampling
@@ -66,6 +68,9 @@ class CalmPolicy(Policy):
             return None
         return replace(found, thresholds=[self.threshold.at(place, self._limit) for place in places])
 
+    def judged(self, asked: int, kept: int) -> None:
+        self._place += kept - asked
+
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Costs one host read, and a second where a row passes the screen of frequent tokens."""
         least = self.threshold.at(self._place, self._limit)
@@ -89,11 +94,15 @@ class Calm(EarlyExitDecoder, Calibrated):
         exits: depths that are checked, in layers run; None: those that were trained, else every fourth from the middle.
         head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
         vocabulary: ids that the softmax checks first, see ``confidence.py``; None: no screen.
+        rank: the softmax checks an output matrix of this rank first, see ``confidence.py``; None: exact columns of it.
         decay: form in which the threshold falls along the text.
         tau: speed of the decay.
         horizon: tokens over which it falls; None: the limit of the run.
         regroup: in a batch, rows that do not leave at an exit wait there until so many are there; None: a batch goes on
             together.
+        accept: ``all`` tokens that exit, or ``verify`` them by the whole model, see ``verified.py``.
+        rule: exact rule of ``verify``; None: keep a token while the whole model picks it too.
+        max_pending: most tokens that wait to be verified.
         calibration: a risk target for which the threshold is chosen; replaces ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
@@ -113,10 +122,14 @@ class Calm(EarlyExitDecoder, Calibrated):
         exits: Sequence[int] | None = None,
         head: Head = "trained",
         vocabulary: Vocabulary = "auto",
+        rank: int | None = None,
         decay: Decay = "none",
         tau: float = 4.0,
         horizon: int | None = None,
         regroup: int | None = None,
+        accept: Judged = "all",
+        rule: AcceptanceRule | None = None,
+        max_pending: int = 16,
         calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
@@ -131,9 +144,10 @@ class Calm(EarlyExitDecoder, Calibrated):
                 "regroup must be null with confidence=saturation, which compares with the state before, got "
                 f"{regroup}. Set method.regroup=null."
             )
-        self._confidence = make_confidence(confidence, target, trained, vocabulary)
+        self._confidence = make_confidence(confidence, target, trained, vocabulary, rank)
         self.calibrator = None if calibration is None else calibration.over(GRID, sampling)
-        super().__init__(target, sampling, self._policy(threshold, target.n_layers), reader, regroup)
+        verify = verification(accept, rule, max_pending, sampling, self.calibrator is not None)
+        super().__init__(target, sampling, self._policy(threshold, target.n_layers), reader, verify, regroup)
 
     def set_threshold(self, threshold: float) -> None:
         self.restart(self._policy(threshold, self.target.n_layers))

@@ -13,7 +13,9 @@ of what SmolLM2 writes is below 8192), and the whole vocabulary only where their
 of the part and c its second token, p'_1 - p'_c = (p_1 - p_c) / m >= p_1 - p_c >= p_1 - p_2 if the part holds the
 likeliest token. So the screen lets no token exit that the whole softmax would keep, and it additionally keeps only
 those whose likeliest token is outside. ``vocabulary`` is its number of ids; ``auto`` takes as many as one layer costs,
-or no screen where the whole output matrix costs at most two layers.
+or no screen where the whole output matrix costs at most two layers. With ``rank`` the screen multiplies the nearest
+matrix of that rank instead (singular values, Eckart and Young 1936), of these ids or with ``auto`` of all: every token
+can pass, and the gap is an approximation. Whatever the screen, a token exits by the whole softmax.
 """
 
 from __future__ import annotations
@@ -92,14 +94,18 @@ class Softmax:
     """The gap between the two likeliest tokens.
 
     Attributes:
-        screen: ids that are checked first; 0: none.
+        screen: columns of the output matrix that the screen costs, without ``rank`` its ids; 0: there is none.
     """
 
-    def __init__(self, target: CausalLM, vocabulary: Vocabulary = None) -> None:
-        ids = usual_screen(target) if vocabulary == "auto" else vocabulary
+    def __init__(self, target: CausalLM, vocabulary: Vocabulary = None, rank: int | None = None) -> None:
         self.target = target
-        self._reduced = None if ids is None else reduced_head(target, ids)
-        self.screen = ids or 0
+        self._reduced: Linear | LowRank | None
+        if rank is not None:
+            self._reduced = LowRank(target, rank, None if vocabulary == "auto" else vocabulary)
+            self.screen = self._reduced.columns
+        else:
+            ids = usual_screen(target) if vocabulary == "auto" else vocabulary
+            self._reduced, self.screen = None if ids is None else reduced_head(target, ids), ids or 0
         self.nbytes = 0 if self._reduced is None else self._reduced.nbytes
 
     def begin(self) -> None:
@@ -165,19 +171,26 @@ class Classifier:
         return Opinion(torch.sigmoid(rows @ self._weight.to(rows.dtype) + self._bias.to(rows.dtype)))
 
 
-def make_confidence(measure: Measure, target: CausalLM, exits: Exits | None, vocabulary: Vocabulary) -> Confidence:
+def make_confidence(
+    measure: Measure, target: CausalLM, exits: Exits | None, vocabulary: Vocabulary, rank: int | None = None
+) -> Confidence:
     """A confidence measure by its name.
 
     Raises:
-        ValueError: a classifier that was never trained, or a vocabulary out of range or without use.
+        ValueError: a classifier that was never trained, or a vocabulary or rank out of range or without use.
     """
+    if rank is not None and measure != "softmax":
+        raise ValueError(
+            f"rank must be null with confidence={measure}, which reads no output matrix, got {rank}. Set "
+            "method.rank=null, or method.confidence=softmax."
+        )
     if isinstance(vocabulary, int) and measure != "softmax":
         raise ValueError(
             f"vocabulary must be auto or null with confidence={measure}, which reads no vocabulary, got {vocabulary}. "
             "Set method.vocabulary=auto, or method.confidence=softmax."
         )
     if measure == "softmax":
-        return Softmax(target, vocabulary)
+        return Softmax(target, vocabulary, rank)
     if measure == "saturation":
         return Saturation()
     if exits is None or exits.classifier is None:
@@ -200,10 +213,48 @@ def reduced_head(target: CausalLM, vocabulary: int) -> Linear:
     Raises:
         ValueError: fewer than two, or more than there are.
     """
+    _require_ids(target, vocabulary)
+    weight, bias = target.output_rows(torch.arange(vocabulary, device=target.device))
+    return make_linear([weight], [bias])
+
+
+def _require_ids(target: CausalLM, vocabulary: int) -> None:
     if not 2 <= vocabulary <= target.vocab_size:
         raise ValueError(
             f"vocabulary must be between 2 and {target.vocab_size}, the vocabulary of {target.name}, got {vocabulary}. "
             "Set method.vocabulary to such a number, or null for all."
         )
-    weight, bias = target.output_rows(torch.arange(vocabulary, device=target.device))
-    return make_linear([weight], [bias])
+
+
+class LowRank:
+    """The nearest matrix of a rank to the output matrix, or to its first rows, as two products.
+
+    Args:
+        ids: how many of the first ids; None: all.
+
+    Attributes:
+        columns: of the output matrix that read as much.
+
+    Raises:
+        ValueError: a rank that saves nothing, or ids out of range.
+    """
+
+    def __init__(self, target: CausalLM, rank: int, ids: int | None) -> None:
+        if not 1 <= rank < target.hidden_size:
+            raise ValueError(
+                f"rank must be from 1 to {target.hidden_size - 1}, below the width of {target.name}, got {rank}. Set "
+                "method.rank to such a number, or null."
+            )
+        count = target.vocab_size if ids is None else ids
+        _require_ids(target, count)
+        weight, bias = target.output_rows(torch.arange(count, device=target.device))
+        exact = in_float(weight)
+        directions = torch.linalg.eigh(exact.T @ exact).eigenvectors[:, -rank:]  # right singular vectors
+        self._into = make_linear([directions.T.to(weight.dtype).contiguous()], [None])
+        self._out = make_linear([(exact @ directions).to(weight.dtype)], [bias])
+        self.nbytes = self._into.nbytes + self._out.nbytes
+        self.columns = -(-rank * (count + target.hidden_size) // target.hidden_size)
+
+    def __call__(self, rows: Float[Tensor, "B D"]) -> Float[Tensor, "B n"]:
+        """Logits of the ids, approximately."""
+        return self._out(self._into(rows))

@@ -36,12 +36,12 @@ from methods.early_exit.exits import Head, find_exits, find_reader, require_dept
 from methods.early_exit.free_loop import (
     Accept,
     AdaptiveThreshold,
-    Agreement,
     FixedThreshold,
     Options,
     ShallowDeepDecoder,
 )
 from methods.early_exit.threshold import Threshold
+from methods.early_exit.verified import Agreement
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 

@@ -25,18 +25,20 @@ import copy
 from collections.abc import Generator as Steps
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from time import perf_counter_ns
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from methods.decoder import Guarantee, RowChanges, Step
-from methods.drafting import ABSENT, AcceptanceRule, Draft, Verification
+from methods.drafting import AcceptanceRule, Draft, Verification
 from methods.early_exit.confidence import Opinion, Softmax, Vocabulary
 from methods.early_exit.exits import Reader
 from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.early_exit.threshold import FULL_MODEL
+from methods.early_exit.verified import leading
 from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
@@ -70,18 +72,6 @@ class FixedThreshold:
 
     def threshold(self) -> float:
         return self.value
-
-
-class Agreement:
-    """Keep a drafted token while the target picks the same: exact for every draft."""
-
-    guarantee: ClassVar[Guarantee] = Guarantee.EXACT
-
-    def __call__(
-        self, draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator
-    ) -> Verification:
-        wanted = sampling.pick(logits, rng)
-        return _leading(draft.tokens == wanted[:, :-1], wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +185,7 @@ class ShallowDeepDecoder(ExitDecoder):
     ) -> Steps[Step, RowChanges | None, Tensor]:
         """Shallow passes until a row is not sure, then the deep layers over all of them; returns the next root."""
         options, base = self.options, cache.lengths
-        before = text.done
+        before, began = text.done, perf_counter_ns()
         passes: list[Shallow] = []
         text.watch.start()
         while True:
@@ -210,13 +200,17 @@ class ShallowDeepDecoder(ExitDecoder):
             if judged:
                 text.watch.stop()
             else:
-                text.rows.take((yield text.rows.step(self._commit_shallow(token, text))))
+                step = text.rows.step(self._commit_shallow(token, text))
+                self.counters.spent_ns += perf_counter_ns() - began
+                text.rows.take((yield step))
+                began = perf_counter_ns()
                 if not text.unfinished:
                     return root
             root = token
         cache.set_lengths(base)
         step, root = self._deep(passes, sure, text, cache, rng)
         cache.set_lengths([start + now - was for start, now, was in zip(base, text.done, before, strict=True)])
+        self.counters.spent_ns += perf_counter_ns() - began
         text.rows.take((yield text.rows.step(step)))
         return root
 
@@ -277,9 +271,11 @@ class ShallowDeepDecoder(ExitDecoder):
 
     def _by_parts(self, state: Pass, text: _Text) -> tuple[Float[Tensor, "B 1 D"], Opinion]:
         self.target.run(state, range(self.options.depth))
-        hidden = state.hidden[:, 0]
-        ready = self.reader.read(self.options.depth, hidden)
-        return state.hidden, self._softmax(hidden, ready, text.tempted)
+        hidden, began = state.hidden[:, 0], perf_counter_ns()
+        opinion = self._softmax(hidden, self.reader.read(self.options.depth, hidden), text.tempted)
+        self.counters.looks += 1
+        self.counters.deciding_ns += perf_counter_ns() - began
+        return state.hidden, opinion
 
     def _commit_shallow(self, token: Int[Tensor, "B"], text: _Text) -> Step:
         rows = text.open
@@ -342,7 +338,7 @@ class ShallowDeepDecoder(ExitDecoder):
         fits = Rollback(options.distance).fits(tokens, logits, self.sampling)
         own = self.sampling.pick(logits, rng)
         own[:, -1] = torch.where(certain & fits[:, -1], last, own[:, -1])
-        return _leading(fits[:, :-1], own)
+        return leading(fits[:, :-1], own)
 
     def _learn(self, passes: list[Shallow], logits: Float[Tensor, "B W V"], seen: list[int], text: _Text) -> None:
         """Report to the threshold, for each token on the path, whether the whole model would choose it too."""
@@ -425,13 +421,6 @@ def _draft(passes: list[Shallow]) -> Draft:
     tokens = torch.stack([p.token for p in waiting if p.token is not None], dim=1)
     drawn = [p.probs for p in waiting if p.probs is not None]
     return Draft.chain(tokens, torch.stack(drawn, dim=1) if drawn else None, passes=len(waiting))
-
-
-def _leading(kept: Bool[Tensor, "B N"], wanted: Int[Tensor, "B M"]) -> Verification:
-    accepted = kept.long().cumprod(1).sum(1)
-    columns = torch.arange(kept.shape[1], device=kept.device)
-    path = torch.where(columns < accepted[:, None], columns, ABSENT)
-    return Verification(path, accepted, wanted.gather(1, accepted[:, None])[:, 0])
 
 
 def _read(passes: list[Shallow], verification: Verification, rows: list[bool]) -> tuple[list[list[int]], list[int]]:

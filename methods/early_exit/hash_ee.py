@@ -33,10 +33,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.decoder import Calibrated, Guarantee
+from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
+from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
 from methods.engine.fused_layers import ExitRule
@@ -79,6 +81,9 @@ class HashEE(EarlyExitDecoder, Calibrated):
         head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
         regroup: in a batch, rows wait at the depths of the table until so many are there; None: a batch goes on
             together.
+        accept: ``all`` tokens that exit, or ``verify`` them by the whole model, see ``verified.py``.
+        rule: exact rule of ``verify``; None: keep a token while the whole model picks it too.
+        max_pending: most tokens that wait to be verified.
         calibration: a risk target for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
 
@@ -99,6 +104,9 @@ class HashEE(EarlyExitDecoder, Calibrated):
         prompt: Prompt = "full",
         head: Head = "trained",
         regroup: int | None = None,
+        accept: Judged = "all",
+        rule: AcceptanceRule | None = None,
+        max_pending: int = 16,
         calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
@@ -117,7 +125,13 @@ class HashEE(EarlyExitDecoder, Calibrated):
         shares = [depth / target.n_layers for depth in np.unique(self.table.depths)[::-1].tolist()]
         grid = [share for share in shares if share < 1]
         self.calibrator = None if calibration is None else calibration.over(grid, sampling)
-        super().__init__(target, sampling, HashPolicy(self.table), reader, regroup)
+        verify = verification(accept, rule, max_pending, sampling, self.calibrator is not None)
+        if verify is not None and self._hashes_prompts:
+            raise ValueError(
+                "method.prompt must be full with accept=verify, whose text is that of the whole model, got hash. Set "
+                "method.prompt=full, or method.accept=all."
+            )
+        super().__init__(target, sampling, HashPolicy(self.table), reader, verify, regroup)
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:

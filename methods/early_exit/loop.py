@@ -6,7 +6,7 @@ token take the whole model (hash tables may change that).
 
 Later tokens attend to this one in every layer, so each skipped layer computes its keys and values from the state with
 which the token exited (hidden-state propagation, Schuster et al. 2022, arXiv 2207.07061, sec. 3.3). Layers that no
-later token can reach are left out.
+later token can reach are left out. Instead, copies of the skipped layers that share the cache may run (``river.py``).
 
 Rows of a batch go to the deepest exit together, and a row's text is the one it would have alone. Where a CPU's kernels
 run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -31,6 +32,7 @@ from torch import Generator, Tensor
 from methods.decoder import Decoder, Guarantee, Step
 from methods.early_exit.exits import Reader
 from methods.early_exit.regrouping import decode_regrouped
+from methods.early_exit.verified import Verify, verified_rounds
 from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.fused_layers import Exited, ExitRule
 from methods.engine.kv_cache import Cache
@@ -50,7 +52,12 @@ class DecodeStats:
         fills: layers that only got keys and values.
         columns: columns of the output matrix that were multiplied, the token's own included.
         maps: maps of exits that were multiplied.
+        copies: layers that cheaper copies ran in the place of skipped ones, in layers of the target by what they read.
         exits: by depth, tokens that exited there; each row by itself, whatever the batch ran.
+        looks: decisions whether to exit.
+        deciding_ns: time from the state at an exit to its decision: map, output matrix as far as it is asked,
+            confidence. The logits of an exit that is taken give its token, too.
+        spent_ns: time of the steps.
     """
 
     steps: int = 0
@@ -59,19 +66,24 @@ class DecodeStats:
     fills: int = 0
     columns: int = 0
     maps: int = 0
+    copies: float = 0.0
     exits: Counter[int] = field(default_factory=Counter)
+    looks: int = 0
+    deciding_ns: int = 0
+    spent_ns: int = 0
 
     def stats(self, target: CausalLM) -> dict[str, Any]:
         """Per step, as plain JSON values.
 
         ``layer_equivalents`` counts heads, maps and fills in layers of the target; ``cost_over_layers`` divides the
         cost of a step in them by what it would have cost had its layers and its output matrix shrunk alike.
+        ``confidence_share`` is that of the time, on a CPU alone: a clock of the host does not see a GPU.
         """
         if not self.steps:
             return {}
         heads, whole = self.columns / target.vocab_size, target.n_layers + head_share(target)
         equivalents = self.layers + heads * head_share(target) + self.fills * fill_share(target)
-        equivalents += self.maps * map_share(target)
+        equivalents += self.maps * map_share(target) + self.copies
         return {
             "steps": self.steps,
             "rows": self.rows,
@@ -83,8 +95,14 @@ class DecodeStats:
             "layer_equivalents_per_step": equivalents / self.steps,
             "layer_equivalents_of_the_model": whole,
             "cost_over_layers": equivalents / whole / (self.layers / target.n_layers),
+            **self._time_deciding(target),
             "exits": {str(depth): count for depth, count in sorted(self.exits.items())},
         }
+
+    def _time_deciding(self, target: CausalLM) -> dict[str, float]:
+        if not (self.looks and self.spent_ns and target.device.type == "cpu"):
+            return {}
+        return {"looks_per_step": self.looks / self.steps, "confidence_share": self.deciding_ns / self.spent_ns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +155,9 @@ class Policy(ABC):
     def reset(self, limit: int) -> None:  # noqa: B027, most have nothing to reset
         """Start new prompts of at most ``limit`` tokens each."""
 
+    def judged(self, asked: int, kept: int) -> None:  # noqa: B027, most do not count
+        """Of the last ``asked`` tokens, with the model's own after them, the row that grew most kept ``kept``."""
+
     @abstractmethod
     def stops(self, roots: Sequence[int]) -> Sequence[int]:
         """Depths at which to decide in this step, ascending; every row that is left exits at the last one.
@@ -175,7 +196,7 @@ class ExitDecoder(Decoder):
     guarantee = Guarantee.RELAXED
     family = "early_exit"
     trainable = True
-    needs = "training"
+    needs: ClassVar[Literal["nothing", "training"]] = "training"
 
     target: CausalLM
     reader: Reader
@@ -194,14 +215,29 @@ class ExitDecoder(Decoder):
 class EarlyExitDecoder(ExitDecoder):
     """A target with an exit policy.
 
+    Args:
+        verify: the whole model judges what leaves early; None: it is committed as it is.
+
     Attributes:
-        guarantee: what the policy promises.
+        guarantee: what the policy promises, or the rule that judges.
+        light: the target with cheaper copies of the layers that tokens skip; None: skipped layers are filled.
+        taps: 0-based layers whose states ``note`` is given.
     """
 
+    light: CausalLM | None = None
+    taps: Collection[int] = ()
+
     def __init__(
-        self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader, regroup: int | None = None
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        policy: Policy,
+        reader: Reader,
+        verify: Verify | None = None,
+        regroup: int | None = None,
     ) -> None:
-        self.target, self.sampling, self.reader, self._regroup = target, sampling, reader, regroup
+        self.target, self.sampling, self.reader = target, sampling, reader
+        self.verify, self._regroup = verify, regroup
         self.restart(policy)
         if regroup is not None:
             self._require_regrouping(regroup)
@@ -209,6 +245,11 @@ class EarlyExitDecoder(ExitDecoder):
     def _require_regrouping(self, least: int) -> None:
         if least < 1:
             raise ValueError(f"regroup must be at least 1 or null, got {least}. Set method.regroup=8.")
+        if self.verify is not None:
+            raise ValueError(
+                f"regroup must be null with accept=verify, whose rounds all rows share, got {least}. Set "
+                "method.regroup=null, or method.accept=all."
+            )
         if self.kernel_rule([0], [1]) is None:
             raise ValueError(
                 f"regroup needs exits that the CPU kernels judge within a pass; for {self.target.name} and these "
@@ -217,13 +258,24 @@ class EarlyExitDecoder(ExitDecoder):
 
     def restart(self, policy: Policy) -> None:
         """Decode by this policy from now on, and reset the counters."""
-        self.policy, self.guarantee, self.counters = policy, policy.guarantee, DecodeStats()
+        self.policy, self.counters = policy, DecodeStats()
+        judged = self.verify is not None and policy.guarantee is not Guarantee.EXACT
+        self.guarantee = self.verify.rule.guarantee if self.verify and judged else policy.guarantee
+        self._judged = judged
+
+    def stats(self) -> dict[str, Any]:
+        found = super().stats()
+        if self._judged:
+            found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
+        return found
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's."""
         return {"exits": self.reader.nbytes + self.policy.nbytes, "key_value_projections": self.target.fill_bytes}
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+        if self._judged:
+            return verified_rounds(self, prompts, limit, rng)
         if self._regroup is None or len(prompts) == 1:
             return self._decode_together(prompts, limit, rng)
         return decode_regrouped(self, prompts, limit, rng, self._regroup)
@@ -238,10 +290,13 @@ class EarlyExitDecoder(ExitDecoder):
         batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
         done = [1] * len(prompts)
         while any(rows := batch.below(limit, done)):
+            began = perf_counter_ns()
             if (stay := batch.leave(self.target)) is not None:
                 cache.select(stay)
                 root, roots, done, rows = root[stay], of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
+                self.keep_rows(stay)
             logits, depths = self._forward(root, roots, cache, rows, done)
+            assert logits is not None, "a step that drafts nothing always ends"
             new = self.sampling.pick(logits, rng)
             root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
             roots = root.tolist()
@@ -249,6 +304,7 @@ class EarlyExitDecoder(ExitDecoder):
             done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
             new_tokens = [[token] if is_open else [] for token, is_open in zip(roots, rows, strict=True)]
             step = Step.undrafted(new_tokens, self.share(max(depths)), rows=len(rows))
+            self.counters.spent_ns += perf_counter_ns() - began
             batch.take((yield batch.step(step)))
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
@@ -264,19 +320,42 @@ class EarlyExitDecoder(ExitDecoder):
         """Of the layers."""
         return depth / self.target.n_layers
 
+    def draft(self, root: Int[Tensor, "B"], cache: Cache, rows: list[bool]) -> tuple[Float[Tensor, "B V"] | None, int]:
+        """Logits of the exits after the roots, None where an open row does not exit early; and the layers that ran."""
+        logits, depths = self._forward(root, root.tolist(), cache, rows, drafting=True)
+        return logits, max(depths)
+
     def _forward(
-        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool], done: Sequence[int]
-    ) -> tuple[Float[Tensor, "B V"], list[int]]:
-        """Logits of all rows, and the layers that each of them ran; 0: its text had ended."""
+        self,
+        root: Int[Tensor, "B"],
+        roots: list[int],
+        cache: Cache,
+        rows: list[bool],
+        places: Sequence[int] = (),
+        drafting: bool = False,
+    ) -> tuple[Float[Tensor, "B V"] | None, list[int]]:
+        """One token per row.
+
+        Args:
+            places: tokens that each row has written, for the kernels; not read when ``drafting``.
+            drafting: end where an open row does not exit early.
+
+        Returns:
+            Logits of all rows, None where drafting ended; and the layers that each row ran, 0: its text had ended.
+        """
         target = self.target
         state = target.begin(root[:, None], None, cache)
         stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
-        if (rule := self.kernel_rule(roots, done)) is not None:
+        if not drafting and (rule := self.kernel_rule(roots, places)) is not None:
             return self._run_fused(state, rule, rows)
-        walk = Walk(target, state, rows)
+        walk = Walk(target, state, rows, self.light, self.taps)
         logits = None
         for depth in stops:
+            if drafting and depth == target.n_layers:
+                self._count(walk)
+                return None, [walk.depth] * len(rows)
             walk.to(depth)
+            began = perf_counter_ns()
             ready = self.reader.read(depth, walk.state.hidden[:, 0])
             self.counters.maps += self.reader.maps(depth)
             if depth == stops[-1]:
@@ -284,21 +363,40 @@ class EarlyExitDecoder(ExitDecoder):
             else:
                 decision = self.policy.decide(ExitPoint(depth, walk.state.hidden[:, 0], ready, roots, walk.open))
                 self.counters.columns += decision.columns
+                self.counters.looks += 1
+                self.counters.deciding_ns += perf_counter_ns() - began
             alone = walk.waiting == 0  # no row exited before, so these logits are those of all rows
-            self.counters.exits[depth] += walk.leave(decision.leaves, ready)
+            walk.leave(decision.leaves, ready)
             if not walk.staying:
                 logits = decision.logits if alone else None
                 break
-        self.counters.steps += 1
-        self.counters.rows += len(rows)
+        self._count(walk)
+        if not drafting:
+            self.counters.steps += 1
+            self.counters.rows += len(rows)
+            self.counters.exits.update(depth for depth in walk.depths if depth)
+        logits = self._finish(walk, logits)
+        self.note(walk)
+        return logits, [walk.depth] * len(rows)
+
+    def note(self, walk: Walk) -> None:
+        """Keep of a step what the next one needs; most need nothing."""
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order; what ``note`` kept is still of all."""
+
+    def _count(self, walk: Walk) -> None:
         self.counters.layers += walk.depth
+
+    def _finish(self, walk: Walk, logits: Float[Tensor, "B V"] | None) -> Float[Tensor, "B V"]:
+        """Fill the caches of the skipped layers; logits of the exits, unless they are known."""
         above = range(walk.depth, self.policy.deepest)
-        target.fill(walk.state, above)
+        self.target.fill(walk.state, above)
         self.counters.fills += len(above)
         if logits is None:
-            self.counters.columns += target.vocab_size
-            logits = target.head(walk.ready)
-        return logits, [walk.depth] * len(rows)
+            self.counters.columns += self.target.vocab_size
+            logits = self.target.head(walk.ready)
+        return logits
 
     def kernel_rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
         """See ``Policy.rule``; with the maps, and None where the kernels cannot judge this target's exits."""
@@ -361,20 +459,36 @@ class EarlyExitDecoder(ExitDecoder):
 class Walk:
     """A pass over one token per row, whose rows stop at different depths.
 
+    Args:
+        light: runs the layers that are left for rows that have exited; None: they are frozen.
+        taps: 0-based layers whose states are kept.
+
     Attributes:
-        state: the pass, as the target begins it; a stopped row keeps the state it exited with.
+        state: the pass, as the target begins it; a frozen row keeps the state it exited with.
         depth: layers run so far.
         ready: [B, D] what the output matrix multiplies, for the rows that have exited.
         open: per row, whether it has not exited yet.
+        depths: per row, layers it ran before it exited; 0: it has not.
         waiting: rows that have exited.
+        mixed: layers that ran twice, for rows that have exited and for others.
+        seen: states after the layers of ``taps`` that have run.
     """
 
     ready: Float[Tensor, "B D"]
 
-    def __init__(self, target: CausalLM, state: Pass | DecoderPass, rows: Sequence[bool]) -> None:
-        self.target, self.depth = target, 0
+    def __init__(
+        self,
+        target: CausalLM,
+        state: Pass | DecoderPass,
+        rows: Sequence[bool],
+        light: CausalLM | None = None,
+        taps: Collection[int] = (),
+    ) -> None:
+        self.target, self.light, self.depth, self.mixed = target, light, 0, 0
+        self._taps, self.seen = taps, dict[int, Float[Tensor, "B 1 D"]]()
         self.state: Any = state  # of the target's own kind
         self.open = list(rows)
+        self.depths = [0] * len(self.open)
         self._gone: Tensor | None = None
         self.waiting = 0
 
@@ -388,19 +502,37 @@ class Walk:
         layers = range(self.depth, depth)
         self.depth = depth
         if self._gone is None:
-            self.target.run(self.state, layers)
+            self.seen |= self.target.run(self.state, layers, self._taps)
             return
         for layer in layers:
             before = self.state.hidden
-            self.target.run(self.state, (layer,))
-            self.state.hidden = torch.where(self._gone, before, self.state.hidden)
+            if self.light is not None:
+                self._run_both(layer, self.light)
+            else:
+                self.target.run(self.state, (layer,))
+                self.state.hidden = torch.where(self._gone, before, self.state.hidden)
+            if layer in self._taps:
+                self.seen[layer] = self.state.hidden
 
-    def leave(self, leaves: Sequence[bool], ready: Float[Tensor, "B D"]) -> int:
-        """Let rows exit here; returns how many."""
+    def _run_both(self, layer: int, light: CausalLM) -> None:
+        """Run a layer for the rows that are left, and its copy for the others; each row keeps its own results."""
+        assert self._gone is not None
+        state, before, gone = self.state, self.state.hidden, self._gone.flatten().nonzero()[:, 0]
+        light.run(state, (layer,))
+        copied, written = state.hidden, state.cache.newest(layer, gone)
+        state.hidden = before
+        self.target.run(state, (layer,))
+        state.cache.put_newest(layer, gone, written)
+        state.hidden = torch.where(self._gone, copied, state.hidden)
+        self.mixed += 1
+
+    def leave(self, leaves: Sequence[bool], ready: Float[Tensor, "B D"]) -> None:
+        """Let rows exit here."""
         new = [now and is_open for now, is_open in zip(leaves, self.open, strict=True)]
         count = sum(new)
         if not count:
-            return 0
+            return
+        self.depths = [self.depth if now else depth for now, depth in zip(new, self.depths, strict=True)]
         self.open = [is_open and not now for now, is_open in zip(new, self.open, strict=True)]
         if self._gone is None:  # a row that stays overwrites this at its own exit
             self.ready = ready
@@ -411,26 +543,25 @@ class Walk:
             self.ready = torch.where(now[:, None], ready, self.ready)
             self._gone = self._gone | now[:, None, None]
         self.waiting += count
-        return count
 
 
 def head_share(target: CausalLM) -> float:
     """What the output matrix costs, in layers of the target, by the weights that are read."""
-    return target.vocab_size * target.hidden_size * target.dtype.itemsize / _layer_bytes(target)
+    return target.vocab_size * target.hidden_size * target.dtype.itemsize / layer_bytes(target)
 
 
 def fill_share(target: CausalLM) -> float:
     """What keys and values alone cost, in layers of the target."""
     rows = 2 * target.kv_heads * target.head_dim
-    return rows * target.hidden_size * target.dtype.itemsize / _layer_bytes(target)
+    return rows * target.hidden_size * target.dtype.itemsize / layer_bytes(target)
 
 
 def map_share(target: CausalLM) -> float:
     """What the map of an exit costs, in layers of the target."""
-    return target.hidden_size**2 * target.dtype.itemsize / _layer_bytes(target)
+    return target.hidden_size**2 * target.dtype.itemsize / layer_bytes(target)
 
 
-def _layer_bytes(target: CausalLM) -> float:
+def layer_bytes(target: CausalLM) -> float:
     """What a token reads in one layer, the mean of all; of an encoder-decoder, in one of the decoder.
 
     Of a mixture of experts, those that a token passes through.

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from methods.decoder import Calibrated
+from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
 from methods.early_exit.loop import EarlyExitDecoder, Policy, exact_if
+from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
 from methods.engine.fused_layers import ExitRule
 from methods.engine.sampling import Sampling
@@ -48,6 +50,9 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
     Args:
         depth: layers run; None: three quarters of the model's, or the trained depth next to that.
         head: how the exit is read: by trained maps, or by the model's own norm and output matrix (``lens``).
+        accept: ``all`` tokens of the exit, or ``verify`` them by the whole model, see ``verified.py``.
+        rule: exact rule of ``verify``; None: keep a token while the whole model picks it too.
+        max_pending: most tokens that wait to be verified.
         calibration: a risk target for which the depth is chosen; replaces ``depth``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 
@@ -61,6 +66,9 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
         sampling: Sampling,
         depth: int | None = None,
         head: Head = "trained",
+        accept: Judged = "all",
+        rule: AcceptanceRule | None = None,
+        max_pending: int = 16,
         calibration: RiskTarget | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
@@ -71,9 +79,10 @@ class StaticDepth(EarlyExitDecoder, Calibrated):
         known = reader.depths or range(1, target.n_layers)
         chosen = min(known, key=lambda k: abs(k - wished)) if depth is None else depth
         require_depths((chosen,), target, reader, "method.depth", last=True)
-        super().__init__(target, sampling, StaticPolicy(chosen, target.n_layers), reader)
         shares = [k / target.n_layers for k in sorted(known, reverse=True)]
         self.calibrator = None if calibration is None else calibration.over(shares, sampling)
+        verify = verification(accept, rule, max_pending, sampling, self.calibrator is not None)
+        super().__init__(target, sampling, StaticPolicy(chosen, target.n_layers), reader, verify)
 
     @classmethod
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ logits equal to those of transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -250,6 +250,24 @@ def read_layer(layer: nn.Module, form: LinearForm, config: PretrainedConfig, ind
     """Weights of one decoder layer, projections with the same input joined."""
     norms = _read_norms(layer)
     return Layer(_read_attention(layer, form, norms, config, window(config, index)), _read_mlp(layer, form, norms))
+
+
+def rounded(layer: Layer) -> Layer:
+    """The same layer with copies of its matrices in blocks of 4-bit numbers, see ``methods.engine.linear``.
+
+    Raises:
+        ValueError: it has a mixture of experts; or a device, type or shape without such weights.
+    """
+    if isinstance(layer.mlp, SparseFeedForward):
+        raise ValueError(
+            "Copies of 4 bits must be of layers without experts, got a mixture of experts. Choose another model."
+        )
+    attention = replace(layer.attention, qkv=_rounded(layer.attention.qkv), out=_rounded(layer.attention.out))
+    return Layer(attention, replace(layer.mlp, gate_up=_rounded(layer.mlp.gate_up), down=_rounded(layer.mlp.down)))
+
+
+def _rounded(product: Linear) -> Linear:
+    return make_linear([product.dense], [product.bias], "int4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from methods.engine.causal_layers import (
 from methods.engine.expert_layers import ClampedSwish, expected_experts
 from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Portion, expressible
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import KernelLinear, Linear, LinearForm, make_linear
+from methods.engine.linear import KernelLinear, Linear, LinearForm, make_linear, require_blocks
 from methods.engine.sampling import in_float
 from methods.engine.token_tree import Nodes, Parents
 from methods.engine.triton_layers import TritonLayers
@@ -272,6 +272,11 @@ class CausalLM:
                 yield layer.mlp
 
     @property
+    def output_bytes(self) -> int:
+        """Bytes of the output matrix."""
+        return self._head.nbytes
+
+    @property
     def encoder_bytes(self) -> int:
         """Bytes of the matrices that reading a source multiplies with; 0 unless the model is an encoder-decoder."""
         return 0
@@ -298,6 +303,33 @@ class CausalLM:
         view.name = (
             f"{self.name} without {len(view.skipped_attention)} attention and {len(view.skipped_mlp)} mlp layers"
         )
+        return view
+
+    def rounded(self, first: int, head: LinearForm | None = None) -> CausalLM:
+        """A view whose layers from ``first`` on are copies rounded to 4 bits; it and this model may share a cache.
+
+        Args:
+            first: 0-based.
+            head: form of a copy of the output matrix; None: it is this model's.
+
+        Raises:
+            ValueError: no 4-bit weights for this class, device, type or shape, or the layers have them already.
+        """
+        if type(self) is not CausalLM or self.weights != "full":
+            kind = self.config.model_type if self.weights == "full" else f"weights={self.weights}"
+            raise ValueError(
+                f"Copies of 4 bits must be of a decoder-only model with full weights, got {kind}. Set "
+                "model.weights=full and hardware=cpu_bf16, or choose another model."
+            )
+        require_blocks(self.device, self.dtype, "Layers rounded to 4 bits need", "choose another method")
+        view = object.__new__(CausalLM)
+        view.__dict__.update(self.__dict__)
+        view.layers = [*self.layers[:first], *map(causal_layers.rounded, self.layers[first:])]
+        view.weights, view._key_value, view._fused = "int4", {}, None
+        if expressible(view.layers, self.head_dim, self.max_positions):
+            view._fused = FusedLayers(view.layers, self.heads, self.kv_heads, self._scale, self._residual)
+        if head is not None:
+            view._head = make_linear([self._head.dense], [self._head.bias], head)
         return view
 
     def pays_to_drop(self, kept: int, rows: int) -> bool:

@@ -66,6 +66,14 @@ class Cache:
         else:
             buffer[self._rows[:, None], slots] = new
 
+    def newest(self, layer: int, rows: Int[Tensor, "n"]) -> Float[Tensor, "n H d"]:
+        """A copy of the keys and values that a pass over one node wrote after the lengths of some rows."""
+        return self.store[self.place[layer]][rows, self.length[rows]]
+
+    def put_newest(self, layer: int, rows: Int[Tensor, "n"], heads: Float[Tensor, "n H d"]) -> None:
+        """Put such keys and values back."""
+        self.store[self.place[layer]][rows, self.length[rows]] = heads
+
     def view(self, layer: int, end: int) -> tuple[Float[Tensor, "B K S d"], Float[Tensor, "B K S d"]]:
         """Keys and values of the first ``end`` slots, without a copy."""
         kept = self.store[self.place[layer]][:, :end].transpose(1, 2)

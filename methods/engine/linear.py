@@ -147,16 +147,24 @@ def dequantised(blocks: Quantised, bits: int) -> Float[Tensor, "O I"]:
     return (centred * blocks.scale.float()[:, :, None] + blocks.zero.float()[:, :, None]).flatten(1)
 
 
-def require_blocks(device: torch.device, dtype: torch.dtype) -> None:
+def require_blocks(
+    device: torch.device,
+    dtype: torch.dtype,
+    what: str = "model.weights=int4 needs",
+    otherwise: str = "model.weights=full",
+) -> None:
     """Refuse weights of 4 bits where there are no kernels for them.
+
+    Args:
+        what: wants them, for the message; ``otherwise``: what else to set.
 
     Raises:
         ValueError: another device than the CPU, another type than bfloat16 and float32, or no compiler.
     """
     if not blocks_usable(device, dtype, BLOCK):
         raise ValueError(
-            "model.weights=int4 needs bfloat16 or float32 on a CPU, and a C++ compiler, or bfloat16 on an NVIDIA GPU, "
-            f"got {str(dtype).removeprefix('torch.')} on {device.type}. Set hardware=cpu_bf16, or model.weights=full."
+            f"{what} bfloat16 or float32 on a CPU, and a C++ compiler, or bfloat16 on an NVIDIA GPU, got "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}. Set hardware=cpu_bf16, or {otherwise}."
         )
 
 

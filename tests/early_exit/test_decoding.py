@@ -15,7 +15,7 @@ import torch
 from bench.contract import checks
 from methods.decoder import Guarantee
 from methods.early_exit.calm import Calm
-from methods.early_exit.confidence import Saturation, Softmax, gap, usual_screen
+from methods.early_exit.confidence import LowRank, Saturation, Softmax, gap, usual_screen
 from methods.early_exit.exits import Exits, Lens
 from methods.early_exit.free import Free
 from methods.early_exit.free_threshold import BetaMixture
@@ -270,6 +270,41 @@ def test_a_screen_makes_no_token_leave_and_keeps_only_those_outside_it(target: C
         assert (found.logits is None) == (found.columns == ids) and (found.logits is not None or not leaves)
         assert found.logits is None or found.columns == ids + 61
     assert 0 < int((whole > least).sum()) < 400
+
+
+@pytest.mark.parametrize("ids", [None, 20])
+def test_a_screen_of_low_rank_is_the_nearest_matrix_of_that_rank(target: CausalLM, ids: int | None) -> None:
+    weight, _ = target.output_rows(torch.arange(ids or 61))
+    left, sizes, right = torch.linalg.svd(weight.double(), full_matrices=False)
+    ready = torch.randn(50, 32, dtype=torch.double, generator=torch.Generator().manual_seed(1)) * 3
+    found = LowRank(target, 6, ids)
+    torch.testing.assert_close(found(ready), ready @ (left[:, :6] * sizes[:6] @ right[:6]).T)
+    assert found.columns == math.ceil(6 * ((ids or 61) + 32) / 32)
+    screen = Softmax(target, "auto" if ids is None else ids, 6)
+    for row in ready[:, None]:
+        asked = gap(found(row))
+        kept, open_ = screen(row, row, lambda _: False), screen(row, row, lambda _: True)
+        assert kept.logits is None and torch.equal(kept.confidence, asked) and kept.columns == screen.screen
+        assert open_.confidence <= gap(target.head(row)) and open_.columns == screen.screen + 61
+
+
+@pytest.mark.parametrize("options", [{"rank": 0}, {"rank": 32}, {"rank": 4, "confidence": "saturation"}])
+def test_a_rank_without_use_is_refused(target: CausalLM, options: dict) -> None:
+    with pytest.raises(ValueError, match="rank must be"):
+        Calm(target, GREEDY, head="lens", **options)
+
+
+@pytest.mark.parametrize("make", [
+    lambda lm: Calm(lm, GREEDY, 0.3, exits=[1, 3], head="lens"),
+    lambda lm: Calm(lm, GREEDY, 0.3, exits=[1, 3], head="lens", accept="verify"),
+    lambda lm: Free(lm, GREEDY, 2, 0.3, head="lens"),
+])  # fmt: skip
+def test_the_time_of_decisions_is_a_part_of_that_of_the_steps(make, deep: CausalLM) -> None:
+    decoder = make(deep)
+    checks.outputs(decoder, checks.prompts(deep.vocab_size, (5,)), 20)
+    facts, counters = decoder.stats(), decoder.counters
+    assert 0 < counters.deciding_ns < counters.spent_ns and facts["confidence_share"] < 1
+    assert facts["looks_per_step"] == pytest.approx(counters.looks / counters.steps) and counters.looks >= 10
 
 
 def test_the_usual_screen_costs_a_layer_and_stands_only_before_dear_heads(target: CausalLM) -> None:

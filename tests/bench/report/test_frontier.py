@@ -77,6 +77,7 @@ def test_points_hold_what_the_records_say(results: Path) -> None:
     fast = points["calm threshold=0.5"][0]
     assert fast.rouge_l == fast.quality == pytest.approx(7 / 9) and fast.metric == "rouge_l" and fast.full == 1.0
     assert (fast.layer_equivalents, fast.length_ratio, fast.certified) == (36.5, 1.0, None)
+    assert fast.confidence == 0.3
     assert fast.speed == pytest.approx(collect.read_summary(results / fast.run_id)["speedup"]["total"]["value"])  # type: ignore[index]
 
 
