@@ -2,8 +2,8 @@
 
 Tokens leave at different depths, so the layers above an exit run for few rows, each time over all of their weights.
 Here a row that does not leave waits at its exit, and the rows that left go on to their next tokens; the layers above
-run once ``least`` rows wait for them (dynamic rebatching, the buffers of DREX). A row's text is the one that it has alone:
-its cache does not grow while it waits, and passes of the kernels take rows of any length (``CausalLM.run_to_exits``). A
+run once ``least`` rows wait for them (dynamic rebatching, the buffers of DREX). A row's text is the one that it has
+alone: its cache does not grow while it waits, and passes of the kernels take rows of any length (``run_to_exits``). A
 row that has waited for ``PATIENCE`` runs goes on in any case, with those beside it, so that none is left behind.
 """
 

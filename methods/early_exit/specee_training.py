@@ -175,14 +175,20 @@ class _Recorder(SpecEE):
         }
 
     def _forward(
-        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool], drafting: bool = False
-    ) -> tuple[Float[Tensor, "B V"] | None, int]:
-        logits, depth = super()._forward(root, roots, cache, rows, drafting)
+        self,
+        root: Int[Tensor, "B"],
+        roots: list[int],
+        cache: Cache,
+        rows: list[bool],
+        places: Sequence[int] = (),
+        drafting: bool = False,
+    ) -> tuple[Float[Tensor, "B V"] | None, list[int]]:
+        logits, depths = super()._forward(root, roots, cache, rows, places, drafting)
         assert logits is not None, "no token leaves"
         final = argmax(logits)[torch.tensor(rows, device=logits.device)]
         for exit_depth, (features, likeliest) in self.policy.step.items():
             self._found.setdefault(exit_depth, []).append(Asked(features, likeliest == final))
-        return logits, depth
+        return logits, depths
 
 
 def _fit(asked: Asked, width: int) -> Layers:

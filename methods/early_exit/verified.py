@@ -45,6 +45,9 @@ class Agreement:
         wanted = sampling.pick(logits, rng)
         return leading(draft.tokens == wanted[:, :-1], wanted)
 
+    def bonus(self, logits: Float[Tensor, "B V"], sampling: Sampling, rng: Generator) -> Int[Tensor, "B"]:
+        return sampling.pick(logits, rng)
+
 
 def leading(kept: Bool[Tensor, "B N"], wanted: Int[Tensor, "B M"]) -> Verification:
     """Keep the leading tokens that pass a test; ``wanted`` are the target's tokens in their places and after them."""
