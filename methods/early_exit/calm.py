@@ -92,8 +92,8 @@ class Calm(EarlyExitDecoder, Calibrated):
         decay: form in which the threshold falls along the text.
         tau: speed of the decay.
         horizon: tokens over which it falls; None: the limit of the run.
-        regroup: in a batch, rows that do not leave at an exit wait there until so many are there; None: a batch goes on
-            together.
+        regroup: in a batch, rows that do not leave at an exit wait there until so many are there; None: all rows take
+            a step together.
         calibration: a risk target for which the threshold is chosen; replaces ``threshold``.
         checkpoint: folder of trained exits; None: those prepared for this model.
 

@@ -77,8 +77,8 @@ class HashEE(EarlyExitDecoder, Calibrated):
     Args:
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
-        regroup: in a batch, rows wait at the depths of the table until so many are there; None: a batch goes on
-            together.
+        regroup: in a batch, rows wait at the depths of the table until so many are there; None: all rows take
+            a step together.
         calibration: a risk target for which the least depth is chosen.
         checkpoint: folder of a table; None: the one prepared for this model.
 
