@@ -83,7 +83,7 @@ class DecodeStats:
             "layer_equivalents_per_step": equivalents / self.steps,
             "layer_equivalents_of_the_model": whole,
             "cost_over_layers": equivalents / whole / (self.layers / target.n_layers),
-            "exits": {str(depth): count for depth, count in sorted(self.exits.items()) if count},
+            "exits": {str(depth): count for depth, count in sorted(self.exits.items())},
         }
 
 

@@ -106,6 +106,12 @@ MAKERS: dict[str, Callable[[CausalLM], Any]] = {
 }
 
 
+def worked(decoder: Any) -> dict[str, Any]:
+    """Its counters; depths at which no token left are not among the exits."""
+    found: dict[str, Any] = decoder.stats()
+    return found | {"exits": {depth: count for depth, count in found["exits"].items() if count}}
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_kernels_judge_as_torch_does(
     name: str, target: CausalLM, by_torch: CausalLM, prompts: list[torch.Tensor]
@@ -114,8 +120,8 @@ def test_kernels_judge_as_torch_does(
     ours, theirs = MAKERS[name](target), MAKERS[name](by_torch)
     alone = [generate(ours, [prompt], LIMIT)[0] for prompt in prompts]
     assert alone == [generate(theirs, [prompt], LIMIT)[0] for prompt in prompts]
-    assert ours.stats() == theirs.stats()
-    assert len(ours.stats()["exits"]) > 1 or name in ("whole", "static"), "nothing was decided"
+    assert worked(ours) == worked(theirs)
+    assert len(worked(ours)["exits"]) > 1 or name in ("whole", "static"), "nothing was decided"
     together = generate(ours, prompts, LIMIT)
     assert together == generate(theirs, prompts, LIMIT)
     assert together == alone or name == "free, learning"  # which learns when the first row of a batch is not sure
@@ -130,7 +136,7 @@ def test_maps_are_multiplied_within_the_pass(
         for confidence, threshold in (("softmax", 0.02), ("classifier", 0.5)):
             made = Calm(lm, GREEDY, threshold, confidence, vocabulary=None, checkpoint=tmp_path)  # type: ignore[arg-type]
             texts[name, confidence] = [generate(made, [prompt], LIMIT) for prompt in prompts]
-            found[name, confidence] = made.stats()
+            found[name, confidence] = worked(made)
     for confidence in ("softmax", "classifier"):
         assert texts["kernels", confidence] == texts["torch", confidence]
         assert found["kernels", confidence] == found["torch", confidence]

@@ -90,8 +90,10 @@ def test_rows_that_are_done_leave_and_passes_are_counted(monkeypatch: pytest.Mon
         rows[drops] = []
         written[drops] = beam_search.search(target, prompts, 20, BeamSettings(4), rows[drops].append)
     assert written[True] == written[False]
-    assert set(rows[False][1:]) == {32} and rows[True][-1] < 32 and rows[True] == sorted(rows[True][:1]) + sorted(
-        rows[True][1:], reverse=True
+    assert (
+        set(rows[False][1:]) == {32}
+        and rows[True][-1] < 32
+        and rows[True] == sorted(rows[True][:1]) + sorted(rows[True][1:], reverse=True)
     )
     ours = BeamSearch(target, Sampling(), num_beams=4)
     steps = list(ours.decode(prompts, 20, torch.Generator()))
