@@ -23,7 +23,8 @@ from bench.report import collect, leaderboard, markdown, plots, tables, terminal
 
 _FOLDER = Path("results", "reference")  # in a checkout: the committed records
 BLOCK = re.compile(
-    r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless: \w+|methods|packages: \w+) -->\n.*?<!-- end -->", re.DOTALL
+    r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless: \w+|promises|methods|packages: \w+) -->\n.*?<!-- end -->",
+    re.DOTALL,
 )
 FIGURE = Path("docs/figures/speedup_mtbench.svg")
 _WORDS = re.compile(r"<text[^>]*>([^<]*)</text>")
@@ -45,8 +46,9 @@ def written(text: str, results: Path) -> str:
 
 def _block(what: str, results: Path) -> str:
     kind, _, rest = what.partition(": ")
-    if kind in ("methods", "packages"):
-        return f"<!-- {what} -->\n{_methods(results) if kind == 'methods' else _packages(rest)}\n<!-- end -->"
+    if kind in ("methods", "packages", "promises"):
+        table = {"methods": _methods, "promises": _promises}[kind](results) if kind != "packages" else _packages(rest)
+        return f"<!-- {what} -->\n{table}\n<!-- end -->"
     body = {"lossless": _lossless, "short": _short, "leaderboard": _leaderboard}[kind](results, rest)
     lines = "\n".join(f"    {line}".rstrip() for line in body)
     return f"<!-- {what} -->\n{lines}\n<!-- end -->"
@@ -116,6 +118,15 @@ def _packages(top: str) -> str:
         modules = sorted(module.stem for module in file.parent.glob("*.py") if module != file)
         cells.append([f"`{name}`", sentence.replace("``", "`").rstrip("."), " ".join(f"`{each}`" for each in modules)])
     return tables.markdown(["package", "what it does", "modules"], cells)
+
+
+def _promises(results: Path) -> str:
+    """The tested promises: a row for each loss and tolerance of a record."""
+    from bench.promise import records
+
+    found = records.read(results)
+    rows = [[record.manifest["model"]["name"], *cells] for record in found for cells in records.cells(record)]
+    return tables.markdown(("model", *records.HEADER), rows)
 
 
 def _lossless(results: Path, experiment: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Check the records in a results folder: runs, lossless experiments and cost curves."""
+"""Check the records in a results folder: runs, lossless experiments, cost curves and tested promises."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bench.analysis import audit, metrics, pairs
 from bench.analysis.summary import summarise
 from bench.cost import records as cost_records
 from bench.errors import UserError
+from bench.promise import records as promises
 from bench.records import digests, run_folder, schemas, signatures
 from bench.records.signatures import Signature
 from bench.utils import files
@@ -23,8 +24,9 @@ from bench.utils.files import read_json
 if TYPE_CHECKING:
     import pandas as pd
 
-RUN, LOSSLESS, COSTS = "run", "lossless record", "cost curve"
+RUN, LOSSLESS, COSTS, PROMISE = "run", "lossless record", "cost curve", "tested promise"
 _RESULT, _LOSSLESS, _COSTS, _REFERENCE = "result.json", "lossless", "costs", "reference"
+_PROMISE = promises.FOLDER
 _SHORT = 60  # letters of a value in a message
 _EXPERIMENTS = ("greedy", "sampling", "rounds", "joint", "served")
 
@@ -66,7 +68,7 @@ def folders(results: Path) -> list[Path]:
     """
     if not is_results(results):
         return [results]
-    kinds = ("*", f"{_LOSSLESS}/*", f"{_COSTS}/*")
+    kinds = ("*", f"{_LOSSLESS}/*", f"{_COSTS}/*", f"{_PROMISE}/*")
     patterns = (*kinds, *(f"{_REFERENCE}/{kind}" for kind in kinds))
     found = (folder for pattern in patterns for folder in sorted(results.glob(pattern)))
     return [folder for folder in found if not folder.name.startswith(".") and _holds_records(folder)]
@@ -89,6 +91,8 @@ def check_one(folder: Path, *, derive: bool = False, signers: Path | None = None
         UserError: there is no such file, or a signed run and no ssh-keygen.
     """
     above = folder.resolve().parent.name
+    if above == _PROMISE:
+        return FolderCheck(folder, PROMISE, list(promises.problems(folder)))
     if above == _LOSSLESS or (folder / _RESULT).is_file():
         return FolderCheck(folder, LOSSLESS, list(_lossless_problems(folder)))
     if above == _COSTS or (folder / cost_records.POINTS).is_file():

@@ -15,6 +15,8 @@ from bench import cli, readme
 from bench.config import compose, instantiate, options
 from bench.cost import command as cost
 from bench.lossless import command as lossless
+from bench.promise import command as promise
+from bench.promise.settings import PromiseConfig
 from bench.sweep import plan
 from bench.train import command as train
 from bench.train import corpora
@@ -99,7 +101,7 @@ def test_all_commands_are_of_one_program():
 def test_commands(command, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)[3:]
-    parts = {"train": run_train, "cost": run_cost, "lossless": run_lossless}
+    parts = {"train": run_train, "cost": run_cost, "lossless": run_lossless, "promise": run_promise}
     assert "=" in words[0] or words[0].startswith("-") or cli.main([words[0], "--help"]) == 0
     if words[0] in parts:
         parts[words[0]](words[1:], tmp_path, request.getfixturevalue)
@@ -209,6 +211,11 @@ def run_lossless(words, folder, fixture):
         return
     _, _, overrides = lossless.split(words)
     assert compose.compose(overrides)
+
+
+def run_promise(words, folder, fixture):
+    config, overrides = options.parse(PromiseConfig, words)  # tests/bench/promise decodes
+    assert promise.compose_run(config, overrides).method["calibration"]["tolerance"] == config.tolerances[0]
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])

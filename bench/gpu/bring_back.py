@@ -17,7 +17,7 @@ from bench.gpu import start
 from bench.records import run_folder
 from bench.utils import files
 
-_OTHERS = ("costs", "lossless")  # folders of records that are no runs
+_OTHERS = ("costs", "lossless", "promise")  # folders of records that are no runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from bench.measure import manifest, threshold_calibration
 from bench.measure.run import BASELINE, build_method
 from bench.measure.threshold_calibration import CalibrationSet, Writer
 from bench.models.source import Loaded
+from bench.promise import records
 from bench.promise.resampling import resample
 from bench.promise.settings import PromiseConfig
-from bench.utils import files
 from methods.decoder import Calibrated, Calibrator, Decoder
 
 
@@ -58,15 +58,10 @@ def measure(cfg: RunConfig, config: PromiseConfig, loaded: Loaded) -> tuple[dict
         "layers": layers,
         "mean_losses": {against: table.mean(axis=0, dtype=np.float64).tolist() for against, table in losses.items()},
         "promises": promises,
-        "losses_sha256": digest(losses),
+        "losses_sha256": records.digest(losses),
         "passed": not any(promise["kept"] is False for promise in promises),
     }
     return facts, losses
-
-
-def digest(losses: dict[str, np.ndarray]) -> str:
-    """sha256 over the losses, the same on every machine."""
-    return files.json_sha256({against: table.tolist() for against, table in losses.items()})
 
 
 def _require(promised: list[Calibrator], calibration: int, config: PromiseConfig) -> None:

@@ -113,6 +113,29 @@ def read_losses(folder: Path) -> dict[str, np.ndarray]:
         return {name: stored[name] for name in stored.files}
 
 
+def digest(losses: Mapping[str, np.ndarray]) -> str:
+    """sha256 over the losses, the same on every machine."""
+    return files.json_sha256({against: table.tolist() for against, table in losses.items()})
+
+
+def problems(folder: Path) -> Iterator[str]:
+    """What does not fit in a record: losses that were changed, counts that contradict each other."""
+    manifest, result = files.read_json(folder / MANIFEST), files.read_json(folder / RESULT)
+    if not manifest or not result or not (folder / LOSSES).is_file():
+        yield f"{MANIFEST if not manifest else RESULT if not result else LOSSES} is missing or cannot be read"
+        return
+    try:
+        if digest(read_losses(folder)) != result["losses_sha256"]:
+            yield f"{LOSSES} has other losses than {RESULT} says"
+        for promise in result["promises"]:
+            if promise["share"] != promise["broken"] / promise["draws"]:
+                yield f"{RESULT} has broken: {promise['broken']} of {promise['draws']}, share: {promise['share']}"
+        if result["passed"] is any(promise["kept"] is False for promise in result["promises"]):
+            yield f"{RESULT} has passed: {result['passed']}, its promises say otherwise"
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        yield f"{RESULT} cannot be read: {type(error).__name__}: {error}"
+
+
 # --------------------------------------------------------------------------------------------------------- the report
 
 HEADER = (

@@ -98,8 +98,8 @@ class Calm(EarlyExitDecoder, Calibrated):
         decay: form in which the threshold falls along the text.
         tau: speed of the decay.
         horizon: tokens over which it falls; None: the limit of the run.
-        regroup: in a batch, rows that do not leave at an exit wait there until so many are there; None: a batch goes on
-            together.
+        regroup: in a batch, rows that do not leave at an exit wait there until so many are there; None: all rows take
+            a step together.
         accept: ``all`` tokens that exit, or ``verify`` them by the whole model, see ``verified.py``.
         rule: exact rule of ``verify``; None: keep a token while the whole model picks it too.
         max_pending: most tokens that wait to be verified.

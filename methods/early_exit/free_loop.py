@@ -260,7 +260,7 @@ class ShallowDeepDecoder(ExitDecoder):
         depth, rows = self.options.depth, len(text.done)
         rule, maps = self._softmax.rule((depth,)), self.reader.kernel_maps()
         assert rule is not None and maps is not None
-        # What learns wants to know what every exit would say, so that none is left unasked, and none goes on.
+        # What learns wants to know what every exit would say, so the pass ends there.
         least, through = ([-1.0] * rows, False) if self._learns else (text.least, alone)
         rule = replace(rule, maps=maps, thresholds=least, propagates=False)
         found = self.target.run_to_exits(state, self.target.n_layers if through else depth, rule, [True] * rows)

@@ -79,8 +79,8 @@ class HashEE(EarlyExitDecoder, Calibrated):
     Args:
         prompt: read prompts by the whole model, or each of their tokens by its own depth.
         head: how exits are read: by trained maps, or by the model's own norm and output matrix (``lens``).
-        regroup: in a batch, rows wait at the depths of the table until so many are there; None: a batch goes on
-            together.
+        regroup: in a batch, rows wait at the depths of the table until so many are there; None: all rows take
+            a step together.
         accept: ``all`` tokens that exit, or ``verify`` them by the whole model, see ``verified.py``.
         rule: exact rule of ``verify``; None: keep a token while the whole model picks it too.
         max_pending: most tokens that wait to be verified.

@@ -1,10 +1,10 @@
 """Rows of a batch that wait at a depth until enough others are there: the loop of ``method.regroup``.
 
 Tokens leave at different depths, so the layers above an exit run for few rows, each time over all of their weights.
-Here a row that does not leave waits at its exit, and the rows that left go on to their next tokens; the layers above
-run once ``least`` rows wait for them (dynamic rebatching, the buffers of DREX). A row's text is the one that it has
-alone: its cache does not grow while it waits, and passes of the kernels take rows of any length (``run_to_exits``). A
-row that has waited for ``PATIENCE`` runs goes on in any case, with those beside it, so that none is left behind.
+Here a row that does not leave waits at its exit, and the rows that left read their next tokens; the layers above run
+once ``least`` rows wait for them (dynamic rebatching, the buffers of DREX). A row's text is the one that it has alone:
+its cache does not grow while it waits, and passes of the kernels take rows of any length (``CausalLM.run_to_exits``).
+A row that has waited for ``PATIENCE`` runs is run in any case, with those beside it, so that none comes last.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from methods.early_exit.exits import Exits, Lens
 from methods.early_exit.free import Free
 from methods.early_exit.free_threshold import BetaMixture
 from methods.early_exit.hash_ee import HashEE
-from methods.early_exit.hash_tables import Corpus, HashTable, make_table, mutual_information
+from methods.early_exit.hash_tables import Corpus, HashTable, make_table, mutual_information, settling_depths
 from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, fill_share, head_share
 from methods.early_exit.static_depth import StaticDepth
 from methods.early_exit.threshold import Threshold
@@ -164,7 +164,7 @@ def test_skipped_layers_get_the_state_of_the_exit_that_was_taken(deep: CausalLM)
     decoder.policy.depths = [[4]]  # type: ignore[attr-defined]
     decoder.policy.stops = lambda roots: [2, 4, 6]  # type: ignore[method-assign]
     decoder.policy.look = lambda depth, *rest: ExitDecision([depth == 4])  # type: ignore[method-assign]
-    decoder._forward(root, root.tolist(), cache, [True])
+    decoder._forward(root, root.tolist(), cache, [True], [1])
     twin = deep.new_cache(1, 16)
     deep.prefill([prompt], twin)
     state = deep.begin(root[None], None, twin)
@@ -222,7 +222,9 @@ def test_rows_at_their_limit_do_not_decide_how_deep_others_go(target: CausalLM) 
     cache = target.new_cache(2, 8)
     root = target.prefill(checks.prompts(target.vocab_size, (3, 3)), cache).logits[:, 0].argmax(-1)
     for rows, deepest in (([True, False], 1), ([False, True], 4), ([True, True], 4)):
-        assert _scripted(target, [[1, 4]])._forward(root, root.tolist(), cache, rows)[1] == deepest
+        assert _scripted(target, [[1, 4]])._forward(root, root.tolist(), cache, rows, [1] * len(rows))[1] == [
+            deepest
+        ] * len(rows)
 
 
 @pytest.mark.parametrize("options", CALMS.values(), ids=CALMS.keys())
@@ -333,7 +335,7 @@ def test_rows_that_left_do_not_open_the_screen(target: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("confidence", ["softmax", "saturation"])
-@pytest.mark.parametrize("decay", ["none", "paper", "code"])
+@pytest.mark.parametrize("decay", ["none", "paper", "code", "linear"])
 def test_threshold_one_is_the_full_model_under_every_decay(target: CausalLM, confidence: str, decay: str) -> None:
     """Eq. 5 lets 1 fall to 0.9, and a softmax in 32 bit reaches 1: the fallback of the guarantee must not."""
 
@@ -366,6 +368,12 @@ def test_static_depth_of_all_layers_is_the_full_model(target: CausalLM) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- thresholds
+
+
+def test_a_line_ends_where_the_text_does() -> None:
+    line = Threshold(0.5, "linear", tau=1.0)
+    assert [line.at(place, 10) for place in (0, 5, 10, 12)] == pytest.approx([0.55, 0.5, 0.45, 0.45])
+    assert Threshold(0.5, "linear", tau=2.0).at(5, 10) == pytest.approx(0.45)
 
 
 def test_decay_follows_eq_5_and_the_code_scales_instead() -> None:
@@ -685,12 +693,13 @@ def corpus() -> Corpus:
     return Corpus.of([row.prompt + row.answer for row in zipf()], 61)
 
 
-KINDS = ["random", "frequency", "mutual_information", "clustered"]
+KINDS = ["random", "frequency", "mutual_information", "clustered", "learnt"]
 
 
 def table_of(corpus: Corpus, kind: str, balance: str = "types", seed: int = 0, depths: tuple = (1, 2, 4)) -> HashTable:
     embeddings = np.random.default_rng(9).normal(size=(61, 8))
     special = {2, 60}
+    settling = np.random.default_rng(8).uniform(1, 4, size=61)
     return make_table(
         kind,
         depths,
@@ -699,7 +708,8 @@ def table_of(corpus: Corpus, kind: str, balance: str = "types", seed: int = 0, d
         balance=balance,
         special=special,
         seed=seed,
-        embeddings=embeddings,  # type: ignore[arg-type]
+        embeddings=embeddings,
+        settling=settling,  # type: ignore[arg-type]
     )
 
 
@@ -759,6 +769,22 @@ def test_clusters_are_those_of_the_embeddings_small_ones_first() -> None:
         assert table.depths.tolist() == [(3, 1, 2)[g] for g in group]
 
 
+def test_types_settle_where_all_exits_from_there_on_agree() -> None:
+    """Type 3 settles at 1 and at 2; type 5 never, though its first exit is right; type 7 was never read."""
+    tokens = np.array([3, 3, 5])
+    agrees = np.array([[True, True, True], [False, True, True], [True, True, False]])
+    found = settling_depths(tokens, agrees, (1, 2, 3), 4, 8)
+    mean = (1 + 2 + 4) / 3
+    np.testing.assert_allclose(found[[3, 5, 7]], [(1 + 2 + 4 * mean) / 6, (4 + 4 * mean) / 5, mean])
+
+
+def test_types_that_settle_early_leave_first(corpus: Corpus) -> None:
+    settling = np.random.default_rng(8).uniform(1, 4, size=61)
+    table, seen = table_of(corpus, "learnt"), corpus.counts > 0
+    by_depth = [settling[(table.depths == depth) & seen] for depth in (1, 2)]
+    assert by_depth[0].max() <= by_depth[1].min()
+
+
 def test_tables_are_the_same_in_another_process_and_differ_by_seed(corpus: Corpus) -> None:
     """Python's own hash is salted; a table must not depend on it."""
     code = (
@@ -816,7 +842,7 @@ def test_the_token_that_is_read_decides_and_nothing_comes_back_on_the_way(target
     root = target.prefill(checks.prompts(target.vocab_size, (6, 4)), cache).logits[:, 0].argmax(-1)
     roots = root.tolist()
     with no_host_reads():
-        decoder._forward(root, roots, cache, [True, True])
+        decoder._forward(root, roots, cache, [True, True], [1, 1])
 
 
 @pytest.mark.parametrize("lengths", [(7,), (3, 9, 1)])

@@ -269,7 +269,7 @@ def test_exits_of_a_decoder_with_an_encoder(variant: str, tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------------------ hash_ee
 
 
-@pytest.mark.parametrize("kind", ["random", "frequency", "mutual_information", "clustered"])
+@pytest.mark.parametrize("kind", ["random", "frequency", "mutual_information", "clustered", "learnt"])
 @pytest.mark.parametrize("balance", ["types", "mass"])
 def test_tables_come_with_exits_to_match(
     target: CausalLM, kind: Any, balance: Any, common: Path, tmp_path: Path

@@ -195,6 +195,24 @@ def test_hashed_training_and_decoding_compute_the_same(made: dict[str, tuple[Pat
     assert facts["curve"][-1]["loss"] < facts["curve"][0]["loss"]
 
 
+@pytest.mark.parametrize("table", ["clustered", "learnt"])
+def test_tables_of_another_model_are_trained_with(
+    table: Any, made: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The table is made with a model of bytes, whose exits say for a learnt one how soon a byte settles."""
+    lm = load(made["calm"][0])
+    few = TrainingConfig(steps=2, batch_size=4, learning_rate=1e-2, evaluations=1, precision="float32")
+    maker = CharacterModel("hash", **TINY, table=table, recipe=few)
+    assert maker.needs_model and maker.model_name("text") == f"text_characters_hash_{table}"
+    facts = maker.fit(context(tmp_path, pairs=TEXT, model=lm))
+    assert facts["table"]["kind"] == table
+    HashEE(load(tmp_path), GREEDY, head="lens", checkpoint=str(tmp_path))
+    with pytest.raises(ValueError, match="one token per byte, .* got .* with 61"):
+        maker.fit(context(tmp_path, pairs=TEXT, model=checks.tiny_target()))
+    with pytest.raises(ValueError, match=r"table must be frequency with exits=calm, .* Set train.exits=hash\."):
+        CharacterModel("calm", **TINY, table=table)
+
+
 def test_an_interrupted_character_model_ends_like_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
