@@ -133,6 +133,7 @@ def manifest(
             "dtype": str(loaded.lm.dtype).removeprefix("torch."),
             "linear": loaded.lm.linear_form,
             **({"kernels": loaded.lm.kernels} if loaded.lm.kernels != "torch" else {}),
+            **({"graphs_left": True} if loaded.graphs_left else {}),
             "batch_invariant": loaded.lm.batch_invariant,
             "sampling": asdict(cfg.sampling),
             "measure": asdict(cfg.measure),

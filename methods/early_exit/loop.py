@@ -164,6 +164,10 @@ class ExitDecoder(Decoder):
     trainable = True
     needs = "training"
 
+    @classmethod
+    def replays_passes(cls, settings: Mapping[str, Any]) -> bool:
+        return False
+
     target: CausalLM
     reader: Reader
     counters: DecodeStats

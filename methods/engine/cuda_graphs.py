@@ -451,6 +451,12 @@ class GraphedLM(CausalLM):
         _MODELS.add(view)
         return view
 
+    def without_graphs(self) -> CausalLM:
+        """The same weights, every pass kernel by kernel."""
+        view = object.__new__(CausalLM)
+        view.__dict__.update({name: value for name, value in self.__dict__.items() if name != "graphs"})
+        return view
+
     def skip(self, attention: Collection[int] = (), mlp: Collection[int] = ()) -> CausalLM:
         """See ``CausalLM.skip``; the view has graphs of its own."""
         return GraphedLM.of(super().skip(attention, mlp), self.graphs.capture)
