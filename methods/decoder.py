@@ -173,6 +173,14 @@ class Decoder(ABC):
         return cls.needs == "a draft model" and settings.get("draft_model") is None
 
     @classmethod
+    def replays_passes(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether its passes of a decoder-only target can be replayed as CUDA graphs, as the baseline's are.
+
+        One that runs layers in portions cannot; its run is measured without graphs, in both arms.
+        """
+        return True
+
+    @classmethod
     def missing_library(cls) -> str | None:
         """Which of ``libraries`` is not installed, and how to install it; None: none is missing."""
         for name, extra in cls.libraries.items():

@@ -153,3 +153,27 @@ def test_a_target_on_two_gpus_writes_the_text_of_one():
         assert decode(PromptLookup(spread, Sampling()), batch, 20) == wanted
     finally:
         parallel.stop()
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "prompt_lookup", "suffix", "medusa", "hydra_heads", "eagle"])
+def test_a_recorded_round_waits_for_its_read_alone(name, monkeypatch):
+    target = GraphedLM.of(CausalLM.from_hf(checks.tiny_target().hf.cuda()))
+    decoder, batch = DECODERS[name](target, Sampling()), checks.prompts(target.vocab_size, (9,))
+    for _ in range(3):
+        decode(decoder, batch, 40)
+    read = torch.Tensor.tolist
+
+    def alone(tensor):
+        torch.cuda.set_sync_debug_mode("default")
+        found = read(tensor)
+        torch.cuda.set_sync_debug_mode("error")
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "tolist", alone)
+    steps = decoder.decode(batch, 40, torch.Generator(device="cuda").manual_seed(0))
+    next(steps), next(steps)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        assert sum(1 for _ in steps) > 5
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

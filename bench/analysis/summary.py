@@ -75,6 +75,7 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         **({"sort_by_length": True} if measure.get("sort_by_length") else {}),
         **({"ignore_eos": True} if measure.get("ignore_eos") else {}),
         **({"made_ahead": ahead} if ahead else {}),
+        **({"graphs_left": True} if manifest.get("graphs_left") else {}),
         **({"compile": True} if "compiled" in ahead else {}),  # a name of its own: compiled runs have their own tables
         **({"kernels": manifest["kernels"]} if "kernels" in manifest else {}),
         "sampling": manifest["sampling"],

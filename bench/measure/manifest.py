@@ -138,6 +138,7 @@ def manifest(
             "attention": attention_kernels(loaded.lm),
             "bytes_read": None,
             **({"kernels": loaded.lm.kernels} if loaded.lm.kernels != "torch" else {}),
+            **({"graphs_left": True} if loaded.graphs_left else {}),
             "batch_invariant": loaded.lm.batch_invariant,
             "sampling": asdict(cfg.sampling),
             "measure": asdict(cfg.measure),

@@ -241,6 +241,7 @@ def _prepare(cfgs: Sequence[RunConfig], given: Given) -> tuple[Shared, list[Part
         cfg.paths,
         keep_hf=any(instantiate.needs_hf(each.method) for each in cfgs),
     )
+    loaded = _alike_in_both_arms(cfgs, loaded)
     preconditions.require(preconditions.check_loaded(cfg, task, loaded))
     loading.require_languages(loaded, f"dataset={cfg.dataset['name']}", getattr(task, "languages", None))
     settings = manifest.settings(cfg, loaded)
@@ -255,6 +256,14 @@ def _prepare(cfgs: Sequence[RunConfig], given: Given) -> tuple[Shared, list[Part
     if settings.warmup:
         shared = replace(shared, settings=replace(settings, warmup=max(settings.warmup, least)))
     return shared, [parts if isinstance(parts, Exception) else replace(parts, shared=shared) for parts in found]
+
+
+def _alike_in_both_arms(cfgs: Sequence[RunConfig], loaded: Loaded) -> Loaded:
+    """The target without CUDA graphs if a method's passes cannot be replayed: its baseline's are not either, then."""
+    kept = all(instantiate.method_class(cfg.method).replays_passes(cfg.method) for cfg in cfgs)
+    if kept or not isinstance(loaded.lm, GraphedLM):
+        return loaded
+    return replace(loaded, lm=loaded.lm.without_graphs(), graphs_left=True)
 
 
 def _refusal(cfg: RunConfig) -> UserError | None:

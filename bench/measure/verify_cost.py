@@ -100,17 +100,26 @@ def random_tokens(target: CausalLM, batch: int, nodes: int, seed: int) -> Tensor
 
 def time_round(target: CausalLM, cache: Cache, tokens: Tensor, context: int, clock: Callable[[], int]) -> int:
     """Nanoseconds of one round at a context; the cache is as before afterwards."""
-    from methods.engine.sampling import argmax
-
-    batch = tokens.shape[0]
-    cache.set_lengths([max(1, context - row % 2) for row in range(batch)])
+    cache.set_lengths([max(1, context - row % 2) for row in range(tokens.shape[0])])
     _synchronise(target.device)
     start = clock()
-    output = target.forward(tokens, None, cache)
-    argmax(output.logits).tolist()
-    cache.advance([1] * batch)
+    _round(target, cache, tokens)
     _synchronise(target.device)
     return clock() - start
+
+
+def _round(target: CausalLM, cache: Cache, tokens: Tensor) -> None:
+    """A pass and its read: recorded whole where the decoders' rounds are."""
+    from methods.engine.cuda_graphs import GraphedLM
+    from methods.engine.sampling import argmax
+
+    if isinstance(target, GraphedLM) and target.records_rounds:
+        made = target.round([tokens], None, cache)
+        if made is not None:
+            cache.advanced([len(new) for _, new in made.read()])
+            return
+    argmax(target.forward(tokens, None, cache).logits).tolist()
+    cache.advance([1] * len(tokens))
 
 
 def _synchronise(device: torch.device) -> None:

@@ -50,6 +50,7 @@ class Loaded:
         sha256: of the weights where they are files we have; None where the hub's commit says it all.
         languages: what a translation model reads and writes (``en``, ``de``), where its card or its tokenizer tells.
         compiled: what was compiled of it, if anything was.
+        graphs_left: CUDA graphs are not used, as the method runs layers in portions and both arms are to be alike.
     """
 
     lm: CausalLM
@@ -59,6 +60,7 @@ class Loaded:
     sha256: str | None
     languages: tuple[str, str] | None = None
     compiled: Compiled | None = None
+    graphs_left: bool = False
 
     @property
     def kind(self) -> Literal["causal", "seq2seq"]:

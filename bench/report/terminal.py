@@ -29,6 +29,7 @@ JOIN_KEYS = (
     "threads",
     "compile",
     "kernels",
+    "graphs_left",
     "sampling",
     "batch_size",
     "refill",
@@ -136,6 +137,7 @@ def how(summary: Mapping[str, Any]) -> str:
         "prompts by length" if summary.get("sort_by_length") else "",
         "ends ignored" if summary.get("ignore_eos") else "",
         "compiled" if summary.get("compile") else "",
+        "no CUDA graphs" if summary.get("graphs_left") else "",
         f"{summary['kernels']} kernels" if summary.get("kernels") else "",
     ]
     return ", ".join([*_sampling(summary.get("sampling")), *filter(None, kinds)])

@@ -27,7 +27,7 @@ OWN: dict[What, tuple[str, ...]] = {
 # Keys of a summary that say what was measured, and intervals that belong to another key.
 _NO_METRICS = frozenset(
     {"schema_version", "dataset_revision", "threads", "batch_size", "refill", "refill_queue", "sampling", "calibration"}
-    | {"sort_by_length", "ignore_eos", "max_new_tokens", "made_ahead", "compile", "kernels", "verdict"}
+    | {"sort_by_length", "ignore_eos", "max_new_tokens", "made_ahead", "compile", "kernels", "graphs_left", "verdict"}
     | {"geometric_interval"}
 )
 _NS = 1e9

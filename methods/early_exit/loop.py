@@ -198,6 +198,10 @@ class ExitDecoder(Decoder):
     trainable = True
     needs: ClassVar[Literal["nothing", "training"]] = "training"
 
+    @classmethod
+    def replays_passes(cls, settings: Mapping[str, Any]) -> bool:
+        return False
+
     target: CausalLM
     reader: Reader
     counters: DecodeStats

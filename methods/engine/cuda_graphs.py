@@ -211,6 +211,11 @@ class Graphs:
         self.drafts: weakref.WeakSet[RecordedDrafts] = weakref.WeakSet()
         self.captured, self.seconds, self.missed = 0, 0.0, 0
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether whole rounds were used, not only passes."""
+        return any(shape.whole for shape in self._shapes)
+
     def new_cache(self, batch: int, capacity: int, make: Callable[[int, int], Cache]) -> Cache:
         """An empty cache: a free one of that size from the pool, else a new one by ``make``."""
         return self._cache(batch, capacity, make).hand_out()
@@ -446,6 +451,12 @@ class GraphedLM(CausalLM):
         _MODELS.add(view)
         return view
 
+    def without_graphs(self) -> CausalLM:
+        """The same weights, every pass kernel by kernel."""
+        view = object.__new__(CausalLM)
+        view.__dict__.update({name: value for name, value in self.__dict__.items() if name != "graphs"})
+        return view
+
     def skip(self, attention: Collection[int] = (), mlp: Collection[int] = ()) -> CausalLM:
         """See ``CausalLM.skip``; the view has graphs of its own."""
         return GraphedLM.of(super().skip(attention, mlp), self.graphs.capture)
@@ -457,6 +468,11 @@ class GraphedLM(CausalLM):
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """See ``CausalLM.new_cache``; one that is free is used again."""
         return self.graphs.new_cache(batch, capacity, self._make_cache)
+
+    @property
+    def records_rounds(self) -> bool:
+        """Whether rounds are recorded, or may still be: those that are sampled are not."""
+        return not self.graphs.prepared or self.graphs.has_rounds
 
     @torch.inference_mode()
     def round(

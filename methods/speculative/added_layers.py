@@ -15,6 +15,7 @@ from torch import Tensor
 from methods.drafting import Context
 from methods.engine.causal_layers import Layer, SparseFeedForward
 from methods.engine.causal_lm import CausalLM
+from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.speculative.draft_layers import Unread
 
@@ -83,5 +84,5 @@ class StateReader:
         """Commit the first ``counts[b]`` states of each row; the layer's output for the last of them."""
         read = self.layer.read(states, self.cache)
         self.cache.advance(list(counts))
-        last = torch.tensor(counts, device=read.device).sub_(1).clamp_(min=0)
+        last = from_host(counts, read.device).sub_(1).clamp_(min=0)
         return read[torch.arange(len(counts), device=read.device), last]

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from methods.drafting import AuxiliaryNodes, Context, Draft, Drafter, SkippableDrafter, TrimmableDrafter
+from methods.engine.host_copies import from_host
 
 ALLOWANCE = 0.75  # passes over one node that may be lost before rounds go without a draft
 RISK = 0.1  # what a probe may cost beside the time of drafting
@@ -350,7 +351,7 @@ class Pace:
     def _trimmed(self, draft: Draft, chosen: list[list[int]], trees: list[list[int]], nodes: int) -> Draft:
         """Only the chosen columns; a row with fewer nodes than that keeps columns without a node."""
         filled = [own + list(range(len(own), nodes)) for own in chosen]
-        columns = torch.tensor(filled, dtype=torch.long, device=draft.tokens.device).view(len(filled), nodes)
+        columns = from_host(filled, draft.tokens.device).view(len(filled), nodes)
         if isinstance(self.drafter, TrimmableDrafter):
             self.drafter.trim(columns)
         tokens, probs = draft.tokens.gather(1, columns), draft.probs
@@ -364,7 +365,7 @@ class Pace:
         return replace(
             draft,
             tokens=tokens,
-            parents=torch.tensor(parents, dtype=torch.long, device=columns.device).view(len(trees), nodes),
+            parents=from_host(parents, columns.device).view(len(trees), nodes),
             probs=probs,
             sizes=sizes,
             depths=depths,

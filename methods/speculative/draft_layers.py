@@ -200,18 +200,15 @@ class Unread:
         self._passes = [passed.of_rows(rows) for passed in self._passes]
         self._seen = of_rows(self._seen, rows)
 
-    def note(self, context: Context, states: Sequence[Float[Tensor, "B P D"]], copy: bool = False) -> None:
-        """Keep what the last pass committed, all before the root; ``states`` are those of its nodes.
-
-        Args:
-            copy: the next pass may overwrite them before they are read.
-        """
+    def note(self, context: Context, states: Sequence[Float[Tensor, "B P D"]]) -> None:
+        """Keep what the last pass committed, all before the root; ``states`` are those of its nodes."""
         counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
         self._seen = [len(row) - 1 for row in context.tokens]
         width = max(counts)
         path = None if _leads(context, width) else context.path[:, :width].clamp(min=0)
         found = [_at(each, path, width) for each in states]
-        self._passes.append(_Passed(counts, [each.clone() for each in found] if copy else found))
+        lasting = path is not None or context.report is None  # a recorded round overwrites those of the one before
+        self._passes.append(_Passed(counts, found if lasting else [each.clone() for each in found]))
 
     def read_by(self, context: Context) -> None:
         """Count what the last pass committed as read: a recorded draft reads it on the device."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
+from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import argmax, draw
 from methods.rows import of_rows
@@ -120,10 +121,10 @@ class DraftModel(ChainDrafter):
             self.model.prefill([self._readable(torch.tensor(row, device=self.model.device)) for row in prompts], cache)
         pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
         width = max(len(new) for new in pending)
-        tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.model.device)
+        tokens = from_host([new + [0] * (width - len(new)) for new in pending], self.model.device)
         logits = self.model.forward(self._readable(tokens), None, cache).logits
         cache.advance([len(new) for new in pending])
-        last = torch.tensor([len(new) - 1 for new in pending], device=self.model.device)
+        last = from_host([len(new) - 1 for new in pending], self.model.device)
         return self._fit(logits[torch.arange(len(pending), device=self.model.device), last])
 
     def _next(self, token: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:

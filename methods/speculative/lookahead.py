@@ -31,6 +31,7 @@ import torch
 
 from methods.drafting import AuxiliaryNodes, Context, Draft, ragged
 from methods.engine.causal_lm import CausalLM
+from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import trie
 from methods.rows import of_rows
@@ -169,8 +170,8 @@ class LookaheadDrafter:
     def _auxiliary(self, drafted: int, device: torch.device) -> AuxiliaryNodes:
         parents = [parent + drafted if parent >= 0 else parent for parent in self._auxiliary_parents]
         return AuxiliaryNodes(
-            tokens=torch.tensor([window.auxiliary() for window in self._windows], device=device),
-            parents=torch.tensor(parents, device=device).expand(len(self._windows), -1),
+            tokens=from_host([window.auxiliary() for window in self._windows], device),
+            parents=from_host(parents, device).expand(len(self._windows), -1),
             levels=self._width + self._levels - 2,
             asked=self._width,
         )

@@ -28,6 +28,7 @@ from torch import Tensor
 from methods.drafting import Context, Draft
 from methods.engine.causal_layers import RMSNorm
 from methods.engine.causal_lm import CausalLM
+from methods.engine.host_copies import from_host
 from methods.engine.linear import make_linear
 from methods.engine.sampling import Sampling
 from methods.speculative.added_layers import AddedLayer, StateReader
@@ -109,7 +110,7 @@ class MtpDrafter(ChainDrafter):
         counts, states = reader.unread.take()
         pending = [row[length + 1 :] for row, length in zip(context.tokens, reader.cache.lengths, strict=True)]
         rows = [new + [0] * (max(counts) - len(new)) for new in pending]
-        tokens = torch.tensor(rows, device=self._target.device)
+        tokens = from_host(rows, self._target.device)
         return reader.advance(self._module.enter(states[0], tokens), counts)
 
     def _logits(self, states: Float[Tensor, "B D"]) -> Float[Tensor, "B V"]:

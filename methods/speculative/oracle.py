@@ -32,6 +32,7 @@ from torch import Generator, Tensor
 from methods.decoder import Rehearsed, Step, generate
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
+from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
 from methods.speculative.eagle.decoder import EagleDrafter
@@ -95,7 +96,7 @@ class OracleDrafter:
     def propose(self, context: Context) -> Draft:
         passes = self.network.propose(context).passes if self.network else 0
         rows = [self._drafted(row, tokens) for row, tokens in enumerate(context.tokens)]
-        tokens = torch.tensor(rows, device=context.root.device)
+        tokens = from_host(rows, context.root.device)
         if self.shape.width == 1:
             return Draft.chain(tokens, passes=passes)
         parents = torch.tensor(self.shape.parents, device=tokens.device).expand(len(rows), -1)

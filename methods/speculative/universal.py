@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
+from methods.engine.host_copies import from_host
 from methods.engine.sampling import argmax
 from methods.engine.vocabulary import ForeignModel, complete
 from methods.rows import of_rows
@@ -134,10 +135,10 @@ class ForeignDrafter(DraftModel):
         windows = [text.ids[text.begin :] for text in self._texts]
         pending = [ids[length:] for ids, length in zip(windows, cache.lengths, strict=True)]
         width = max(map(len, pending))
-        tokens = torch.tensor([new + [0] * (width - len(new)) for new in pending], device=self.model.device)
+        tokens = from_host([new + [0] * (width - len(new)) for new in pending], self.model.device)
         logits = self.model.forward(tokens, None, cache).logits
         cache.advance([len(new) for new in pending])
-        last = torch.tensor([len(new) - 1 for new in pending], device=self.model.device)
+        last = from_host([len(new) - 1 for new in pending], self.model.device)
         return self._fit(logits[torch.arange(len(pending), device=self.model.device), last])
 
     def _advance(self, text: _Text, committed: list[int], drafted: list[int]) -> int:

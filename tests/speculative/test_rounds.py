@@ -14,7 +14,7 @@ from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.suffix_decoding import SuffixDecoding
 from tests.helpers.launches import count_rounds
 from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
-from tests.helpers.tiny_eagle import eagle
+from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 
 PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]
@@ -29,6 +29,10 @@ DRAFTED = {
     "dflash": lambda target, sampling: block_drafter(target, sampling),
     "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, tree="dynamic"),
     "eagle_2": lambda target, sampling: eagle(target, sampling, 2, depth=2, top_k=4, nodes=9),
+}
+UNRECORDED = {  # drafts of several parts, or of a layer that is also read
+    "hybrid": lambda target, sampling: hybrid(target, sampling),
+    "hydra_prefix": lambda target, sampling: hydra(target, sampling, nodes=12, prefix=0.3),
 }
 EVERY = LOOKUPS | DRAFTED
 
@@ -72,10 +76,11 @@ def drafted(decoder, texts, limit=70):
 
 
 @pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize("name", DRAFTED | UNRECORDED)
 def test_recorded_drafts_and_steps_are_those_of_the_ordinary_passes(name, texts):
-    plain = drafted(DRAFTED[name](checks.tiny_target(), Sampling()), texts)
-    decoder = DRAFTED[name](GraphedLM.of(checks.tiny_target(), capture=False), Sampling())
+    make = (DRAFTED | UNRECORDED)[name]
+    plain = drafted(make(checks.tiny_target(), Sampling()), texts)
+    decoder = make(GraphedLM.of(checks.tiny_target(), capture=False), Sampling())
     for _ in range(2):  # the second decode uses what the first one recorded
         found, steps = drafted(decoder, texts)
         assert steps == plain[1]

@@ -98,12 +98,12 @@ class BlockDrafter:
 
     def skip(self, context: Context) -> None:
         """Keep the target's states of the committed tokens, as they are not in the next context."""
-        self._note(context, copy=True)
+        self._note(context)
         if len(self._unread) > MOST_UNREAD:
             self._read()
 
-    def _note(self, context: Context, copy: bool = False) -> None:
-        self._unread.note(context, self._states(context), copy)
+    def _note(self, context: Context) -> None:
+        self._unread.note(context, self._states(context))
 
     def _states(self, context: Context) -> list[Tensor]:
         return [context.output.hidden_layers[tap] for tap in self.hidden_layers]

@@ -69,7 +69,7 @@ class EagleDrafter:
         self._spare = 2 * (growth.levels + 1) + growth.guesses  # slots beyond the text
         self._recorded: RecordedNetwork[Reader] | None = None
         if graphs is not None:
-            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self.states, self._spare)
+            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, self._spare)
 
     @property
     def token_bytes(self) -> int:
@@ -112,7 +112,7 @@ class EagleDrafter:
 
     def skip(self, context: Context) -> None:
         """Keep the features of the committed tokens, as they are not in the next context; read them once in a while."""
-        self._note(context, copy=True)
+        self._note(context)
         if len(self._unread) > MOST_UNREAD:
             self._read(context)
 
@@ -120,10 +120,10 @@ class EagleDrafter:
         self._note(context)
         return self._read(context)
 
-    def _note(self, context: Context, copy: bool = False) -> None:
-        self._unread.note(context, self.states(context), copy)
+    def _note(self, context: Context) -> None:
+        self._unread.note(context, self._states(context))
 
-    def states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
+    def _states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
         """Of the last pass, what the network reads: the last ones and those of the layers it names."""
         output = context.output
         return [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]

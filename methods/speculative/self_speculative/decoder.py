@@ -25,7 +25,7 @@ Command: ``python -m bench method=self_speculative dataset=mtbench``
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -343,6 +343,11 @@ class SelfSpeculative(SpeculativeDecoder):
     needs = "training"
     instead_of_checkpoint = ("skip_attention", "skip_mlp", "preset", "layer_exit")
     paper = "Zhang et al. 2023, arXiv 2309.08168; Elhoushi et al. 2024, arXiv 2404.16710"
+
+    @classmethod
+    def replays_passes(cls, settings: Mapping[str, Any]) -> bool:
+        """A draft that ends at a layer is continued there by the verification."""
+        return settings.get("layer_exit") is None
 
     def __init__(
         self,

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.analysis import audit, metrics
 from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig
+from bench.contract import checks
 from bench.errors import UserError
 from bench.measure import run as program
 from bench.measure.run import run
 from bench.models import loading
+from bench.models.source import Loaded
 from bench.records import run_folder
 from bench.records.run_folder import read_manifest, read_samples, validate
+from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
 from methods.speculative.prompt_lookup import PromptLookup
 
@@ -204,3 +208,25 @@ def test_sampling_runs_are_judged_by_log_probability(cfg: RunConfig) -> None:
     found = outcome.summary["agreement"]
     assert found["exact"] is None and found["mean_logprob"] < 0
     assert run_folder.validate(outcome.path) == []
+
+
+@pytest.mark.parametrize(
+    "methods, left",
+    [
+        ([["method=prompt_lookup"]], False),
+        ([["method=static_depth", "method.depth=2"]], True),
+        ([["method=self_speculative", "method.layer_exit=2"]], True),
+        ([["method=self_speculative", "method.skip_attention=[1]"]], False),
+        ([["method=prompt_lookup"], ["method=static_depth", "method.depth=2"]], True),
+    ],
+)
+def test_both_arms_go_without_graphs_if_the_method_runs_layers_in_portions(methods, left):
+    graphed = GraphedLM.of(checks.tiny_target(), capture=False)
+    loaded = Loaded(graphed, None, "tiny", None, None)
+    cfgs = [compose.compose([*words, "model=random", "dataset=demo"]) for words in methods]
+    found = program._alike_in_both_arms(cfgs, loaded)
+    assert found.graphs_left is left and (found.lm is graphed) is not left
+    if left:
+        assert type(found.lm) is CausalLM and not hasattr(found.lm, "graphs")
+        prompt = torch.tensor([3, 5, 7])
+        assert torch.equal(found.lm.score(prompt), checks.tiny_target().score(prompt))

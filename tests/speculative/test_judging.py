@@ -1,0 +1,95 @@
+"""Greedy verification on the host, and as a recorded round has it, keeps what the rule keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.contract import checks
+from methods.drafting import ABSENT, Draft
+from methods.engine.greedy_round import kept_path, settled
+from methods.engine.sampling import Sampling
+from methods.engine.token_tree import ancestors
+from methods.speculative import judging
+from methods.speculative.verification import Greedy, Typical
+
+VOCAB, NODES = 2, 9
+
+
+def made(shape, rows, seed):
+    """Random drafts without equal siblings, some nodes absent at the end, and logits that often want a node."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens, parents = torch.zeros(rows, NODES, dtype=torch.long), torch.zeros(rows, NODES, dtype=torch.long)
+    for row in range(rows):
+        used = set()
+        for column in range(NODES):
+            parent = column - 1 if shape == "chain" else int(torch.randint(-1, column, (1,), generator=rng))
+            free = [token for token in range(VOCAB) if (parent, token) not in used]
+            if not free:
+                parent, free = column - 1, list(range(VOCAB))
+            token = free[int(torch.randint(len(free), (1,), generator=rng))]
+            used.add((parent, token))
+            tokens[row, column], parents[row, column] = token, parent
+        tokens[row, NODES - row % 3 :] = ABSENT
+    logits = torch.randn(rows, 1 + NODES, VOCAB, generator=rng)
+    return Draft(tokens, parents, levels=None if shape == "chain" else NODES, sizes=[NODES] * rows), logits
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_the_host_keeps_what_the_rule_keeps(shape, rows):
+    for seed in range(40 // rows):
+        draft, logits = made(shape, rows, seed)
+        rule, sampling, rng = Greedy(), Sampling(), torch.Generator()
+        host = judging.judge(draft, logits, rule, sampling, rng)
+        device = judging._on_device(draft, logits, rule, sampling, rng, 0)
+        assert host.columns == device.columns and host.tokens == device.tokens
+        assert torch.equal(host.bonus, device.bonus)
+        width = host.path.shape[1]
+        assert torch.equal(host.path, device.path[:, :width]) and (device.path[:, width:] == ABSENT).all()
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_recorded_round_keeps_what_the_rule_keeps(shape):
+    draft, logits = made(shape, 60, 5)
+    wanted = logits.argmax(-1)
+    tokens = torch.cat([torch.zeros(60, 1, dtype=torch.long), draft.tokens], 1)
+    parents = None if shape == "chain" else draft.parents
+    reach = None if parents is None else ancestors(parents, NODES)
+    path = kept_path(tokens, parents, reach, NODES, wanted)
+    bonus, moved, report = settled(tokens, path, wanted)
+    rule = judging._on_device(draft, logits, Greedy(), Sampling(), torch.Generator(), 0)
+    assert torch.equal(path, rule.path) and torch.equal(bonus, rule.bonus)
+    assert moved.tolist() == [len(new) for new in rule.tokens]
+    assert torch.equal(report[:, : 1 + path.shape[1]], torch.cat([bonus[:, None], path], 1))
+    assert max(map(len, rule.columns)) > 2, "some paths are long"
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Typical()])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_bonus_without_a_draft_is_that_of_an_empty_draft(rule, temperature):
+    logits, sampling = torch.randn(5, 1, VOCAB), Sampling(temperature)
+    empty = Draft.chain(torch.empty(5, 0, dtype=torch.long))
+    judged = rule(empty, logits, sampling, torch.Generator().manual_seed(3))
+    assert torch.equal(rule.bonus(logits[:, 0], sampling, torch.Generator().manual_seed(3)), judged.bonus)
+
+
+def test_a_row_is_packed_as_a_batch_is():
+    target, caches = checks.tiny_target(), []
+    for _ in range(2):
+        cache = target.new_cache(1, 40)
+        target.prefill([torch.arange(5)], cache)
+        target.forward(torch.arange(8)[None] + 9, torch.tensor([[-1, -1, 0, 2, 1, 4, 5]]), cache)
+        caches.append(cache)
+    caches[0].pack_row([0, 2, 3])
+    caches[1].pack(torch.tensor([[0, 2, 3, ABSENT]]))
+    assert torch.equal(caches[0].store[:, :, :9], caches[1].store[:, :, :9])
+
+
+def test_lengths_grow_alike_on_host_and_device():
+    cache = checks.tiny_target().new_cache(3, 40)
+    for counts in ([2, 2, 2], [1, 0, 3], [4, 4, 4]):
+        cache.advance(counts)
+        assert cache.length.tolist() == cache.lengths
+    with pytest.raises(AssertionError, match="asked to hold"):
+        cache.advance([40, 1, 1])
