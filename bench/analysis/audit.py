@@ -465,8 +465,8 @@ def check_clock(evidence: Evidence, found: _Findings) -> None:
     if clock["least"] < CLOCK * clock["median"]:
         found.warnings.append(
             f"The GPU's clock fell to {clock['least']:,.0f} MHz, its median is {clock['median']:,.0f} MHz. "
-            "Interleaving protects the speed-up; compare tokens per second and latencies within this run only. The manifest has the "
-            "readings, with what limited the clock."
+            "Interleaving protects the speed-up; compare tokens per second and latencies within this run only. The "
+            "manifest has the readings, with what limited the clock."
         )
 
 
