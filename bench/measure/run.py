@@ -13,8 +13,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from bench.analysis.audit import AuditResult
 from bench.analysis.cost_curve import CostSurface
 from bench.analysis.summary import summarise
@@ -26,13 +24,11 @@ from bench.measure import (
     acceptance_check,
     agreement,
     draft_costs,
-    energy_blocks,
     instruments,
     manifest,
     memory_plan,
+    observation,
     preconditions,
-    probes,
-    profiling,
     threshold_calibration,
     verify_cost,
 )
@@ -411,7 +407,8 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
     )
     try:
         _hand_over_costs(arms, shared, spent)
-        _record_peaks(arms, shared, spent)
+        with _clocked(spent, "device"):
+            observation.record_peaks(runner.arms, shared.loaded.lm.device, arms[0][0].measure)
         stage(f"warming up, {plural(shared.settings.warmup, 'prompt')} or more by {_arms_in_words(len(arms))}")
         warm = [[] for _ in arms] if runner.complete else runner.warm_up()
         for (cfg, parts, arm), samples in zip(arms, warm, strict=True):
@@ -425,7 +422,8 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
         ahead = manifest.made_ahead(shared)
         runner.measure()
         in_all = manifest.made_ahead(shared)
-        _observe(arms, shared, runner, spent)
+        with _clocked(spent, "device"):
+            observation.observe(runner.open, runner, arms[0][0].measure)
         judged: agreement.Known = {}
         for cfg, parts, arm in arms:
             if arm.error is not None:
@@ -504,50 +502,6 @@ def _cost_curve(shared: Shared, warm: Sequence[Sample]) -> CostSurface:
     contexts = (min(shared.lengths), max(shared.lengths) + shared.settings.limit)
     batch = min(shared.settings.batch_size, len(shared.examples))
     return verify_cost.measure_rows(shared.loaded.lm, batch, verify_cost.grid(most), contexts)
-
-
-def _record_peaks(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, spent: Seconds) -> None:
-    """Measure the bandwidth of the memory: on a GPU always, on a CPU, where it takes longer, with ``profile``."""
-    lm = shared.loaded.lm
-    if lm.device.type != "cuda" and not arms[0][0].measure.profile:
-        return
-    with _clocked(spent, "device"):
-        found = probes.bandwidth(lm.device, torch.bfloat16, torch.get_num_threads())
-    for _, _, arm in arms:
-        arm.folder.update(peaks=found)
-
-
-def _observe(
-    arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, runner: Runner, spent: Seconds
-) -> None:
-    """What is seen of the device beside the measured times: clocks, energy over blocks, and traces."""
-    measured, options = [arm for _, _, arm in arms if arm.error is None], arms[0][0].measure
-    log = runner.instruments.clocks
-    for arm in measured:
-        if log.readings and "clocks" not in arm.folder.manifest:
-            arm.folder.update(clocks=log.to_manifest())
-    with _clocked(spent, "device"):
-        if runner.instruments.energy.joules() is not None and options.energy_block_s:
-            stage(f"measuring the energy of blocks of {options.energy_block_s:g} s")
-            energy_blocks.measure(runner, measured, options.energy_block_s)
-        if options.profile:
-            stage("tracing some rounds of each arm")
-            _trace(measured, shared, runner)
-
-
-def _trace(arms: Sequence[MethodArm], shared: Shared, runner: Runner) -> None:
-    prompts_, limit = runner.first_prompts(), shared.settings.limit
-
-    def traced(decoder: Decoder) -> profiling.Trace:
-        rng = torch.Generator(device=shared.loaded.lm.device).manual_seed(shared.settings.seed)
-        return profiling.trace(decoder, prompts_, limit, rng)
-
-    before = traced(shared.baseline)
-    for arm in arms:
-        own = traced(arm.decoder)
-        for name, found in (("baseline", before), ("method", own)):
-            found.write(arm.folder.path, name)
-        arm.folder.update(profile={"baseline": before.facts(), "method": own.facts()})
 
 
 def _longest(shared: Shared) -> dict[int, int]:

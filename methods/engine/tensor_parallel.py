@@ -78,7 +78,7 @@ def require_divisible(model: PreTrainedModel, size: int) -> None:
 def cut(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Leave of a model's layers what this process computes; of a model on the meta device, placements alone.
 
-    Parameters stay DTensors there, so that whoever fills them knows which part is wanted (``part_of``).
+    Parameters stay DTensors there, from which ``part_of`` reads which part of a value is wanted.
     """
     for layer in model.model.layers:
         parallelize_module(layer, mesh, plan(), src_data_rank=None)  # every process has read the same weights

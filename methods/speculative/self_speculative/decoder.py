@@ -338,7 +338,7 @@ class SelfSpeculative(SpeculativeDecoder):
         ValueError: no skip set, several, or one that does not fit the model; an option out of range.
     """
 
-    parallel = False  # the target goes on with states of the draft
+    parallel = False  # the target continues from states of the draft
     trainable = True
     needs = "training"
     instead_of_checkpoint = ("skip_attention", "skip_mlp", "preset", "layer_exit")
