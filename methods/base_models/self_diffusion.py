@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from methods.base_models import bpe
-from methods.base_models.translation import ContinuedTraining, Judge
+from methods.base_models.translation import ContinuedTraining, Judge, decoder_input
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.self_diffusion import BLOCK, MASK, SelfDiffusion
@@ -106,8 +106,7 @@ def read_twice(
     """
     sources, targets = (padded([pair[side] for pair in pairs], network.device) for side in (0, 1))
     width = targets.shape[1]
-    read = targets.clamp(min=0).roll(1, dims=1)
-    read[:, 0] = network.config.decoder_start_token_id
+    read = decoder_input(network, targets)
     masks = torch.full_like(read[:, 1:], getattr(network.config, MASK))
     places = torch.cat([torch.arange(width), torch.arange(1, width)]).to(network.device)
     with _placed(network.model.decoder.embed_positions, places):

@@ -22,6 +22,7 @@ from bench.tasks.sources import Sources
 from bench.train import command as train
 from methods.autoregressive import Autoregressive
 from methods.base_models import bpe
+from methods.base_models.hash_teacher import HashTeacherTraining
 from methods.base_models.self_diffusion import SelfDiffusionTeacherTraining
 from methods.base_models.translation import ExitTeacherTraining, Judge, TeacherTraining, memory_of
 from methods.engine.sampling import Sampling
@@ -63,6 +64,7 @@ MAKERS: dict[str, Any] = {
     "teacher": TeacherTraining,
     "exit_teacher": ExitTeacherTraining,
     "self_diffusion_teacher": SelfDiffusionTeacherTraining,
+    "hash_teacher": HashTeacherTraining,
 }
 SMALL: dict[str, Any] = {"layers": (1, 1), "width": 32, "inner": 64, "heads": 2, "vocabulary": 300, "positions": 40}
 BRIEF = TranslationConfig(
