@@ -45,12 +45,15 @@ class HashTeacherTraining(ContinuedTraining):
         begin, layers, width, inner, heads, vocabulary, positions, data, beams, validation, recipe: see
             ``ContinuedTraining``.
 
+    Attributes:
+        table: once the training has made it.
+
     Raises:
         ValueError: a number out of range, or ``kind=clustered``.
     """
 
     description = "a translation model whose tokens exit by a table, with its tokenizer"
-    searches: ClassVar = (("greedy", 1),)
+    searches: ClassVar[Sequence[tuple[str, int]]] = (("greedy", 1),)
 
     kind: Kind = "frequency"
     balance: Balance = "mass"

@@ -2,9 +2,9 @@
 
 In causal mode it reads a text and writes the next token. In masked-block mode it reads the text up to an anchor and
 then masks, and writes at the place of every mask the token that follows it. One pass trains both (TiDAR, Liu et al.
-2025, arXiv 2511.08923, sec. 3.1): behind the text the decoder reads a mask for every place again. These masks are cut
+2025, arXiv 2511.08923, sec. 3.1): after the text the decoder reads a mask for every place again. These masks are cut
 into blocks of N at a random offset; one sees the text up to the anchor, which is the place in front of its block, and
-the masks of its block up to itself. Every mask is learnt, so the two losses have equally many terms:
+the masks of its block up to itself. Every mask is learnt, so the losses have n and n - 1 terms:
 
     L = L_next + w L_block
 
@@ -80,7 +80,11 @@ class SelfDiffusionTeacherTraining(ContinuedTraining):
                 offset = int(torch.randint(self.block, ()))
                 sides = read_twice(network, [pairs[row] for row in rows], self.block, offset)
                 following, block = (cross_entropy(network.lm_head(s), wanted, smoothing) for s, wanted in sides)
-            numbers = {"next_loss": following.detach(), "block_loss": block.detach(), "tokens": len(sides[0][1])}
+            numbers: dict[str, Tensor | float | int] = {
+                "next_loss": following.detach(),
+                "block_loss": block.detach(),
+                "tokens": len(sides[0][1]),
+            }
             return {"next": following, "block": self.block_weight * block}, numbers
 
         return loss

@@ -71,6 +71,9 @@ class TeacherTraining(Trainable):
         validation: corpus of pairs for validation; None: that of the corpus (``NAME_val``), else every thirtieth pair.
         recipe: of the training.
 
+    Attributes:
+        searches: names of decodings whose BLEU is in the card, and their beams.
+
     Raises:
         ValueError: a number out of range.
     """
@@ -78,7 +81,7 @@ class TeacherTraining(Trainable):
     makes = "model"
     learns_from = "pairs"
     description = "a translation model with its tokenizer"
-    searches: ClassVar = (("greedy", 1), ("beam5", 5))
+    searches: ClassVar[Sequence[tuple[str, int]]] = (("greedy", 1), ("beam5", 5))
     duration = "an hour or two on two CPU cores for Multi30k, minutes on a GPU"
     corpus = "multi30k"
 
