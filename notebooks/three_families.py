@@ -180,7 +180,7 @@ if POINTS:
         ax.set_xscale("log", base=2)
         ax.set_xticks(SIZES, [str(size) for size in SIZES])
         ax.set(xlabel="batch size", title=f"within {LOSS:g} BLEU of its baseline" if kept else "whatever its quality")
-    plots.plain_log_axis(axes[0].yaxis, 0.2, 6)
+    plots.plain_log_axis(axes[0].yaxis, 0.15, 6)
     axes[0].set_ylabel("times greedy search with the teacher")
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     plt.show()
@@ -230,8 +230,8 @@ def layers_per_token(row: leaderboard.Row) -> float | None:
 if 1 in POINTS:
     figure, ax = plt.subplots(figsize=(9, 4.6), layout="constrained")
     drawn = []
-    for kind, (colour, mark) in KINDS.items():
-        own = [p for p in POINTS[1] if family(p.row) == kind and kind != "beam search" and layers_per_token(p.row)]
+    for kind in ("deep-shallow", "speculative", "early exit", "non-autoregressive"):
+        (colour, mark), own = KINDS[kind], [p for p in POINTS[1] if family(p.row) == kind and layers_per_token(p.row)]
         at = [(layers_per_token(p.row), factor(p)) for p in own]
         ax.plot(*zip(*at, strict=True) if at else ([], []), mark, color=colour, markersize=7, alpha=0.85, label=kind)
         drawn += [(*place, name(p.row)) for place, p in zip(at, own, strict=True)]

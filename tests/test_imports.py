@@ -62,13 +62,16 @@ LAYERS = [
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 SHARED = {"decoder", "drafting", "rows", "engine", "training"}  # what every method and the benchmark may use
 # The baseline is the speculative loop with an empty draft, and the denominator of every run.
-# A student drafts for its teacher. Models trained here can have exits. SpecEE asks its exits about drafted tokens.
+# A student drafts for its teacher. Models trained here can have exits or draft for themselves. SpecEE asks its exits
+# about drafted tokens.
 ALSO = {
     "methods/autoregressive.py": {"speculative"},
     "methods/speculative/nar_drafter.py": {"non_autoregressive"},
     "methods/early_exit/specee.py": {"speculative"},
     "methods/base_models/translation.py": {"early_exit"},
     "methods/base_models/characters.py": {"early_exit"},
+    "methods/base_models/hash_teacher.py": {"early_exit"},
+    "methods/base_models/self_diffusion.py": {"speculative"},
     "bench": {"autoregressive"},
 }
 EXPERIMENTS = {"bench/measure/confidence_timing.py": "methods.early_exit"}  # look at one family from inside

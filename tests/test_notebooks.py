@@ -114,6 +114,7 @@ MISSING = {  # notebook: what it prints, or how it ends, without any record
     "leaderboard": ["No finished run yet. Make some: python -m bench sweep=all_methods"],
     "batch": ["No finished run yet. Make some: python -m bench sweep=batch"],
     "non_autoregressive": ["Nothing is recorded yet", "python -m bench sweep=translation"],
+    "three_families": ["No translation run is recorded: python -m bench sweep=translation", "Nothing to compare yet."],
     "losslessness": ["python -m bench lossless experiment=sampling"],
 }
 

@@ -52,7 +52,7 @@ class TrainedModel:
 
     def _command(self) -> str:
         layers, more = "", ""
-        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?(?:_(calm|free)|_self_diffusion)?", self.name):
+        if found := re.fullmatch(r"(.+)_(\d+)_(\d+)(_distilled)?(?:_(calm|free)|_self_diffusion|_hash)?", self.name):
             corpus, encoder, decoder, distilled, exits = found.groups()
             layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
             more = f" train.data=distilled model={corpus}_4_4" if distilled else ""

@@ -2,9 +2,9 @@
 
 In causal mode it reads a text and writes the next token. In masked-block mode it reads the text up to an anchor and
 then masks, and writes at the place of every mask the token that follows it. One pass trains both (TiDAR, Liu et al.
-2025, arXiv 2511.08923, sec. 3.1): behind the text the decoder reads a mask for every place again. These masks are cut
+2025, arXiv 2511.08923, sec. 3.1): after the text the decoder reads a mask for every place again. These masks are cut
 into blocks of N at a random offset; one sees the text up to the anchor, which is the place in front of its block, and
-the masks of its block up to itself. Every mask is learnt, so the two losses have equally many terms:
+the masks of its block up to itself. Every mask is learnt, so the losses have n and n - 1 terms:
 
     L = L_next + w L_block
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from methods.base_models import bpe
-from methods.base_models.translation import ContinuedTraining, Judge
+from methods.base_models.translation import ContinuedTraining, Judge, decoder_input
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.self_diffusion import BLOCK, MASK, SelfDiffusion
@@ -80,7 +80,11 @@ class SelfDiffusionTeacherTraining(ContinuedTraining):
                 offset = int(torch.randint(self.block, ()))
                 sides = read_twice(network, [pairs[row] for row in rows], self.block, offset)
                 following, block = (cross_entropy(network.lm_head(s), wanted, smoothing) for s, wanted in sides)
-            numbers = {"next_loss": following.detach(), "block_loss": block.detach(), "tokens": len(sides[0][1])}
+            numbers: dict[str, Tensor | float | int] = {
+                "next_loss": following.detach(),
+                "block_loss": block.detach(),
+                "tokens": len(sides[0][1]),
+            }
             return {"next": following, "block": self.block_weight * block}, numbers
 
         return loss
@@ -106,8 +110,7 @@ def read_twice(
     """
     sources, targets = (padded([pair[side] for pair in pairs], network.device) for side in (0, 1))
     width = targets.shape[1]
-    read = targets.clamp(min=0).roll(1, dims=1)
-    read[:, 0] = network.config.decoder_start_token_id
+    read = decoder_input(network, targets)
     masks = torch.full_like(read[:, 1:], getattr(network.config, MASK))
     places = torch.cat([torch.arange(width), torch.arange(1, width)]).to(network.device)
     with _placed(network.model.decoder.embed_positions, places):

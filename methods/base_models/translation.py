@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -51,7 +51,6 @@ from methods.training.translation import NONE, BleuJudge, Pair, TranslationConfi
 
 Begin = Literal["random", "model"]
 _GROUP = 128  # pairs read at once
-_SEARCHES = (("greedy", 1), ("beam5", 5))
 _COMPARED = 1000  # training pairs that are translated after the training
 MOST_MEMORY = 8.0  # BLEU
 
@@ -72,6 +71,9 @@ class TeacherTraining(Trainable):
         validation: corpus of pairs for validation; None: that of the corpus (``NAME_val``), else every thirtieth pair.
         recipe: of the training.
 
+    Attributes:
+        searches: names of decodings whose BLEU is in the card, and their beams.
+
     Raises:
         ValueError: a number out of range.
     """
@@ -79,6 +81,7 @@ class TeacherTraining(Trainable):
     makes = "model"
     learns_from = "pairs"
     description = "a translation model with its tokenizer"
+    searches: ClassVar[Sequence[tuple[str, int]]] = (("greedy", 1), ("beam5", 5))
     duration = "an hour or two on two CPU cores for Multi30k, minutes on a GPU"
     corpus = "multi30k"
 
@@ -120,14 +123,16 @@ class TeacherTraining(Trainable):
         train, validation = split(context)
         tokenizer = bpe.learn(chain.from_iterable(train), self.vocabulary, self.positions)
         learnt = self._distilled(context, train) if self.data == "distilled" else train
-        pairs, judge = self._encode(tokenizer, learnt), Judge(tokenizer, validation)
+        pairs, judge = self._encode(tokenizer, learnt), self.judge(tokenizer, validation, context)
         torch.manual_seed(context.seed)
         network = self.network(len(tokenizer)).to(context.device)
         self.initialise(network, tokenizer, context)
+        self.prepare(network, pairs, context)
         loss = self.loss(network, pairs)
         facts = train_on_pairs(network, pairs, self.recipe, context, loss, lambda: {"bleu": judge.bleu(network)})
-        facts |= {f"validation_bleu_{name}": round(judge.bleu(network, beams), 2) for name, beams in _SEARCHES}
-        facts |= memory_of(network, Judge(tokenizer, learnt[:: max(1, len(learnt) // _COMPARED)][:_COMPARED]), judge)
+        facts |= {f"validation_bleu_{name}": round(judge.bleu(network, beams), 2) for name, beams in self.searches}
+        seen = learnt[:: max(1, len(learnt) // _COMPARED)][:_COMPARED]
+        facts |= memory_of(network, self.judge(tokenizer, seen, context), judge)
         network.half()
         facts |= self.describe(network, tokenizer, validation)
         network.save_pretrained(context.output)
@@ -179,6 +184,15 @@ class TeacherTraining(Trainable):
 
     def initialise(self, network: Any, tokenizer: PreTrainedTokenizerFast, context: TrainingContext) -> None:
         """Change the initial weights."""
+
+    def prepare(self, network: Any, pairs: Sequence[Pair], context: TrainingContext) -> None:
+        """Make what the loss needs beside the pairs."""
+
+    def judge(
+        self, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]], context: TrainingContext
+    ) -> Judge:
+        """What translates these sources, as measurements will, and compares with the references."""
+        return Judge(tokenizer, pairs)
 
     def describe(
         self, network: Any, tokenizer: PreTrainedTokenizerFast, validation: Sequence[tuple[str, str]]
@@ -344,13 +358,19 @@ def _states(
     """
     sources, targets = (padded([pair[side] for pair in pairs], network.device) for side in (0, 1))
     present = targets != NONE
-    read = targets.clamp(min=0).roll(1, dims=1)
-    read[:, 0] = network.config.decoder_start_token_id
+    read = decoder_input(network, targets)
     with collected(network.model.decoder.layers if every else network.model.decoder.layers[-1:]) as states:
         network.model(
             input_ids=sources.clamp(min=0), attention_mask=sources != NONE, decoder_input_ids=read, use_cache=False
         )
     return [state[present] for state in states], targets[present]
+
+
+def decoder_input(network: Any, targets: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """What the decoder reads where it is to write the targets: the start, and each token but the last."""
+    read = targets.clamp(min=0).roll(1, dims=1)
+    read[:, 0] = network.config.decoder_start_token_id
+    return read
 
 
 def _lens(network: Any, states: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:

@@ -57,7 +57,7 @@ class CtcStudent(Student):
 
     Args:
         upsample: places per source token.
-        blank_penalty: that decoding takes off the blank's logit unless it is told another one.
+        blank_penalty: that decoding takes off the blank's logit unless a method sets another one.
 
     Attributes:
         ngrams: of the texts it learnt; None: none were counted.

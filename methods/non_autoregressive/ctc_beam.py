@@ -74,7 +74,7 @@ def search(
         own = scores.lm_weight * ngrams.log_prob(text, token) if ngrams and scores.lm_weight else 0.0
         return own + scores.length_bonus
 
-    kept = {(): _Prefix(blank=0.0)}
+    kept: dict[tuple[int, ...], _Prefix] = {(): _Prefix(blank=0.0)}
     for blank, near, sure in zip(blanks, tokens, log_probs, strict=True):
         found: dict[tuple[int, ...], _Prefix] = defaultdict(_Prefix)
         for text, prefix in kept.items():

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class NgramModel:
 
     def save(self, folder: Path) -> None:
         """Write it into a folder."""
-        arrays = {"size": np.array([self.vocabulary, self.end])}
+        arrays: dict[str, Any] = {"size": np.array([self.vocabulary, self.end])}
         for size, known in enumerate(self.counts, 1):
             arrays[f"grams_{size}"] = np.array(list(known), dtype=np.int32).reshape(-1, size)
             arrays[f"counts_{size}"] = np.array(list(known.values()), dtype=np.int32)

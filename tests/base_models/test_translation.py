@@ -22,6 +22,8 @@ from bench.tasks.sources import Sources
 from bench.train import command as train
 from methods.autoregressive import Autoregressive
 from methods.base_models import bpe
+from methods.base_models.hash_teacher import HashTeacherTraining
+from methods.base_models.self_diffusion import SelfDiffusionTeacherTraining
 from methods.base_models.translation import ExitTeacherTraining, Judge, TeacherTraining, memory_of
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -58,6 +60,12 @@ def sentences(count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 PAIRS = sentences(200)
+MAKERS: dict[str, Any] = {
+    "teacher": TeacherTraining,
+    "exit_teacher": ExitTeacherTraining,
+    "self_diffusion_teacher": SelfDiffusionTeacherTraining,
+    "hash_teacher": HashTeacherTraining,
+}
 SMALL: dict[str, Any] = {"layers": (1, 1), "width": 32, "inner": 64, "heads": 2, "vocabulary": 300, "positions": 40}
 BRIEF = TranslationConfig(
     steps=160, tokens=600, learning_rate=1e-2, warmup=20, dropout=0.1, evaluations=4, average=2, precision="float32"
@@ -184,6 +192,18 @@ def test_the_model_is_the_mean_of_its_best_checkpoints(tmp_path: Path, monkeypat
     name = "model.encoder.layers.0.fc1.weight"
     assert saved[name].dtype == torch.float16
     assert saved[name].equal(((kept[4][name] + kept[8][name]) / 2).half())
+
+
+@pytest.mark.parametrize(("patience", "steps"), [(0, 12), (1, 6), (2, 8), (5, 12)])
+def test_a_training_ends_when_no_evaluation_is_better(
+    patience: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations at every second step; the best one is the second, and an equal one is no better."""
+    scores = iter([5.0, 9.0, 9.0, 8.0, 7.0, 9.0])
+    monkeypatch.setattr(Judge, "bleu", lambda self, network, beams=1: next(scores, 0.0))
+    recipe = replace(BRIEF, steps=12, evaluations=6, patience=patience)
+    facts = TeacherTraining(**SMALL, recipe=recipe).fit(context(tmp_path))
+    assert facts["steps"] == steps and len(facts["curve"]) == steps // 2
 
 
 def test_an_interrupted_training_ends_like_an_uninterrupted_one(
@@ -376,13 +396,14 @@ def test_a_model_that_is_not_made_says_how(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(artifacts, "project_data", lambda: tmp_path)
     for choice in [name for name in compose.groups()["model"] if name.startswith("multi30k_")]:
         group = compose.compose([f"model={choice}", "dataset=multi30k"]).model
-        with pytest.raises(UserError, match="is not made yet.*python -m bench train method=(exit_)?teacher") as raised:
+        with pytest.raises(UserError, match=r"is not made yet.*python -m bench train method=\w*teacher") as raised:
             loading.load(group, {"device": "cpu", "dtype": "float32"}, PathsConfig(cache=str(tmp_path)))
         command = str(raised.value).split("python -m bench train ")[1].split(" makes it")[0]
         _, given = train.split([word.strip("'") for word in command.split()])
         cfg, settings = compose.compose_training(given, group.get("method", "teacher"))
         exits = {"exits": settings["exits"]} if "exits" in settings else {}
-        maker = (ExitTeacherTraining if exits else TeacherTraining)(settings["layers"], data=settings["data"], **exits)
+        kind = MAKERS[group.get("method", "teacher")]
+        maker = kind(settings["layers"], data=settings["data"], **exits)
         assert maker.model_name("multi30k") == group["name"] == choice
 
 

@@ -131,7 +131,7 @@ def test_the_loss_is_the_sum_of_both_modes() -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("made")
-    return folder, SelfDiffusionTeacherTraining(**OPTIONS, recipe=BRIEF).fit(context(folder))
+    return folder, SelfDiffusionTeacherTraining(**OPTIONS, recipe=replace(BRIEF, steps=240)).fit(context(folder))
 
 
 def test_a_trained_model_drafts_for_itself(made: tuple[Path, dict[str, Any]]) -> None:
@@ -143,7 +143,7 @@ def test_a_trained_model_drafts_for_itself(made: tuple[Path, dict[str, Any]]) ->
     decoder, plain = SelfDiffusion(target, Sampling()), Autoregressive(target, Sampling())
     assert checks.outputs(decoder, sources, 20) == checks.outputs(plain, sources, 20)
     assert facts["tokens_per_step"] > 1.5 and facts["validation_bleu_greedy"] > 80
-    assert abs(facts["validation_bleu_self_diffusion"] - facts["validation_bleu_greedy"]) < 1  # that one is in 16 bit
+    assert abs(facts["validation_bleu_self_diffusion"] - facts["validation_bleu_greedy"]) < 0.01
 
 
 def _ids(folder: Path, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
