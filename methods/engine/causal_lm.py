@@ -614,7 +614,7 @@ class CausalLM:
         lengths, tokens = [len(prompt) for prompt in prompts], padded_rows(prompts, self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         final = torch.empty(len(prompts), 1, self.hidden_size, dtype=self.dtype, device=self.device)
-        states: list[tuple[Tensor, dict[int, Tensor]]] = []
+        every: dict[int, Tensor] = {}  # states of all places, after the layers wanted and, as -1, after the last one
         for start in range(0, max(lengths), chunk):
             state = self.begin(tokens[:, start : start + chunk], None, cache)
             seen = self.run(state, range(self.n_layers), hidden_layers)
@@ -622,16 +622,17 @@ class CausalLM:
             here = (last >= start) & (last < start + width)
             picked = state.hidden.gather(1, (last - start).clamp(0, width - 1)[:, None, None].expand_as(final))
             final = torch.where(here[:, None, None], picked, final)
-            if hidden_layers:
-                states.append((state.hidden, seen))
+            for layer, part in ({-1: state.hidden} | seen if hidden_layers else {}).items():
+                if layer not in every:
+                    every[layer] = part.new_empty(len(prompts), max(lengths), part.shape[2])
+                every[layer][:, start : start + width] = part
             cache.advance([width] * len(prompts))
         cache.set_lengths(lengths)
         hidden = self.norm(final)
         logits = self.head(hidden)
         if not hidden_layers:
             return Output(logits, hidden)
-        every = self.norm(torch.cat([h for h, _ in states], 1))
-        return Output(logits, every, {t: torch.cat([s[t] for _, s in states], 1) for t in hidden_layers})
+        return Output(logits, self.norm(every.pop(-1)), {layer: every[layer] for layer in hidden_layers})
 
     def prefill_chunk(self, rows: int) -> int:
         """Most tokens of each of so many prompts that one pass of ``prefill`` reads."""

@@ -129,8 +129,8 @@ class HFGenerate(Decoder):
 class HFCompiled(HFGenerate):
     """``model.generate`` with a static cache and its passes over one token compiled by ``torch.compile``.
 
-    transformers compiles by itself on a GPU only; on a CPU it is told to. Compilation takes minutes of the first
-    prompts, which belong to the warm-up.
+    transformers compiles by itself on a GPU, and on a CPU by a setting for all devices. Compilation takes minutes of
+    the first prompts, which belong to the warm-up.
 
     Args:
         cache_length: tokens that the cache holds, prompt included; longer texts make a longer one, and compile again.

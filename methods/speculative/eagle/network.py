@@ -34,7 +34,7 @@ from methods.speculative.draft_layers import (
 )
 from methods.speculative.eagle.checkpoint import Part
 
-_MOST_ROWS = 1024  # of a pass of the kernels, whose buffers take 25 kB a row
+_MOST_ROWS = 256  # of a pass of the kernels, whose buffers take 25 kB a row
 
 
 class Network:
@@ -157,14 +157,13 @@ class Reader:
 
         Without kernels, only keys and values of the earlier ones are computed.
         """
-        residual, beside = self.network.enter(feature, tokens)
         if self.network.fused is None:
-            return self._read_by_operators(residual, beside, counts)
+            return self._read_by_operators(*self.network.enter(feature, tokens), counts)
         self._guesses, most = 0, max(1, _MOST_ROWS // len(counts))
-        found, done = residual[:, :1], 0
+        found, done = feature[:, :1], 0
         while done < max(counts):
             width = min(most, max(counts) - done)
-            part = residual[:, done : done + width], None if beside is None else beside[:, done : done + width]
+            part = self.network.enter(feature[:, done : done + width], tokens[:, done : done + width])
             cos, sin = self._turn(0, width)
             states = self._run(*part, cos, sin, None)
             new = [min(max(count - done, 0), width) for count in counts]
