@@ -51,7 +51,8 @@ LAYERS = [
     bench.utils
     bench.errors
     methods.autoregressive methods.beam_search methods.external methods.base_models
-    methods.speculative methods.early_exit
+    methods.early_exit
+    methods.speculative
     methods.non_autoregressive
     methods.training
     methods.drafting methods.rows

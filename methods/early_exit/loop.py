@@ -267,6 +267,10 @@ class EarlyExitDecoder(ExitDecoder):
         self.guarantee = self.verify.rule.guarantee if self.verify and judged else policy.guarantee
         self._judged = judged
 
+    @property
+    def most_nodes(self) -> int:
+        return 1 + self.verify.most if self.verify is not None and self._judged else 1
+
     def stats(self) -> dict[str, Any]:
         found = super().stats()
         if self._judged:
