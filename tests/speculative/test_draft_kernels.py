@@ -18,9 +18,12 @@ from methods.speculative.dflash.checkpoint import Part as BlockPart
 from methods.speculative.eagle import network as eagle_network
 from methods.speculative.eagle.checkpoint import Part
 from methods.speculative.eagle.training import spec_of
+from methods.speculative.p_eagle import network as p_eagle_network
 from tests.engine.test_causal_lm import tiny
 from tests.helpers.tiny_block_drafter import DSPARK, random_part
 from tests.helpers.tiny_block_drafter import spec_of as block_spec_of
+from tests.helpers.tiny_p_eagle import random_part as parallel_part
+from tests.helpers.tiny_p_eagle import spec_of as parallel_spec_of
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
 TYPES = [torch.float32, torch.bfloat16]
@@ -115,3 +118,28 @@ def test_pairs_and_guesses_of_eagle(
         feature = same("guess", wide, torch.randint(0, 97, (3, 3)), 1, reach)
         sees = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 1]], dtype=torch.bool).expand(3, -1, -1)
         same("guess", feature[:, [0, 2]], torch.randint(0, 97, (3, 2)), 2, sees)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", [{}, {"layers": 1}, {"layers": 3, "norm_before_residual": True, "mask": 5}])
+@pytest.mark.parametrize("most", [1024, 6], ids=["at once", "in pieces"])
+@pytest.mark.usefixtures("two_threads")
+def test_pairs_and_masked_places_of_p_eagle(
+    sizes: dict[str, Any], most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p_eagle_network, "_MOST_ROWS", most)
+    made, both = [], targets(dtype)
+    part = parallel_part(replace(parallel_spec_of(both[0], **sizes), **LAYERS), DraftVocabulary.all(97))
+    for target in both:
+        network = p_eagle_network.Network(target, part)
+        assert (network.first is None) == (target is both[1])
+        made.append(p_eagle_network.Reader(network, 3, 60))
+    torch.manual_seed(3)
+    for counts, rows in (((9, 9, 9), [0, 1, 2]), ((5, 1, 3), [0, 1, 2]), ((0, 4), [2, 0])):
+        for reader in made:
+            reader.keep_rows(rows)
+        feature = torch.randn(len(counts), max(counts), 48).to(dtype)
+        tokens = torch.randint(0, 97, feature.shape[:2])
+        there = [row for row, count in enumerate(counts) if count]
+        found, wanted = (reader.draft(feature, tokens, counts, 3)[there] for reader in made)
+        assert close(found, wanted)
