@@ -348,3 +348,7 @@ class CostAware(ABC):
 
         The pair of 0 nodes is the time of drafting, with the settings that the decoder had until now.
         """
+
+    @abstractmethod
+    def forget_costs(self) -> None:
+        """Want to know them again, and draft as before ``use_costs``."""
