@@ -351,4 +351,4 @@ class CostAware(ABC):
 
     @abstractmethod
     def forget_costs(self) -> None:
-        """Want to know them again, and draft as before ``use_costs``."""
+        """Want to know them again, and draft all nodes until then; a tree that was chosen by them stays."""

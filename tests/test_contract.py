@@ -41,6 +41,7 @@ from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
 from tests.helpers.tiny_mtp import mtp
+from tests.helpers.tiny_p_eagle import hybrid as parallel_hybrid
 from tests.helpers.tiny_p_eagle import p_eagle
 from tests.helpers.tiny_vocabularies import pair
 
@@ -191,6 +192,7 @@ DECODERS = {
     "p_eagle_tree": Row(lambda t, s: p_eagle(t, s, texts_of(t), 6, tree="dynamic", gamma=3, top_k=4, nodes=9)),
     "p_eagle_one": Row(lambda t, s: p_eagle(t, s, gamma=1)),
     "p_eagle_costs": Row(lambda t, s: p_eagle(t, s, texts_of(t), costs=PRICED)),
+    "hybrid_p_eagle": Row(lambda t, s: parallel_hybrid(t, s, texts_of(t), min_match=1, gamma=4)),
     "mtp": Row(lambda t, s: mtp(t, s, gamma=3)),
     "mtp_one": Row(mtp),
     "mtp_confident": Row(lambda t, s: mtp(t, s, gamma=4, confidence=0.3)),

@@ -77,13 +77,18 @@ def deviation(costs: Pairs, other: Mapping[int, float]) -> float:
 def settled(first: Pairs, own: Mapping[int, float], again: Pairs) -> list[list[float]]:
     """Of three measurements of passes the one in the middle at every size; of two of drafting the shorter time.
 
-    Noise only prolongs drafting; passes it may also make seem cheap, where it falls on those over one node.
+    Noise only prolongs drafting; passes it may also make seem cheap, where it falls on those over one node. A decoder
+    that drafts fewer nodes by now lacks some sizes in the third: of two times the lower one counts, and its first time
+    of drafting, which is that of all nodes.
     """
     third = {int(nodes): time for nodes, time in again}
-    found = [[float(nodes), statistics.median((time, own[int(nodes)], third[int(nodes)]))] for nodes, time in first[1:]]
-    rising = itertools.accumulate((time for _, time in found), max)
-    passes = [[nodes, round(time, _DIGITS)] for (nodes, _), time in zip(found, rising, strict=True)]
-    return [[0.0, min(first[0][1], third[0])], *passes]
+    times = {
+        int(nodes): [time, *(each[int(nodes)] for each in (own, third) if int(nodes) in each)] for nodes, time in first
+    }
+    middle = [(nodes, statistics.median_low(found)) for nodes, found in times.items() if nodes]
+    rising = itertools.accumulate((time for _, time in middle), max)
+    passes = [[float(nodes), round(time, _DIGITS)] for (nodes, _), time in zip(middle, rising, strict=True)]
+    return [[0.0, min(first[0][1], third[0]) if third.keys() >= times.keys() else first[0][1]], *passes]
 
 
 def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:

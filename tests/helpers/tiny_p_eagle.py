@@ -13,6 +13,7 @@ import torch
 from methods.engine.causal_lm import CausalLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
+from methods.speculative.hybrid import Hybrid
 from methods.speculative.p_eagle.checkpoint import Part, Spec
 from methods.speculative.p_eagle.decoder import PEagle
 from methods.speculative.p_eagle.training import PEagleLearner, PEagleTraining, begin_masks
@@ -66,3 +67,10 @@ def p_eagle(
     with tempfile.TemporaryDirectory() as folder:
         part_of(target, tuple(map(tuple, texts)), vocabulary, steps).save(Path(folder))
         return PEagle(target, sampling, checkpoint=Path(folder), **options)
+
+
+def hybrid(target: CausalLM, sampling: Sampling, texts: Sequence[Sequence[int]] = (), **options: Any) -> Hybrid:
+    """A lookup beside such a network."""
+    with tempfile.TemporaryDirectory() as folder:
+        part_of(target, tuple(map(tuple, texts)), None).save(Path(folder))
+        return Hybrid(target, sampling, network="p_eagle", checkpoint=Path(folder), **options)

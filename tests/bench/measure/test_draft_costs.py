@@ -118,6 +118,8 @@ def test_of_three_measurements_a_noisy_one_does_not_count() -> None:
         assert draft_costs.settled(noisy, own, quiet) == quiet
         assert draft_costs.settled(quiet, {int(nodes): time for nodes, time in noisy[1:]}, quiet) == quiet
     assert draft_costs.deviation(quiet, own) == 0 and draft_costs.deviation(quiet, {1: 1.0}) == 0
+    fewer = [[0.0, 0.02], *quiet[1:4]]
+    assert draft_costs.settled(loaded, own, fewer) == [[0.0, 1.2], *quiet[1:]], "sizes that the third one lacks"
     falling = [[0.0, 0.1], [1.0, 1.0], [2.0, 1.3], [4.0, 1.1], [8.0, 1.5]]
     assert draft_costs.settled(falling, {1: 1.0, 2: 1.3, 4: 1.1, 8: 1.5}, falling)[3] == [4.0, 1.3], "times rise"
 
