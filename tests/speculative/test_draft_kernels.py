@@ -10,15 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from methods.drafting import Context
 from methods.engine import cpu_kernels
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.sampling import Sampling
 from methods.speculative.dflash import network as block_network
 from methods.speculative.dflash.checkpoint import Part as BlockPart
+from methods.speculative.dflash.decoder import BlockDrafter
+from methods.speculative.dflash.trees import Chain as BlockChain
 from methods.speculative.eagle import network as eagle_network
 from methods.speculative.eagle.checkpoint import Part
+from methods.speculative.eagle.decoder import EagleDrafter
 from methods.speculative.eagle.training import spec_of
+from methods.speculative.eagle.trees import Chain as EagleChain
 from methods.speculative.p_eagle import network as p_eagle_network
+from methods.speculative.p_eagle.decoder import PEagleDrafter
 from tests.engine.test_causal_lm import tiny
 from tests.helpers.tiny_block_drafter import DSPARK, random_part
 from tests.helpers.tiny_block_drafter import spec_of as block_spec_of
@@ -143,3 +150,40 @@ def test_pairs_and_masked_places_of_p_eagle(
         there = [row for row, count in enumerate(counts) if count]
         found, wanted = (reader.draft(feature, tokens, counts, 3)[there] for reader in made)
         assert close(found, wanted)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "p_eagle", "dspark"])
+def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernels: bool) -> None:
+    """One row has reached its limit; the other, of which little was read, is then read at once."""
+    target = targets(torch.float32)[0 if kernels else 1]
+    drafter: Any
+    if kind == "eagle":
+        network = eagle_network.Network(target, eagle_part(target, 3))
+        drafter = EagleDrafter(network, EagleChain(2, False), target.n_layers - 1)
+    elif kind == "p_eagle":
+        part = parallel_part(replace(parallel_spec_of(target), **LAYERS), DraftVocabulary.all(97))
+        drafter = PEagleDrafter(p_eagle_network.Network(target, part), BlockChain(2, False))
+    else:
+        part = random_part(block_spec_of(target, **LAYERS, **DSPARK), DraftVocabulary.all(97))
+        drafter = BlockDrafter(block_network.Network(target, part), BlockChain(2, False))
+    limit, prompts = 40, [[1, 2, 3], [4, 5, 6]]
+    drafter.reset(prompts, limit)
+    torch.manual_seed(0)
+
+    def passed(nodes: int, path: Tensor | None, tokens: list[list[int]]) -> Context:
+        states = torch.randn(2, nodes, 48)
+        output = Output(torch.zeros(2, 1, 97), states, dict.fromkeys(drafter.hidden_layers, states))
+        return Context(tokens, torch.tensor([row[-1] for row in tokens]), output, path, Sampling(), torch.Generator())
+
+    tokens = [[*row, 7] for row in prompts]
+    drafter.propose(passed(3, None, tokens))
+    tokens = [tokens[0] + [8] * (limit - 1), tokens[1] + [9]]
+    every = torch.stack([torch.arange(limit - 1), torch.full((limit - 1,), -1)])
+    every[1, 0] = 0
+    drafter.propose(passed(limit - 1, every, tokens))
+    for _ in range(limit - 3):
+        tokens = [tokens[0], tokens[1] + [9]]
+        drafter.skip(passed(1, torch.zeros(2, 1, dtype=torch.long), tokens))
+    draft = drafter.propose(passed(1, torch.zeros(2, 1, dtype=torch.long), [tokens[0], tokens[1] + [9]]))
+    assert draft.tokens.shape[0] == 2

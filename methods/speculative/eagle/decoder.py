@@ -72,7 +72,8 @@ class EagleDrafter:
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         growth = self.growth
-        capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (growth.levels + 1) + growth.guesses
+        spare = MOST_UNREAD + 2 * (growth.levels + 1) + growth.guesses  # a row may be read late, beside one at its limit
+        capacity = max(len(prompt) for prompt in prompts) + limit + spare
         self._reader = Reader(self.network, len(prompts), capacity)
         self._unread = Unread(len(prompts))
 
