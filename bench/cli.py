@@ -478,6 +478,17 @@ class FrontierOptions(ResultsOptions):
 
 
 @dataclass(frozen=True)
+class LeagueOptions(ResultsOptions):
+    """Options of ``league``.
+
+    Attributes:
+        out: file to write, .md for the tables, .svg or .png for the figure
+    """
+
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
 class DashboardOptions(ResultsOptions):
     """Options of ``dashboard``.
 
@@ -589,6 +600,26 @@ def _frontier(arguments: list[str]) -> int:
     return _print(f"{sum(len(each.points) for each in found)} runs in {len(found)} tables: {out}")
 
 
+def _league(arguments: list[str]) -> int:
+    settings, filters = options.parse(LeagueOptions, arguments)
+    from bench.report import league
+    from bench.utils import files
+
+    found = league.standings(settings.select(filters))
+    if not (out := settings.out):
+        return _print(league.text(found))
+    if out.suffix == ".md":
+        files.write_output(out, league.markdown(found))
+    elif out.suffix in (".svg", ".png"):
+        if len(found) != 1:
+            raise UserError(f"A figure is of one group of comparable runs, got {len(found)}. Filter: dataset=mtbench.")
+        with files.output(out, "file"):
+            league.figure(found[0]).savefig(out)
+    else:
+        raise UserError(f"out must end in .md, .svg or .png, got {out}. Set out=FILE.md.")
+    return _print(f"{sum(len(each.entries) for each in found)} runs in {len(found)} tables: {out}")
+
+
 def _check_method(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("check-method needs the name of a method, as in: python -m bench check-method prompt_lookup")
@@ -654,6 +685,13 @@ _COMMANDS: dict[str, Command] = {
         "speed against quality, and which runs no other beats in both",
         "frontier dataset=multi30k quality=bleu",
         FrontierOptions,
+    ),
+    "league": Command(
+        _league,
+        f"league {_FILTERS}",
+        "drafters that learnt from the same tokens with the same budget: speed-up against training",
+        "league dataset=mtbench out=league.svg",
+        LeagueOptions,
     ),
     "track": Command(
         _track,

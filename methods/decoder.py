@@ -376,3 +376,7 @@ class CostAware(ABC):
 
         The pair of 0 nodes is the time of drafting, with the settings that the decoder had until now.
         """
+
+    @abstractmethod
+    def forget_costs(self) -> None:
+        """Want to know them again, and draft all nodes until then; a tree that was chosen by them stays."""

@@ -46,6 +46,8 @@ from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
 from tests.helpers.tiny_mtp import mtp
+from tests.helpers.tiny_p_eagle import hybrid as parallel_hybrid
+from tests.helpers.tiny_p_eagle import p_eagle
 from tests.helpers.tiny_self_diffusion import with_masks
 from tests.helpers.tiny_vocabularies import pair
 
@@ -208,6 +210,13 @@ DECODERS = {
         lambda t, s: block_drafter(t, s, texts_of(t), 6, DSPARK, draw=True, block=True, confidence=0.2)
     ),
     "dspark_tree": Row(lambda t, s: block_drafter(t, s, texts_of(t), sizes=DSPARK, tree="dynamic", gamma=3, nodes=7)),
+    "p_eagle": Row(lambda t, s: p_eagle(t, s, texts_of(t))),
+    "p_eagle_drawn": Row(lambda t, s: p_eagle(t, s, texts_of(t), 6, draw=True)),
+    "p_eagle_block": Row(lambda t, s: p_eagle(t, s, texts_of(t), gamma=3, draw=True, block=True)),
+    "p_eagle_tree": Row(lambda t, s: p_eagle(t, s, texts_of(t), 6, tree="dynamic", gamma=3, top_k=4, nodes=9)),
+    "p_eagle_one": Row(lambda t, s: p_eagle(t, s, gamma=1)),
+    "p_eagle_costs": Row(lambda t, s: p_eagle(t, s, texts_of(t), costs=PRICED)),
+    "hybrid_p_eagle": Row(lambda t, s: parallel_hybrid(t, s, texts_of(t), min_match=1, gamma=4)),
     "mtp": Row(lambda t, s: mtp(t, s, gamma=3)),
     "mtp_one": Row(mtp),
     "mtp_confident": Row(lambda t, s: mtp(t, s, gamma=4, confidence=0.3)),

@@ -33,6 +33,7 @@ from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
 from tests.helpers.tiny_eagle import eagle
 from tests.helpers.tiny_head_trees import hydra, medusa
 from tests.helpers.tiny_heads import blockwise_heads
+from tests.helpers.tiny_p_eagle import p_eagle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -64,6 +65,7 @@ DECODERS = {
     "eagle": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8),
     "eagle_1": lambda target, sampling: eagle(target, sampling, 1, tree="static", draw=True),
     "eagle_chain": lambda target, sampling: eagle(target, sampling, 3, tree="chain"),
+    "p_eagle": lambda target, sampling: p_eagle(target, sampling, draw=True),
     "dflash_tree": lambda target, sampling: block_drafter(target, sampling, tree="dynamic"),
     "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, draw=True),
     "blockwise": blockwise,

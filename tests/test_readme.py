@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import cli, readme
-from bench.config import compose, instantiate, options
+from bench.config import compose, instantiate, league, options
 from bench.cost import command as cost
 from bench.lossless import command as lossless
 from bench.promise import command as promise
@@ -20,6 +20,7 @@ from bench.promise.settings import PromiseConfig
 from bench.sweep import plan
 from bench.train import command as train
 from bench.train import corpora
+from bench.train.league import LeagueConfig
 from tests.bench.rivals.files import vllm_serve
 
 ROOT = Path(__file__).parents[1]
@@ -117,7 +118,7 @@ def run_bench(words, folder, fixture):
         assert cli.main(["validate", str(next((ROOT / words[1]).glob("**/*-mtbench-*")))]) == 0
     elif words[0] in ("list", "show", "doctor", "check-method", "--help"):
         assert cli.main(words) in (0, 1)
-    elif words[0] in ("compare", "collect", "report"):
+    elif words[0] in ("compare", "collect", "report", "league"):
         named = [word.replace("out=", f"out={folder}/") for word in words]
         assert cli.main([*named, *([f"out={folder}/x.html"] if words[0] == "report" else [])]) == 0
     elif words[0] == "gpu":  # tests/bench/gpu/test_bring_back.py runs it
@@ -163,7 +164,7 @@ RIVALS = {"rivals": "llama_cpp", "rivals_openvino": "openvino_genai", "rivals_tr
 def swept(words):
     """The settings of the named sweeps."""
     names = [name for word in words if word.startswith("sweep=") for name in word.removeprefix("sweep=").split(",")]
-    return [plan.named(name) for name in names]
+    return [[*plan.named(name), *(arm.run for arm in league.arms(name))] for name in names]
 
 
 SHORT = [
@@ -185,6 +186,9 @@ def run_train(words, folder, fixture):
         return
     if words[0] == "pack":  # tests/bench/train/test_corpora.py packs
         assert not options.parse(corpora.PackConfig, words[1:])[1][1:]
+        return
+    if words[0] == "league":  # tests/bench/test_league.py trains
+        assert not options.parse(LeagueConfig, words[1:])[1]
         return
     settings, overrides = train.split(words)
     cfg, part = compose.compose_training(overrides, settings.method)

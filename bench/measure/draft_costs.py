@@ -1,20 +1,28 @@
-"""The costs by which a decoder sizes its drafts: measured before the clock of a run starts, and recorded with it."""
+"""The costs by which a decoder sizes its drafts: measured before the clock of a run starts, and recorded with it.
+
+A moment in which other work runs makes passes over some sizes slower than over others, and costs of such a moment would
+spoil the whole run. So they are compared with a second measurement, the run's own cost curve; where the two differ,
+a third decides (``settled``).
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from scipy.optimize import isotonic_regression
 from torch import Generator
 
-from bench.analysis.cost_curve import CostCurve
+from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.measure import verify_cost
 from methods.decoder import CostAware, Decoder
 from methods.engine.causal_lm import CausalLM
 
 ROUNDS = 24  # most tokens that are decoded for the time of drafting
+TOLERANCE = 0.15  # by which times of passes, over that of one node, may differ between two quiet moments
+Pairs = Sequence[Sequence[float]]  # in the form of ``CostAware.use_costs``
 _DIGITS = 4
 
 
@@ -52,6 +60,35 @@ def measure(
     times = isotonic_regression([curve.seconds(nodes, curve.batch, curve.contexts[0]) for nodes in sizes]).x.tolist()
     found = [(0, drafting), *zip(sizes, times, strict=True)]
     return [[float(nodes), round(seconds / times[0], _DIGITS)] for nodes, seconds in found]
+
+
+def relative(curve: CostCurve | CostSurface, sizes: Sequence[int], batch: int, context: int) -> dict[int, float]:
+    """Times of passes over that of one node, by their number of nodes."""
+    one = curve.seconds(1, batch, context)
+    return {nodes: curve.seconds(nodes, batch, context) / one for nodes in sizes}
+
+
+def deviation(costs: Pairs, other: Mapping[int, float]) -> float:
+    """By how much the time of a pass differs at most between two measurements, as a share."""
+    shares = [abs(time / other[int(nodes)] - 1.0) for nodes, time in costs if int(nodes) in other]
+    return max(shares, default=0.0)
+
+
+def settled(first: Pairs, own: Mapping[int, float], again: Pairs) -> list[list[float]]:
+    """Of three measurements of passes the one in the middle at every size; of two of drafting the shorter time.
+
+    Noise only prolongs drafting; passes it may also make seem cheap, where it falls on those over one node. A decoder
+    that drafts fewer nodes by now lacks some sizes in the third: of two times the lower one counts, and its first time
+    of drafting, which is that of all nodes.
+    """
+    third = {int(nodes): time for nodes, time in again}
+    times = {
+        int(nodes): [time, *(each[int(nodes)] for each in (own, third) if int(nodes) in each)] for nodes, time in first
+    }
+    middle = [(nodes, statistics.median_low(found)) for nodes, found in times.items() if nodes]
+    rising = itertools.accumulate((time for _, time in middle), max)
+    passes = [[float(nodes), round(time, _DIGITS)] for (nodes, _), time in zip(middle, rising, strict=True)]
+    return [[0.0, min(first[0][1], third[0]) if third.keys() >= times.keys() else first[0][1]], *passes]
 
 
 def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:

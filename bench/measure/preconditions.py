@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from bench.config import compose, instantiate
+from bench.config import compose, instantiate, league
 from bench.config.schema import RunConfig, parallel_of
 from bench.errors import UserError
 from bench.models import artifacts, in_memory, loading
@@ -307,6 +307,10 @@ def _sampling(cfg: RunConfig) -> str | None:
 
 def _checkpoint(cfg: RunConfig) -> str | None:
     method, name, model = _method(cfg), cfg.method["name"], str(cfg.model["name"])
+    if head := league.untrained(cfg.method.get("checkpoint"), cfg.paths.cache):
+        return (
+            f"The league's {head} is not trained for model={model}. Train it: python -m bench train league only={head}."
+        )
     if not method.needs_checkpoint(cfg.method) or artifacts.find(cfg.method, model, None, cfg.paths) is not None:
         return None
     owner = str(cfg.method[method.checkpoint_of])

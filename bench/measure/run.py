@@ -406,7 +406,7 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
         seconds=spent,
     )
     try:
-        _hand_over_costs(arms, shared, spent)
+        fresh = _hand_over_costs(arms, shared, spent)
         with _clocked(spent, "device"):
             observation.record_peaks(runner.arms, shared.loaded.lm.device, arms[0][0].measure)
         stage(f"warming up, {plural(shared.settings.warmup, 'prompt')} or more by {_arms_in_words(len(arms))}")
@@ -416,6 +416,7 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
                 print(f"warning: {doubt}", file=sys.stderr)
                 arm.folder.update(doubt=doubt)
         _record_cost_curve(arms, shared, spent, [sample for samples in warm for sample in samples])
+        _confirm_costs(fresh, shared, spent, alone=len(arms) == 1)
         if isinstance(shared.loaded.lm, GraphedLM):
             stage("capturing the passes that the prompts may need")
             GraphedLM.prepare(_longest(shared))
@@ -451,35 +452,84 @@ def _of(cfg: RunConfig, arms: Sequence[Any]) -> str:
     return f" of {cfg.method['name']}" if len(arms) > 1 else ""
 
 
-def _hand_over_costs(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, spent: Seconds) -> None:
-    """Tell methods that size their drafts what passes cost here; a resumed run uses the costs that it began with."""
+def _hand_over_costs(
+    arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, spent: Seconds
+) -> list[MethodArm]:
+    """Tell methods that size their drafts what passes cost here; a resumed run uses the costs that it began with.
+
+    Returns:
+        The arms whose costs were measured now.
+    """
     asking = [arm for _, _, arm in arms if draft_costs.wanted(arm.decoder)]
     unknown = [arm for arm in asking if "draft_costs" not in arm.folder.manifest]
     if unknown:
         stage("measuring what the nodes of a draft cost")
         with _clocked(spent, "cost_curve"):
-            _measure_costs(unknown, shared, alone=len(arms) == 1)
+            for arm, costs in _measured_costs(unknown, shared, alone=len(arms) == 1):
+                arm.folder.update(draft_costs=costs)
     for arm in asking:
         if arm.error is None:
-            assert isinstance(arm.decoder, CostAware), "only those ask"
-            arm.decoder.use_costs(arm.folder.manifest["draft_costs"])
+            _use_costs(arm)
+    return [arm for arm in unknown if arm.error is None]
 
 
-def _measure_costs(unknown: Sequence[MethodArm], shared: Shared, *, alone: bool) -> None:
-    """Into the manifests, at a length in the middle of the texts'."""
-    lm, settings, decoders = shared.loaded.lm, shared.settings, [arm.decoder for arm in unknown]
-    middle = (min(shared.lengths) + max(shared.lengths) + settings.limit) // 2
+def _confirm_costs(fresh: Sequence[MethodArm], shared: Shared, spent: Seconds, *, alone: bool) -> None:
+    """Measure costs again that differ from the run's own cost curve: one of the two moments was noisy."""
+    own = {id(arm): _own_costs(arm, shared) for arm in fresh if "cost_curve" in arm.folder.manifest}
+    doubtful = [
+        arm
+        for arm in fresh
+        if id(arm) in own
+        and draft_costs.deviation(arm.folder.manifest["draft_costs"], own[id(arm)]) > draft_costs.TOLERANCE
+    ]
+    if not doubtful:
+        return
+    stage("measuring what the nodes of a draft cost again, as it differs from the cost of a forward pass")
+    for arm in doubtful:
+        assert isinstance(arm.decoder, CostAware), "only those ask"
+        arm.decoder.forget_costs()
+    with _clocked(spent, "cost_curve"):
+        for arm, again in _measured_costs(doubtful, shared, alone=alone):
+            first = arm.folder.manifest["draft_costs"]
+            arm.folder.update(draft_costs=draft_costs.settled(first, own[id(arm)], again))
+            _use_costs(arm)
+
+
+def _use_costs(arm: MethodArm) -> None:
+    assert isinstance(arm.decoder, CostAware), "only those ask"
+    arm.decoder.use_costs(arm.folder.manifest["draft_costs"])
+
+
+def _own_costs(arm: MethodArm, shared: Shared) -> dict[int, float]:
+    """What the run's cost curve says of the passes that the arm's costs are about."""
+    curve = CostSurface.from_manifest(arm.folder.manifest["cost_curve"])
+    sizes = [int(nodes) for nodes, _ in arm.folder.manifest["draft_costs"][1:]]
+    return draft_costs.relative(curve, sizes, _batch_of_costs(shared), _middle(shared))
+
+
+def _measured_costs(
+    asking: Sequence[MethodArm], shared: Shared, *, alone: bool
+) -> Iterator[tuple[MethodArm, list[list[float]]]]:
+    """The costs of each arm, at a length in the middle of the texts'; one that fails has none."""
+    lm, settings, decoders = shared.loaded.lm, shared.settings, [arm.decoder for arm in asking]
     room = settings.context - draft_costs.ROUNDS - 2 * max(map(draft_costs.wanted, decoders))
-    batch = min(settings.batch_size, len(shared.examples))
-    curve = draft_costs.passes(lm, decoders, batch, max(1, min(middle, room)))
-    for arm in unknown:
+    curve = draft_costs.passes(lm, decoders, _batch_of_costs(shared), max(1, min(_middle(shared), room)))
+    for arm in asking:
         try:
-            arm.folder.update(draft_costs=draft_costs.measure(lm, arm.decoder, curve))
+            yield arm, draft_costs.measure(lm, arm.decoder, curve)
         except Exception as error:
             if alone:
                 raise
             arm.error = error
             print(f"warning: {arm.name} is given up, the others go on: {error}", file=sys.stderr)
+
+
+def _middle(shared: Shared) -> int:
+    return (min(shared.lengths) + max(shared.lengths) + shared.settings.limit) // 2
+
+
+def _batch_of_costs(shared: Shared) -> int:
+    return min(shared.settings.batch_size, len(shared.examples))
 
 
 def _record_cost_curve(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
 
-from bench.config import compose, options
+from bench.config import compose, league, options, overrides
 from bench.config.identity import job_id
 from bench.config.schema import RunConfig
 from bench.errors import UserError
@@ -125,7 +125,7 @@ class Plan:
 def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, list[str]]:
     """The options of a sweep, and the other words with a named sweep's settings before them.
 
-    Several sweeps, ``sweep=a,b``, stay one word at the begin: ``make`` plans the jobs of each.
+    Several sweeps, ``sweep=a,b``, and one with arms stay one word at the begin: ``make`` plans the jobs of each.
 
     Args:
         words: of the command line.
@@ -146,8 +146,9 @@ def read_words(words: Sequence[str], *, fresh: bool = False) -> tuple[Options, l
             rest.append(_methods(value))
             parsed = replace(parsed, baseline="shared")
         elif key.lstrip("+") == compose.SWEEP:
-            one = [named(name) for name in value.split(",")]
-            rest = [*one[0], *rest] if len(one) == 1 else [f"{compose.SWEEP}={value}", *rest]
+            names = value.split(",")
+            one, several = [named(name) for name in names], len(names) > 1 or bool(league.arms(names[0]))
+            rest = [f"{compose.SWEEP}={value}", *rest] if several else [*one[0], *rest]
         elif key.startswith("hydra") and key != "hydra.searchpath":
             raise UserError(
                 f"{word} is not supported: use resume, shuffle_seed and cluster=NAME (python -m bench list cluster) "
@@ -177,11 +178,23 @@ def named(name: str) -> list[str]:
 
 
 def _sweeps(words: Sequence[str]) -> list[list[str]]:
-    """The words of each of several sweeps; the others count in all of them."""
+    """The words of each of several sweeps, and of each arm of one that has arms; the others count in all of them."""
     of_sweeps = f"{compose.SWEEP}="
     names = [name for word in words if word.startswith(of_sweeps) for name in word.removeprefix(of_sweeps).split(",")]
     others = [word for word in words if not word.startswith(of_sweeps)]
-    return [[*named(name), *others] for name in names] or [others]
+    return [[*named(name), *arm, *others] for name in names for arm in _arms(name, others)] or [others]
+
+
+def _arms(name: str, others: Sequence[str]) -> list[list[str]]:
+    """The words of each arm and checkpoint of a sweep; one list without words if it has no arms."""
+    if not (found := league.arms(name)):
+        return [[]]
+    root = league.folder(others, name)
+    return [
+        [*arm.run, f"method.checkpoint={overrides.written(str(path))}"]
+        for arm in found
+        for path in arm.checkpoints(root)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan

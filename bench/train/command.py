@@ -6,6 +6,7 @@ before a job or the list of methods needs it.
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,8 @@ Methods:
 {methods}
 
 train pack packs requests and answers that a model wrote (train pack --help); train check FOLDERS writes into the cards
-of checkpoints what their drafts and exits do on fixed prompts.
+of checkpoints what their drafts and exits do on fixed prompts; train league trains the heads of sweep=league with one
+budget (train league --help).
 method=NAME is needed otherwise; train.KEY=VALUE are the method's own settings (python -m bench show train/NAME).
 model, hardware, tracker, paths and seed are as in python -m bench. The same command resumes an interrupted job."""
 
@@ -33,6 +35,11 @@ _KNOWN = (*options.keys(TrainConfig), compose.TRAIN, *_OF_A_RUN)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train one method; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["league"]:
+        from bench.train import league
+
+        return league.main(given[1:], _train)
     return options.command(_main, help_text, argv, measures=False)
 
 
@@ -48,13 +55,18 @@ def _main(words: list[str]) -> int:
 
         return publish.main(words[1:])
     else:
-        settings, overrides = split(words)
-        from bench.train.job import prepare
-        from bench.utils.memory import keep_freed_memory
-
-        keep_freed_memory()
-        print(prepare(settings, overrides, words))
+        print(_train(words))
     return OK
+
+
+def _train(words: list[str]) -> str:
+    """One training; where its result is, as text."""
+    settings, overrides = split(words)
+    from bench.train.job import prepare
+    from bench.utils.memory import keep_freed_memory
+
+    keep_freed_memory()
+    return prepare(settings, overrides, words)
 
 
 def help_text() -> str:

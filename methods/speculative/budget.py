@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
 None: all nodes in every round."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Costs:
     """Times of rounds, those of a batch of the size that is decoded, over the time of a pass over one node.
 
@@ -63,6 +63,7 @@ class Costs:
     nodes: tuple[int, ...]
     times: tuple[float, ...]
     draft: float = 0.0
+    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, pairs: Sequence[Sequence[int | float]]) -> Costs:
@@ -97,6 +98,12 @@ class Costs:
 
     def time(self, nodes: int) -> float:
         """Of a pass over the root and ``nodes - 1`` more."""
+        found = self._known.get(nodes)
+        if found is None:
+            found = self._known[nodes] = self._interpolated(nodes)
+        return found
+
+    def _interpolated(self, nodes: int) -> float:
         if len(self.nodes) == 1 or nodes <= self.nodes[0]:
             return self.times[0]
         place = min(bisect_right(self.nodes, nodes), len(self.nodes) - 1)
@@ -280,6 +287,12 @@ class Pace:
     _places: Places = field(default_factory=Places)
     _runs_passes: bool = False
     _round: _Round | None = None
+    _skips: bool = field(init=False)
+    _trims: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._skips = isinstance(self.drafter, SkippableDrafter)  # asked once: a protocol is slow to ask
+        self._trims = isinstance(self.drafter, TrimmableDrafter)
 
     def propose(self, context: Context, open_rows: Sequence[bool]) -> Draft:
         """A draft for every row.
@@ -289,8 +302,8 @@ class Pace:
         """
         if self.costs is None:
             return self.drafter.propose(context)
-        if isinstance(self.drafter, SkippableDrafter) and self._account.pause():
-            self.drafter.skip(context)
+        if self._skips and self._account.pause():
+            cast(SkippableDrafter, self.drafter).skip(context)
             self._round = None
             self._fade()
             empty = Draft.chain(context.root.new_empty(len(context.tokens), 0))
@@ -352,8 +365,8 @@ class Pace:
         """Only the chosen columns; a row with fewer nodes than that keeps columns without a node."""
         filled = [own + list(range(len(own), nodes)) for own in chosen]
         columns = from_host(filled, draft.tokens.device).view(len(filled), nodes)
-        if isinstance(self.drafter, TrimmableDrafter):
-            self.drafter.trim(columns)
+        if self._trims:
+            cast(TrimmableDrafter, self.drafter).trim(columns)
         tokens, probs = draft.tokens.gather(1, columns), draft.probs
         if probs is not None:
             probs = probs.gather(1, columns[:, :, None].expand(-1, -1, probs.shape[2]))

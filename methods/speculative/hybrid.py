@@ -46,6 +46,7 @@ from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
 from methods.speculative.heads.hydra import HydraHeads
 from methods.speculative.heads.medusa import Medusa
 from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.p_eagle.decoder import PEagle
 from methods.speculative.prompt_lookup import PromptLookupDrafter
 from methods.speculative.suffix_decoding import SuffixDrafter
 from methods.speculative.verification import default_rule
@@ -238,7 +239,7 @@ class Hybrid(HeadsDecoder):
         budget: of ``union``, the most nodes of a tree; None: all of both.
         gamma: most tokens that the lookup drafts.
         factor, min_prob: of ``lookup=suffix``, see ``methods.speculative.suffix_decoding.SuffixDecoding``.
-        depth, top_k, nodes: of ``network=eagle``, its dynamic tree; dflash and dspark draft a chain of their block.
+        depth, top_k, nodes: of ``network=eagle``, its dynamic tree; dflash, dspark and p_eagle draft a chain.
         costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
         checkpoint: folder of the network; None: the one prepared for this model.
 
@@ -255,7 +256,7 @@ class Hybrid(HeadsDecoder):
         self,
         target: CausalLM,
         sampling: Sampling,
-        network: Literal["eagle", "medusa", "hydra_heads", "dflash", "dspark"] = "eagle",
+        network: Literal["eagle", "p_eagle", "medusa", "hydra_heads", "dflash", "dspark"] = "eagle",
         lookup: Literal["suffix", "prompt_lookup"] = "suffix",
         policy: Policy = "match",
         min_match: int = 2,
@@ -304,6 +305,10 @@ class Hybrid(HeadsDecoder):
         self.costs = self._own.costs
         self.drafter = self._heads = self._join(self._network())
 
+    def forget_costs(self) -> None:
+        super().forget_costs()
+        self._own.forget_costs()
+
     def memory(self) -> dict[str, int | None]:
         """Memory of the network, or of the draft model."""
         return super().memory() | weights_of(self._draft)
@@ -319,8 +324,9 @@ class Hybrid(HeadsDecoder):
         return None
 
 
-_METHODS: dict[str, type[Eagle] | type[Medusa] | type[HydraHeads] | type[DFlash]] = {
+_METHODS: dict[str, type[Eagle] | type[PEagle] | type[Medusa] | type[HydraHeads] | type[DFlash]] = {
     "eagle": Eagle,
+    "p_eagle": PEagle,
     "medusa": Medusa,
     "hydra_heads": HydraHeads,
     "dflash": DFlash,

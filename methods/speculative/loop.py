@@ -85,6 +85,9 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
     def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
         self.costs, self._tally = Costs.of(costs), Tally()
 
+    def forget_costs(self) -> None:
+        self.costs, self._tally = Costs.given(self._costs_option), Tally()
+
     def stats(self) -> dict[str, Any]:
         """Of drafts that were sized: their mean number of nodes, and the share of rounds without one."""
         return self._tally.stats() if self._tally.rounds else {}

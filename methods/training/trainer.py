@@ -2,7 +2,7 @@
 
 The loss, the batches and the evaluation are functions of the caller; optimiser, schedule, gradient clipping, curves,
 a checkpoint every minute and resuming are here. A step depends on the seed and its number alone, so a resumed training
-ends exactly like an uninterrupted one.
+ends exactly like an uninterrupted one, unless it ends after ``minutes``: their number of steps is the machine's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -51,6 +51,9 @@ class TrainingConfig:
         clip: maximum norm of the gradient.
         precision: of matrix products; auto is bfloat16 where the hardware supports it natively.
         evaluations: number of evaluations, evenly spread over the steps.
+        minutes: of updates after which the training ends, whatever the number of steps: processor minutes of all
+            threads on a CPU, else minutes of the clock. Whatever depends on ``steps``, such as the learning rate, then
+            depends on the share of this time. None: it ends after ``steps``.
     """
 
     eps: ClassVar[float] = 1e-8
@@ -65,10 +68,15 @@ class TrainingConfig:
     clip: float = 1.0
     precision: Precision = "auto"
     evaluations: int = 8
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         require("at least 1", steps=self.steps, batch_size=self.batch_size, evaluations=self.evaluations)
-        require("above 0", learning_rate=self.learning_rate, clip=self.clip)
+        require("above 0", learning_rate=self.learning_rate, clip=self.clip, minutes=self.minutes)
+
+    def place(self, step: int, seconds: float) -> int:
+        """Where the schedule of ``steps`` is after so many updates, which took so many seconds."""
+        return step if self.minutes is None else min(self.steps, int(self.steps * seconds / (60 * self.minutes)))
 
     def rate(self, step: int) -> float:
         """Learning rate of a step as a share of the peak."""
@@ -141,6 +149,7 @@ class Trainer:
     Attributes:
         learnt: the trained parameters by name.
         step: number of updates done.
+        seconds: that they took; see ``TrainingConfig.minutes``.
         curve: results of the evaluations in order.
 
     Raises:
@@ -161,7 +170,8 @@ class Trainer:
         betas = config.betas[0], config.betas[1]
         self._shares = dict(shares or {})
         self.optimizer = torch.optim.AdamW(self._groups(), config.learning_rate, betas, config.eps, config.weight_decay)
-        self.step, self.curve = 0, list[dict[str, Any]]()
+        self.step, self.seconds, self.curve = 0, 0.0, list[dict[str, Any]]()
+        self._clock = process_time if self.device.type == "cpu" else perf_counter
         self._file = context.output / STATE
         self._restore()
 
@@ -175,34 +185,40 @@ class Trainer:
         """Train to the last step.
 
         Args:
-            loss_fn: from a batch and the number of the step.
+            loss_fn: from a batch and its place in the schedule, the number of the step unless ``minutes`` are given.
             batches: the batch of a step; it may draw random numbers.
             evaluate: measures the module.
             ended: whether the evaluations so far say that more steps are of no use.
         """
         config, saved = self.config, perf_counter()
-        marks = {round(config.steps * (n + 1) / config.evaluations) for n in range(config.evaluations)}
-        while self.step < config.steps and not ended(self.curve):
+        marks = sorted({round(config.steps * (n + 1) / config.evaluations) for n in range(config.evaluations)})
+        while (begin := self.place) < config.steps and not ended(self.curve):
             self.update(loss_fn, batches)
-            if self.step in marks:
+            if bisect_right(marks, self.place) > bisect_right(marks, begin):
                 self._evaluate(evaluate)
             if perf_counter() - saved > SAVE_EVERY_S:
                 self._save()
                 saved = perf_counter()
-            self.context.report_progress("training (steps)", self.step, config.steps)
+            self.context.report_progress("training (steps)", self.place, config.steps)
         self._save()
+
+    @property
+    def place(self) -> int:
+        """See ``TrainingConfig.place``."""
+        return self.config.place(self.step, self.seconds)
 
     def update(self, loss_fn: Callable[[B, int], Loss], batches: Callable[[int], B]) -> None:
         """One step."""
+        begin, place = self._clock(), self.place
         for group in self.optimizer.param_groups:
             share = self._shares.get(group.get("prefix", ""), 1.0)
-            factor = share(self.step) if callable(share) else share
-            group["lr"] = self.config.learning_rate * self.config.rate(self.step) * factor
+            factor = share(place) if callable(share) else share
+            group["lr"] = self.config.learning_rate * self.config.rate(place) * factor
         torch.manual_seed(self.context.seed * 1_000_003 + self.step)  # noise and dropout, also after resuming
         self.module.train()
         batch = batches(self.step)
         with autocast(self.config.precision, self.device):
-            found, seen = loss_fn(batch, self.step)
+            found, seen = loss_fn(batch, place)
         judged = (self.step + 1) % _NORMS_EVERY == 0
         norms = self._norms(found) if isinstance(found, Mapping) and judged else {}
         loss = added(found)
@@ -211,7 +227,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        if self.step % _LOG_EVERY == 0 or self.step == self.config.steps:
+        self.seconds += self._clock() - begin
+        if self.step % _LOG_EVERY == 0 or self.place == self.config.steps:
             numbers = {"loss": loss.detach(), "gradient": norm, **norms, **seen}
             self.context.log({"step": self.step, **{name: float(value) for name, value in numbers.items()}})
 
@@ -233,6 +250,7 @@ class Trainer:
         return {
             "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
             "steps": self.step,
+            "minutes": round(self.seconds / 60, 2),
             "curve": self.curve,
         }
 
@@ -240,7 +258,8 @@ class Trainer:
     def _evaluate(self, evaluate: Callable[[], Point]) -> None:
         self.module.eval()
         point, numbers = evaluate()
-        self.curve.append({"step": self.step, **point})
+        spent = {} if self.config.minutes is None else {"minutes": round(self.seconds / 60, 3)}
+        self.curve.append({"step": self.step, **spent, **point})
         self.context.log({"step": self.step, **numbers})
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -253,7 +272,7 @@ class Trainer:
     def _save(self) -> None:
         state = {"learnt": self.learnt, "optimizer": self.optimizer.state_dict(), "data": self.data}
         draft = self._file.with_suffix(".tmp")
-        torch.save({"step": self.step, "curve": self.curve, **state}, draft)
+        torch.save({"step": self.step, "seconds": self.seconds, "curve": self.curve, **state}, draft)
         draft.replace(self._file)
 
     def _restore(self) -> None:
@@ -268,7 +287,7 @@ class Trainer:
             for name, parameter in self.learnt.items():
                 parameter.copy_(state["learnt"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.curve = state["step"], state["curve"]
+        self.step, self.seconds, self.curve = state["step"], state.get("seconds", 0.0), state["curve"]
 
 
 def added(loss: Tensor | Mapping[str, Tensor]) -> Tensor:

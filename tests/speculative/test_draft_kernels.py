@@ -10,17 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from methods.drafting import Context
 from methods.engine import cpu_kernels
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.sampling import Sampling
 from methods.speculative.dflash import network as block_network
 from methods.speculative.dflash.checkpoint import Part as BlockPart
+from methods.speculative.dflash.decoder import BlockDrafter
+from methods.speculative.dflash.trees import Chain as BlockChain
 from methods.speculative.eagle import network as eagle_network
 from methods.speculative.eagle.checkpoint import Part
+from methods.speculative.eagle.decoder import EagleDrafter
 from methods.speculative.eagle.training import spec_of
+from methods.speculative.eagle.trees import Chain as EagleChain
+from methods.speculative.p_eagle import network as p_eagle_network
+from methods.speculative.p_eagle.decoder import PEagleDrafter
 from tests.engine.test_causal_lm import tiny
 from tests.helpers.tiny_block_drafter import DSPARK, random_part
 from tests.helpers.tiny_block_drafter import spec_of as block_spec_of
+from tests.helpers.tiny_p_eagle import random_part as parallel_part
+from tests.helpers.tiny_p_eagle import spec_of as parallel_spec_of
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
 TYPES = [torch.float32, torch.bfloat16]
@@ -115,3 +125,65 @@ def test_pairs_and_guesses_of_eagle(
         feature = same("guess", wide, torch.randint(0, 97, (3, 3)), 1, reach)
         sees = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 1]], dtype=torch.bool).expand(3, -1, -1)
         same("guess", feature[:, [0, 2]], torch.randint(0, 97, (3, 2)), 2, sees)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", [{}, {"layers": 1}, {"layers": 3, "norm_before_residual": True, "mask": 5}])
+@pytest.mark.parametrize("most", [1024, 6], ids=["at once", "in pieces"])
+@pytest.mark.usefixtures("two_threads")
+def test_pairs_and_masked_places_of_p_eagle(
+    sizes: dict[str, Any], most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p_eagle_network, "_MOST_ROWS", most)
+    made, both = [], targets(dtype)
+    part = parallel_part(replace(parallel_spec_of(both[0], **sizes), **LAYERS), DraftVocabulary.all(97))
+    for target in both:
+        network = p_eagle_network.Network(target, part)
+        assert (network.first is None) == (target is both[1])
+        made.append(p_eagle_network.Reader(network, 3, 60))
+    torch.manual_seed(3)
+    for counts, rows in (((9, 9, 9), [0, 1, 2]), ((5, 1, 3), [0, 1, 2]), ((0, 4), [2, 0])):
+        for reader in made:
+            reader.keep_rows(rows)
+        feature = torch.randn(len(counts), max(counts), 48).to(dtype)
+        tokens = torch.randint(0, 97, feature.shape[:2])
+        there = [row for row, count in enumerate(counts) if count]
+        found, wanted = (reader.draft(feature, tokens, counts, 3)[there] for reader in made)
+        assert close(found, wanted)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "p_eagle", "dspark"])
+def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernels: bool) -> None:
+    """One row has reached its limit; the other, of which little was read, is then read at once."""
+    target = targets(torch.float32)[0 if kernels else 1]
+    drafter: Any
+    if kind == "eagle":
+        network = eagle_network.Network(target, eagle_part(target, 3))
+        drafter = EagleDrafter(network, EagleChain(2, False), target.n_layers - 1)
+    elif kind == "p_eagle":
+        part = parallel_part(replace(parallel_spec_of(target), **LAYERS), DraftVocabulary.all(97))
+        drafter = PEagleDrafter(p_eagle_network.Network(target, part), BlockChain(2, False))
+    else:
+        part = random_part(block_spec_of(target, **LAYERS, **DSPARK), DraftVocabulary.all(97))
+        drafter = BlockDrafter(block_network.Network(target, part), BlockChain(2, False))
+    limit, prompts = 40, [[1, 2, 3], [4, 5, 6]]
+    drafter.reset(prompts, limit)
+    torch.manual_seed(0)
+
+    def passed(nodes: int, path: Tensor | None, tokens: list[list[int]]) -> Context:
+        states = torch.randn(2, nodes, 48)
+        output = Output(torch.zeros(2, 1, 97), states, dict.fromkeys(drafter.hidden_layers, states))
+        return Context(tokens, torch.tensor([row[-1] for row in tokens]), output, path, Sampling(), torch.Generator())
+
+    tokens = [[*row, 7] for row in prompts]
+    drafter.propose(passed(3, None, tokens))
+    tokens = [tokens[0] + [8] * (limit - 1), tokens[1] + [9]]
+    every = torch.stack([torch.arange(limit - 1), torch.full((limit - 1,), -1)])
+    every[1, 0] = 0
+    drafter.propose(passed(limit - 1, every, tokens))
+    for _ in range(limit - 3):
+        tokens = [tokens[0], tokens[1] + [9]]
+        drafter.skip(passed(1, torch.zeros(2, 1, dtype=torch.long), tokens))
+    draft = drafter.propose(passed(1, torch.zeros(2, 1, dtype=torch.long), [tokens[0], tokens[1] + [9]]))
+    assert draft.tokens.shape[0] == 2

@@ -31,6 +31,7 @@ from methods.speculative.eagle.training import (
     EagleLearner,
     EagleTraining,
     Places,
+    begin_state_norms,
     default_taps,
     spec_of,
 )
@@ -45,6 +46,9 @@ from tests.helpers.tiny_eagle import eagle_learner
 from tests.helpers.tiny_heads import batch_of, learn_by_heart
 
 VERSIONS = [1, 3]
+
+
+EAGLE_3_1 = {"fc_norm": True, "norm_output": True}
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +72,11 @@ def test_default_taps_are_outputs():
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def learner_of(target, version, unroll=3, output="shared", vocabulary=None, random=True):
+def learner_of(target, version, unroll=3, output="shared", vocabulary=None, random=True, **flags):
     """A learner in 64 bit; random weights make every part of it matter."""
     chosen = vocabulary or DraftVocabulary.all(target.vocab_size)
     torch.manual_seed(0)
-    learner = EagleLearner(target, spec_of(target, version), chosen, unroll, output, noise=0.0)
+    learner = EagleLearner(target, spec_of(target, version, **flags), chosen, unroll, output, noise=0.0)
     if random:
         with torch.no_grad():
             for parameter in learner.parameters():
@@ -112,7 +116,8 @@ def slow_features(learner, batch, row, place, count):
     for at in range(place + count):
         if at <= place:
             feature = network.feature(batch.hidden[row, at], [batch.hidden_layers[tap][row, at] for tap in spec.taps])
-        residual, read = network.enter(feature, learner._embed(tokens[at + 1]))
+        before = network.fed_back(feature) if at > place else feature
+        residual, read = network.enter(before, learner._embed(tokens[at + 1]))
         keys.append(turned(attention.k_proj(read).view(-1, spec.head_dim), at))
         values.append(attention.v_proj(read).view(-1, spec.head_dim))
         if at < place:
@@ -128,10 +133,10 @@ def slow_features(learner, batch, row, place, count):
     return torch.stack(made)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_training_time_test_is_the_draft_it_stands_for(version, target):
+@pytest.mark.parametrize("version, flags", [*((version, {}) for version in VERSIONS), (3, EAGLE_3_1)])
+def test_training_time_test_is_the_draft_it_stands_for(version, flags, target):
     """Every step of every place: keys of true features up to it, then one of each step of the same draft."""
-    learner, batch = learner_of(target, version), ragged(target)
+    learner, batch = learner_of(target, version, **flags), ragged(target)
     places = Places.of(batch)
     with torch.no_grad():
         steps = torch.stack(list(learner.steps(batch, places, 3)), dim=1)
@@ -250,11 +255,12 @@ def cut(batch, tap=None):
     return batch.hidden if tap is None else batch.hidden_layers[tap]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version, flags", [*((version, {}) for version in VERSIONS), (3, EAGLE_3_1)])
 @pytest.mark.parametrize("output", ["shared", "own"])
-def test_the_network_in_decoding_is_the_one_that_was_trained(version, output, target):
+def test_the_network_in_decoding_is_the_one_that_was_trained(version, flags, output, target):
     """Committed pairs in ragged portions, then a chain of guesses: the features and logits of the module."""
-    network, learner = network_of(target, version, output=output, vocabulary=DraftVocabulary(torch.arange(5, 40), 61))
+    options = {"output": output, "vocabulary": DraftVocabulary(torch.arange(5, 40), 61), **flags}
+    network, learner = network_of(target, version, **options)
     batch = ragged(target, (13, 9, 12), (3, 2, 7))
     taps = [batch.hidden_layers[tap] for tap in learner.spec.taps]
     feature = network.feature(batch.hidden, taps)
@@ -274,7 +280,7 @@ def test_the_network_in_decoding_is_the_one_that_was_trained(version, output, ta
         logits, found = network.logits(found)
         for row, length in enumerate(reader.lengths):
             wanted = slow_features(learner, batch, row, length - 1, level + 1)[-1]
-            torch.testing.assert_close(found[row, 0], wanted)
+            torch.testing.assert_close(found[row, 0], learner.network.fed_back(wanted))
             weight, bias = learner._output
             torch.testing.assert_close(logits[row, 0], F.linear(learner.network.scored(wanted), weight.double(), bias))
         following = torch.tensor([length + 1 + level for length in reader.lengths])[:, None]
@@ -608,6 +614,7 @@ def shop(target, tmp_path):
         {"version": 2, "unroll": 2},
         {"output": "own"},
         {"precision": "bfloat16"},
+        {"fc_norm": True, "norm_output": True, "unroll": 3},
     ],
 )
 def test_training_writes_a_network_that_decodes(options, target, shop):
@@ -638,6 +645,17 @@ def test_training_writes_a_network_that_decodes(options, target, shop):
 def test_training_refuses(options):
     with pytest.raises(ValueError, match=r"must be at least [01], got -?[01].*\. Set train\."):
         EagleTraining(**options)
+
+
+def test_norms_of_states_begin_as_none(target):
+    """On average; version 3 alone has the flags of EAGLE-3.1."""
+    learner, batch = learner_of(target, 3, random=False, **EAGLE_3_1), ragged(target)
+    begin_state_norms(learner.network.fc_norm, learner.spec.taps, batch)
+    for norm, tap in zip(learner.network.fc_norm, learner.spec.taps, strict=True):
+        states = batch.hidden_layers[tap][batch.present]
+        assert float((norm(states).square().mean() / states.square().mean()).sqrt()) == pytest.approx(1, abs=1e-3)
+    with pytest.raises(ValueError, match=r"must be false for version 1"):
+        EagleTraining(version=1, norm_output=True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from methods.training import trainer as trainer_module
 from methods.training.interface import TrainingContext
 from methods.training.trainer import Epochs, Trainer, TrainingConfig, added
 from methods.training.translation import batches
@@ -70,3 +71,50 @@ def test_gradients_of_the_parts_are_logged_before_clipping(tmp_path: Path) -> No
 
 def test_parts_are_added() -> None:
     assert float(added({"one": torch.tensor(2.0), "two": torch.tensor(3.0)})) == 5 == float(added(torch.tensor(5.0)))
+
+
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, **options: Any) -> tuple[Trainer, list[int]]:
+    """A training whose every step takes so long by the clock; the places of its steps."""
+    now, places = [0.0], list[int]()
+    monkeypatch.setattr(trainer_module, "process_time", lambda: now[0])
+    config = TrainingConfig(precision="float32", **options)
+    trainer = Trainer(config, Two(), TrainingContext(output=tmp_path, shared_cache=tmp_path), "data")
+
+    def loss(batch: int, place: int) -> tuple[Tensor, dict[str, float]]:
+        places.append(place)
+        now[0] += seconds
+        return trainer.module.both**2, {}
+
+    trainer.run(loss, lambda step: step, lambda: ({}, {}))
+    return trainer, places
+
+
+def test_minutes_end_a_training_and_run_through_its_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, places = timed(tmp_path, monkeypatch, 1.5, minutes=1.0, steps=1000, evaluations=4)
+    assert trainer.step == 40 and places == [25 * step for step in range(40)]
+    assert trainer.facts["minutes"] == 1.0 and trainer.seconds == 60
+    assert [(point["step"], point["minutes"]) for point in trainer.curve] == [
+        (10, 0.25),
+        (20, 0.5),
+        (30, 0.75),
+        (40, 1),
+    ]
+    rates = [trainer.config.rate(place) for place in places]
+    assert rates[0] < max(rates) and rates[-1] < 0.1, "it rises, and has fallen at the end"
+
+
+def test_a_step_longer_than_all_minutes_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, places = timed(tmp_path, monkeypatch, 90.0, minutes=1.0, steps=1000, evaluations=4)
+    assert places == [0] and [point["step"] for point in trainer.curve] == [1]
+
+
+def test_time_counts_over_interruptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = timed(tmp_path, monkeypatch, 2.0, minutes=1.0, steps=100, evaluations=1)
+    assert first.step == 30
+    again, places = timed(tmp_path, monkeypatch, 2.0, minutes=2.0, steps=100, evaluations=1)
+    assert (again.step, places[0]) == (60, 50), "the state of the first minute is taken up"
+
+
+def test_minutes_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"minutes must be above 0, got 0\.0"):
+        TrainingConfig(minutes=0.0)

@@ -16,9 +16,28 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import ABSENT, Context, Draft
+from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling, argmax, draw, in_float
-from methods.speculative.dflash.network import Network
 from methods.speculative.ranked_tree import Beam, RankedTree
+
+
+@runtime_checkable
+class BlockHeads(Protocol):
+    """What makes tokens of the states at the places of a block; see ``methods.speculative.dflash.network.Network``."""
+
+    vocabulary: DraftVocabulary
+
+    def logits(self, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M v"]:
+        """Logits over the draft vocabulary, without what depends on the token before."""
+        ...
+
+    def bias(self, before: Int[Tensor, "B M"]) -> Float[Tensor, "B M v"] | None:
+        """What the token before adds to them; None: nothing."""
+        ...
+
+    def confidence(self, hidden: Float[Tensor, "B M D"], before: Int[Tensor, "B M"]) -> Float[Tensor, "B M"] | None:
+        """How likely the tokens of places are kept; None: it is not known."""
+        ...
 
 
 @runtime_checkable
@@ -35,7 +54,7 @@ class Growth(Protocol):
     levels: int
     fixed: bool
 
-    def grow(self, network: Network, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
+    def grow(self, network: BlockHeads, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
         """A draft for every row, from what the network's heads read at the first ``levels`` places."""
         ...
 
@@ -55,7 +74,7 @@ class Chain:
         self.nodes = self.levels = gamma
         self._draw, self._least, self.fixed = draw, confidence, confidence == 0.0
 
-    def grow(self, network: Network, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
+    def grow(self, network: BlockHeads, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
         drawn = self._draw and not context.sampling.greedy
         chosen, logits, probs = _path(network, hidden, context, drawn)
         tokens = network.vocabulary.tokens(chosen)
@@ -87,7 +106,7 @@ class Dynamic:
         self.nodes, self.levels, self.fixed = nodes, levels, True
         self._tree = RankedTree(nodes, levels, top_k, device)
 
-    def grow(self, network: Network, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
+    def grow(self, network: BlockHeads, hidden: Float[Tensor, "B n D"], context: Context) -> Draft:
         logits = network.logits(hidden)
 
         def after(level: int, before: Int[Tensor, "B m"]) -> Float[Tensor, "B m2 v"]:
@@ -101,7 +120,7 @@ class Dynamic:
 
 
 def _path(
-    network: Network, hidden: Float[Tensor, "B n D"], context: Context, drawn: bool
+    network: BlockHeads, hidden: Float[Tensor, "B n D"], context: Context, drawn: bool
 ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n v"], Float[Tensor, "B n v"] | None]:
     """Places of a path in the draft vocabulary, the logits they are chosen by, and what they are drawn from."""
     logits = network.logits(hidden)

@@ -41,8 +41,8 @@ class Spec:
         layers, vocab_size: of the target.
         norm_before_residual: version 3: the residual is the normalised feature instead of the feature itself.
         norm_before_fc, fc_norm: version 3: the tapped states are normalised before they are mixed, together or each.
-        norm_output: version 3: a guess has the feature after the last norm, not the one before it. No network trained
-            here has any of these four; published ones may.
+        norm_output: version 3: a guess has the feature after the last norm, not the one before it. ``fc_norm`` with
+            ``norm_output`` is EAGLE-3.1; networks trained here have neither of the other two flags.
     """
 
     version: int

@@ -66,7 +66,8 @@ class EagleDrafter:
         self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
         self._reader: Reader | None = None
         self._unread = Unread(0)
-        self._spare = 2 * (growth.levels + 1) + growth.guesses  # slots beyond the text
+        # Slots beyond the text: a row may be read late, beside one at its limit.
+        self._spare = MOST_UNREAD + 2 * (growth.levels + 1) + growth.guesses
         self._recorded: RecordedNetwork[Reader] | None = None
         if graphs is not None:
             self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, self._spare)

@@ -48,6 +48,7 @@ PUBLISHED_UNROLL = 7  # of version 3, in the authors' code
 _POSITIONS, _RANKS = 5, 10  # of the held-out acceptance
 _CHUNK = 256  # rows of logits that exist at once
 _QUIET = 0.02  # standard deviation of what is not copied from the target
+MEASURED = 8  # dialogues by which norms of tapped states begin
 _LEAST_GAIN = 1e-2  # a smaller one would blow up what undoes it
 
 
@@ -95,6 +96,8 @@ class DraftModule(nn.Module):
             self.fc = nn.Linear(len(spec.taps) * width, width, bias=False)
             self.midlayer = Layer(spec)
             self.norm = RMSNorm(width, spec.rms_eps)
+            if spec.fc_norm:
+                self.fc_norm = nn.ModuleList(RMSNorm(width, spec.rms_eps) for _ in spec.taps)
         else:
             self.fc = nn.Linear(2 * width, width)
             self.layers = nn.ModuleList([Layer(spec)])
@@ -105,7 +108,9 @@ class DraftModule(nn.Module):
 
     def feature(self, hidden: Float[Tensor, "*b D"], taps: Sequence[Float[Tensor, "*b D"]]) -> Float[Tensor, "*b D"]:
         """The target's feature at a place."""
-        return self.fc(torch.cat(list(taps), dim=-1)) if self.spec.version == 3 else hidden
+        if self.spec.version != 3:
+            return hidden
+        return cast(Tensor, self.fc(torch.cat(normed_taps(taps, getattr(self, "fc_norm", None)), dim=-1)))
 
     def enter(
         self, feature: Float[Tensor, "*b D"], embedding: Float[Tensor, "*b D"]
@@ -126,6 +131,15 @@ class DraftModule(nn.Module):
     def scored(self, feature: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
         """What the output matrix multiplies."""
         return self.norm(feature) if self.spec.version == 3 else feature
+
+    def fed_back(self, feature: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
+        """The feature that the pair with the next token has."""
+        return self.scored(feature) if self.spec.norm_output else feature
+
+
+def normed_taps(taps: Sequence[Float[Tensor, "*b D"]], norms: nn.ModuleList | None) -> list[Float[Tensor, "*b D"]]:
+    """The target's states at some places, each after its norm; None: as they are."""
+    return list(taps) if norms is None else [norm(tap) for norm, tap in zip(norms, taps, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -156,64 +170,55 @@ class Places:
         wide = packed.new_zeros(batch, self.width, *packed.shape[1:])
         return wide.index_put((self.row, self.column), packed)
 
+    def first(self, count: int) -> Places:
+        """The first ``count`` of them."""
+        return Places(self.row[:count], self.place[:count], self.column[:count], self.width)
+
     def pack(self, wide: Float[Tensor, "B W *s"]) -> Float[Tensor, "R *s"]:
         """The rectangle's used cells."""
         return wide[self.row, self.column]
 
 
-class EagleLearner(Learner):
-    """The draft network over a frozen target.
+class PairLearner(Learner):
+    """A network over pairs of a feature and the token after it, which drafts from places of the target's answers.
 
     Args:
         target, vocabulary: see ``Learner``.
-        spec: sizes; see ``spec_of``.
-        unroll: steps, of which the first one is over the target's features and later ones over its own.
+        network: with the methods of ``DraftModule``.
         output: whether the rows of the target's output matrix are frozen or trained.
-        noise: version 1: width of the uniform noise on true features, over 512 places; as the authors add it.
-        classification: version 1: weight of the loss beside the smooth L1.
         draft_loss: of the distributions.
         decay: weight of a step over that of the one before.
     """
 
+    depth = 1  # steps of a draft in training
+
     def __init__(
         self,
         target: CausalLM,
-        spec: Spec,
         vocabulary: DraftVocabulary,
-        unroll: int,
+        network: Any,
         output: Output = "shared",
-        noise: float = 0.2,
-        classification: float = 0.1,
         draft_loss: DraftLoss = CROSS_ENTROPY,
         decay: float = 0.8,
     ) -> None:
         super().__init__(target, vocabulary)
-        self.draft_loss, self.decay = draft_loss, decay
-        self.spec, self.unroll = spec, unroll
-        self.noise, self.classification = noise, classification
+        self.draft_loss, self.decay, self.spec = draft_loss, decay, network.spec
         self._target = (target,)  # in a tuple: its parameters are not the learner's
-        self.network = DraftModule(spec).to(target.device)
-        begin(self.network, target)
-        self._rotary = rotary_table(spec, target.device, torch.float32)
+        self.network = network.to(target.device)
+        self._rotary = rotary_table(self.spec, target.device, torch.float32)
         self.lm_head = nn.Parameter(self.output.clone()) if output == "own" else None
-
-    def part(self) -> Part:
-        """The current checkpoint."""
-        tensors = {name: tensor.detach() for name, tensor in self.network.state_dict().items()}
-        if self.lm_head is not None:
-            tensors["lm_head.weight"] = self.lm_head.detach()
-        return Part(self.spec, tensors, self.vocabulary)
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Sum of the steps' losses, step i with weight ``decay``^i.
 
         A place whose next token is outside the draft vocabulary does not count.
         """
-        places = Places.of(batch)
+        every = self.places(batch)
         taught, index = self._taught(batch)
         total = batch.hidden.new_zeros(())
         curves: dict[str, Tensor | float] = {}
-        for step, feature in enumerate(self.steps(batch, places, self.unroll)):
+        for step, feature in enumerate(self.steps(batch, every, self.depth)):
+            places = every.first(len(feature))
             labels, valid = self._labels(batch, places, step)
             judged = (valid & (labels >= 0)).nonzero()[:, 0]
             ahead = (places.place + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
@@ -223,17 +228,13 @@ class EagleLearner(Learner):
                 self.draft_loss, scored, bias, taught, index[places.row, ahead][judged]
             )
             curves |= {f"loss_{step + 1}": loss.detach(), f"overlap_{step + 1}": overlap.sum() / max(1, len(judged))}
-            if self.spec.version != 3:
-                wanted = batch.hidden[places.row, ahead]
-                distance = F.smooth_l1_loss(in_float(feature[valid]), in_float(wanted[valid]), reduction="sum")
-                distance = distance / (valid.sum() * wanted.shape[-1]).clamp(min=1)
-                curves[f"smooth_l1_{step + 1}"] = distance.detach()
-                loss = distance + self.classification * loss
-            total = total + self.decay**step * loss
+            further, seen = self._further(feature[valid], batch.hidden[places.row, ahead][valid], loss)
+            curves |= {f"{name}_{step + 1}": number for name, number in seen.items()}
+            total = total + self.decay**step * further
         return total, curves
 
     def hits(self, batch: Batch) -> tuple[Int[Tensor, "P R"], Int[Tensor, "P"]]:
-        """See ``Learner.hits``: chains of five over its own features, the ten best tokens of each place."""
+        """See ``Learner.hits``: chains of five from every place, the ten best tokens of each step."""
         places = Places.of(batch)
         alive = torch.ones_like(places.place, dtype=torch.bool)
         right, count = [], []
@@ -247,28 +248,24 @@ class EagleLearner(Learner):
             alive = alive & found[:, 0]
         return torch.stack(right), torch.stack(count)
 
-    def steps(self, batch: Batch, places: Places, count: int) -> Iterator[Float[Tensor, "R D"]]:
-        """The network's features step by step: the i-th is that of ``place + 1 + i``.
+    def places(self, batch: Batch) -> Places:
+        """Where drafts of the training begin."""
+        return Places.of(batch)
 
-        The tokens are the true ones; the features are the network's own from the second step on.
-        """
-        network, rows = self.network, (places.row, places.place)
-        true = self._noisy(network.feature(batch.hidden, [batch.hidden_layers[tap] for tap in self.spec.taps]), batch)
-        residual, read = network.enter(true, self._embed(_behind(batch.tokens, 1)))
-        at = torch.arange(batch.tokens.shape[1], device=true.device)
-        self._rotary.reserve(len(at) + count)
-        keys, values = self._keys(read, at[None]), self._values(read)
-        residual, read = residual[rows], read[rows]
-        later: list[tuple[Tensor, Tensor]] = []
-        feature = true[rows]
-        for step in range(count):
-            if step:
-                residual, read = network.enter(feature, self._embed(_behind(batch.tokens, 1 + step)[rows]))
-                later.append((self._keys(read, places.place + step), self._values(read)))
-            query = self._turn(self._heads(network.layer.self_attn["q_proj"](read)), places.place + step)
-            mixed = attend(query, keys, values, later, places)
-            feature = network.leave(residual, mixed)
-            yield feature
+    def steps(self, batch: Batch, places: Places, count: int) -> Iterator[Float[Tensor, "R D"]]:
+        """The network's features step by step: the i-th of ``place + 1 + i``, of all places or the first ones."""
+        raise NotImplementedError
+
+    def _further(
+        self, feature: Float[Tensor, "n D"], wanted: Float[Tensor, "n D"], loss: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a step: that of its distributions, and what is added; numbers for the curves."""
+        return loss, {}
+
+    def _matrices(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint."""
+        tensors = {name: tensor.detach() for name, tensor in self.network.state_dict().items()}
+        return tensors if self.lm_head is None else tensors | {"lm_head.weight": self.lm_head.detach()}
 
     @property
     def _output(self) -> tuple[Tensor, Tensor | None]:
@@ -291,28 +288,93 @@ class EagleLearner(Learner):
         ranks = min(_RANKS, len(self.vocabulary))
         return torch.cat([F.linear(part, *self._output).topk(ranks).indices for part in states.split(_CHUNK)])
 
-    def _noisy(self, true: Float[Tensor, "B T D"], batch: Batch) -> Float[Tensor, "B T D"]:
-        if self.spec.version == 3 or not self.training or self.noise == 0:
-            return true
-        wide = torch.tensor(batch.lengths, device=true.device)[:, None, None]
-        return true + (torch.rand_like(true) - 0.5) * self.noise * 512 / wide
-
     def _embed(self, tokens: Int[Tensor, "*b"]) -> Float[Tensor, "*b D"]:
         return self._target[0].embed(tokens).to(self.output.dtype)
 
     def _heads(self, projected: Float[Tensor, "*b H"]) -> Float[Tensor, "*b h d"]:
         return projected.unflatten(-1, (-1, self.spec.head_dim))
 
+    def _turn(self, heads: Float[Tensor, "*b h d"], at: Int[Tensor, "*p"]) -> Float[Tensor, "*b h d"]:
+        """Rotary positions."""
+        cos, sin = (table.view(*at.shape, 1, -1) for table in self._rotary.gather(at.reshape(1, -1)))
+        return turned(heads, cos, sin)
+
+
+class EagleLearner(PairLearner):
+    """The draft network over a frozen target.
+
+    Args:
+        target, vocabulary: see ``Learner``.
+        spec: sizes; see ``spec_of``.
+        unroll: steps, of which the first one is over the target's features and later ones over its own.
+        output, draft_loss, decay: see ``PairLearner``.
+        noise: version 1: width of the uniform noise on true features, over 512 places; as the authors add it.
+        classification: version 1: weight of the loss beside the smooth L1.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        spec: Spec,
+        vocabulary: DraftVocabulary,
+        unroll: int,
+        output: Output = "shared",
+        noise: float = 0.2,
+        classification: float = 0.1,
+        draft_loss: DraftLoss = CROSS_ENTROPY,
+        decay: float = 0.8,
+    ) -> None:
+        super().__init__(target, vocabulary, DraftModule(spec), output, draft_loss, decay)
+        self.unroll = self.depth = unroll
+        self.noise, self.classification = noise, classification
+        begin(self.network, target)
+
+    def part(self) -> Part:
+        """The current checkpoint."""
+        return Part(self.spec, self._matrices(), self.vocabulary)
+
+    def steps(self, batch: Batch, places: Places, count: int) -> Iterator[Float[Tensor, "R D"]]:
+        """See ``PairLearner``: tokens are the true ones; features are the network's own from the second step on."""
+        network, rows = self.network, (places.row, places.place)
+        true = self._noisy(network.feature(batch.hidden, [batch.hidden_layers[tap] for tap in self.spec.taps]), batch)
+        residual, read = network.enter(true, self._embed(_behind(batch.tokens, 1)))
+        at = torch.arange(batch.tokens.shape[1], device=true.device)
+        self._rotary.reserve(len(at) + count)
+        keys, values = self._keys(read, at[None]), self._values(read)
+        residual, read = residual[rows], read[rows]
+        later: list[tuple[Tensor, Tensor]] = []
+        feature = true[rows]
+        for step in range(count):
+            if step:
+                before = network.fed_back(feature)
+                residual, read = network.enter(before, self._embed(_behind(batch.tokens, 1 + step)[rows]))
+                later.append((self._keys(read, places.place + step), self._values(read)))
+            query = self._turn(self._heads(network.layer.self_attn["q_proj"](read)), places.place + step)
+            mixed = attend(query, keys, values, later, places)
+            feature = network.leave(residual, mixed)
+            yield feature
+
+    def _further(
+        self, feature: Float[Tensor, "n D"], wanted: Float[Tensor, "n D"], loss: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Versions 1 and 2 learn the target's feature, too."""
+        if self.spec.version == 3:
+            return loss, {}
+        distance = F.smooth_l1_loss(in_float(feature), in_float(wanted), reduction="sum")
+        distance = distance / max(1, wanted.numel())
+        return distance + self.classification * loss, {"smooth_l1": distance.detach()}
+
+    def _noisy(self, true: Float[Tensor, "B T D"], batch: Batch) -> Float[Tensor, "B T D"]:
+        if self.spec.version == 3 or not self.training or self.noise == 0:
+            return true
+        wide = torch.tensor(batch.lengths, device=true.device)[:, None, None]
+        return true + (torch.rand_like(true) - 0.5) * self.noise * 512 / wide
+
     def _keys(self, read: Float[Tensor, "*b I"], at: Int[Tensor, "*p"]) -> Float[Tensor, "*b K d"]:
         return self._turn(self._heads(self.network.layer.self_attn["k_proj"](read)), at)
 
     def _values(self, read: Float[Tensor, "*b I"]) -> Float[Tensor, "*b K d"]:
         return self._heads(self.network.layer.self_attn["v_proj"](read))
-
-    def _turn(self, heads: Float[Tensor, "*b h d"], at: Int[Tensor, "*p"]) -> Float[Tensor, "*b h d"]:
-        """Rotary positions."""
-        cos, sin = (table.view(*at.shape, 1, -1) for table in self._rotary.gather(at.reshape(1, -1)))
-        return turned(heads, cos, sin)
 
 
 def attend(
@@ -356,14 +418,10 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)}))
 
 
-def spec_of(target: CausalLM, version: int, taps: Sequence[int] | None = None) -> Spec:
-    """A draft network with the sizes of the target's layers."""
+def spec_of(target: CausalLM, version: int, taps: Sequence[int] | None = None, **flags: Any) -> Spec:
+    """A draft network with the sizes of the target's layers; ``flags``: those of ``Spec``."""
     chosen = tuple(default_taps(target.n_layers) if taps is None else taps)
-    return Spec(
-        version=version,
-        taps=chosen if version == 3 else (),
-        **sizes_of_target(target),
-    )
+    return Spec(version=version, taps=chosen if version == 3 else (), **sizes_of_target(target), **flags)
 
 
 def sizes_of_target(target: CausalLM) -> dict[str, Any]:
@@ -408,6 +466,14 @@ def begin(network: DraftModule, target: CausalLM) -> None:
     _copy_feed_forward(network, target)
     if is_plain(source.attention) and source.attention.query_norm is None:
         _copy_attention(network, target)
+
+
+@torch.no_grad()
+def begin_state_norms(norms: nn.ModuleList, taps: Sequence[int], batch: Batch) -> None:
+    """Let the norms of the tapped states keep the length that these have on average, so that they begin as none."""
+    for norm, tap in zip(norms, taps, strict=True):
+        length = in_float(batch.hidden_layers[tap])[batch.present].square().mean().sqrt()
+        norm.get_parameter("weight").fill_(float(length))
 
 
 def is_plain(attention: Attention) -> bool:
@@ -458,6 +524,7 @@ class EagleTraining(DraftTraining):
         taps: layers of the target that version 3 reads, 0-based; None: as published, 1, L / 2 - 1 and L - 4.
         output: ``shared``, the target's rows of the output matrix, or ``own``, trained and saved.
         noise, classification, decay: see ``EagleLearner``.
+        fc_norm, norm_output: the two flags of EAGLE-3.1, for version 3: see ``Spec``.
         loss, top_k, top_k_weight: see ``DraftLoss``.
         vocabulary, answers, features, recipe: see ``HeadTraining``.
     """
@@ -472,9 +539,16 @@ class EagleTraining(DraftTraining):
     noise: float = 0.2
     classification: float = 0.1
     decay: float = 0.8
+    fc_norm: bool = False
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.version != 3 and (self.fc_norm or self.norm_output):
+            raise ValueError(
+                f"fc_norm and norm_output must be false for version {self.version}, got true: version 3 has them. Set "
+                "train.version=3."
+            )
         require("at least 1", unroll=self.unroll)
         require("above 0", decay=self.decay)
         require("at least 0", noise=self.noise, classification=self.classification)
@@ -484,12 +558,13 @@ class EagleTraining(DraftTraining):
         return self._spec(target).taps
 
     def _spec(self, target: CausalLM) -> Spec:
-        return spec_of(target, 3 if self.version == 3 else 1, self.taps)
+        flags = {"fc_norm": self.fc_norm, "norm_output": self.norm_output}
+        return spec_of(target, 3 if self.version == 3 else 1, self.taps, **flags)
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> EagleLearner:
         """See ``HeadTraining``."""
         spec, unroll = self._spec(target), self.unroll or (PUBLISHED_UNROLL if self.version == 3 else 1)
-        return EagleLearner(
+        learner = EagleLearner(
             target,
             spec,
             vocabulary,
@@ -500,6 +575,9 @@ class EagleTraining(DraftTraining):
             self.draft_loss,
             self.decay,
         )
+        if self.fc_norm:
+            begin_state_norms(learner.network.fc_norm, spec.taps, found.batch(found.train[:MEASURED]))
+        return learner
 
     def save(self, learner: EagleLearner, found: Features, context: TrainingContext) -> dict[str, Any]:
         """See ``HeadTraining``."""

@@ -81,7 +81,7 @@ def read_eagle1(found: Checkpoint, target: CausalLM) -> EagleWeights:
     """
     report = Report(found, target, "a head of EAGLE 1 or 2")
     tensors, config = dict(found.tensors), found.config
-    _require_config(report, config)
+    require_config(report, config)
     hidden = rows_of(tensors, "fc.weight")
     report.require_target(hidden, int(config.get("vocab_size", 0)))
     spec = _spec(1, config, tensors, hidden)
@@ -108,17 +108,14 @@ def read_eagle3(found: Checkpoint, target: CausalLM, layers_counted: LayersCount
     converted = "speculators_config" in found.config
     kind = "speculators" if converted else "SpecForge" if "eagle_config" in found.config else "the authors"
     report = Report(found, target, f"a head of EAGLE-3 in the form of {kind}")
-    config = _flat_config(report) if converted else dict(found.config)
+    config = flat_config(report, "eagle3") if converted else dict(found.config)
     tensors = _authors_names(found.tensors) if converted else dict(found.tensors)
-    _require_config(report, config)
-    flags = _flags(config)
-    if layers_counted != "auto":
-        taps = _counted_taps(report, config, layers_counted)
-    else:
-        taps = _speculators_taps(report, config) if converted else _plain_taps(report, config)
+    require_config(report, config)
+    flags = flags_of(config)
+    taps = taps_of(report, config, converted, layers_counted)
     hidden, draft = rows_of(tensors, "midlayer.post_attention_layernorm.weight"), rows_of(tensors, "lm_head.weight")
     vocab = int(config.get("vocab_size", 0))
-    _require_width(report, config, hidden)
+    require_width(report, config, hidden)
     report.require_target(int(config.get("target_hidden_size") or hidden), vocab)
     spec = _spec(3, config, tensors, hidden, taps, **flags)
     wanted = spec.shapes() | {"lm_head.weight": (draft, hidden)}
@@ -138,7 +135,8 @@ def read_eagle3(found: Checkpoint, target: CausalLM, layers_counted: LayersCount
 # -- configurations --------------------------------------------------------------------------------------------------
 
 
-def _require_config(report: Report, config: Mapping[str, Any]) -> None:
+def require_config(report: Report, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that lacks sizes, or names a variant that is not read."""
     needed = [key for key in ("hidden_size", "num_attention_heads", "vocab_size") if key not in config]
     if needed:
         report.add(f"its config.json lacks {', '.join(needed)}")
@@ -148,25 +146,34 @@ def _require_config(report: Report, config: Mapping[str, Any]) -> None:
             report.add(f"its configuration has {key}={odd}, a variant that is not read")
 
 
-def _flat_config(report: Report) -> dict[str, Any]:
-    """Of speculators: the layer's settings beside those of the head."""
+def flat_config(report: Report, wanted: str) -> dict[str, Any]:
+    """Of speculators: the layer's settings beside those of the head; ``wanted``: the algorithm that is read."""
     given = report.found.config
     algorithm = (given.get("speculators_config") or {}).get("algorithm", given.get("speculators_model_type"))
-    if algorithm != "eagle3":
-        report.add(f"its speculators_config names the algorithm {algorithm}; eagle3 is read")
+    if algorithm != wanted:
+        report.add(f"its speculators_config names the algorithm {algorithm}; {wanted} is read")
     note_verifier(report)
     head = {key: value for key, value in given.items() if key not in ("transformer_layer_config", "speculators_config")}
     return {**head, **(given.get("transformer_layer_config") or {})}
 
 
-def _require_width(report: Report, config: Mapping[str, Any], hidden: int) -> None:
+def require_width(report: Report, config: Mapping[str, Any], hidden: int) -> None:
+    """Refuse a network that is not as wide as its target."""
     if (config.get("target_hidden_size") or hidden) != hidden:
         report.add(f"its own hidden size is {hidden}, not its target's: a variant that is not read")
 
 
-def _flags(config: Mapping[str, Any]) -> dict[str, bool]:
+def flags_of(config: Mapping[str, Any]) -> dict[str, bool]:
+    """The flags of ``EagleWeights``."""
     nested = config.get("eagle_config") or {}
     return {flag: bool(nested.get(flag, config.get(flag, False))) for flag in _FLAGS}
+
+
+def taps_of(report: Report, config: Mapping[str, Any], converted: bool, counted: LayersCounted) -> tuple[int, ...]:
+    """0-based layers whose outputs are read; ``converted``: the configuration has the form of speculators."""
+    if counted != "auto":
+        return _counted_taps(report, config, counted)
+    return _speculators_taps(report, config) if converted else _plain_taps(report, config)
 
 
 def _plain_taps(report: Report, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Published draft heads, by their own formats: Medusa, Hydra and Hydra++, EAGLE 1 to 3, DFlash and DSpark.
+"""Published draft heads, by their own formats: Medusa, Hydra and Hydra++, EAGLE 1 to 3, P-EAGLE, DFlash and DSpark.
 
 ``read`` tells the formats apart by the names of their tensors and checks everything against the target before a head is
 used: a head of another model, or one read with layers off by one, would decode correctly and slowly.
@@ -12,6 +12,7 @@ used: a head of another model, or one read with layers off by one, would decode 
 | EAGLE 1, 2 | pytorch_model.bin, model.safetensors | fc.*, layers.0.*, embed_tokens.weight |
 | EAGLE-3, authors and SpecForge | the same | fc.weight, midlayer.*, norm.weight, lm_head.weight, d2t, t2d |
 | EAGLE-3, speculators | model.safetensors | the same with layers.0.* for midlayer.* |
+| P-EAGLE | the same | those of EAGLE-3, mask_hidden, layers.{i}.* |
 | DFlash, DSpark | model.safetensors | fc.weight, hidden_norm.weight, layers.{i}.*, norm.weight, markov_head.* |
 
 Numbers of heads and layers are counted: published configurations of Medusa name 2 heads where the file has 5. Anything
@@ -35,9 +36,10 @@ from methods.speculative.published.dflash import DFlashWeights, is_block_drafter
 from methods.speculative.published.draft_networks import own_embedding
 from methods.speculative.published.eagle import EagleWeights, LayersCounted, read_eagle1, read_eagle3
 from methods.speculative.published.files import WITHIN, Checkpoint, read_checkpoint
+from methods.speculative.published.p_eagle import PEagleWeights, is_parallel, read_p_eagle
 from methods.speculative.published.report import Report, other_name
 
-__all__ = ["DFlashWeights", "EagleWeights", "HydraWeights", "MedusaWeights", "check_plausible", "read"]
+__all__ = ["DFlashWeights", "EagleWeights", "HydraWeights", "MedusaWeights", "PEagleWeights", "check_plausible", "read"]
 
 LEAST_ACCEPTANCE = 0.15
 
@@ -49,7 +51,7 @@ _EMBEDDED = "input_embed_fn.weight"
 _PREFIX = "prefix_embeding_layer."  # sic
 _KNOWN = (
     "Medusa 1 and 2, Hydra (mlp), Hydra++ (prefix-mlp), EAGLE 1 and 2, EAGLE-3 of the authors, of SpecForge and of "
-    "speculators, DFlash and DSpark"
+    "speculators, P-EAGLE, DFlash and DSpark"
 )
 
 Block = tuple[Tensor, Tensor]
@@ -92,13 +94,13 @@ class HydraWeights:
 
 def read(
     where: str | Path, target: CausalLM, layers_counted: LayersCounted = "auto"
-) -> MedusaWeights | HydraWeights | EagleWeights | DFlashWeights:
+) -> MedusaWeights | HydraWeights | EagleWeights | PEagleWeights | DFlashWeights:
     """Read a published head, on the CPU and in the type of its file.
 
     Args:
         where: a folder, a file or a hub id; or ``random:FORMAT``, see ``random_heads``.
         target: the model that is to verify.
-        layers_counted: of EAGLE-3, see ``read_eagle3``.
+        layers_counted: of EAGLE-3 and P-EAGLE, see ``read_eagle3``.
 
     Raises:
         ValueError: nothing that can be read, an unknown format, or a head that does not belong to the target.
@@ -109,6 +111,8 @@ def read(
         return _read_hydra(found, target)
     if any(_MEDUSA_BLOCK.fullmatch(key.removeprefix(WITHIN)) for key in found.tensors):
         return _read_medusa(found, target)
+    if is_parallel(found):
+        return read_p_eagle(found, target, layers_counted)
     if is_block_drafter(found):
         return read_dflash(found, target)
     if any(key.startswith("midlayer.") for key in found.tensors) or "speculators_config" in found.config:

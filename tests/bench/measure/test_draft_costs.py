@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.analysis.cost_curve import CostCurve
+from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.config import compose
 from bench.config.schema import PathsConfig, RunConfig
 from bench.contract import checks
@@ -105,3 +105,46 @@ def test_noise_does_not_make_a_larger_pass_cheaper() -> None:
     curve = CostCurve((1, 2, 4), 1, (6,), ((2.0, 4.0, 3.0),))
     found = draft_costs.measure(decoder.target, decoder, curve)
     assert found == [[0.0, 0.0], [1.0, 1.0], [2.0, 1.75], [4.0, 1.75]], "it finds nothing to draft, or less than free"
+
+
+def test_of_three_measurements_a_noisy_one_does_not_count() -> None:
+    """Noise at some sizes, at the pass over one node, which makes all others seem cheap, or while drafting."""
+    quiet = [[0.0, 0.1], [1.0, 1.0], [2.0, 1.05], [4.0, 1.2], [8.0, 1.5]]
+    own = {int(nodes): time for nodes, time in quiet[1:]}
+    loaded = [[0.0, 1.2], [1.0, 1.0], [2.0, 1.7], [4.0, 1.8], [8.0, 2.1]]
+    cheap = [[0.0, 0.1], [1.0, 1.0], [2.0, 0.8], [4.0, 0.9], [8.0, 0.95]]
+    for noisy in (loaded, cheap):
+        assert draft_costs.deviation(noisy, own) > draft_costs.TOLERANCE
+        assert draft_costs.settled(noisy, own, quiet) == quiet
+        assert draft_costs.settled(quiet, {int(nodes): time for nodes, time in noisy[1:]}, quiet) == quiet
+    assert draft_costs.deviation(quiet, own) == 0 and draft_costs.deviation(quiet, {1: 1.0}) == 0
+    fewer = [[0.0, 0.02], *quiet[1:4]]
+    assert draft_costs.settled(loaded, own, fewer) == [[0.0, 1.2], *quiet[1:]], "sizes that the third one lacks"
+    falling = [[0.0, 0.1], [1.0, 1.0], [2.0, 1.3], [4.0, 1.1], [8.0, 1.5]]
+    assert draft_costs.settled(falling, {1: 1.0, 2: 1.3, 4: 1.1, 8: 1.5}, falling)[3] == [4.0, 1.3], "times rise"
+
+
+def test_a_curve_is_read_by_the_pass_over_one_node() -> None:
+    curve = CostCurve((1, 2, 8), 1, (10, 30), ((1.0, 1.5, 3.0), (2.0, 3.0, 8.0)))
+    assert draft_costs.relative(curve, (1, 2, 8), 1, 20) == {1: 1.0, 2: 1.5, 8: pytest.approx(5.5 / 1.5)}
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_costs_that_differ_from_the_runs_own_curve_are_measured_again(
+    noisy: bool, cfg: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of passes is a table: at first as in a loaded moment."""
+    asked: list[int] = []
+
+    def passes(target: Any, decoders: Any, *_: Any) -> CostCurve:
+        asked.append(draft_costs.wanted(decoders[0]))
+        slow = 2.0 if noisy and len(asked) == 1 else 1.0
+        return CostCurve((1, 2, 4, 8), 1, (9,), ((1.0, 1.1 * slow, 1.2 * slow, 1.4 * slow),))
+
+    own = CostCurve((1, 2, 4, 8), 1, (9,), ((1.0, 1.1, 1.2, 1.4),))
+    monkeypatch.setattr(draft_costs, "passes", passes)
+    monkeypatch.setattr(program, "_cost_curve", lambda *_: CostSurface((own,)))
+    outcome = run(cfg)
+    manifest = read_manifest(outcome.path) or {}
+    assert asked == ([8, 8] if noisy else [8])
+    assert [time for _, time in manifest["draft_costs"][1:]] == [1.0, 1.1, 1.2, 1.4]

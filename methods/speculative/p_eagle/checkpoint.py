@@ -1,0 +1,156 @@
+"""The files of a trained network of P-EAGLE: its sizes and its tensors.
+
+Tensors have the names that speculators and vLLM use. D is the width of network and target, F that of the feed-forward
+sub-layer, H and K the query and key heads, d the size of a head, n the number of taps, V the target's vocabulary, v the
+draft vocabulary; i counts the layers of the network from 0, and r is 2 D for the first layer and D for the others:
+
+| tensor | shape | |
+|---|---|---|
+| fc.weight | [D, n D] | mixes the tapped states of a place: its feature |
+| fc_norm.{j}.weight | [D] | if ``fc_norm``: of each tapped state before it is mixed |
+| mask_hidden | [n D] | takes the tapped states' place where the target has none yet |
+| mask_embedding | [D] | token half of such a place, if ``mask`` is None (the authors' is a token's embedding) |
+| layers.0.hidden_norm.weight | [D] | of the feature, in front of the first layer |
+| layers.{i}.input_layernorm.weight | [D] | of the token half (i = 0), or of the layer's input |
+| layers.{i}.self_attn.q_proj.weight | [H d, r] | |
+| layers.{i}.self_attn.k_proj.weight, v_proj.weight | [K d, r] | |
+| layers.{i}.self_attn.o_proj.weight | [D, H d] | |
+| layers.{i}.post_attention_layernorm.weight | [D] | |
+| layers.{i}.mlp.gate_proj.weight, up_proj.weight | [F, D] | SiLU of the gate |
+| layers.{i}.mlp.down_proj.weight | [D, F] | |
+| norm.weight | [D] | before the output matrix |
+| d2t | [v] | int64, what to add to a place of the draft vocabulary to get its id; the file has it, ``Part`` does not |
+| lm_head.weight | [v, D] | only where the output matrix is not the target's |
+| embed_tokens.weight | [V, D] | only where the embedding is not the target's |
+| layers.{i}.self_attn.{q,k,v,o}_proj.bias | | only where there are such |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from methods.engine.causal_lm import CausalLM
+from methods.engine.checkpoint_files import (
+    read_part,
+    require_shapes,
+    require_target,
+    sizes_of,
+    training_command,
+    write_part,
+)
+from methods.engine.draft_vocabulary import OFFSETS, DraftVocabulary
+from methods.speculative.draft_layers import Shapes, bias_shapes, layer_shapes
+
+TRAIN = training_command("p_eagle")
+MASK_HIDDEN, MASK_EMBEDDING = "mask_hidden", "mask_embedding"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Sizes of a network of P-EAGLE, and of the target it belongs to.
+
+    Attributes:
+        draft_layers: layers of the network.
+        hidden_size: of the network and of the target.
+        intermediate_size, heads, kv_heads, head_dim: of the network's layers.
+        rms_eps: of its norms.
+        layers, vocab_size: of the target.
+        taps: layers of the target whose outputs make a feature, 0-based, ascending.
+        depths: tokens that a pass drafts, as it was trained.
+        mask: the token whose embedding a masked place has; None: ``mask_embedding``.
+        fc_norm: the tapped states are normalised, each by itself, before they are mixed.
+        norm_before_residual: the residual of the first layer is the normalised feature instead of the feature itself.
+        rope: parameters of the rotary positions, as transformers has them.
+    """
+
+    draft_layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_eps: float
+    layers: int
+    vocab_size: int
+    taps: tuple[int, ...]
+    depths: int
+    mask: int | None = None
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+    def layer(self, number: int) -> str:
+        """Beginning of the names of a layer's tensors."""
+        return f"layers.{number}"
+
+    def shapes(self) -> Shapes:
+        """Every tensor that the network itself has, by its name."""
+        width, taps = self.hidden_size, len(self.taps)
+        found: Shapes = {
+            "fc.weight": (width, taps * width),
+            MASK_HIDDEN: (taps * width,),
+            "layers.0.hidden_norm.weight": (width,),
+            "norm.weight": (width,),
+        }
+        if self.mask is None:
+            found[MASK_EMBEDDING] = (width,)
+        if self.fc_norm:
+            found |= {f"fc_norm.{number}.weight": (width,) for number in range(taps)}
+        for number in range(self.draft_layers):
+            layer = layer_shapes(self, 2 * width if number == 0 else width) | {"input_layernorm.weight": (width,)}
+            found |= {f"{self.layer(number)}.{name}": shape for name, shape in layer.items()}
+        return found
+
+    def optional(self, drafts: int) -> Shapes:
+        """Tensors that only some networks have: biases, and matrices that are not the target's."""
+        layer, width = bias_shapes(self), self.hidden_size
+        biases = {f"{self.layer(number)}.{name}": layer[name] for number in range(self.draft_layers) for name in layer}
+        return biases | {"lm_head.weight": (drafts, width), "embed_tokens.weight": (self.vocab_size, width)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A trained network of P-EAGLE.
+
+    Attributes:
+        spec: its sizes.
+        tensors: by the published names.
+        vocabulary: what it drafts from; place i of its output is token ``vocabulary.ids[i]``.
+    """
+
+    spec: Spec
+    tensors: Mapping[str, Tensor]
+    vocabulary: DraftVocabulary
+
+    def save(self, folder: Path) -> None:
+        """Write both files; the weights in 16 bit."""
+        write_part(folder, {**self.tensors, OFFSETS: self.vocabulary.offsets}, asdict(self.spec))
+
+    @classmethod
+    def load(cls, folder: Path, target: CausalLM) -> Part:
+        """Read it.
+
+        Raises:
+            ValueError: files are missing or damaged, or belong to another target.
+        """
+        spec, tensors = read_part(folder, "p_eagle", lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
+        require_target(folder, "p_eagle", sizes_of(spec), target)
+        vocabulary = DraftVocabulary.of_offsets(tensors.pop(OFFSETS, None), target.vocab_size)
+        part = cls(spec, tensors, vocabulary)
+        part.require_shapes(folder)
+        return part
+
+    def require_shapes(self, where: Path | str) -> None:
+        """Refuse tensors that are not those of the spec.
+
+        Raises:
+            ValueError: naming those that differ.
+        """
+        optional = self.spec.optional(len(self.vocabulary))
+        present = {name: shape for name, shape in optional.items() if name in self.tensors}
+        require_shapes(where, self.tensors, self.spec.shapes() | present)
