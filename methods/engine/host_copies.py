@@ -11,9 +11,9 @@ Nested = Sequence[int] | Sequence[Sequence[int]]
 
 
 def from_host(values: Nested, device: torch.device) -> Tensor:
-    """Integers as a tensor. The copy to a GPU starts from pinned memory, so that the host goes on meanwhile.
+    """Integers as a tensor. The copy to a GPU starts from pinned memory, so the host does not wait for it.
 
-    The allocator of pinned memory gives it to nobody else before the copy has ended.
+    The allocator of pinned memory does not reuse it before the copy has ended.
     """
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.long)
