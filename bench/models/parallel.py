@@ -74,8 +74,8 @@ def start(size: int, model: Mapping[str, Any], hardware: Mapping[str, Any], path
     for rank in range(1, size):
         words = [sys.executable, "-m", "bench.models.parallel", json.dumps({**given, "rank": rank, "size": size})]
         # stdout is the program's own; an interrupt is for the first process, which ends the others
-        calls = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "env": _environment(), "start_new_session": True}
-        processes.append(subprocess.Popen(words, **calls))  # type: ignore[call-overload]
+        apart: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "start_new_session": True}
+        processes.append(subprocess.Popen(words, env=_environment(), **apart))
     _running = _Running(processes, meeting)
     atexit.register(stop)
     return meet(0, size, Path(meeting.name), hardware)

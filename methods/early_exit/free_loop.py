@@ -42,7 +42,6 @@ from methods.early_exit.verified import leading
 from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
-from methods.engine.seq2seq_lm import DecoderPass
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
 
@@ -270,7 +269,7 @@ class ShallowDeepDecoder(ExitDecoder):
         found.logits[[row for row, is_scored in enumerate(found.scored) if not is_scored]] = 0.0
         return found.hidden, Opinion(torch.tensor(found.confidence), found.logits, found.columns), deep
 
-    def _by_parts(self, state: Pass | DecoderPass, text: _Text) -> tuple[Float[Tensor, "B 1 D"], Opinion]:
+    def _by_parts(self, state: Any, text: _Text) -> tuple[Float[Tensor, "B 1 D"], Opinion]:
         self.target.run(state, range(self.options.depth))
         hidden, began = state.hidden[:, 0], perf_counter_ns()
         opinion = self._softmax(hidden, self.reader.read(self.options.depth, hidden), text.tempted)

@@ -308,11 +308,17 @@ class SpecEE(EarlyExitDecoder, Calibrated):
         return output.logits[:, 0]
 
     def _forward(
-        self, root: Int[Tensor, "B"], roots: list[int], cache: Cache, rows: list[bool], drafting: bool = False
-    ) -> tuple[Float[Tensor, "B V"] | None, int]:
+        self,
+        root: Int[Tensor, "B"],
+        roots: list[int],
+        cache: Cache,
+        rows: list[bool],
+        places: Sequence[int] = (),
+        drafting: bool = False,
+    ) -> tuple[Float[Tensor, "B V"] | None, list[int]]:
         if not self.policy.threshold.never:
             self._candidates.name(root, roots)
-        return super()._forward(root, roots, cache, rows, drafting)
+        return super()._forward(root, roots, cache, rows, places, drafting)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._candidates.keep_rows(rows)

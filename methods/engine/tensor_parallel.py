@@ -151,7 +151,7 @@ class PartLM(CausalLM):
             replace(
                 layer,
                 attention=replace(layer.attention, out=SummedLinear(layer.attention.out, devices.sums)),
-                mlp=replace(layer.mlp, down=SummedLinear(layer.mlp.down, devices.sums)),  # type: ignore[union-attr,arg-type,call-arg]
+                mlp=replace(layer.mlp, down=SummedLinear(layer.mlp.down, devices.sums)),  # type: ignore[union-attr,arg-type]
             )
             for layer in lm.layers
         ]

@@ -97,4 +97,5 @@ def search(
         last = end * ngrams.log_prob(text, ngrams.end) if ngrams and end else 0.0
         return kept[text].total + kept[text].bonus + last
 
-    return list(max(kept, key=value))
+    best: tuple[int, ...] = max(kept, key=value)
+    return list(best)

@@ -205,7 +205,8 @@ class Unread:
         counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
         self._seen = [len(row) - 1 for row in context.tokens]
         width = max(counts)
-        path = None if _leads(context, width) else context.path[:, :width].clamp(min=0)
+        kept = context.path
+        path = None if kept is None or _leads(context, width) else kept[:, :width].clamp(min=0)
         found = [_at(each, path, width) for each in states]
         lasting = path is not None or context.report is None  # a recorded round overwrites those of the one before
         self._passes.append(_Passed(counts, found if lasting else [each.clone() for each in found]))

@@ -40,7 +40,8 @@ class _Sizes:
 def prefix_shapes(target: CausalLM) -> Shapes:
     """Its tensors, by the names of a Llama layer, and the norm after it."""
     width = target.hidden_size
-    sizes = _Sizes(width, head_dim=target.head_dim, **target.layer_sizes)
+    given: dict[str, Any] = {**target.layer_sizes}
+    sizes = _Sizes(width, head_dim=target.head_dim, **given)
     return {**layer_shapes(sizes), "input_layernorm.weight": (width,), "norm.weight": (width,)}
 
 
