@@ -29,7 +29,9 @@ def main(words: Sequence[str]) -> None:
     method, shared = parts.method, parts.shared
     loaded, settings = shared.loaded, shared.settings
     if not isinstance(method, ExitDecoder):
-        raise UserError("method must be one with early exits (calm, free, static_depth, hash_ee, specee). Set method=calm.")
+        raise UserError(
+            "method must be one with early exits (calm, free, static_depth, hash_ee, specee). Set method=calm."
+        )
     asked = [shared.task.messages(example, 0, []) for example in shared.examples[: settings.batch_size]]
     rows = [torch.tensor(prompts.encode(loaded.tokenizer, each), device=loaded.lm.device) for each in asked]
     rng = torch.Generator(loaded.lm.device).manual_seed(settings.seed)
