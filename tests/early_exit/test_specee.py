@@ -35,7 +35,7 @@ def training(speculator: str, folder: Path, target: CausalLM) -> SpecEETraining:
     if speculator == "medusa":
         heads_of(MedusaLearner, target, ()).save(heads, target, FACTS)
     else:
-        part_of(target, 3, (), None).save(heads, target)
+        part_of(target, 3, (), None).save(heads)
     return SpecEETraining(
         exits=[2, 3], tokens=200, answers=AnswerRecipe(tokens=300, limit=12, batch=16), recipe=None,
         speculator=speculator, heads=str(heads), candidates=5, width=8, places=200, limit=12,  # type: ignore[arg-type]
