@@ -85,8 +85,8 @@ def noise(groups: Sequence[ComparisonGroup]) -> str:
     wrong = sum(not audit.SAME[0] <= speed <= audit.SAME[1] for speed in valid)
     return (
         f"The baseline against itself: {plural(len(rows), 'run')}, {terminal.times(min(speeds))} to "
-        f"{terminal.times(max(speeds))}; {hold} of {len(rows)} intervals hold 1, and {wrong} runs are VALID outside "
-        f"{audit.SAME[0]} to {audit.SAME[1]}."
+        f"{terminal.times(max(speeds))}; {hold} of {len(rows)} intervals hold 1, and {wrong} of {len(valid)} VALID "
+        f"runs are outside {audit.SAME[0]} to {audit.SAME[1]}."
     )
 
 
@@ -113,7 +113,10 @@ def advantage_ends(rows: Sequence[Row]) -> str:
 
 def batches(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
     """In Markdown, for groups that differ in their batch size alone: speed-ups by size, and where they reach 1."""
-    for heading, lines in leaderboard.batch_series(groups):
+    for heading, found in leaderboard.batch_series(groups):
+        lines = {name: rows for name, rows in found.items() if rows[0].family != leaderboard.BASELINE}
+        if not lines:
+            continue
         sizes = sorted({int(row.summary["batch_size"]) for rows in lines.values() for row in rows})
         cells = []
         for name, rows in lines.items():

@@ -51,7 +51,7 @@ def test_noise_counts_intervals_and_wrong_verdicts() -> None:
     rows = [run("autoregressive", speed, threads=place) for place, speed in enumerate((1.0, 1.01, 1.3))]
     rows += [run("autoregressive", 9.0, valid=False), run("suffix", 3.0)]
     found = robustness.noise(leaderboard.groups(rows))
-    assert "3 runs, 1.00x to 1.30x; 2 of 3 intervals hold 1, and 1 runs are VALID outside 0.98 to 1.02." in found
+    assert "3 runs, 1.00x to 1.30x; 2 of 3 intervals hold 1, and 1 of 3 VALID runs are outside 0.98 to 1.02." in found
     assert robustness.noise(leaderboard.groups([run("suffix", 2.0)])) == ""
 
 
@@ -69,5 +69,7 @@ def test_where_an_advantage_ends(speeds: dict[int, float], expected: str) -> Non
     found = leaderboard.groups([run("suffix", speed, batch_size=size) for size, speed in speeds.items()])
     ((_, lines),) = leaderboard.batch_series(found)
     assert robustness.advantage_ends(lines["suffix"]) == expected
-    text = markdown.to_markdown(found, [])
+    rows = [run("autoregressive", batch_size=size, model="other") for size in (1, 8)]
+    text = markdown.to_markdown([*found, *leaderboard.groups(rows)], [])
+    assert "| autoregressive |" not in text.partition("## Where advantages end")[2]
     assert "## Where advantages end" in text and f"| {expected} |" in text
