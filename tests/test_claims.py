@@ -185,7 +185,9 @@ def prose(page: Path) -> str:
     return re.sub(r"\s+", " ", readme.BLOCK.sub("", page.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize(("page", "pattern", "sources"), CLAIMS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("page", "pattern", "sources"), CLAIMS, ids=[f"{page}: {text[:60]}" for page, text, _ in CLAIMS]
+)
 def test_a_number_is_that_of_a_record(page: str, pattern: str, sources: list[Source]) -> None:
     found = re.findall(pattern, prose(ROOT / page))
     assert len(found) == 1, "the sentence has changed: change its pattern too"
