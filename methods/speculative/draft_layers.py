@@ -205,8 +205,8 @@ class Unread:
         counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
         self._seen = [len(row) - 1 for row in context.tokens]
         width = max(counts)
-        kept = context.path
-        path = None if kept is None or _leads(context, width) else kept[:, :width].clamp(min=0)
+        path = context.path
+        path = None if path is None or _leads(context, width) else path[:, :width].clamp(min=0)
         found = [_at(each, path, width) for each in states]
         lasting = path is not None or context.report is None  # a recorded round overwrites those of the one before
         self._passes.append(_Passed(counts, found if lasting else [each.clone() for each in found]))
@@ -247,8 +247,6 @@ class _Passed:
 
 def _leads(context: Context, width: int) -> bool:
     """Whether what was kept are the first nodes of the pass, as far as is known on the host."""
-    if context.path is None:
-        return True
     return context.kept is not None and all(nodes[:width] == list(range(len(nodes[:width]))) for nodes in context.kept)
 
 

@@ -45,7 +45,8 @@ class Judged:
     @classmethod
     def of(cls, made: Round) -> Judged:
         """What a recorded round kept."""
-        columns, tokens = map(list, zip(*made.read(), strict=True))
+        rows = made.read()
+        columns, tokens = [row[0] for row in rows], [row[1] for row in rows]
         return cls(columns, tokens, made.bonus, made.path, [], made.report)
 
     def pack(self, cache: Cache) -> None:
