@@ -275,7 +275,7 @@ class ShallowDeepDecoder(ExitDecoder):
         found.logits[[row for row, is_scored in enumerate(found.scored) if not is_scored]] = 0.0
         return found.hidden, Opinion(torch.tensor(found.confidence), found.logits, found.columns), deep
 
-    def _by_parts(self, state: Pass, text: _Text) -> tuple[Float[Tensor, "B 1 D"], Opinion]:
+    def _by_parts(self, state: Any, text: _Text) -> tuple[Float[Tensor, "B 1 D"], Opinion]:
         self.target.run(state, range(self.options.depth))
         hidden = state.hidden[:, 0]
         ready = self.reader.read(self.options.depth, hidden)
