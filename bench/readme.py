@@ -27,6 +27,7 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 FIGURE = Path("docs/figures/speedup_mtbench.svg")
+PROMISES = Path("docs/figures/promises.svg")
 _WORDS = re.compile(r"<text[^>]*>([^<]*)</text>")
 _SHORT = ("speed-up", "novel text", "conversations", "tokens/step", "tokens/s", "memory", "agreement", "RESULT")
 _FAMILIES = (
@@ -223,6 +224,14 @@ def figure(results: Path) -> str:
     return plots.speedup_svg(leaderboard.fastest(max(chat, key=lambda group: len(group.ranked))))
 
 
+def promises_figure(results: Path) -> str:
+    """The picture of docs/early_exit.md: shares of broken promises."""
+    from bench.promise import records
+
+    found = records.read(results)
+    return plots.svg(lambda _, ax: records.figure(ax, found), (8, 4.5), (0.08, 0.12, 0.6, 0.84))
+
+
 def facts(file: Path, text: str) -> str | list[str]:
     """What must not be out of date: the text; of a picture its words, as versions of the library draw differently."""
     return _WORDS.findall(text) if file.suffix == ".svg" else text
@@ -240,7 +249,9 @@ def main(words: list[str] | None = None) -> int:
     made = {page: written(page.read_text(encoding="utf-8"), root / _FOLDER) for page in pages(root)}
     made[root / "RESULTS.md"] = results_page(root / _FOLDER)
     made[root / FIGURE] = figure(root / _FOLDER)
-    stale = [page for page, text in made.items() if facts(page, page.read_text(encoding="utf-8")) != facts(page, text)]
+    made[root / PROMISES] = promises_figure(root / _FOLDER)
+    known = {page: page.read_text(encoding="utf-8") if page.is_file() else "" for page in made}
+    stale = [page for page, text in made.items() if facts(page, known[page]) != facts(page, text)]
     for page in stale:
         print(f"{page.relative_to(root)}: {'written' if write else 'out of date'}")
         if write:

@@ -142,6 +142,7 @@ HEADER = (
     "method", "loss", "tolerance", "prompts", "broken", "at most", "beyond chance", "naive", "test loss", "layers",
     "kept",
 )  # fmt: skip
+_MARKS = {"textual": "o", "risk": "s"}
 _VERDICT = {True: "yes", False: "NO", None: "open"}
 
 
@@ -177,34 +178,35 @@ def render(record: Record) -> str:
 
 
 def figure(ax: Axes, records: Sequence[Record]) -> None:
-    """Share of broken promises by tolerance with its upper bound, a line of marks for each record and loss.
+    """Share of broken promises by tolerance with its upper bound: a colour for each record, a mark for each loss.
 
     Hollow marks are of the naive choice; the dashed line is the share that the promise allows.
     """
-    from bench.report.style import COLOURS
+    import matplotlib
 
-    series = list(_series(records))
-    colours = list(COLOURS.values())
-    for number, (label, promises) in enumerate(series):
-        colour = colours[number % len(colours)]
+    series, colours = list(_series(records)), matplotlib.color_sequences["tab10"]
+    names = list(dict.fromkeys(record.label for record, _, _ in series))
+    for number, (record, against, promises) in enumerate(series):
+        look: dict[str, Any] = {"color": colours[names.index(record.label) % len(colours)], "markersize": 4}
+        look["marker"] = _MARKS[against]
         shift = 1 + 0.03 * (number - (len(series) - 1) / 2)
         at = [promise["tolerance"] * shift for promise in promises]
         share = [100 * promise["share"] for promise in promises]
         above = [100 * (promise["high"] - promise["share"]) for promise in promises]
-        ax.errorbar(at, share, yerr=[[0] * len(at), above], fmt="o", color=colour, capsize=2, label=label, markersize=4)
-        naive = [100 * promise["naive"] for promise in promises]
-        ax.plot(at, naive, "o", color=colour, markerfacecolor="none", markersize=4)
+        name = f"{record.label} {against}"
+        ax.errorbar(at, share, yerr=[[0] * len(at), above], linestyle="", capsize=2, label=name, **look)
+        ax.plot(at, [100 * promise["naive"] for promise in promises], linestyle="", markerfacecolor="none", **look)
     if series:
-        allowed = series[0][1][0]
+        allowed = series[0][2][0]
         ax.axhline(100 * allowed["error_rate"], color="0.5", linestyle="--", linewidth=1)
-        ticks = sorted({promise["tolerance"] for _, promises in series for promise in promises})
+        ticks = sorted({promise["tolerance"] for _, _, promises in series for promise in promises})
         ax.set(xscale="log", xticks=ticks, xticklabels=[f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
     ax.set(xlabel="promised loss", ylabel="broken promises, %", ylim=(-2, None))
     ax.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _series(records: Iterable[Record]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _series(records: Iterable[Record]) -> Iterator[tuple[Record, str, list[dict[str, Any]]]]:
     for record in records:
         for against in dict.fromkeys(promise["against"] for promise in record.result["promises"]):
-            yield f"{record.label} {against}", [p for p in record.result["promises"] if p["against"] == against]
+            yield record, against, [p for p in record.result["promises"] if p["against"] == against]

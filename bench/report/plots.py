@@ -346,9 +346,27 @@ def _or_gap(value: float | None) -> float:
 
 
 def speedup_svg(group: ComparisonGroup) -> str:
-    """``intervals`` as an SVG with a transparent background, the same text for the same records.
+    """``intervals`` as an SVG, see ``svg``."""
+    inches = 0.26 * len(group.ranked) + 1.3
+
+    def draw(figure: Figure, ax: Axes) -> None:
+        intervals(ax, group, hollow="none")
+        figure.text(0.03, 1 - 0.2 / inches, group.heading)
+        legend(figure, group.ranked)
+
+    return svg(draw, (8, inches), (0.22, 0.95 / inches, 0.6, 1 - 1.3 / inches))
+
+
+def svg(
+    draw: Callable[[Figure, Axes], None], inches: tuple[float, float], place: tuple[float, float, float, float]
+) -> str:
+    """A picture as an SVG with a transparent background, the same text for the same records.
 
     Text stays text and margins are fixed, so no font of this machine has an influence.
+
+    Args:
+        draw: onto the figure and its axes.
+        place: of the axes in the figure: left, bottom, width and height as shares.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -359,13 +377,10 @@ def speedup_svg(group: ComparisonGroup) -> str:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(look)
-        inches = 0.26 * len(group.ranked) + 1.3
-        figure = Figure((8, inches))
-        ax = figure.add_axes((0.22, 0.95 / inches, 0.6, 1 - 1.3 / inches))
-        intervals(ax, group, hollow="none")
+        figure = Figure(inches)
+        ax = figure.add_axes(place)
+        draw(figure, ax)
         ax.spines[["top", "right"]].set_visible(False)
-        figure.text(0.03, 1 - 0.2 / inches, group.heading)
-        legend(figure, group.ranked)
         stream = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
