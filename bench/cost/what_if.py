@@ -384,7 +384,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Sample]]:
     Raises:
         UserError: no such run, one without rounds, none of its prompts is measured, or its rows were refilled.
     """
-    manifest, samples = read_manifest(folder), read_samples(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder} has no manifest.json. Name the folder of a run.")
     if metrics.one_pass(manifest):
@@ -392,6 +392,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Sample]]:
             f"{folder} must be of a method that writes in rounds, got {manifest['method']['name']}, which writes "
             "a text in one go. Name another run."
         )
+    samples = read_samples(folder)
     if any(sample.queue for sample in samples):
         raise UserError(
             f"{folder} was measured with continuous batching (measure.refill=true); only rounds in lockstep can be "

@@ -785,7 +785,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
 
 
 def test_what_writes_in_one_go_has_no_rounds_to_price() -> None:
-    folder = next(file.parent for file in ROOT.glob("results/reference/glat-*/samples.jsonl.gz"))
+    folder = next(file.parent for file in ROOT.glob("results/reference/glat-*/manifest.json"))
     with pytest.raises(UserError, match="must be of a method that writes in rounds, got glat"):
         what_if.read_run(folder)
 
