@@ -117,7 +117,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_one_file(project: Path) -> None:
     written = yaml.safe_load(FILES["conf/model/qwen3_small.yaml"])
-    assert compose.compose(["model=qwen3_small"]).model == written | {"weights": "full"}
+    assert compose.compose(["model=qwen3_small"]).model == written | {"weights": "full", "parallel": 1}
 
 
 def test_a_data_set_is_two_files(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -214,7 +214,7 @@ def test_a_round_of_the_laboratory_is_one_of_the_decoders() -> None:
 def test_the_sweep_of_the_track_is_planned_and_says_what_is_missing(common: list[str]) -> None:
     options, words = sweep.read_words(["sweep=translation", *common])
     plan = sweep.make(words, options)
-    assert {job.cfg.batch_size for job in plan.jobs} == {1, 8, 32, 128}
+    assert {job.cfg.batch_size for job in plan.jobs} == {1, 4, 8, 16, 32, 128}
     reasons = {(job.cfg.method["name"], job.cfg.model["name"]): job.reason for job in plan.jobs}
     assert "multi30k_12_1' is not made yet" in reasons["hf_beam", "multi30k_12_1"]
     assert "python -m bench train method=specdec" in reasons["specdec", "multi30k_4_4"]

@@ -19,7 +19,7 @@ COLOURS = {  # of seaborn's "colorblind", readable on white and on black
     "peer": "#cc78bc",
     "other": "#d55e00",
 }
-_MARKS, _LINES = "os^vDPX*ph<>d8H1234x", ("-", "--", "-.", ":")
+_MARKS, _LINES = "os^vDPX*ph<>d8H1234x+|_", ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "max_new_tokens=interval(1,2)"], "does not support sweep type"),
         (["--verison"], "Unknown option '--verison'. Did you mean '--version'?"),
         (["lsit"], "Unknown sub-command 'lsit'. Did you mean 'list'?"),
-        (["eagle"], "Unknown sub-command 'eagle'. Sub-commands: list, show"),
+        (["medusa"], "Unknown sub-command 'medusa'. Sub-commands: list, show"),
         (["list", "metods"], "Unknown group 'metods'. Did you mean 'methods'?"),
         (["show", "method"], "show needs GROUP/CHOICE"),
         (["show", "metod/x"], "Unknown group 'metod'. Did you mean 'method'?"),

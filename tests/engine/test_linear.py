@@ -103,7 +103,7 @@ def test_blocks_are_regained_from_their_weights() -> None:
     [
         (
             torch.zeros(16, 32, dtype=torch.float16),
-            r"needs bfloat16 or float32 on a CPU, and a C\+\+ compiler, got float16",
+            r"needs bfloat16 or float32 on a CPU, and a C\+\+ compiler, or bfloat16 on an NVIDIA GPU, got float16",
         ),
         (torch.zeros(16, 32, dtype=BF16, device="meta"), "got bfloat16 on meta"),
         (torch.zeros(16, 48, dtype=BF16), "inputs are a multiple of 32, got 48"),

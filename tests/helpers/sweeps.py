@@ -22,7 +22,17 @@ COMMON = [
     "hardware=cpu_fp32", "hardware.threads=1", "measure.cost_curve=false", "measure.bootstrap_samples=100",
 ]  # fmt: skip
 FILES = {run_folder.MANIFEST, run_folder.CONFIG, run_folder.SAMPLES, run_folder.SUMMARY}  # of a run that is through
-_MEASURED = ("prefill_ns", "batch_ns", "step_ns", "step_draft_ns", "peak_bytes", "energy_j", "cpu_ns", "jump_ns")
+_MEASURED = (
+    "prefill_ns",
+    "batch_ns",
+    "step_ns",
+    "step_draft_ns",
+    "step_pass_ns",
+    "peak_bytes",
+    "energy_j",
+    "cpu_ns",
+    "jump_ns",
+)
 
 
 def outputs(results: Path) -> dict[str, list[dict[str, Any]]]:

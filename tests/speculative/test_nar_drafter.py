@@ -33,6 +33,7 @@ from methods.non_autoregressive.nat import NatStudent
 from methods.non_autoregressive.network import Network
 from methods.non_autoregressive.student import load_student
 from methods.speculative.nar_drafter import Alignment, Completion, SpecDecNat
+from methods.training.trainer import added
 from tests.engine.test_seq2seq_lm import AsText, greedy_reference
 from tests.helpers import tiny_students
 from tests.helpers.tiny_students import VOCABULARY, batch_of, save, student
@@ -96,7 +97,7 @@ def learnt(name: str, lm: Seq2SeqLM) -> Any:
     for _ in range(60):
         loss, _ = made.objective(batch, 0.0, 0.0)
         optimizer.zero_grad()
-        loss.backward()
+        added(loss).backward()
         optimizer.step()
     return made.eval()
 

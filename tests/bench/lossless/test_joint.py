@@ -81,7 +81,8 @@ class EndsByItsToken:
         draft = self._growth.grow(network, hidden, context)
         assert draft.probs is not None
         likely = draft.probs.gather(2, draft.tokens[:, :, None])[:, :, 0] > 0.2
-        return replace(draft, tokens=draft.tokens.where(likely.cumprod(1).bool(), ABSENT))
+        left = likely.cumprod(1).bool()
+        return replace(draft, tokens=draft.tokens.where(left, ABSENT), sizes=left.sum(1).tolist())
 
 
 def ended_by_its_token() -> SpeculativeDecoder:

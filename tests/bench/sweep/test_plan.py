@@ -517,10 +517,21 @@ def test_earlier_records_are_kept_or_forgotten(use_run: Any, words: list[str], w
 
 def test_the_named_sweeps() -> None:
     early_exit = {"threshold", "frontier", "frontier_static", "frontier_exact"}
-    early_exit |= {"early_exit_variants", "early_exit_free"}
+    early_exit |= {"early_exit_variants", "early_exit_free", "early_exit_verified", "early_exit_unverified"}
     assert (
         set(NAMED)
-        == {"smoke", "all_methods", "draft_length", "batch", "batch_refilled", "pareto", "translation", "peers"}
+        == {
+            "smoke",
+            "all_methods",
+            "draft_length",
+            "batch",
+            "batch_refilled",
+            "pareto",
+            "translation",
+            "peers",
+            "league",
+            "noise",
+        }
         | {"rivals", "rivals_openvino", "rivals_translation"}
         | {"translation_draft_model", "contexts", "full_chat", "full_spec_bench"}
         | {"temperatures", "temperatures_block", "temperatures_block_eagle"}
