@@ -114,7 +114,7 @@ def front(found: list[tuple[str, str, float, float]]) -> list[tuple[str, str, fl
 
 
 if POINTS:
-    figure, axes = plt.subplots(2, 2, figsize=(11.5, 8), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(10.5, 7.2), sharey=True, layout="constrained")
     for ax, size in zip(axes.flat, SIZES, strict=True):
         ax.set_title(f"batch size {size}")
         if size not in POINTS:
@@ -171,7 +171,7 @@ def best_of(kind: str, kept: bool) -> dict[int, leaderboard.QualitySpeedPoint]:
 
 
 if POINTS:
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.7), sharey=True, layout="constrained")
     for ax, kept in zip(axes, (True, False), strict=True):
         for kind, (colour, mark) in KINDS.items():
             line = best_of(kind, kept)
@@ -228,7 +228,7 @@ def layers_per_token(row: leaderboard.Row) -> float | None:
 
 
 if 1 in POINTS:
-    figure, ax = plt.subplots(figsize=(9, 4.6), layout="constrained")
+    figure, ax = plt.subplots(figsize=(8, 4.1), layout="constrained")
     drawn = []
     for kind in ("deep-shallow", "speculative", "early exit", "non-autoregressive"):
         (colour, mark), own = KINDS[kind], [p for p in POINTS[1] if family(p.row) == kind and layers_per_token(p.row)]

@@ -354,7 +354,7 @@ def speedup_svg(group: ComparisonGroup) -> str:
         figure.text(0.03, 1 - 0.2 / inches, group.heading)
         legend(figure, group.ranked)
 
-    return svg(draw, (8, inches), (0.22, 0.95 / inches, 0.6, 1 - 1.3 / inches))
+    return svg(draw, (8.0, inches), (0.22, 0.95 / inches, 0.6, 1 - 1.3 / inches))
 
 
 def svg(

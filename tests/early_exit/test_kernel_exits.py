@@ -107,9 +107,7 @@ MAKERS: dict[str, Callable[[CausalLM], Any]] = {
 
 
 def worked(decoder: Any) -> dict[str, Any]:
-    """Its counters, but for those of the time of decisions, which kernels take within the pass; depths at which no token
-    left are not among the exits.
-    """
+    """Its counters, without the time of decisions, which kernels take within the pass, and without empty exits."""
     found = {key: value for key, value in decoder.stats().items() if key not in ("confidence_share", "looks_per_step")}
     return found | {"exits": {depth: count for depth, count in found["exits"].items() if count}}
 

@@ -94,7 +94,7 @@ def learnt(name: str, lm: Seq2SeqLM) -> Any:
     batch = batch_of(pairs, notes)
     optimizer = torch.optim.Adam([p for p in made.parameters() if p.requires_grad], 1e-2)
     torch.manual_seed(0)
-    for _ in range(60):
+    for _ in range(120 if name == "cmlm" else 60):
         loss, _ = made.objective(batch, 0.0, 0.0)
         optimizer.zero_grad()
         added(loss).backward()

@@ -389,7 +389,7 @@ def track(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     patch = pytest.MonkeyPatch()
     patch.setenv("DECODEBENCH_DATA", str(write_data(root / "data")))
     patch.setattr(artifacts, "project_data", lambda: root / "shipped")
-    make_model((4, 4), root / "cache", steps=100)
+    make_model((4, 4), root / "cache", steps=300)
     recipe = {name: getattr(BRIEF, name) for name in ("steps", "batch_size", "learning_rate", "warmup", "evaluations")}
     own = [f"train.{key}={value}" for key, value in SMALL.items()]
     own += [f"train.recipe.{key}={value}" for key, value in recipe.items()]
