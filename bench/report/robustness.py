@@ -13,6 +13,7 @@ from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.terminal import plural
 
 _EXACT = leaderboard.GUARANTEES[0]
+_SEEN = 0.0005  # of a speed-up: a smaller change is 0.0% in one decimal
 
 
 # ------------------------------------------------------------------------------------------------------ equal lengths
@@ -36,10 +37,12 @@ class EqualLengths:
     def __str__(self) -> str:
         name, factor = self.change
         ranks = "no rank changes" if not self.regret else f"ranks change, a speed-up is {self.regret:.1%} too low"
+        moved = f"the speed-up that changes most is that of {name}, by {factor - 1:+.1%}"
+        if abs(factor - 1) < _SEEN:
+            moved = "no speed-up changes by 0.1%"
         return (
             f"Over equal lengths, each prompt timed up to the end of the shorter text, {ranks} among "
-            f"{plural(len(self.speeds), 'EXACT run')}; the speed-up that changes most is that of {name}, by "
-            f"{factor - 1:+.1%}."
+            f"{plural(len(self.speeds), 'EXACT run')}; {moved}."
         )
 
 
@@ -49,7 +52,7 @@ def over_equal_lengths(group: ComparisonGroup) -> EqualLengths | None:
     if len(timed) < 2:
         return None
     changes = {row.label: speed / (row.speed or speed) for row, speed in timed}
-    most = max(changes.items(), key=lambda item: abs(math.log(item[1])))
+    most = max(changes.items(), key=lambda item: (round(abs(math.log(item[1])), 6), item[0]))
     lost = [
         slower / faster - 1
         for place, (above, faster) in enumerate(timed)
