@@ -250,7 +250,7 @@ class Trainer:
         return {
             "parameters": sum(parameter.numel() for parameter in self.learnt.values()),
             "steps": self.step,
-            "minutes": round(self.seconds / 60, 2),
+            **self._spent(2),
             "curve": self.curve,
         }
 
@@ -258,9 +258,12 @@ class Trainer:
     def _evaluate(self, evaluate: Callable[[], Point]) -> None:
         self.module.eval()
         point, numbers = evaluate()
-        spent = {} if self.config.minutes is None else {"minutes": round(self.seconds / 60, 3)}
-        self.curve.append({"step": self.step, **spent, **point})
+        self.curve.append({"step": self.step, **self._spent(3), **point})
         self.context.log({"step": self.step, **numbers})
+
+    def _spent(self, digits: int) -> dict[str, float]:
+        """Of a training by ``minutes`` those that it took; others end alike on every machine."""
+        return {} if self.config.minutes is None else {"minutes": round(self.seconds / 60, digits)}
 
     def _groups(self) -> list[dict[str, Any]]:
         others = [p for name, p in self.learnt.items() if not name.startswith(tuple(self._shares))]
