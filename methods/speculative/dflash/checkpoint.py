@@ -30,17 +30,11 @@ vocabulary, v the draft vocabulary, r the Markov rank; i counts the layers of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
-from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import read_part, require_shapes, require_target, sizes_of, write_part
-from methods.engine.draft_vocabulary import OFFSETS, DraftVocabulary
-from methods.speculative.draft_layers import Shapes, bias_shapes, layer_shapes
+from methods.speculative.draft_layers import Shapes, layer_shapes
+from methods.speculative.draft_part import LayeredSpec, NetworkPart
 
 Kind = Literal["dflash", "dspark"]
 
@@ -50,7 +44,7 @@ MASK = "mask_embedding"
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(LayeredSpec):
     """Sizes of a block drafter, and of the target it belongs to.
 
     Attributes:
@@ -100,10 +94,6 @@ class Spec:
         """Tokens that a pass drafts."""
         return self.block if self.sample_from_anchor else self.block - 1
 
-    def layer(self, number: int) -> str:
-        """Beginning of the names of a layer's tensors."""
-        return f"layers.{number}"
-
     def shapes(self, drafts: int) -> Shapes:
         """Every tensor that the network itself has, by its name; ``drafts``: size of the draft vocabulary."""
         width, rank = self.hidden_size, self.markov_rank
@@ -126,54 +116,17 @@ class Spec:
             found |= {f"{CONFIDENCE}.weight": (1, read), f"{CONFIDENCE}.bias": (1,)}
         return found
 
-    def optional(self, drafts: int) -> Shapes:
-        """Tensors that only some networks have: biases, and matrices that are not the target's."""
-        layer, width = bias_shapes(self), self.hidden_size
-        biases = {f"{self.layer(number)}.{name}": layer[name] for number in range(self.draft_layers) for name in layer}
-        return biases | {"lm_head.weight": (drafts, width), "embed_tokens.weight": (self.vocab_size, width)}
-
 
 @dataclass(frozen=True)
-class Part:
-    """A trained block drafter.
+class Part(NetworkPart[Spec]):
+    """A trained block drafter; its tensors have the authors' names."""
 
-    Attributes:
-        spec: its sizes.
-        tensors: by the authors' names.
-        vocabulary: what it drafts from; place i of its output is token ``vocabulary.ids[i]``.
-    """
+    method = "dspark"
+    spec_class = Spec
 
-    spec: Spec
-    tensors: Mapping[str, Tensor]
-    vocabulary: DraftVocabulary
-
-    def save(self, folder: Path) -> None:
-        """Write both files; the weights in 16 bit."""
-        write_part(folder, {**self.tensors, OFFSETS: self.vocabulary.offsets}, asdict(self.spec))
-
-    @classmethod
-    def load(cls, folder: Path, target: CausalLM, method: str = "dspark") -> Part:
-        """Read it; ``method``: for messages.
-
-        Raises:
-            ValueError: files are missing or damaged, or belong to another target.
-        """
-        spec, tensors = read_part(folder, method, lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
-        require_target(folder, method, sizes_of(spec), target)
-        vocabulary = DraftVocabulary.of_offsets(tensors.pop(OFFSETS, None), target.vocab_size)
-        part = cls(spec, tensors, vocabulary)
-        part.require_shapes(folder)
-        return part
-
-    def require_shapes(self, where: Path | str) -> None:
-        """Refuse tensors that are not those of the spec.
-
-        Raises:
-            ValueError: naming those that differ.
-        """
+    def known(self) -> tuple[Shapes, Shapes]:
         drafts = len(self.vocabulary)
-        present = {name: shape for name, shape in self.spec.optional(drafts).items() if name in self.tensors}
-        require_shapes(where, self.tensors, self.spec.shapes(drafts) | present)
+        return self.spec.shapes(drafts), self.spec.optional(drafts)
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:

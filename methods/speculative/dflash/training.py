@@ -33,7 +33,7 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import in_float
 from methods.speculative.dflash.checkpoint import CONFIDENCE, MARKOV_OUTPUT, MARKOV_ROWS, Part, Spec
 from methods.speculative.draft_layers import rotary_table, turned
-from methods.speculative.eagle.training import Places, RMSNorm, default_taps, gain_of, is_plain, sizes_of_target
+from methods.speculative.eagle.training import Places, RMSNorm, default_taps, gain_of, is_plain, sizes_of_stack
 from methods.training.draft_training import DraftTraining
 from methods.training.features import Batch, Features
 from methods.training.head_trainer import Learner
@@ -412,14 +412,8 @@ class DFlashTraining(DraftTraining):
         Raises:
             ValueError: more layers than the target has.
         """
-        if self.layers > target.n_layers:
-            raise ValueError(
-                f"layers must be at most {target.n_layers}, those of {target.name}, got {self.layers}. "
-                "Set train.layers."
-            )
         attention = target.layers[-1].attention
         return Spec(
-            draft_layers=self.layers,
             taps=tuple(sorted(self.taps)) if self.taps else taps_of(target.n_layers),
             block=self.block,
             sample_from_anchor=self.sample_from_anchor,
@@ -427,7 +421,7 @@ class DFlashTraining(DraftTraining):
             markov_rank=self.markov_rank,
             confidence=self.confidence,
             confidence_reads_markov=self.markov_rank > 0,
-            **sizes_of_target(target),
+            **sizes_of_stack(target, self.layers),
         )
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> BlockLearner:

@@ -6,24 +6,12 @@ it was trained along, its output matrix: neither is in the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import (
-    read_part,
-    require_shapes,
-    require_target,
-    sizes_of,
-    training_command,
-    write_part,
-)
-from methods.engine.draft_vocabulary import OFFSETS, DraftVocabulary
-from methods.speculative.draft_layers import bias_shapes, layer_shapes
+from methods.engine.checkpoint_files import training_command
+from methods.speculative.draft_layers import Shapes, bias_shapes, layer_shapes
+from methods.speculative.draft_part import NetworkPart
 
 TRAIN = training_command("eagle")
 
@@ -90,43 +78,12 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A trained draft network.
+class Part(NetworkPart[Spec]):
+    """A trained draft network; its tensors have the authors' names, ``lm_head.weight`` where the output is its own."""
 
-    Attributes:
-        spec: its sizes.
-        tensors: by the authors' names; ``lm_head.weight`` where the output matrix is its own.
-        vocabulary: what it proposes from; place i of its output is token ``vocabulary.ids[i]``.
-    """
+    method = "eagle"
+    spec_class = Spec
 
-    spec: Spec
-    tensors: Mapping[str, Tensor]
-    vocabulary: DraftVocabulary
-
-    def save(self, folder: Path) -> None:
-        """Write both files; the weights in 16 bit."""
-        write_part(folder, {**self.tensors, OFFSETS: self.vocabulary.offsets}, asdict(self.spec))
-
-    @classmethod
-    def load(cls, folder: Path, target: CausalLM) -> Part:
-        """Read it.
-
-        Raises:
-            ValueError: files are missing or damaged, or belong to another target.
-        """
-        spec, tensors = read_part(folder, "eagle", lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
-        require_target(folder, "eagle", sizes_of(spec), target)
-        vocabulary = DraftVocabulary.of_offsets(tensors.pop(OFFSETS, None), target.vocab_size)
-        part = cls(spec, tensors, vocabulary)
-        part.require_shapes(folder)
-        return part
-
-    def require_shapes(self, where: Path | str) -> None:
-        """Refuse tensors that are not those of the spec.
-
-        Raises:
-            ValueError: naming those that differ.
-        """
-        optional = {"lm_head.weight": (len(self.vocabulary), self.spec.hidden_size), **self.spec.optional()}
-        present = {name: shape for name, shape in optional.items() if name in self.tensors}
-        require_shapes(where, self.tensors, self.spec.shapes() | present)
+    def known(self) -> tuple[Shapes, Shapes]:
+        output = {"lm_head.weight": (len(self.vocabulary), self.spec.hidden_size)}
+        return self.spec.shapes(), output | self.spec.optional()

@@ -424,6 +424,19 @@ def spec_of(target: CausalLM, version: int, taps: Sequence[int] | None = None, *
     return Spec(version=version, taps=chosen if version == 3 else (), **sizes_of_target(target), **flags)
 
 
+def sizes_of_stack(target: CausalLM, layers: int) -> dict[str, Any]:
+    """``sizes_of_target`` for so many layers.
+
+    Raises:
+        ValueError: more layers than the target has.
+    """
+    if layers > target.n_layers:
+        raise ValueError(
+            f"layers must be at most {target.n_layers}, those of {target.name}, got {layers}. Set train.layers."
+        )
+    return {"draft_layers": layers, **sizes_of_target(target)}
+
+
 def sizes_of_target(target: CausalLM) -> dict[str, Any]:
     """Of a network whose layers are as those of its target: the fields of a ``Spec`` by name."""
     return {

@@ -27,31 +27,19 @@ draft vocabulary; i counts the layers of the network from 0, and r is 2 D for th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import (
-    read_part,
-    require_shapes,
-    require_target,
-    sizes_of,
-    training_command,
-    write_part,
-)
-from methods.engine.draft_vocabulary import OFFSETS, DraftVocabulary
-from methods.speculative.draft_layers import Shapes, bias_shapes, layer_shapes
+from methods.engine.checkpoint_files import training_command
+from methods.speculative.draft_layers import Shapes, layer_shapes
+from methods.speculative.draft_part import LayeredSpec, NetworkPart
 
 TRAIN = training_command("p_eagle")
 MASK_HIDDEN, MASK_EMBEDDING = "mask_hidden", "mask_embedding"
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(LayeredSpec):
     """Sizes of a network of P-EAGLE, and of the target it belongs to.
 
     Attributes:
@@ -84,10 +72,6 @@ class Spec:
     norm_before_residual: bool = False
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
-    def layer(self, number: int) -> str:
-        """Beginning of the names of a layer's tensors."""
-        return f"layers.{number}"
-
     def shapes(self) -> Shapes:
         """Every tensor that the network itself has, by its name."""
         width, taps = self.hidden_size, len(self.taps)
@@ -106,51 +90,13 @@ class Spec:
             found |= {f"{self.layer(number)}.{name}": shape for name, shape in layer.items()}
         return found
 
-    def optional(self, drafts: int) -> Shapes:
-        """Tensors that only some networks have: biases, and matrices that are not the target's."""
-        layer, width = bias_shapes(self), self.hidden_size
-        biases = {f"{self.layer(number)}.{name}": layer[name] for number in range(self.draft_layers) for name in layer}
-        return biases | {"lm_head.weight": (drafts, width), "embed_tokens.weight": (self.vocab_size, width)}
-
 
 @dataclass(frozen=True)
-class Part:
-    """A trained network of P-EAGLE.
+class Part(NetworkPart[Spec]):
+    """A trained network of P-EAGLE; its tensors have the published names."""
 
-    Attributes:
-        spec: its sizes.
-        tensors: by the published names.
-        vocabulary: what it drafts from; place i of its output is token ``vocabulary.ids[i]``.
-    """
+    method = "p_eagle"
+    spec_class = Spec
 
-    spec: Spec
-    tensors: Mapping[str, Tensor]
-    vocabulary: DraftVocabulary
-
-    def save(self, folder: Path) -> None:
-        """Write both files; the weights in 16 bit."""
-        write_part(folder, {**self.tensors, OFFSETS: self.vocabulary.offsets}, asdict(self.spec))
-
-    @classmethod
-    def load(cls, folder: Path, target: CausalLM) -> Part:
-        """Read it.
-
-        Raises:
-            ValueError: files are missing or damaged, or belong to another target.
-        """
-        spec, tensors = read_part(folder, "p_eagle", lambda found: Spec(**{**found, "taps": tuple(found["taps"])}))
-        require_target(folder, "p_eagle", sizes_of(spec), target)
-        vocabulary = DraftVocabulary.of_offsets(tensors.pop(OFFSETS, None), target.vocab_size)
-        part = cls(spec, tensors, vocabulary)
-        part.require_shapes(folder)
-        return part
-
-    def require_shapes(self, where: Path | str) -> None:
-        """Refuse tensors that are not those of the spec.
-
-        Raises:
-            ValueError: naming those that differ.
-        """
-        optional = self.spec.optional(len(self.vocabulary))
-        present = {name: shape for name, shape in optional.items() if name in self.tensors}
-        require_shapes(where, self.tensors, self.spec.shapes() | present)
+    def known(self) -> tuple[Shapes, Shapes]:
+        return self.spec.shapes(), self.spec.optional(len(self.vocabulary))

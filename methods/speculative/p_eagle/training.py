@@ -40,7 +40,7 @@ from methods.speculative.eagle.training import (
     gain_of,
     is_plain,
     normed_taps,
-    sizes_of_target,
+    sizes_of_stack,
 )
 from methods.speculative.p_eagle.checkpoint import Part, Spec
 from methods.training.draft_training import DraftTraining
@@ -313,17 +313,11 @@ class PEagleTraining(DraftTraining):
         Raises:
             ValueError: more layers than the target has.
         """
-        if self.layers > target.n_layers:
-            raise ValueError(
-                f"layers must be at most {target.n_layers}, those of {target.name}, got {self.layers}. "
-                "Set train.layers."
-            )
         return Spec(
-            draft_layers=self.layers,
             taps=tuple(sorted(self.taps)) if self.taps else default_taps(target.n_layers),
             depths=self.depths,
             fc_norm=self.fc_norm,
-            **sizes_of_target(target),
+            **sizes_of_stack(target, self.layers),
         )
 
     def learner(self, target: CausalLM, vocabulary: DraftVocabulary, found: Features) -> PEagleLearner:
