@@ -102,7 +102,7 @@ def _load_parallel(
     parallel.require(size, device)
     _require_memory(_source(model), device, dtype, False, Path(paths.cache), size)
     try:
-        devices = parallel.start(size, model, hardware, paths)
+        devices = parallel.start(size, model, hardware, paths, device)
         read = read_part(model, hardware, paths, devices)
         lm = DrivingLM.of(read.model, devices, hardware.get("linear", "auto"))
     except BaseException as error:

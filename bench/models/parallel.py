@@ -60,11 +60,14 @@ def require(size: int, device: torch.device) -> None:
         raise UserError(f"model.parallel={size} needs torch.distributed, which this build of torch lacks.")
 
 
-def start(size: int, model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig) -> Devices:
+def start(
+    size: int, model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig, device: torch.device
+) -> Devices:
     """Start the processes of a target, and meet them. Those of an earlier target end.
 
     Args:
         model, hardware: groups of the configuration, as the first process loads them.
+        device: of this process.
     """
     global _running
     stop()
@@ -72,13 +75,13 @@ def start(size: int, model: Mapping[str, Any], hardware: Mapping[str, Any], path
     given = {"model": dict(model), "hardware": dict(hardware), "paths": asdict(paths), "meeting": meeting.name}
     processes = []
     for rank in range(1, size):
-        words = [sys.executable, "-m", "bench.models.parallel", json.dumps({**given, "rank": rank, "size": size})]
+        words = [sys.executable, "-m", "bench.models.follower", json.dumps({**given, "rank": rank, "size": size})]
         # stdout is the program's own; an interrupt is for the first process, which ends the others
         apart: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "start_new_session": True}
         processes.append(subprocess.Popen(words, env=_environment(), **apart))
     _running = _Running(processes, meeting)
     atexit.register(stop)
-    return meet(0, size, Path(meeting.name), hardware)
+    return meet(0, size, Path(meeting.name), device)
 
 
 def _environment() -> dict[str, str]:
@@ -113,16 +116,14 @@ def stop() -> None:
     ending.meeting.cleanup()
 
 
-def meet(rank: int, size: int, meeting: Path, hardware: Mapping[str, Any]) -> Devices:
+def meet(rank: int, size: int, meeting: Path, device: torch.device) -> Devices:
     """Join the processes of a target; returns when all are there."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from bench.models import loading
     from methods.engine.tensor_parallel import Devices
 
-    device, _ = loading.resolve_hardware(hardware)
     store = dist.FileStore(str(meeting / "store"), size)
     store.set_timeout(_START)
     on_gpu = device.type == "cuda"
@@ -135,28 +136,3 @@ def meet(rank: int, size: int, meeting: Path, hardware: Mapping[str, Any]) -> De
     sums = dist.new_group(ranks, backend="nccl" if on_gpu else "gloo", timeout=_IDLE)
     assert words is not None and sums is not None, "this process is in both"
     return Devices(mesh, sums, words)
-
-
-def _follow(given: Mapping[str, Any]) -> None:
-    """The life of a process that is not the first."""
-    import torch
-
-    from bench.models import loading
-    from methods.engine.tensor_parallel import PartLM, follow
-
-    if (threads := given["hardware"].get("threads")) is not None:
-        torch.set_num_threads(threads)
-    paths = PathsConfig(**given["paths"])
-    devices = meet(given["rank"], given["size"], Path(given["meeting"]), given["hardware"])
-    try:
-        model = loading.read_part(given["model"], given["hardware"], paths, devices).model
-    except (UserError, ValueError):  # the first process says so
-        os._exit(0)
-    lm = PartLM.of(model, devices, given["hardware"].get("linear", "auto"))
-    with suppress(RuntimeError):  # the first process is gone
-        follow(lm)
-    os._exit(0)  # without waiting for the groups, whose other end may be gone
-
-
-if __name__ == "__main__":
-    _follow(json.loads(sys.argv[1]))

@@ -35,7 +35,8 @@ from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import GRID, RiskTarget
 from methods.early_exit.confidence import Confidence, Measure, Vocabulary, make_confidence
 from methods.early_exit.exits import Head, default_depths, find_exits, find_reader, require_depths
-from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
+from methods.early_exit.loop import ExitDecision, ExitPoint, Policy, exact_if
+from methods.early_exit.rounds import RoundsDecoder
 from methods.early_exit.threshold import Decay, Threshold
 from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
@@ -85,7 +86,7 @@ class CalmPolicy(Policy):
         return ExitDecision((opinion.confidence > least).tolist(), opinion.logits, opinion.columns)
 
 
-class Calm(EarlyExitDecoder, Calibrated):
+class Calm(RoundsDecoder, Calibrated):
     """Confident adaptive language modeling.
 
     Args:

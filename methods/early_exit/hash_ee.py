@@ -37,7 +37,8 @@ from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import NAMES, Head, find_exits, find_reader, require_depths
 from methods.early_exit.hash_tables import HashTable
-from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, exact_if
+from methods.early_exit.loop import ExitDecision, ExitPoint, Policy, exact_if
+from methods.early_exit.rounds import RoundsDecoder
 from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
@@ -73,7 +74,7 @@ class HashPolicy(Policy):
         return ExitDecision([self._depths[token] == point.depth for token in point.roots])
 
 
-class HashEE(EarlyExitDecoder, Calibrated):
+class HashEE(RoundsDecoder, Calibrated):
     """Early exit by a table of tokens.
 
     Args:

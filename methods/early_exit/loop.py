@@ -12,8 +12,8 @@ Rows of a batch go to the deepest exit together, and a row's text is the one it 
 run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
 (``CausalLM.run_to_exits``). Elsewhere a row that has exited is frozen: it passes through the remaining layers with its
 state, which is what propagation writes, and its layers are not saved. ``Step.layers`` is the depth of the deepest row.
-A row whose text has ended leaves the batch (``methods.rows``). With ``regroup`` rows wait at their exits for others
-(``regrouping.py``).
+A row whose text has ended leaves the batch (``methods.rows``). Methods may also let the whole model judge the exits, or
+let rows wait at their exits for others (``rounds.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from torch import Generator, Tensor
 
 from methods.decoder import Decoder, Guarantee, Step
 from methods.early_exit.exits import Reader
-from methods.early_exit.regrouping import decode_regrouped
-from methods.early_exit.verified import Verify, verified_rounds
 from methods.engine.causal_lm import CausalLM, Pass
 from methods.engine.fused_layers import Exited, ExitRule
 from methods.engine.kv_cache import Cache
@@ -219,11 +217,8 @@ class ExitDecoder(Decoder):
 class EarlyExitDecoder(ExitDecoder):
     """A target with an exit policy.
 
-    Args:
-        verify: the whole model judges what leaves early; None: it is committed as it is.
-
     Attributes:
-        guarantee: what the policy promises, or the rule that judges.
+        guarantee: what the policy promises.
         light: the target with cheaper copies of the layers that tokens skip; None: skipped layers are filled.
         taps: 0-based layers whose states ``note`` is given.
     """
@@ -231,65 +226,20 @@ class EarlyExitDecoder(ExitDecoder):
     light: CausalLM | None = None
     taps: Collection[int] = ()
 
-    def __init__(
-        self,
-        target: CausalLM,
-        sampling: Sampling,
-        policy: Policy,
-        reader: Reader,
-        verify: Verify | None = None,
-        regroup: int | None = None,
-    ) -> None:
+    def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
         self.target, self.sampling, self.reader = target, sampling, reader
-        self.verify, self._regroup = verify, regroup
         self.restart(policy)
-        if regroup is not None:
-            self._require_regrouping(regroup)
-
-    def _require_regrouping(self, least: int) -> None:
-        if least < 1:
-            raise ValueError(f"regroup must be at least 1 or null, got {least}. Set method.regroup=8.")
-        if self.verify is not None:
-            raise ValueError(
-                f"regroup must be null with accept=verify, whose rounds all rows share, got {least}. Set "
-                "method.regroup=null, or method.accept=all."
-            )
-        if self.kernel_rule([0], [1]) is None:
-            raise ValueError(
-                f"regroup needs exits that the CPU kernels judge within a pass; for {self.target.name} and these "
-                "settings they cannot. Set method.regroup=null."
-            )
 
     def restart(self, policy: Policy) -> None:
         """Decode by this policy from now on, and reset the counters."""
-        self.policy, self.counters = policy, DecodeStats()
-        judged = self.verify is not None and policy.guarantee is not Guarantee.EXACT
-        self.guarantee = self.verify.rule.guarantee if self.verify and judged else policy.guarantee
-        self._judged = judged
-
-    @property
-    def most_nodes(self) -> int:
-        return 1 + self.verify.most if self.verify is not None and self._judged else 1
-
-    def stats(self) -> dict[str, Any]:
-        found = super().stats()
-        if self._judged:
-            found.pop("cost_over_layers", None)  # what was drafted is recorded by its own time
-        return found
+        self.policy, self.counters, self.guarantee = policy, DecodeStats(), policy.guarantee
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's."""
         return {"exits": self.reader.nbytes + self.policy.nbytes, "key_value_projections": self.target.fill_bytes}
 
-    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
-        if self._judged:
-            return verified_rounds(self, prompts, limit, rng)
-        if self._regroup is None or len(prompts) == 1:
-            return self._decode_together(prompts, limit, rng)
-        return decode_regrouped(self, prompts, limit, rng, self._regroup)
-
     @torch.inference_mode()
-    def _decode_together(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
         cache = self.target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
         self.policy.reset(limit)
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
@@ -353,9 +303,9 @@ class EarlyExitDecoder(ExitDecoder):
         """
         target = self.target
         state = target.begin(root[:, None], None, cache)
-        stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
         if not drafting and (rule := self.kernel_rule(roots, places)) is not None:
             return self._run_fused(state, rule, rows)
+        stops = self.policy.stops([token for token, is_open in zip(roots, rows, strict=True) if is_open])
         walk = Walk(target, state, rows, self.light, self.taps)
         logits = None
         for depth in stops:

@@ -10,18 +10,15 @@ A row that has waited for ``PATIENCE`` runs is run in any case, with those besid
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Generator, Tensor
 
 from methods.decoder import Step
+from methods.early_exit.loop import EarlyExitDecoder
 from methods.engine.causal_lm import CausalLM
 from methods.rows import ComputedRows, of_rows
-
-if TYPE_CHECKING:
-    from methods.early_exit.loop import EarlyExitDecoder
 
 PATIENCE = 8
 

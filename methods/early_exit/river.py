@@ -38,7 +38,8 @@ from methods.decoder import Calibrated
 from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import Lens, require_depths
-from methods.early_exit.loop import EarlyExitDecoder, ExitDecision, ExitPoint, Policy, Walk, exact_if, layer_bytes
+from methods.early_exit.loop import ExitDecision, ExitPoint, Policy, Walk, exact_if, layer_bytes
+from methods.early_exit.rounds import RoundsDecoder
 from methods.early_exit.threshold import Threshold
 from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
@@ -81,7 +82,7 @@ class RiverPolicy(Policy):
         return ExitDecision((F.cosine_similarity(before, self._before, dim=-1) > self.threshold.value).tolist())
 
 
-class River(EarlyExitDecoder, Calibrated):
+class River(RoundsDecoder, Calibrated):
     """Early exit onto 4-bit copies of the layers that are left.
 
     Args:

@@ -23,7 +23,8 @@ from methods.decoder import Calibrated
 from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import Head, find_exits, find_reader, require_depths
-from methods.early_exit.loop import EarlyExitDecoder, Policy, exact_if
+from methods.early_exit.loop import Policy, exact_if
+from methods.early_exit.rounds import RoundsDecoder
 from methods.early_exit.verified import Judged, verification
 from methods.engine.causal_lm import CausalLM
 from methods.engine.fused_layers import ExitRule
@@ -44,7 +45,7 @@ class StaticPolicy(Policy):
         return ExitRule((self.deepest,), "table", depths=[self.deepest] * len(roots))
 
 
-class StaticDepth(EarlyExitDecoder, Calibrated):
+class StaticDepth(RoundsDecoder, Calibrated):
     """The first layers of the target.
 
     Args:

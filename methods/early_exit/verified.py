@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,13 +23,11 @@ from torch import Generator, Tensor
 
 from methods.decoder import Guarantee, Step
 from methods.drafting import ABSENT, AcceptanceRule, Draft, Verification
+from methods.early_exit.loop import EarlyExitDecoder
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
-
-if TYPE_CHECKING:
-    from methods.early_exit.loop import EarlyExitDecoder
 
 Judged = Literal["all", "verify"]
 
@@ -104,11 +102,10 @@ def verification(
 
 @torch.inference_mode()
 def verified_rounds(
-    decoder: EarlyExitDecoder, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator
+    decoder: EarlyExitDecoder, verify: Verify, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator
 ) -> Iterator[Step]:
     """Decode by drafts of the decoder's exits that its whole model judges; see ``Decoder.decode``."""
-    target, verify = decoder.target, decoder.verify
-    assert verify is not None, "there is a rule to judge by"
+    target = decoder.target
     cache = target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit + verify.most + 1)
     decoder.policy.reset(limit)
     root = decoder.sampling.pick(decoder.read_prompts(prompts, cache), rng)
@@ -121,7 +118,7 @@ def verified_rounds(
             root, done, rows = root[stay], of_rows(done, stay), of_rows(rows, stay)
         room = limit - min(count for count, is_open in zip(done, rows, strict=True) if is_open)
         watch.start()
-        draft = _Exited.draft(decoder, root, cache, rows, min(verify.most, room - 1), rng)
+        draft = _Exited.draft(decoder, root, cache, rows, min(verify.most, room - 1), rng, verify.drawn)
         watch.stop()
         nodes = torch.stack([root, *draft.tokens], dim=1)
         logits = target.forward(nodes, None, cache).logits
@@ -159,16 +156,16 @@ class _Exited:
         rows: list[bool],
         most: int,
         rng: Generator,
+        drawn: bool,
     ) -> _Exited:
         """Up to ``most`` tokens; ends before one with which some open row does not leave early."""
-        assert decoder.verify is not None, "drafts are made to be judged"
         found, lengths = cls(), cache.lengths
         while len(found.tokens) < most:
             found.passes += 1
             logits, depth = decoder.draft(root, cache, rows)
             if logits is None:
                 break
-            if decoder.verify.drawn:
+            if drawn:
                 found._probs.append(decoder.sampling.probs(logits))
                 root = draw(found._probs[-1], rng)
             else:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from methods.engine.cpu_kernels import BLOCK
-from methods.engine.linear import Linear, dequantised, quantised
+from methods.engine.plain_linear import Linear, dequantised, quantised
 
 _INNER_TILES = 2  # of 16 inputs, in the layout of torch's kernel: it fits every weight of whole blocks
 _NEEDS = {"int4": (8, 0), "fp8": (9, 0)}

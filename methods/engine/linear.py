@@ -23,42 +23,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from time import perf_counter_ns
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from methods.engine.cpu_kernels import BLOCK, Blocks, Packed, Panels, Quantised, blocks_usable, usable
+from methods.engine import gpu_linear
+from methods.engine.cpu_kernels import BLOCK, Blocks, Packed, Panels, blocks_usable, usable
+from methods.engine.plain_linear import Linear as Linear
+from methods.engine.plain_linear import LinearForm as LinearForm
+from methods.engine.plain_linear import dequantised as dequantised
+from methods.engine.plain_linear import quantised as quantised
 
-LinearForm = Literal["auto", "plain", "packed", "panels", "int4", "int8", "fp8"]
 _TRIED, _TIMES, _WIDTH = (1, 8), 20, 1024  # rows that both forms are timed with, how often, and the size of the weight
 _CLEARLY = 0.8  # of the time of the form that is taken otherwise
 _BITS: dict[str, int] = {"int4": 4, "int8": 8}
 _PACK_ROWS = 8  # the number of rows oneDNN chooses its blocking for; 1 gives a layout that is slow for more rows
-
-
-class Linear:
-    """``y = x W^T + b`` over rows ``x`` of shape [R, I].
-
-    Attributes:
-        form: how the weight is held.
-    """
-
-    form: LinearForm = "plain"
-
-    def __init__(self, weight: Float[Tensor, "O I"], bias: Float[Tensor, "O"] | None = None) -> None:
-        self.weight, self.bias = weight, bias
-        self.nbytes = weight.numel() * weight.element_size()
-
-    def __call__(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
-        return F.linear(rows, self.weight, self.bias)
-
-    @property
-    def dense(self) -> Float[Tensor, "O I"]:
-        """The weight in its plain form; of a packed one a copy is made."""
-        return self.weight
 
 
 class PackedLinear(Linear):
@@ -120,31 +100,6 @@ class BlockLinear(KernelLinear):
     def dense(self) -> Float[Tensor, "O I"]:
         """The rounded weight, in the type of the model."""
         return dequantised(self.panels.plain(), self._bits).to(self.panels.dtype)
-
-
-def quantised(weight: Float[Tensor, "O I"], bits: int) -> Quantised:
-    """Numbers of 4 or 8 bits, scales and zeros of the blocks of a weight.
-
-    Of 4 bits they are the nearest between smallest and largest, of 8 bits between the largest size and its negative.
-    Weights that were read from blocks of this kind get the very numbers back, as the outermost occur in a block; so
-    SmolLM2-135M, whose file has both kinds, is not rounded a second time, but for scales and zeros in bfloat16.
-    """
-    blocks = weight.float().unflatten(1, (-1, BLOCK))
-    if bits == 4:
-        least, most = blocks.aminmax(dim=2)
-        scale, zero = (most - least) / 15, least + 8 * (most - least) / 15
-    else:
-        scale = blocks.abs().amax(dim=2) / 127
-        least, zero = -128 * scale, torch.zeros_like(scale)
-    steps = scale.clamp(min=torch.finfo(torch.float32).tiny)
-    numbers = ((blocks - least[:, :, None]) / steps[:, :, None]).round()
-    return Quantised(numbers.to(torch.uint8), scale.to(torch.bfloat16), zero.to(torch.bfloat16))
-
-
-def dequantised(blocks: Quantised, bits: int) -> Float[Tensor, "O I"]:
-    """The weight that ``quantised`` describes, in 32 bit."""
-    centred = blocks.numbers.float() - 2 ** (bits - 1)
-    return (centred * blocks.scale.float()[:, :, None] + blocks.zero.float()[:, :, None]).flatten(1)
 
 
 def require_blocks(
@@ -221,8 +176,6 @@ def make_linear(
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].detach()
     bias = torch.cat([b for b in biases if b is not None]) if any(b is not None for b in biases) else None
     if form == "fp8" or (form == "int4" and weight.device.type == "cuda"):
-        from methods.engine import gpu_linear
-
         gpu_linear.require(form, weight.device, weight.dtype)
         return gpu_linear.Float8Linear(weight, bias) if form == "fp8" else gpu_linear.Int4Linear(weight, bias)
     if form in _BITS:
