@@ -51,22 +51,17 @@ def write(
     seconds: float,
 ) -> None:
     """``manifest.json`` and ``result.json`` in ``folder``."""
-    from bench.utils import machine, redact
+    from bench.measure.manifest import circumstances
+    from bench.utils import redact
 
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {
         "experiment": experiment,
         "lab": asdict(config),
         "config": defining(cfg),
-        "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
         **({"part": part} if (part := _part(cfg, loaded)) else {}),
-        "dtype": str(loaded.lm.dtype).removeprefix("torch."),
-        "hardware": machine.facts(loaded.lm.device),
-        "versions": machine.versions(),
-        "git": machine.git_state(),
         "argv": redact.argv(["bench", "lossless", *sys.argv[1:]]),
-        "started_at": begin.isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
+        **circumstances(loaded, begin, seconds),
     }
     files.write_json(folder / "manifest.json", redact.tree(manifest))
     files.write_json(folder / "result.json", result)

@@ -256,6 +256,19 @@ def _peak(samples: Sequence[Sample]) -> int | None:
     return max((s.peak_bytes for s in samples if s.phase == "measure" and s.peak_bytes is not None), default=None)
 
 
+def circumstances(loaded: Loaded, begin: datetime, seconds: float) -> dict[str, Any]:
+    """Model, machine, versions and time of an experiment that is no run; without the command."""
+    return {
+        "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
+        "dtype": str(loaded.lm.dtype).removeprefix("torch."),
+        "hardware": machine.facts(loaded.lm.device),
+        "versions": machine.versions(),
+        "git": machine.git_state(),
+        "started_at": begin.isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+    }
+
+
 def now() -> str:
     """Date and time to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

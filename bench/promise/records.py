@@ -63,20 +63,15 @@ def write(
     seconds: float,
 ) -> None:
     """All files of the record."""
-    from bench.utils import machine, redact
+    from bench.measure.manifest import circumstances
+    from bench.utils import redact
 
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {
         "promise": asdict(config),
         "config": defining(cfg),
-        "model": {"name": loaded.name, "revision": loaded.revision, "sha256": loaded.sha256},
-        "dtype": str(loaded.lm.dtype).removeprefix("torch."),
-        "hardware": machine.facts(loaded.lm.device),
-        "versions": machine.versions(),
-        "git": machine.git_state(),
         "argv": redact.argv(["bench", "promise", *sys.argv[2:]]),
-        "started_at": begin.isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
+        **circumstances(loaded, begin, seconds),
     }
     files.write_json(folder / MANIFEST, redact.tree(manifest))
     np.savez_compressed(folder / LOSSES, allow_pickle=False, **losses)
