@@ -1,7 +1,7 @@
-"""The arms of a sweep whose arms differ in more than the values of a few settings, such as ``sweep=league``.
+"""The arms of a sweep whose arms differ in more than the values of a few settings: ``sweep=league``, ``sweep=chat``.
 
-Besides Hydra's ``params``, a file of conf/sweep may have ``arms``: for each the words of its measurement, and those of
-the training that makes its checkpoint.
+Besides Hydra's ``params``, a file of conf/sweep may have ``arms``: for each the words of its measurement, and, if it has
+a checkpoint of its own, those of the training that makes it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Arm:
     Attributes:
         name: its own, with which the folders of its checkpoints begin.
         run: words of its measurement, beside those of the sweep.
-        train: words of the training that makes its checkpoint; empty: ``heads`` makes it.
-        heads: name of the arm whose checkpoint it uses.
+        train: words of the training that makes its checkpoint; empty: ``heads`` makes it, if there is one.
+        heads: name of the arm whose checkpoint it uses; empty: the method is measured as its own file has it.
     """
 
     name: str
@@ -65,20 +65,23 @@ def arms(sweep: str = LEAGUE) -> tuple[Arm, ...]:
     file = compose.config_file(compose.SWEEP, sweep)
     given = yaml.safe_load(file.read_text(encoding="utf-8")).get("arms") or {}
     found = tuple(
-        Arm(name, tuple(arm["run"]), tuple(arm.get("train", ())), str(arm.get("heads", name)))
+        Arm(name, tuple(arm["run"]), tuple(arm.get("train", ())), str(arm.get("heads", name if "train" in arm else "")))
         for name, arm in given.items()
         if _checked(file, name, arm)
     )
     trained = {arm.name for arm in found if arm.train}
     for arm in found:
-        if arm.heads not in trained:
-            raise UserError(f"Arm {arm.name} of {file.name} must have train, or heads of one that has. Add it.")
+        if arm.heads and arm.heads not in trained:
+            raise UserError(
+                f"heads of arm {arm.name} of {file.name} must be one of {', '.join(sorted(trained)) or 'none'}, which "
+                f"have train, got {arm.heads}. Correct the file."
+            )
     return found
 
 
 def _checked(file: Path, name: str, arm: Any) -> bool:
     if not isinstance(arm, Mapping) or "run" not in arm or set(arm) - {*_KEYS} or ("train" in arm and "heads" in arm):
-        raise UserError(f"Arm {name} of {file.name} must have run, and train or heads, got {arm}. Correct the file.")
+        raise UserError(f"Arm {name} of {file.name} must have run, and may have train or heads, got {arm}. Correct the file.")
     return True
 
 

@@ -187,14 +187,15 @@ def _sweeps(words: Sequence[str]) -> list[list[str]]:
 
 def _arms(name: str, others: Sequence[str]) -> list[list[str]]:
     """The words of each arm and checkpoint of a sweep; one list without words if it has no arms."""
-    if not (found := league.arms(name)):
+    found = league.arms(name)
+    root = league.folder(others, name) if any(arm.heads for arm in found) else Path()
+    return [[*arm.run, *checkpoint] for arm in found for checkpoint in _checkpoints(arm, root)] or [[]]
+
+
+def _checkpoints(arm: league.Arm, root: Path) -> list[list[str]]:
+    if not arm.heads:
         return [[]]
-    root = league.folder(others, name)
-    return [
-        [*arm.run, f"method.checkpoint={overrides.written(str(path))}"]
-        for arm in found
-        for path in arm.checkpoints(root)
-    ]
+    return [[f"method.checkpoint={overrides.written(str(path))}"] for path in arm.checkpoints(root)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan

@@ -529,6 +529,7 @@ def test_the_named_sweeps() -> None:
             "pareto",
             "translation",
             "peers",
+            "chat",
             "league",
             "noise",
         }
@@ -560,6 +561,16 @@ def test_several_sweeps_are_one_plan_and_what_they_share_runs_once(results: Path
     assert len(twice.jobs) == len({job_id(job.cfg) for job in twice.jobs})
     with pytest.raises(UserError, match="pears"):
         sweep.read_words(["sweep=rivals,pears"])
+
+
+def test_arms_without_heads_of_their_own_are_measured_as_their_files_have_them(results: Path) -> None:
+    words = ["sweep=chat", "dataset.limit=3", f"paths.results={results}", "hardware=cpu_fp32"]
+    plan = planned(sweep.read_words(words)[1])
+    drafts = [job.cfg.method["draft"] for job in plan.jobs if job.cfg.method["name"] == "llama_cpp"]
+    assert drafts == ["none", "prompt_lookup"] and len({job.label for job in plan.jobs}) == len(plan.jobs)
+    assert {job.cfg.dataset["limit"] for job in plan.jobs} == {3}
+    several = sweep.read_words([*words, "model=smollm2,random"])[1]
+    assert len(planned(several).jobs) == 2 * len(plan.jobs)
 
 
 def test_lengths_of_the_contexts_leave_room_for_the_answer_and_longer_ones_are_refused(results: Path) -> None:
