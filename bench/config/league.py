@@ -1,6 +1,6 @@
-"""The arms of a sweep whose arms differ in more than the values of a few settings: ``sweep=league``, ``sweep=chat``.
+"""The arms of a sweep that differ in more than the values of a few settings: ``sweep=league``, ``sweep=chat``.
 
-Besides Hydra's ``params``, a file of conf/sweep may have ``arms``: for each the words of its measurement, and, if it has
+Besides Hydra's ``params``, a file of conf/sweep may have ``arms``: for each the words of its measurement and, if it has
 a checkpoint of its own, those of the training that makes it.
 """
 
@@ -81,7 +81,9 @@ def arms(sweep: str = LEAGUE) -> tuple[Arm, ...]:
 
 def _checked(file: Path, name: str, arm: Any) -> bool:
     if not isinstance(arm, Mapping) or "run" not in arm or set(arm) - {*_KEYS} or ("train" in arm and "heads" in arm):
-        raise UserError(f"Arm {name} of {file.name} must have run, and may have train or heads, got {arm}. Correct the file.")
+        raise UserError(
+            f"Arm {name} of {file.name} must have run, and may have train or heads, got {arm}. Correct the file."
+        )
     return True
 
 

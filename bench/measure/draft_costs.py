@@ -94,7 +94,8 @@ def settled(first: Pairs, own: Mapping[int, float], again: Pairs) -> list[list[f
 def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:
     """Seconds by which a round with a draft exceeds its pass, the median over rounds of a random text.
 
-    Where a decoder drafts in two ways, as ``hybrid``, rounds count in which a network drafts.
+    A pass is timed by the round itself, where the decoder does: a large pass of another moment may have taken half as
+    long. Where a decoder drafts in two ways, as ``hybrid``, rounds count in which a network drafts.
     """
     prompts = list(verify_cost.random_tokens(target, curve.batch, curve.contexts[0], seed=0))
     steps = iter(decoder.decode(prompts, ROUNDS, Generator(target.device).manual_seed(0)))
@@ -107,7 +108,8 @@ def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Calla
             break
         seconds = (clock() - start) / 1e9
         if step.nodes > 1:
-            rounds.append((step.draft_passes > 0, seconds - curve.seconds(step.nodes, curve.batch, curve.contexts[0])))
+            known = curve.seconds(step.nodes, curve.batch, curve.contexts[0])
+            rounds.append((step.draft_passes > 0, seconds - (known if step.pass_ns is None else step.pass_ns / 1e9)))
     with_passes = [seconds for passes, seconds in rounds if passes]
     chosen = with_passes or [seconds for _, seconds in rounds]
     return max(statistics.median(chosen[1:] or chosen or [0.0]), 0.0)  # the first round reads the prompt

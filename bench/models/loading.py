@@ -105,6 +105,7 @@ def _load_parallel(
         devices = parallel.start(size, model, hardware, paths, device)
         read = read_part(model, hardware, paths, devices)
         lm = DrivingLM.of(read.model, devices, hardware.get("linear", "auto"))
+        lm.draft_weights = hardware.get("draft_weights", "auto")
     except BaseException as error:
         parallel.stop()
         if isinstance(error, ValueError):  # among them UnsupportedModel
@@ -182,6 +183,7 @@ def _graphed(lm: CausalLM, hardware: Mapping[str, Any]) -> CausalLM:
 def _choose_kernels(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
     from methods.engine.causal_lm import CausalLM
 
+    lm.draft_weights = hardware.get("draft_weights", "auto")
     if hardware.get("kernels", "auto") != "triton":
         return
     if type(lm) is not CausalLM:

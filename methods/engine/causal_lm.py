@@ -30,7 +30,15 @@ from methods.engine.causal_layers import (
 from methods.engine.expert_layers import ClampedSwish, expected_experts
 from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Portion, expressible
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import KernelLinear, Linear, LinearForm, make_linear, require_blocks
+from methods.engine.linear import (
+    DraftWeights,
+    KernelLinear,
+    Linear,
+    LinearForm,
+    draft_form,
+    make_linear,
+    require_blocks,
+)
 from methods.engine.sampling import in_float
 from methods.engine.token_tree import Nodes, Parents
 from methods.engine.triton_layers import TritonLayers
@@ -124,10 +132,12 @@ class CausalLM:
         hf: the original model, or None where its weights were released.
         weights: of the layers: ``full``, in the type of the device; or ``int4`` or ``fp8``, see
             ``methods.engine.linear``.
+        draft_weights: of networks that draft for this model, see ``methods.engine.linear.draft_form``.
         window: tokens that a token sees in layers with a sliding window; None if there are none.
     """
 
     weights: Weights = "full"
+    draft_weights: DraftWeights = "auto"
     _fused: FusedLayers | TritonLayers | None = None
     window: int | None = None
     _logit_cap: float | None = None
@@ -537,6 +547,22 @@ class CausalLM:
     def linear_form(self) -> LinearForm:
         """The form of the weights, see ``methods.engine.linear``."""
         return self._head.form if self.weights == "full" else self.weights
+
+    def draft_linear(
+        self, weights: Sequence[Float[Tensor, "_ I"]], biases: Sequence[Float[Tensor, "_"] | None]
+    ) -> Linear:
+        """A product, or several with the same input, of a network that drafts for this model.
+
+        Raises:
+            ValueError: ``draft_weights`` that the device or the type does not allow.
+        """
+        return make_linear(weights, biases, draft_form(self.draft_weights, self.linear_form, weights[0]))
+
+    @property
+    def drafts_rounded_to(self) -> LinearForm | None:
+        """The form of ``draft_linear`` for inputs as wide as the hidden state, if it rounds; else None."""
+        form = draft_form(self.draft_weights, self.linear_form, self._embedding[:0])
+        return form if form in ("int8", "int4") else None
 
     def head(self, hidden: Float[Tensor, "*b D"]) -> Float[Tensor, "*b V"]:
         """Logits of hidden states that are already after the final norm."""

@@ -15,6 +15,9 @@ w = (n - 8) scale + zero with scale = d and zero = m + 8 d; of 8 bits as Q8_0, w
 rows to 8 bits by such blocks too, as llama.cpp does, and multiply integers. A pass of SmolLM2-135M over one token then
 takes 0.41 of the time that it takes with panels of bfloat16, over eight 0.52, over 64 0.78 (Ice Lake, two cores).
 
+What a network that only drafts loses by such rounding is some acceptance, never the text: where there are kernels for
+them, ``draft_form`` takes blocks of 8 bits for it.
+
 On a GPU ``int4``, and ``fp8``, are products of ``methods.engine.gpu_linear``.
 """
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from time import perf_counter_ns
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -38,7 +42,13 @@ from methods.engine.plain_linear import quantised as quantised
 _TRIED, _TIMES, _WIDTH = (1, 8), 20, 1024  # rows that both forms are timed with, how often, and the size of the weight
 _CLEARLY = 0.8  # of the time of the form that is taken otherwise
 _BITS: dict[str, int] = {"int4": 4, "int8": 8}
+_DRAFTS: Literal["int8"] = "int8"  # of networks that draft, unless hardware.draft_weights says otherwise
 _PACK_ROWS = 8  # the number of rows oneDNN chooses its blocking for; 1 gives a layout that is slow for more rows
+
+
+DraftWeights = Literal["auto", "full", "int8", "int4"]
+"""Weights of networks that only draft: of the target's type, or rounded to blocks; ``auto`` rounds them for a target of
+16 bit on a CPU."""
 
 
 class PackedLinear(Linear):
@@ -201,6 +211,31 @@ def make_linear(
             f"got {weight.shape[1]} inputs of {weight.dtype} on {weight.device.type}. Use hardware.linear=auto."
         )
     return _CLASSES[form](weight, bias)
+
+
+def draft_form(wanted: DraftWeights, target: LinearForm, weight: Float[Tensor, "O I"]) -> LinearForm:
+    """The form of a product of a network that only drafts; a matrix that makes no whole blocks is not rounded.
+
+    Args:
+        wanted: ``hardware.draft_weights``.
+        target: form of the products of the model that it drafts for.
+        weight: of the product.
+
+    Raises:
+        ValueError: no blocks for this device or type.
+    """
+    own = target if target in ("plain", "packed") else "auto"
+    if wanted == "full":
+        return own
+    kernels = blocks_usable(weight.device, weight.dtype, BLOCK)
+    if wanted == "auto":
+        wanted = _DRAFTS if kernels and own == "auto" and weight.dtype == torch.bfloat16 else "full"
+    elif not kernels:
+        raise ValueError(
+            f"hardware.draft_weights={wanted} needs bfloat16 or float32 on a CPU, and a C++ compiler, got "
+            f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}. Set hardware.draft_weights=full."
+        )
+    return own if wanted == "full" or weight.shape[1] % BLOCK else wanted
 
 
 _CLASSES: dict[str, type[Linear]] = {form.form: form for form in (Linear, PackedLinear, PanelLinear)}

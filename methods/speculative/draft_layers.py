@@ -21,7 +21,7 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.fused_layers import FusedLayers, expressible, products_of
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Linear, make_linear
+from methods.engine.linear import Linear
 from methods.rows import of_rows
 
 MOST_UNREAD = 128  # passes that a drafter sits out before it reads
@@ -89,7 +89,7 @@ def rotary_table(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Rota
 
 
 class Weights:
-    """Tensors of a draft network, in the target's type and packed as the target's are.
+    """Tensors of a draft network; its products have the form of ``CausalLM.draft_linear``.
 
     Args:
         tensors: by the authors' names.
@@ -112,8 +112,7 @@ class Weights:
             [self.tensor(f"{name}.weight") for name in names],
             [self.get(f"{name}.bias") for name in names],
         )
-        form = self._target.linear_form
-        return make_linear(weights, biases, form if form in ("plain", "packed") else "auto")
+        return self._target.draft_linear(weights, biases)
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight"), self._eps)
@@ -156,7 +155,7 @@ class Weights:
         if own is None and vocabulary.full:
             return self._target.head, 0
         weight, bias = (own, None) if own is not None else self._target.output_rows(vocabulary.ids)
-        linear = make_linear([weight], [bias])
+        linear = self._target.draft_linear([weight], [bias])
         return linear, linear.nbytes
 
 

@@ -94,3 +94,16 @@ class NetworkPart(ABC, Generic[S]):
         own, optional = self.known()
         present = {name: shape for name, shape in optional.items() if name in self.tensors}
         require_shapes(where, self.tensors, own | present)
+
+    def require_taps(self, method: str, target: CausalLM) -> None:
+        """Refuse taps that the target does not have; ``method``: for the message.
+
+        Raises:
+            ValueError: naming the last of them.
+        """
+        sizes: Any = self.spec
+        if (last := target.n_layers - 1) < (found := max(sizes.taps, default=0)):
+            raise ValueError(
+                f"taps of the {method} checkpoint must be layers of the target, 0 to {last}, got {found}. Use a "
+                "checkpoint that was trained for this model."
+            )

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cpu_kernels import BLOCK, blocks_usable
-from methods.engine.linear import LinearForm, dequantised, make_linear, quantised
+from methods.engine.linear import LinearForm, dequantised, draft_form, make_linear, quantised
 
 BF16 = torch.bfloat16
 BITS: dict[LinearForm, int] = {"int4": 4, "int8": 8}
@@ -239,3 +239,29 @@ def test_greedy_texts_of_smollm2_agree(smollm2_dir) -> None:
         assert one == many.tolist()
         same += sum(a == b for a, b in zip(one, text, strict=True))
     assert same >= 58  # of 64
+
+
+# -- networks that draft ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "target", "weight", "form"),
+    [
+        ("auto", "panels", weight_of(), "int8"),
+        ("auto", "int4", weight_of(), "int8"),
+        ("auto", "panels", weight_of(dtype=torch.float32), "auto"),
+        ("auto", "panels", weight_of(inputs=48), "auto"),
+        ("auto", "packed", weight_of(), "packed"),
+        ("full", "panels", weight_of(), "auto"),
+        ("full", "plain", weight_of(), "plain"),
+        ("int4", "plain", weight_of(dtype=torch.float32), "int4"),
+        ("int4", "panels", weight_of(inputs=48), "auto"),
+    ],
+)
+def test_weights_that_draft_are_rounded_where_that_is_faster(wanted, target, weight, form) -> None:
+    assert draft_form(wanted, target, weight) == form
+
+
+def test_weights_that_draft_in_a_type_without_kernels_are_refused() -> None:
+    with pytest.raises(ValueError, match="hardware.draft_weights=int8 needs bfloat16 or float32 .* got float16 on cpu"):
+        draft_form("int8", "panels", weight_of().half())

@@ -45,6 +45,7 @@ BLOCKS = {
 def targets(dtype: torch.dtype) -> tuple[CausalLM, CausalLM]:
     """One model twice: for the kernels, and without them."""
     fused = CausalLM.from_hf(tiny("llama", head_dim=16).to(dtype), linear="panels")
+    fused.draft_weights = "full"
     return fused, CausalLM.from_hf(tiny("llama", head_dim=16).to(dtype), linear="plain")
 
 
@@ -152,21 +153,59 @@ def test_pairs_and_masked_places_of_p_eagle(
         assert close(found, wanted)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("kind", ["eagle", "p_eagle", "dspark"])
-def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernels: bool) -> None:
-    """One row has reached its limit; the other, of which little was read, is then read at once."""
-    target = targets(torch.float32)[0 if kernels else 1]
-    drafter: Any
+def drafter_of(kind: str, target: Any) -> Any:
+    layers = {**LAYERS, "intermediate_size": target.hidden_size}
     if kind == "eagle":
         network = eagle_network.Network(target, eagle_part(target, 3))
-        drafter = EagleDrafter(network, EagleChain(2, False), target.n_layers - 1)
-    elif kind == "p_eagle":
-        part = parallel_part(replace(parallel_spec_of(target), **LAYERS), DraftVocabulary.all(97))
-        drafter = PEagleDrafter(p_eagle_network.Network(target, part), BlockChain(2, False))
-    else:
-        part = random_part(block_spec_of(target, **LAYERS, **DSPARK), DraftVocabulary.all(97))
-        drafter = BlockDrafter(block_network.Network(target, part), BlockChain(2, False))
+        return EagleDrafter(network, EagleChain(2, False), target.n_layers - 1)
+    if kind == "p_eagle":
+        part = parallel_part(replace(parallel_spec_of(target), **layers), DraftVocabulary.all(97))
+        return PEagleDrafter(p_eagle_network.Network(target, part), BlockChain(2, False))
+    part = random_part(block_spec_of(target, **layers, **DSPARK), DraftVocabulary.all(97))
+    return BlockDrafter(block_network.Network(target, part), BlockChain(2, False))
+
+
+KINDS = ["eagle", "p_eagle", "dspark"]
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_network_of_rounded_weights_takes_less_memory_and_drafts_nearly_the_same_in_8_bits(
+    kind: str, bits: Any
+) -> None:
+    drafts, bytes_of = [], []
+    for form in ("full", bits):
+        target = CausalLM.from_hf(tiny("llama", hidden_size=64, num_attention_heads=4).to(torch.bfloat16))
+        target.draft_weights = form
+        drafter = drafter_of(kind, target)
+        bytes_of.append(sum(drafter.nbytes.values()))
+        prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
+        drafter.reset(prompts, 40)
+        torch.manual_seed(0)
+        states = torch.randn(2, 6, 64).to(torch.bfloat16)
+        output = Output(torch.zeros(2, 1, 97), states, dict.fromkeys(drafter.hidden_layers, states))
+        texts = [[*prompt, 13] for prompt in prompts]
+        context = Context(texts, torch.tensor([13, 13]), output, None, Sampling(), torch.Generator())
+        drafts.append(drafter.propose(context))
+    assert bytes_of[1] < (0.8 if bits == "int8" else 0.65) * bytes_of[0]
+    whole, rounded = (draft.gains for draft in drafts)
+    assert not torch.equal(whole, rounded)
+    assert bits == "int4" or torch.allclose(whole, rounded, rtol=0.3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_values_of_a_token_take_what_is_planned(kind: str) -> None:
+    drafter = drafter_of(kind, targets(torch.float32)[1])
+    drafter.reset([[1, 2, 3], [4, 5, 6]], 40)
+    cache = drafter._reader._cache
+    assert cache.nbytes == 2 * cache.capacity * drafter.token_bytes
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernels: bool) -> None:
+    """One row has reached its limit; the other, of which little was read, is then read at once."""
+    drafter = drafter_of(kind, targets(torch.float32)[0 if kernels else 1])
     limit, prompts = 40, [[1, 2, 3], [4, 5, 6]]
     drafter.reset(prompts, limit)
     torch.manual_seed(0)

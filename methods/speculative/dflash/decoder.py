@@ -23,9 +23,8 @@ Command: ``python -m bench method=dspark dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -33,39 +32,26 @@ from torch import Generator, Tensor
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder, training_command
-from methods.engine.cuda_graphs import GraphedLM, Graphs, Work
+from methods.engine.cuda_graphs import Graphs, Work
 from methods.engine.sampling import Sampling
 from methods.speculative.budget import CostsOption
 from methods.speculative.dflash.checkpoint import Kind, Part
 from methods.speculative.dflash.network import FixedReader, Network, Reader
-from methods.speculative.dflash.trees import Chain, Dynamic, Growth
-from methods.speculative.draft_layers import MOST_UNREAD, Unread
+from methods.speculative.dflash.trees import Growth, TreeKind, growth_of
 from methods.speculative.heads.base import HeadsDecoder
-from methods.speculative.ranked_tree import require_sizes
+from methods.speculative.network_drafter import NetworkDrafter, graphs_of
 from methods.speculative.recorded_network import Drafted, KeptTokens, RecordedNetwork, tensors_of
 from methods.speculative.verification import rule_of_network
 
-TreeKind = Literal["chain", "dynamic"]
 
-
-class BlockDrafter:
+class BlockDrafter(NetworkDrafter[Network, Growth, Reader]):
     """Reads the target's states of the committed tokens, then drafts from one pass over a block."""
 
     def __init__(self, network: Network, growth: Growth, graphs: Graphs | None = None) -> None:
-        self.network, self.growth, self.nodes = network, growth, growth.nodes
-        self.nbytes = network.nbytes
-        self.hidden_layers: Sequence[int] = network.spec.taps
-        self._reader: Reader | None = None
-        self._unread = Unread(0)
-        self._spare = 2 * (growth.levels + 1) + network.spec.block  # slots beyond the text
-        self._recorded: RecordedNetwork[Reader] | None = None
+        spare = 2 * (growth.levels + 1) + network.spec.block
+        super().__init__(network, growth, network.spec.taps, spare)
         if graphs is not None and growth.fixed:
-            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, self._spare)
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        made = self._new_reader if self._recorded is None else self._recorded.reader
-        self._reader = made(len(prompts), max(map(len, prompts)) + limit + self._spare)
-        self._unread = Unread(len(prompts))
+            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, spare)
 
     def _new_reader(self, batch: int, capacity: int) -> Reader:
         return Reader(self.network, batch, capacity)
@@ -82,41 +68,13 @@ class BlockDrafter:
 
         return work
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        assert self._reader is not None, "reset comes before keep_rows"
-        self._reader.keep_rows(rows)
-        self._unread.keep_rows(rows)
+    def _draft(self, reader: Reader, context: Context) -> Draft:
+        self._read(reader, context)
+        return self.growth.grow(self.network, reader.block(context.root)[:, : self.growth.levels], context)
 
-    def propose(self, context: Context) -> Draft:
-        if self._recorded is not None and context.report is not None and not len(self._unread):
-            assert self._reader is not None, "reset comes before propose"
-            self._unread.read_by(context)
-            return self._recorded.draft(self._reader, context)
-        self._note(context)
-        hidden = self._read().block(context.root)
-        return self.growth.grow(self.network, hidden[:, : self.growth.levels], context)
-
-    def skip(self, context: Context) -> None:
-        """Keep the target's states of the committed tokens, as they are not in the next context."""
-        self._note(context)
-        if len(self._unread) > MOST_UNREAD:
-            self._read()
-
-    def _note(self, context: Context) -> None:
-        self._unread.note(context, self._states(context))
-
-    def _states(self, context: Context) -> list[Tensor]:
-        return [context.output.hidden_layers[tap] for tap in self.hidden_layers]
-
-    def _read(self) -> Reader:
-        """Read what passes have committed since the last read.
-
-        A row at its limit has nothing new; its reads are forgotten, and its draft is never used.
-        """
-        assert self._reader is not None, "reset comes before propose"
+    def _read(self, reader: Reader, context: Context) -> None:
         counts, states = self._unread.take()
-        self._reader.read(states, counts)
-        return self._reader
+        reader.read(states, counts)
 
 
 class DFlash(HeadsDecoder):
@@ -171,8 +129,7 @@ class DFlash(HeadsDecoder):
         part = self._part(folder, checkpoint, target)
         grown = _growth(part, *growth, draw, target.device)
         rule = rule_of_network(sampling, tree, tree == "chain", draw, block)
-        graphs = target.graphs if isinstance(target, GraphedLM) and sampling.greedy else None
-        drafter = BlockDrafter(Network(target, part), grown, graphs)
+        drafter = BlockDrafter(Network(target, part), grown, graphs_of(target, sampling))
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 
     def _part(self, folder: Path | None, checkpoint: str | Path | None, target: CausalLM) -> Part:
@@ -182,11 +139,7 @@ class DFlash(HeadsDecoder):
             from methods.speculative.published import dflash, formats
 
             part = dflash.of_published(formats.read(str(checkpoint), target), str(checkpoint), self.kind)
-        if (last := target.n_layers - 1) < max(part.spec.taps):
-            raise ValueError(
-                f"taps of the {self.kind} checkpoint must be layers of the target, 0 to {last}, got "
-                f"{max(part.spec.taps)}. Use a checkpoint that was trained for this model."
-            )
+        part.require_taps(self.kind, target)
         if part.spec.kind != self.kind:
             raise ValueError(
                 f"The checkpoint of method={self.kind} must be one of that method, got one of {part.spec.kind}. Use "
@@ -259,7 +212,4 @@ def _growth(
             f"confidence={confidence}, tree={tree} and a network {'with' if spec.confidence else 'without'} that head. "
             "Set method.confidence=0."
         )
-    if tree == "chain":
-        return Chain(depth, draw, confidence)
-    require_sizes(nodes, depth, top_k, len(part.vocabulary), draw, ("dynamic", "chain"))
-    return Dynamic(nodes, depth, top_k, device)
+    return growth_of(tree, depth, top_k, nodes, draw, len(part.vocabulary), device, confidence)

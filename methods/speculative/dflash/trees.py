@@ -9,7 +9,7 @@ logits of a place depend on the token before it, and the tree grows level by lev
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,9 @@ from torch import Tensor
 from methods.drafting import ABSENT, Context, Draft
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling, argmax, draw, in_float
-from methods.speculative.ranked_tree import Beam, RankedTree
+from methods.speculative.ranked_tree import Beam, RankedTree, require_sizes
+
+TreeKind = Literal["chain", "dynamic"]
 
 
 @runtime_checkable
@@ -153,3 +155,27 @@ def _picked(
 def _likelihood(logits: Float[Tensor, "B n v"], places: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
     exact = in_float(logits)
     return (exact.gather(2, places[:, :, None])[:, :, 0] - exact.logsumexp(-1)).exp()
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def growth_of(
+    tree: TreeKind,
+    depth: int,
+    top_k: int,
+    nodes: int,
+    draw: bool,
+    vocabulary: int,
+    device: torch.device,
+    confidence: float = 0.0,
+) -> Growth:
+    """The growth by the options of a method whose network drafts ``depth`` tokens from ``vocabulary`` in a pass.
+
+    Raises:
+        ValueError: sizes that make no tree, or a tree that is to be drawn.
+    """
+    if tree == "chain":
+        return Chain(depth, draw, confidence)
+    require_sizes(nodes, depth, top_k, vocabulary, draw, ("dynamic", "chain"))
+    return Dynamic(nodes, depth, top_k, device)

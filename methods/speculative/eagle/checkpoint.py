@@ -7,7 +7,7 @@ it was trained along, its output matrix: neither is in the file.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from methods.engine.checkpoint_files import training_command
 from methods.speculative.draft_layers import Shapes, bias_shapes, layer_shapes
@@ -48,6 +48,8 @@ class Spec:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+
+    draft_layers: ClassVar[int] = 1
 
     @property
     def layer(self) -> str:

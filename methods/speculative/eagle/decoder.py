@@ -22,7 +22,6 @@ Command: ``python -m bench method=eagle dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -33,16 +32,16 @@ from torch import Generator, Tensor
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
-from methods.engine.cuda_graphs import GraphedLM, Graphs, Work
-from methods.engine.host_copies import from_host
+from methods.engine.cuda_graphs import Graphs, Work
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Shape
 from methods.speculative.budget import CostsOption
-from methods.speculative.draft_layers import MOST_UNREAD, Unread
+from methods.speculative.draft_layers import MOST_UNREAD
 from methods.speculative.eagle.checkpoint import TRAIN, Part
 from methods.speculative.eagle.network import FixedReader, Network, Reader
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Growth, Static
 from methods.speculative.heads.base import HeadsDecoder
+from methods.speculative.network_drafter import NetworkDrafter, graphs_of, tokens_after
 from methods.speculative.published.eagle import LayersCounted
 from methods.speculative.ranked_tree import require_sizes
 from methods.speculative.recorded_network import Drafted, KeptTokens, RecordedNetwork, tensors_of
@@ -51,38 +50,16 @@ from methods.speculative.verification import rule_of_network
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
 
 
-class EagleDrafter:
-    """Reads the committed tokens with the target's features, then lets a tree grow after them."""
+class EagleDrafter(NetworkDrafter[Network, Growth, Reader]):
+    """Reads pairs of the target's feature at a place and the token after it, then lets a tree grow after them."""
 
     def __init__(self, network: Network, growth: Growth, last_layer: int, graphs: Graphs | None = None) -> None:
-        if beyond := [tap for tap in network.spec.taps if tap > last_layer]:
-            raise ValueError(
-                f"taps of the eagle checkpoint must be layers of the target, 0 to {last_layer}, got {beyond[0]}. Use a "
-                "checkpoint that was trained for this model."
-            )
-        self.network, self.growth, self.nodes = network, growth, growth.nodes
-        self.nbytes = network.nbytes
-        # After a prefill the states of all positions are there only if some layer is tapped.
-        self.hidden_layers: Sequence[int] = network.spec.taps or (last_layer,)
-        self._reader: Reader | None = None
-        self._unread = Unread(0)
-        # Slots beyond the text: a row may be read late, beside one at its limit.
-        self._spare = MOST_UNREAD + 2 * (growth.levels + 1) + growth.guesses
-        self._recorded: RecordedNetwork[Reader] | None = None
+        # After a prefill the states of all positions are there only if some layer is tapped. Slots beyond the text: a
+        # row may be read late, beside one at its limit.
+        spare = MOST_UNREAD + 2 * (growth.levels + 1) + growth.guesses
+        super().__init__(network, growth, network.spec.taps or (last_layer,), spare)
         if graphs is not None:
-            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, self._spare)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        spec = self.network.spec
-        return 2 * spec.kv_heads * spec.head_dim * self.network.dtype.itemsize
-
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        capacity = max(len(prompt) for prompt in prompts) + limit + self._spare
-        made = self._new_reader if self._recorded is None else self._recorded.reader
-        self._reader = made(len(prompts), capacity)
-        self._unread = Unread(len(prompts))
+            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, spare)
 
     def _new_reader(self, batch: int, capacity: int) -> Reader:
         return Reader(self.network, batch, capacity)
@@ -99,47 +76,18 @@ class EagleDrafter:
 
         return work
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        assert self._reader is not None, "reset comes before keep_rows"
-        self._reader.keep_rows(rows)
-        self._unread.keep_rows(rows)
-
-    def propose(self, context: Context) -> Draft:
-        assert self._reader is not None, "reset comes before propose"
-        if self._recorded is not None and context.report is not None and not len(self._unread):
-            self._unread.read_by(context)
-            return self._recorded.draft(self._reader, context)
-        return self.growth.grow(self._reader, self._catch_up(context), context)
-
-    def skip(self, context: Context) -> None:
-        """Keep the features of the committed tokens, as they are not in the next context; read them once in a while."""
-        self._note(context)
-        if len(self._unread) > MOST_UNREAD:
-            self._read(context)
-
-    def _catch_up(self, context: Context) -> Float[Tensor, "B 1 D"]:
-        self._note(context)
-        return self._read(context)
-
-    def _note(self, context: Context) -> None:
-        self._unread.note(context, self._states(context))
-
     def _states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
-        """Of the last pass, what the network reads: the last ones and those of the layers it names."""
+        """The last ones, and those of the layers that the network names."""
         output = context.output
         return [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]
 
-    def _read(self, context: Context) -> Float[Tensor, "B 1 D"]:
-        """Read the pairs that passes have completed since the last read; the feature after the one with the root.
+    def _draft(self, reader: Reader, context: Context) -> Draft:
+        return self.growth.grow(reader, self._read(reader, context), context)
 
-        A row at its limit has no new pair; its reads are forgotten, and its draft is never used.
-        """
-        reader = self._reader
-        assert reader is not None
+    def _read(self, reader: Reader, context: Context) -> Float[Tensor, "B 1 D"]:
+        """Read the pairs that passes have completed; the feature after the one with the root."""
         counts, states = self._unread.take()
-        pending = [row[length + 1 :] for row, length in zip(context.tokens, reader.lengths, strict=True)]
-        rows = [new + [0] * (max(counts) - len(new)) for new in pending]
-        tokens = from_host(rows, self.network.device)
+        tokens = tokens_after(context, reader.lengths, counts, self.network.device)
         return reader.read(self.network.feature(states[0], states[1:]), tokens, counts)
 
 
@@ -191,8 +139,8 @@ class Eagle(HeadsDecoder):
         _require_version(version, found.spec.version)
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
         growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
-        graphs = target.graphs if isinstance(target, GraphedLM) and sampling.greedy else None
-        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1, graphs)
+        found.require_taps("eagle", target)
+        drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1, graphs_of(target, sampling))
         rule = rule_of_network(sampling, tree, kind == "chain", draw, block)
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 

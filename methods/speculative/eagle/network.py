@@ -38,7 +38,7 @@ _MOST_ROWS = 256  # of a pass of the kernels, whose buffers take 25 kB a row
 
 
 class Network:
-    """The draft network of a target, its weights in the target's type and packed as the target's are."""
+    """The draft network of a target, its weights in the form of ``CausalLM.draft_linear``."""
 
     def __init__(self, target: CausalLM, part: Part) -> None:
         self.spec, weights = part.spec, Weights(target, part.tensors, part.spec.rms_eps)

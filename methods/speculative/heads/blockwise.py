@@ -49,7 +49,6 @@ from methods.engine.checkpoint_files import (
     write_part,
 )
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.linear import make_linear
 from methods.engine.sampling import Sampling, argmax
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.heads.base import HeadsDecoder
@@ -138,10 +137,10 @@ class BlockwiseDrafter(StatelessDrafter):
     def __init__(self, target: CausalLM, heads: Heads, nodes: int) -> None:
         self.nodes, self._vocabulary = nodes, heads.vocabulary
         used = nodes * target.hidden_size
-        self._first = make_linear([heads.first[0]], [heads.first[1]])
-        self._second = make_linear([heads.second[0][:used].contiguous()], [heads.second[1][:used]])
+        self._first = target.draft_linear([heads.first[0]], [heads.first[1]])
+        self._second = target.draft_linear([heads.second[0][:used].contiguous()], [heads.second[1][:used]])
         weight, bias = target.output_rows(heads.vocabulary.ids)
-        self._output = make_linear([weight], [bias])
+        self._output = target.draft_linear([weight], [bias])
         self.nbytes = {
             "heads": self._first.nbytes + self._second.nbytes,
             "draft_output_matrix": self._output.nbytes,

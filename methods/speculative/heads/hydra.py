@@ -40,7 +40,6 @@ from methods.drafting import Context, Draft, StatelessDrafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.linear import Linear, make_linear
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.budget import CostsOption
@@ -169,18 +168,19 @@ def _shape(head: int, block: int, name: str, width: int) -> tuple[int, ...]:
 class HydraHead:
     """One head ready for decoding: W and R of the first block are one product."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        first = blocks[0]
+    def __init__(self, target: CausalLM, blocks: Sequence[Block]) -> None:
+        first, made = blocks[0], target.draft_linear
         assert first.residual is not None, "the first block changes the width"
         rest_bias = torch.zeros_like(first.bias) if first.residual_bias is None else first.residual_bias
-        self._first = make_linear([first.weight, first.residual], [first.bias, rest_bias])
-        self._rest = [self._further(block) for block in blocks[1:]]
+        self._first = made([first.weight, first.residual], [first.bias, rest_bias])
+        self._rest = [
+            (
+                made([block.weight], [block.bias]),
+                None if block.residual is None else made([block.residual], [block.residual_bias]),
+            )
+            for block in blocks[1:]
+        ]
         self.nbytes = sum(product.nbytes for pair in [(self._first, None), *self._rest] for product in pair if product)
-
-    @staticmethod
-    def _further(block: Block) -> tuple[Linear, Linear | None]:
-        own = None if block.residual is None else make_linear([block.residual], [block.residual_bias])
-        return make_linear([block.weight], [block.bias]), own
 
     def __call__(self, inputs: Float[Tensor, "R I"]) -> Float[Tensor, "R D"]:
         update, state = self._first(inputs).chunk(2, dim=-1)
@@ -228,7 +228,7 @@ class HydraDrafter(StatelessDrafter):
         self._target, self._vocabulary = target, heads.vocabulary
         self._layout, self._levels = Layout(shape, target.device), levels_of(shape, target.device)
         self._gains = tree.gains()
-        self._heads = [HydraHead(head) for head in heads.blocks[: tree.levels]]
+        self._heads = [HydraHead(target, head) for head in heads.blocks[: tree.levels]]
         outputs = None if heads.outputs is None else [weight for weight, _ in heads.outputs]
         biases = None if heads.outputs is None else [bias for _, bias in heads.outputs]
         self._outputs = output_products(target, heads.vocabulary, outputs, tree.levels, biases)

@@ -45,7 +45,7 @@ from methods.engine.checkpoint_files import (
 )
 from methods.engine.cuda_graphs import Calls, GraphedLM, Graphs
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.linear import Linear, make_linear
+from methods.engine.linear import Linear
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.budget import Costs, CostsOption
@@ -137,9 +137,10 @@ class MedusaModel:
     def __init__(self, target: CausalLM, heads: Heads, used: int) -> None:
         blocks = heads.blocks[:used]
         self._count = used
-        self._first = make_linear([head[0][0] for head in blocks], [head[0][1] for head in blocks])
+        made = target.draft_linear
+        self._first = made([head[0][0] for head in blocks], [head[0][1] for head in blocks])
         self._rest = [
-            [make_linear([head[layer][0]], [head[layer][1]]) for head in blocks] for layer in range(1, len(blocks[0]))
+            [made([head[layer][0]], [head[layer][1]]) for head in blocks] for layer in range(1, len(blocks[0]))
         ]
         self._outputs = output_products(target, heads.vocabulary, heads.outputs, used)
         layers = [self._first, *(product for layer in self._rest for product in layer)]
@@ -394,8 +395,8 @@ def output_products(
     """One product for all heads that share the target's output matrix; else one per head."""
     if outputs is None:
         weight, bias = target.output_rows(vocabulary.ids)
-        return [make_linear([weight], [bias])]
-    return [make_linear([outputs[head]], [biases[head] if biases else None]) for head in range(used)]
+        return [target.draft_linear([weight], [bias])]
+    return [target.draft_linear([outputs[head]], [biases[head] if biases else None]) for head in range(used)]
 
 
 def _bytes(products: Sequence[Linear]) -> int:

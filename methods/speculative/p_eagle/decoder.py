@@ -20,9 +20,7 @@ Command: ``python -m bench method=p_eagle dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -33,68 +31,32 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.sampling import Sampling
 from methods.speculative.budget import CostsOption
-from methods.speculative.dflash.trees import Chain, Dynamic, Growth
-from methods.speculative.draft_layers import MOST_UNREAD, Unread
+from methods.speculative.dflash.trees import Growth, TreeKind, growth_of
+from methods.speculative.draft_layers import MOST_UNREAD
 from methods.speculative.heads.base import HeadsDecoder
+from methods.speculative.network_drafter import NetworkDrafter, tokens_after
 from methods.speculative.p_eagle.checkpoint import Part
 from methods.speculative.p_eagle.network import Network, Reader
 from methods.speculative.published.eagle import LayersCounted
-from methods.speculative.ranked_tree import require_sizes
 from methods.speculative.verification import rule_of_network
 
-TreeKind = Literal["chain", "dynamic"]
 
-
-class PEagleDrafter:
-    """Reads the committed tokens with the target's states, and drafts in the same pass."""
+class PEagleDrafter(NetworkDrafter[Network, Growth, Reader]):
+    """Reads pairs of the target's feature at a place and the token after it, and drafts in the same pass."""
 
     def __init__(self, network: Network, growth: Growth) -> None:
-        self.network, self.growth, self.nodes = network, growth, growth.nodes
-        self.nbytes = network.nbytes
-        self.hidden_layers: Sequence[int] = network.spec.taps
-        self._reader: Reader | None = None
-        self._unread = Unread(0)
+        super().__init__(network, growth, network.spec.taps, MOST_UNREAD + 2 * (growth.levels + 1))
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        spec = self.network.spec
-        return 2 * spec.draft_layers * spec.kv_heads * spec.head_dim * self.network.dtype.itemsize
+    def _new_reader(self, batch: int, capacity: int) -> Reader:
+        return Reader(self.network, batch, capacity)
 
-    def reset(self, prompts: list[list[int]], limit: int) -> None:
-        spare = MOST_UNREAD + 2 * (self.growth.levels + 1)
-        self._reader = Reader(self.network, len(prompts), max(map(len, prompts)) + limit + spare)
-        self._unread = Unread(len(prompts))
+    def _draft(self, reader: Reader, context: Context) -> Draft:
+        return self.growth.grow(self.network, self._read(reader, context, self.growth.levels - 1), context)
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        assert self._reader is not None, "reset comes before keep_rows"
-        self._reader.keep_rows(rows)
-        self._unread.keep_rows(rows)
-
-    def propose(self, context: Context) -> Draft:
-        self._note(context)
-        return self.growth.grow(self.network, self._read(context, self.growth.levels - 1), context)
-
-    def skip(self, context: Context) -> None:
-        """Keep the target's states of the committed tokens, as they are not in the next context."""
-        self._note(context)
-        if len(self._unread) > MOST_UNREAD:
-            self._read(context, 0)
-
-    def _note(self, context: Context) -> None:
-        self._unread.note(context, [context.output.hidden_layers[tap] for tap in self.hidden_layers])
-
-    def _read(self, context: Context, masks: int) -> Float[Tensor, "B n D"]:
-        """Read the pairs that passes have completed since the last read, and ``masks`` masked places after them.
-
-        A row at its limit has no new pair, and its draft is never used.
-        """
-        reader = self._reader
-        assert reader is not None, "reset comes before propose"
+    def _read(self, reader: Reader, context: Context, masks: int = 0) -> Float[Tensor, "B n D"]:
+        """Read the pairs that passes have completed, and ``masks`` masked places after them."""
         counts, states = self._unread.take()
-        pending = [row[length + 1 :] for row, length in zip(context.tokens, reader.lengths, strict=True)]
-        rows = [new + [0] * (max(counts) - len(new)) for new in pending]
-        tokens = torch.tensor(rows, device=self.network.device)
+        tokens = tokens_after(context, reader.lengths, counts, self.network.device)
         return reader.draft(self.network.feature(states), tokens, counts, masks)
 
 
@@ -148,10 +110,7 @@ def _growth(
     depth = part.spec.depths if gamma is None else gamma
     if depth < 1:
         raise ValueError(f"gamma must be at least 1 or null, got {gamma}. Correct method.gamma.")
-    if tree == "chain":
-        return Chain(depth, draw)
-    require_sizes(nodes, depth, top_k, len(part.vocabulary), draw, ("dynamic", "chain"))
-    return Dynamic(nodes, depth, top_k, device)
+    return growth_of(tree, depth, top_k, nodes, draw, len(part.vocabulary), device)
 
 
 def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM, counted: LayersCounted) -> Part:
@@ -166,9 +125,5 @@ def _part(folder: Path | None, checkpoint: str | Path | None, target: CausalLM, 
         )
     else:
         part = Part.load(folder, target)
-    if (last := target.n_layers - 1) < max(part.spec.taps):
-        raise ValueError(
-            f"taps of the p_eagle checkpoint must be layers of the target, 0 to {last}, got {max(part.spec.taps)}. "
-            "Use a checkpoint that was trained for this model."
-        )
+    part.require_taps("p_eagle", target)
     return part

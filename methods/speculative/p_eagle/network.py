@@ -24,7 +24,7 @@ _MOST_ROWS = 1024  # of a pass over pairs: what a pass holds at once
 
 
 class Network:
-    """The network of a target, its weights in the target's type and packed as the target's are."""
+    """The network of a target, its weights in the form of ``CausalLM.draft_linear``."""
 
     def __init__(self, target: CausalLM, part: Part) -> None:
         self.spec, spec = part.spec, part.spec

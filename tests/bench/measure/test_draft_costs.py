@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from bench.measure import draft_costs
 from bench.measure import run as program
 from bench.measure.run import run
 from bench.records.run_folder import read_manifest, read_samples
+from methods.engine import stopwatch
 from methods.engine.sampling import Sampling
 from methods.speculative.budget import Costs
 from methods.speculative.prompt_lookup import PromptLookup
@@ -44,8 +46,9 @@ def test_only_those_are_asked_that_want_costs() -> None:
     assert draft_costs.wanted(TokenRecycling(target, Sampling(), tree="small", costs=[[1, 1.0], [2, 1.1]])) == 0
 
 
-def test_drafting_is_what_a_round_takes_beside_its_pass() -> None:
+def test_drafting_is_what_a_round_takes_beside_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     target, clock = checks.tiny_target(), FakeClock()
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter_ns=clock))
     forward, decoder = target.forward, TokenRecycling(target, Sampling(), tree="small", costs="auto")
 
     def timed(tokens: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +64,9 @@ def test_drafting_is_what_a_round_takes_beside_its_pass() -> None:
     found = draft_costs.measure(target, decoder, curve, clock)
     assert curve.nodes == (1, 2, 4, 8)
     assert found == [[0.0, 0.2], [1.0, 1.0], [2.0, 1.0909], [4.0, 1.2727], [8.0, 1.6364]]
+    other = replace(curve, table=tuple(tuple(seconds / 2 for seconds in row) for row in curve.table))
+    drafting = draft_costs.measure(target, decoder, other, clock)[0][1]
+    assert drafting == pytest.approx(0.4, abs=1e-4), "the same time over passes that took half as long"
     decoder.use_costs(found)
     assert decoder.costs == Costs((1, 2, 4, 8), (1.0, 1.0909, 1.2727, 1.6364), 0.2)
 

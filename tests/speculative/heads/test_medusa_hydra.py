@@ -453,7 +453,7 @@ def test_the_scale_of_embeddings_goes_into_the_weights(target, texts, tmp_path):
     trained = learner.trained(learner.ranks(batch)[0])
     inputs = torch.cat([found.hidden[:, None], target.embed(found.tokens[:, :2]).float()], 1).flatten(1)
     for head, state in enumerate(learner.states(found)):
-        ours = hydra.HydraHead(trained.blocks[head])(inputs[:, : 32 * (head + 2)])
+        ours = hydra.HydraHead(target, trained.blocks[head])(inputs[:, : 32 * (head + 2)])
         assert torch.allclose(ours, state, atol=1e-4)
 
 

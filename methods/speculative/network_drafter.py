@@ -1,0 +1,161 @@
+"""What the drafters of EAGLE, P-EAGLE, DFlash and DSpark share: their network reads the target's states in every round.
+
+Keys and values of the committed tokens are in a cache of the network's own, the reader. A drafter may sit out rounds;
+what passes of the target said in the meantime is read before the next draft. With CUDA graphs the reading after a
+recorded round, and the draft, are one recorded call (``recorded_network.py``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from methods.drafting import Context, Draft
+from methods.engine.causal_lm import CausalLM
+from methods.engine.cuda_graphs import GraphedLM, Graphs
+from methods.engine.host_copies import from_host
+from methods.engine.sampling import Sampling
+from methods.speculative.draft_layers import MOST_UNREAD, Unread
+from methods.speculative.recorded_network import RecordedNetwork
+
+
+@runtime_checkable
+class NetworkSpec(Protocol):
+    """Sizes of a draft network."""
+
+    @property
+    def draft_layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@runtime_checkable
+class DraftNetwork(Protocol):
+    """A network in decoding; ``nbytes``: memory of its matrices by name."""
+
+    nbytes: dict[str, int]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def spec(self) -> NetworkSpec: ...
+
+
+@runtime_checkable
+class DraftGrowth(Protocol):
+    """How drafts are made; ``nodes``: most of a draft."""
+
+    nodes: int
+
+
+@runtime_checkable
+class DraftReader(Protocol):
+    """A network over its cache; ``lengths``: places of each row that were read."""
+
+    @property
+    def lengths(self) -> list[int]: ...
+    def keep_rows(self, rows: Sequence[int]) -> None: ...
+
+
+N = TypeVar("N", bound=DraftNetwork)
+G = TypeVar("G", bound=DraftGrowth)
+R = TypeVar("R", bound=DraftReader)
+
+
+class NetworkDrafter(ABC, Generic[N, G, R]):
+    """Reads the committed tokens with the target's states of them, then drafts.
+
+    Args:
+        network: drafts.
+        growth: makes drafts of what it says.
+        taps: layers of the target whose outputs must be kept for it.
+        spare: slots that a reader needs beyond the text.
+    """
+
+    def __init__(self, network: N, growth: G, taps: Sequence[int], spare: int) -> None:
+        self.network, self.growth, self.nodes = network, growth, growth.nodes
+        self.nbytes = network.nbytes
+        self.hidden_layers = taps
+        self._spare = spare
+        self._reader: R | None = None
+        self._unread = Unread(0)
+        self._recorded: RecordedNetwork[Any] | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the network's keys and values of one token."""
+        spec = self.network.spec
+        return 2 * spec.draft_layers * spec.kv_heads * spec.head_dim * self.network.dtype.itemsize
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        make = self._new_reader if self._recorded is None else self._recorded.reader
+        self._reader = make(len(prompts), max(map(len, prompts)) + limit + self._spare)
+        self._unread = Unread(len(prompts))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._read_so_far().keep_rows(rows)
+        self._unread.keep_rows(rows)
+
+    def propose(self, context: Context) -> Draft:
+        reader = self._read_so_far()
+        if self._recorded is not None and context.report is not None and not len(self._unread):
+            self._unread.read_by(context)
+            return self._recorded.draft(reader, context)
+        self._unread.note(context, self._states(context))
+        return self._draft(reader, context)
+
+    def skip(self, context: Context) -> None:
+        """Keep the states of the committed tokens, as they are not in the next context; read them once in a while."""
+        self._unread.note(context, self._states(context))
+        if len(self._unread) > MOST_UNREAD:
+            self._read(self._read_so_far(), context)
+
+    def _read_so_far(self) -> R:
+        assert self._reader is not None, "reset comes before drafting"
+        return self._reader
+
+    def _states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
+        """What the network reads of the last pass."""
+        return [context.output.hidden_layers[tap] for tap in self.hidden_layers]
+
+    @abstractmethod
+    def _new_reader(self, batch: int, capacity: int) -> R:
+        """An empty reader of so many rows and slots."""
+
+    @abstractmethod
+    def _read(self, reader: R, context: Context) -> object:
+        """Read what was noted, ``self._unread.take()``.
+
+        A row at its limit has nothing new; its reads are forgotten, and its draft is never used.
+        """
+
+    @abstractmethod
+    def _draft(self, reader: R, context: Context) -> Draft:
+        """Read what was noted, and draft."""
+
+
+def tokens_after(
+    context: Context, lengths: Sequence[int], counts: Sequence[int], device: torch.device
+) -> Int[Tensor, "B W"]:
+    """The tokens that follow the places which a network has not read: the second halves of EAGLE's pairs.
+
+    Args:
+        context: of the round.
+        lengths: places that each row has read.
+        counts: of new places; W is the largest, and shorter rows are padded.
+        device: of the network.
+    """
+    pending = [row[length + 1 :] for row, length in zip(context.tokens, lengths, strict=True)]
+    return from_host([new + [0] * (max(counts) - len(new)) for new in pending], device)
+
+
+def graphs_of(target: CausalLM, sampling: Sampling) -> Graphs | None:
+    """Where drafts after rounds of this kind are recorded; None: nowhere."""
+    return target.graphs if isinstance(target, GraphedLM) and sampling.greedy else None
