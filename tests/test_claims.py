@@ -77,19 +77,19 @@ def passes(digest: str, nodes: int, context: int) -> Source:
 
 
 N = r"(\d+(?:\.\d+)?)"
-CALM, SUFFIX = "f30191bad280", "8b0a27798e8e"
+CALM, SUFFIX, HYBRID = "f30191bad280", "2137e5e69667", "cbbae3804c84"
 LENSES = "calm-multi30k_4_4_distilled_calm"
 BATCH_128 = ("83dcc87dd674", "e579db4818b0", "87bada7b80ca", "269471f6e256")
 CLAIMS: list[tuple[str, str, list[Source]]] = [
     (
         "README.md",
-        rf"`suffix` writes {N} times as fast as llama\.cpp's own plain decoding, and {N} times as fast",
-        [ratio(SUFFIX, "5fade03d1d30"), ratio(SUFFIX, "476e15b3077f")],
+        rf"`hybrid` writes {N} times as fast as llama\.cpp's own plain decoding, and {N} times as fast",
+        [ratio(HYBRID, "5ae55f972a55"), ratio(HYBRID, "567f566362f2")],
     ),
     (
         "docs/cost.md",
-        rf"after 517 tokens, a pass over 4, 8 and 16 tokens costs {N}, {N} and {N} times as much",
-        [passes(SUFFIX, nodes, 517) for nodes in (4, 8, 16)],
+        rf"after 693 tokens, a pass over 4, 8 and 16 tokens costs {N}, {N} and {N} times as much",
+        [passes(SUFFIX, nodes, 693) for nodes in (4, 8, 16)],
     ),
     (
         "docs/early_exit.md",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.analysis import stalls
 from bench.errors import RunFailed, explain, is_of_cluster
-from bench.measure.instruments import Instruments
+from bench.measure.instruments import Instruments, held_bytes
 from bench.measure.timing import Timed, timed_decode
 from bench.records.run_folder import REPEATED, Arm, RunFolder, Sample
 from bench.tasks import prompts
@@ -315,7 +315,7 @@ class Runner:
         timed: dict[str, Timed] = {}
         for name in order:
             try:
-                timed[name] = self._decode(by_name[name].decoder if name else self.baseline, unit)
+                timed[name] = self._decode_arm(by_name[name], unit) if name else self._decode(self.baseline, unit)
             except Exception as error:
                 if not name:
                     raise
@@ -347,6 +347,16 @@ class Runner:
     def _others(self, arm: MethodArm) -> int:
         """Memory that the other methods hold, which a peak of this one must not count."""
         return sum(other.held_bytes for other in self.arms if other is not arm)
+
+    def _decode_arm(self, arm: MethodArm, unit: _Unit) -> Timed:
+        """Decode with a method; what another engine loads at its first texts is held from then on."""
+        if unit.phase != "warmup" or not arm.decoder.libraries:
+            return self._decode(arm.decoder, unit)
+        device = self.instruments.device
+        before = held_bytes(device)
+        timed = self._decode(arm.decoder, unit)
+        arm.held_bytes += max(0, held_bytes(device) - before)
+        return timed
 
     def _decode(self, decoder: Decoder, unit: _Unit) -> Timed:
         device, settings = self.instruments.device, self.settings

@@ -100,11 +100,11 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         self._unread = Unread(len(prompts))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        self._read_so_far().keep_rows(rows)
+        self._made_reader().keep_rows(rows)
         self._unread.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
-        reader = self._read_so_far()
+        reader = self._made_reader()
         if self._recorded is not None and context.report is not None and not len(self._unread):
             self._unread.read_by(context)
             return self._recorded.draft(reader, context)
@@ -115,9 +115,9 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         """Keep the states of the committed tokens, as they are not in the next context; read them once in a while."""
         self._unread.note(context, self._states(context))
         if len(self._unread) > MOST_UNREAD:
-            self._read(self._read_so_far(), context)
+            self._read(self._made_reader(), context)
 
-    def _read_so_far(self) -> R:
+    def _made_reader(self) -> R:
         assert self._reader is not None, "reset comes before drafting"
         return self._reader
 

@@ -19,6 +19,7 @@ from bench.analysis import audit, stalls
 from bench.config import compose
 from bench.config.schema import RunConfig
 from bench.errors import OK, RunFailed, UserError
+from bench.measure import interleave
 from bench.measure.interleave import MethodArm, Runner, random_order
 from bench.measure.run import RunResult, run, run_together
 from bench.records.run_folder import RunFolder, Sample, read_manifest, read_samples, validate
@@ -190,6 +191,25 @@ def test_memory_of_the_other_methods_is_not_counted(tmp_path: Path) -> None:
     runner.measure()
     peaks = [{sample.peak_bytes for sample in arm.folder.samples} for arm in runner.arms]
     assert peaks == [{750}, {900}]
+
+
+class Lazy(FakeDecoder):
+    """An engine of its own, which loads 400 bytes at its first text."""
+
+    libraries = {"engine": "rivals"}  # noqa: RUF012
+
+
+def test_what_another_engine_loads_at_its_first_text_is_not_counted_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lazy, other = Lazy(FakeClock()), FakeDecoder(FakeClock())
+    runner = runner_of(tmp_path, [lazy, other])
+    runner.instruments.memory.peak_bytes = lambda: 1_000  # type: ignore[method-assign]
+    monkeypatch.setattr(interleave, "held_bytes", lambda device: 300 + (400 if lazy.calls else 0))
+    runner.warm_up()
+    runner.measure()
+    peaks = [{sample.peak_bytes for sample in arm.folder.samples if sample.phase == "measure"} for arm in runner.arms]
+    assert peaks == [{1_000}, {600}] and runner.arms[0].held_bytes == 400
 
 
 def test_the_last_method_that_fails_ends_the_run(tmp_path: Path) -> None:
