@@ -198,6 +198,11 @@ class Decoder(ABC):
         return {}
 
     @property
+    def draft_weights(self) -> str | None:
+        """What the weights of a trained network that drafts are rounded to; None: they are not, or there is none."""
+        return None
+
+    @property
     def most_nodes(self) -> int:
         """Nodes per row of its widest pass of the target after the prompts are read."""
         return 1

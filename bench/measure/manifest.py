@@ -25,7 +25,6 @@ from methods.decoder import Decoder
 from methods.engine.attention_kernels import attention_kernels
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
-from methods.speculative.heads.base import HeadsDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ def manifest(
             "dataset": {"name": cfg.dataset["name"], "revision": shared.task.revision},
             "dtype": str(loaded.lm.dtype).removeprefix("torch."),
             "linear": loaded.lm.linear_form,
-            **({"draft_weights": form} if (form := _drafts_rounded_to(parts)) else {}),
+            **({"draft_weights": form} if (form := parts.method.draft_weights) else {}),
             "attention": attention_kernels(loaded.lm),
             "bytes_read": None,
             **({"kernels": loaded.lm.kernels} if loaded.lm.kernels != "torch" else {}),
@@ -160,11 +159,6 @@ def manifest(
             "git": machine.git_state(),
         }
     )
-
-
-def _drafts_rounded_to(parts: Parts) -> str | None:
-    """The form of the weights of the method's trained network, if they are rounded for drafting."""
-    return parts.shared.loaded.lm.drafts_rounded_to if isinstance(parts.method, HeadsDecoder) else None
 
 
 def rows(shared: Shared) -> int:

@@ -49,6 +49,10 @@ class HeadsDecoder(SpeculativeDecoder):
         """Memory beside the target's, such as the heads, and the rows of its output matrix that they use."""
         return dict(self._heads.nbytes)
 
+    @property
+    def draft_weights(self) -> str | None:
+        return self.target.drafts_rounded_to
+
     def acceptance_warning(self, rates: Sequence[Sequence[float]]) -> str | None:
         """A warning where published heads draft implausibly badly."""
         return check_plausible(self._published, rates) if self._published else None

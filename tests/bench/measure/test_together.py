@@ -196,7 +196,7 @@ def test_memory_of_the_other_methods_is_not_counted(tmp_path: Path) -> None:
 class Lazy(FakeDecoder):
     """An engine of its own, which loads 400 bytes at its first text."""
 
-    libraries = {"engine": "rivals"}  # noqa: RUF012
+    libraries = {"engine": "rivals"}
 
 
 def test_what_another_engine_loads_at_its_first_text_is_not_counted_for_the_others(
@@ -204,6 +204,7 @@ def test_what_another_engine_loads_at_its_first_text_is_not_counted_for_the_othe
 ) -> None:
     lazy, other = Lazy(FakeClock()), FakeDecoder(FakeClock())
     runner = runner_of(tmp_path, [lazy, other])
+    runner.settings = replace(runner.settings, warmup=1)
     runner.instruments.memory.peak_bytes = lambda: 1_000  # type: ignore[method-assign]
     monkeypatch.setattr(interleave, "held_bytes", lambda device: 300 + (400 if lazy.calls else 0))
     runner.warm_up()

@@ -114,7 +114,7 @@ def test_runs_are_found_by_tags_settings_and_group(found: Records) -> None:
     (sent,) = found["run"]
     assert (sent["job_type"], sent["run_group"], sent["project"]) == ("benchmark", "random-demo", "decodebench")
     assert {"prompt_lookup", "EXACT", "speculative", "batch_size=1", "measure=quick"} <= set(sent["tags"])
-    assert {"VALID", "INVALID"} & set(sent["tags"])
+    assert {"VALID", "INVALID", "INCONCLUSIVE"} & set(sent["tags"])
     config = sent["config"]["update"]
     assert (config["family"], config["guarantee"], config["batch_size"]) == ("speculative", "EXACT", 1)
     assert config["measure"]["name"] == "quick"
@@ -198,7 +198,7 @@ def test_prompts_are_not_downloaded(
     monkeypatch.delenv("DECODEBENCH_DATA", raising=False)
     paths = compose.compose([f"paths.results={tmp_path}", f"paths.cache={tmp_path}", "paths.data=null"]).paths
     rows = tracked_run.finished_run(REFERENCE, paths).tables["texts"].rows
-    assert len(rows) == 40 and not any(line[tracked_run.TEXT_COLUMNS.index("prompt")] for line in rows)
+    assert len(rows) == 160 and not any(line[tracked_run.TEXT_COLUMNS.index("prompt")] for line in rows)
     assert "asking" not in capsys.readouterr().err
 
 
@@ -237,7 +237,8 @@ def test_the_figure_has_each_category_and_its_interval() -> None:
     ax = Figure().subplots()
     plots.categories(ax, summary)
     assert [label.get_text().partition("  ")[0] for label in ax.get_yticklabels()] == list(ratios)
-    drawn = [list(line.get_xdata()) for line in ax.get_lines() if len(line.get_xdata()) == 2 and line.get_ydata()[0]]
+    lines = [line for line in ax.get_lines() if len(line.get_xdata()) == 2]
+    drawn = [list(line.get_xdata()) for line in lines if line.get_ydata()[0] == line.get_ydata()[1]]
     known = [[r["low"], r["high"]] for r in ratios.values() if r["low"] is not None]
     assert known and all(interval in drawn for interval in known)
 
@@ -259,7 +260,7 @@ def test_a_finished_run_is_sent_later_and_its_record_stays(
     assert set(sent) == {run.name, REFERENCE.name}
     assert all(found["run"][0]["project"] == "mine" for found in sent.values())
     history = [record["item"] for record in sent[REFERENCE.name]["history"]]
-    assert len(history) == 40 and 0 < history[0]["prompt/acceptance"] < 1
+    assert len(history) == 160 and 0 < history[0]["prompt/acceptance"] < 1
     assert history[-1]["roofline._type"] == "image-file", "there is a reference record of its model and machine"
 
 
