@@ -135,14 +135,17 @@ def groups(found: Iterable[Record]) -> list[ComparisonGroup]:
 
 
 def _headings(firsts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the runs of each group share; with revisions if two groups would have the same heading."""
-    short = [_heading(first) for first in firsts]
-    count = Counter(short)
+    """What the runs of each group share; two that would read the same have their number of prompts, or revisions."""
     revisions = ("schema_version", "model_revision", "dataset_revision")
-    return [
-        name if count[name] == 1 else f"{name}, {', '.join(f'{k} {terminal.join_value(first, k)}' for k in revisions)}"
-        for name, first in zip(short, firsts, strict=True)
-    ]
+    prompts = [f"{first.get('n_prompts')} prompts" for first in firsts]
+    every = [", ".join(f"{key} {terminal.join_value(first, key)}" for key in revisions) for first in firsts]
+    return _apart(_apart([_heading(first) for first in firsts], prompts), every)
+
+
+def _apart(names: Sequence[str], marks: Sequence[str]) -> list[str]:
+    """The names, those that occur several times with their mark."""
+    count = Counter(names)
+    return [name if count[name] == 1 else f"{name}, {mark}" for name, mark in zip(names, marks, strict=True)]
 
 
 def _heading(first: Mapping[str, Any]) -> str:
