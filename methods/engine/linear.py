@@ -224,12 +224,13 @@ def draft_form(wanted: DraftWeights, target: LinearForm, weight: Float[Tensor, "
     Raises:
         ValueError: no blocks for this device or type.
     """
-    own = target if target in ("plain", "packed") else "auto"
+    fits = target != "panels" or usable(weight.device, weight.dtype, weight.shape[1])
+    own = target if target in ("plain", "packed", "panels") and fits else "auto"
     if wanted == "full":
         return own
     kernels = blocks_usable(weight.device, weight.dtype, BLOCK)
     if wanted == "auto":
-        wanted = _DRAFTS if kernels and own == "auto" and weight.dtype == torch.bfloat16 else "full"
+        wanted = _DRAFTS if kernels and own in ("auto", "panels") and weight.dtype == torch.bfloat16 else "full"
     elif not kernels:
         raise ValueError(
             f"hardware.draft_weights={wanted} needs bfloat16 or float32 on a CPU, and a C++ compiler, got "

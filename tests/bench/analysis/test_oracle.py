@@ -17,7 +17,14 @@ from tests.helpers.sample_rows import MS, both
 
 ROOT = Path(__file__).resolve().parents[3]
 RUNS = sorted(path.parent for path in ROOT.glob("results/reference/*/samples.jsonl.gz"))
-NAMES = ("eagle-mtbench", "prompt_lookup-mtbench", "suffix-spec_bench", "lookahead-", "speculative_sampling-", "hydra_")
+NAMES = (
+    "eagle-mtbench",
+    "prompt_lookup-mtbench",
+    "suffix-spec_bench",
+    "lookahead-",
+    "speculative_sampling-",
+    "hybrid-mtbench",
+)
 FLAT = CostCurve((1, 8), 1, (100,), ((0.010, 0.017),))  # 9 ms and 1 ms per node
 
 
