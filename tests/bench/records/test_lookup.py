@@ -23,7 +23,13 @@ def test_prompts_tokens_and_machine_may_differ(change: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [["method.depth=4"], ["sampling=sample", "sampling.top_k=7"], ["batch_size=2"], ["batch_size=4", "measure.refill=true"]]
+    "change",
+    [
+        ["method.depth=4"],
+        ["sampling=sample", "sampling.top_k=7"],
+        ["batch_size=2"],
+        ["batch_size=4", "measure.refill=true"],
+    ],
 )
 def test_what_is_measured_may_not(change: list[str]) -> None:
     assert lookup.similar(REFERENCE, compose.compose([*EAGLE, *change])) == []
