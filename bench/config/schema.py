@@ -104,7 +104,8 @@ class HardwareConfig:
         threads: CPU threads; None is one per physical core.
         linear: form of the matrix products, see ``methods.engine.linear``.
         draft_weights: of trained networks that draft: those of the target's type, or rounded to numbers of 8 or 4 bits,
-            which costs acceptance and never changes the text; ``auto`` is int8 for bfloat16 on a CPU, else full.
+            which costs acceptance, and never the text of an exact method; ``auto`` is int8 for bfloat16 on a CPU, else
+            full.
         graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
         compile: let torch.compile join the operations between matrix products, for baseline and methods alike.
         kernels: of what is between the matrix products in passes over few nodes: those of torch, or ours in Triton, for

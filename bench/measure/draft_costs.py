@@ -108,8 +108,9 @@ def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Calla
             break
         seconds = (clock() - start) / 1e9
         if step.nodes > 1:
-            known = curve.seconds(step.nodes, curve.batch, curve.contexts[0])
-            rounds.append((step.draft_passes > 0, seconds - (known if step.pass_ns is None else step.pass_ns / 1e9)))
+            own = None if step.pass_ns is None else step.pass_ns / 1e9
+            spent = curve.seconds(step.nodes, curve.batch, curve.contexts[0]) if own is None else own
+            rounds.append((step.draft_passes > 0, seconds - spent))
     with_passes = [seconds for passes, seconds in rounds if passes]
     chosen = with_passes or [seconds for _, seconds in rounds]
     return max(statistics.median(chosen[1:] or chosen or [0.0]), 0.0)  # the first round reads the prompt

@@ -76,7 +76,7 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
             weights=quantised,  # type: ignore[arg-type]
         )
         compiled = compile_layers(lm) if hardware.get("compile", False) else None
-        _choose_kernels(lm, hardware)
+        _hand_over(lm, hardware)
         if hardware.get("batch_invariant", False):
             _require_invariant(lm)
     except ValueError as error:  # UnsupportedModel among them, named and with the proven families
@@ -105,7 +105,7 @@ def _load_parallel(
         devices = parallel.start(size, model, hardware, paths, device)
         read = read_part(model, hardware, paths, devices)
         lm = DrivingLM.of(read.model, devices, hardware.get("linear", "auto"))
-        lm.draft_weights = hardware.get("draft_weights", "auto")
+        _hand_over(lm, hardware)
     except BaseException as error:
         parallel.stop()
         if isinstance(error, ValueError):  # among them UnsupportedModel
@@ -163,7 +163,7 @@ def load_module(module: Any, tokenizer: Any, hardware: Mapping[str, Any]) -> Loa
     _settle_kernels(module.device)
     try:
         lm = _engine(module.config).from_hf(module, linear=hardware.get("linear", "auto"), keep_hf=True)
-        _choose_kernels(lm, hardware)
+        _hand_over(lm, hardware)
     except ValueError as error:
         raise UserError(str(error)) from error
     in_memory.require_equal(lm, module)
@@ -180,7 +180,8 @@ def _graphed(lm: CausalLM, hardware: Mapping[str, Any]) -> CausalLM:
     return GraphedLM.of(lm) if wanted else lm
 
 
-def _choose_kernels(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
+def _hand_over(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
+    """Hand over what the hardware group says of weights that draft for the model, and of its kernels."""
     from methods.engine.causal_lm import CausalLM
 
     lm.draft_weights = hardware.get("draft_weights", "auto")

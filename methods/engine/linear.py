@@ -15,8 +15,8 @@ w = (n - 8) scale + zero with scale = d and zero = m + 8 d; of 8 bits as Q8_0, w
 rows to 8 bits by such blocks too, as llama.cpp does, and multiply integers. A pass of SmolLM2-135M over one token then
 takes 0.41 of the time that it takes with panels of bfloat16, over eight 0.52, over 64 0.78 (Ice Lake, two cores).
 
-What a network that only drafts loses by such rounding is some acceptance, never the text: where there are kernels for
-them, ``draft_form`` takes blocks of 8 bits for it.
+What a network that only drafts loses by such rounding is some acceptance, never the text of an exact method: where
+there are kernels for them, ``draft_form`` takes blocks of 8 bits for it.
 
 On a GPU ``int4``, and ``fp8``, are products of ``methods.engine.gpu_linear``.
 """

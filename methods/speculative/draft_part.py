@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -19,8 +19,19 @@ S = TypeVar("S")
 P = TypeVar("P", bound="NetworkPart[Any]")
 
 
+@dataclass(frozen=True)
 class LayeredSpec:
-    """Mix-in of the sizes of networks of several layers, whose embedding and output matrix may be the target's."""
+    """Sizes of a network of several layers, whose embedding and output matrix may be the target's, and of that target.
+
+    Attributes:
+        draft_layers: layers of the network.
+        hidden_size: of the network and of the target.
+        intermediate_size, heads, kv_heads, head_dim: of the network's layers.
+        rms_eps: of its norms.
+        layers, vocab_size: of the target.
+        taps: layers of the target whose outputs make a feature, 0-based, ascending.
+        rope: parameters of the rotary positions, as transformers has them.
+    """
 
     draft_layers: int
     hidden_size: int
@@ -28,8 +39,11 @@ class LayeredSpec:
     heads: int
     kv_heads: int
     head_dim: int
+    rms_eps: float
+    layers: int
     vocab_size: int
-    rope: dict[str, Any]
+    taps: tuple[int, ...]
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}, kw_only=True)
 
     def layer(self, number: int) -> str:
         """Beginning of the names of a layer's tensors."""

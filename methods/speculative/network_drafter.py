@@ -20,20 +20,16 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM, Graphs
 from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
-from methods.speculative.draft_layers import MOST_UNREAD, Unread
+from methods.speculative.draft_layers import MOST_UNREAD, Sizes, Unread
 from methods.speculative.recorded_network import RecordedNetwork
 
 
 @runtime_checkable
-class NetworkSpec(Protocol):
-    """Sizes of a draft network."""
+class NetworkSpec(Sizes, Protocol):
+    """Sizes of a draft network of several layers."""
 
     @property
     def draft_layers(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 @runtime_checkable

@@ -30,8 +30,8 @@ vocabulary, v the draft vocabulary, r the Markov rank; i counts the layers of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from methods.speculative.draft_layers import Shapes, layer_shapes
 from methods.speculative.draft_part import LayeredSpec, NetworkPart
@@ -45,15 +45,9 @@ MASK = "mask_embedding"
 
 @dataclass(frozen=True)
 class Spec(LayeredSpec):
-    """Sizes of a block drafter, and of the target it belongs to.
+    """Sizes of a block drafter, and of the target it belongs to: those of every such network, and more.
 
     Attributes:
-        draft_layers: layers of the network.
-        hidden_size: of the network and of the target.
-        intermediate_size, heads, kv_heads, head_dim: of the network's layers.
-        rms_eps: of its norms.
-        layers, vocab_size: of the target.
-        taps: layers of the target whose outputs make a feature, 0-based, ascending.
         block: places of a pass: the anchor, which is the last committed token, and ``block - 1`` masked ones.
         mask: the token whose embedding a masked place has; None: ``mask_embedding``.
         sample_from_anchor: the anchor's place predicts the token after it, so a pass drafts ``block`` tokens; otherwise
@@ -62,19 +56,8 @@ class Spec(LayeredSpec):
         markov_rank: of the Markov head; 0: none.
         confidence: there is a confidence head.
         confidence_reads_markov: it reads the Markov row of the previous token beside the hidden state.
-        rope: parameters of the rotary positions, as transformers has them.
     """
 
-    draft_layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rms_eps: float
-    layers: int
-    vocab_size: int
-    taps: tuple[int, ...]
     block: int
     mask: int | None = None
     sample_from_anchor: bool = False
@@ -82,7 +65,6 @@ class Spec(LayeredSpec):
     markov_rank: int = 0
     confidence: bool = False
     confidence_reads_markov: bool = True
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
     @property
     def kind(self) -> Kind:

@@ -27,8 +27,7 @@ draft vocabulary; i counts the layers of the network from 0, and r is 2 D for th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from methods.engine.checkpoint_files import training_command
 from methods.speculative.draft_layers import Shapes, layer_shapes
@@ -40,37 +39,19 @@ MASK_HIDDEN, MASK_EMBEDDING = "mask_hidden", "mask_embedding"
 
 @dataclass(frozen=True)
 class Spec(LayeredSpec):
-    """Sizes of a network of P-EAGLE, and of the target it belongs to.
+    """Sizes of a network of P-EAGLE, and of the target it belongs to: those of every such network, and more.
 
     Attributes:
-        draft_layers: layers of the network.
-        hidden_size: of the network and of the target.
-        intermediate_size, heads, kv_heads, head_dim: of the network's layers.
-        rms_eps: of its norms.
-        layers, vocab_size: of the target.
-        taps: layers of the target whose outputs make a feature, 0-based, ascending.
         depths: tokens that a pass drafts, as it was trained.
         mask: the token whose embedding a masked place has; None: ``mask_embedding``.
         fc_norm: the tapped states are normalised, each by itself, before they are mixed.
         norm_before_residual: the residual of the first layer is the normalised feature instead of the feature itself.
-        rope: parameters of the rotary positions, as transformers has them.
     """
 
-    draft_layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rms_eps: float
-    layers: int
-    vocab_size: int
-    taps: tuple[int, ...]
     depths: int
     mask: int | None = None
     fc_norm: bool = False
     norm_before_residual: bool = False
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
     def shapes(self) -> Shapes:
         """Every tensor that the network itself has, by its name."""
