@@ -15,11 +15,10 @@ import pytest
 from bench import cli, validate
 from bench.records import digests, run_folder
 from bench.report import collect
+from tests.helpers.records import with_samples
 
 RESULTS = Path(__file__).parents[2] / "results" / "reference"
-RUN = next(
-    each for each in RESULTS.glob("prompt_lookup-mtbench-*") if '"memory"' in (each / "summary.json").read_text()
-)
+RUN = with_samples("suffix-mtbench-*")
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def kept(tmp_path: Path) -> Path:
     """A run, and one experiment of each kind of the laboratory."""
     shutil.copytree(RUN, tmp_path / RUN.name)
     for kind in ("greedy", "sampling", "joint"):
-        folder = next((RESULTS / "lossless").glob(f"{kind}-*"))
+        folder = min((RESULTS / "lossless").glob(f"{kind}-*"))
         shutil.copytree(folder, tmp_path / "lossless" / folder.name)
     (tmp_path / ".hydra" / "x").mkdir(parents=True)
     (tmp_path / "wandb").mkdir()
@@ -208,12 +207,12 @@ def _processor_s(results: Path) -> float:
 @pytest.mark.parametrize(
     ("pattern", "file", "edit", "message"),
     [
-        ("prompt", "summary.json", lambda s: s["speedup"]["total"].update(value=9.0), "total speed-up 9.0, the "),
-        ("prompt", "summary.json", lambda s: s["verdict"].update(valid=False), "verdict.valid: false and 0 reasons"),
-        ("prompt", "summary.json", lambda s: s["verdict"].update(reasons=["x"]), "verdict.valid: true and 1 reasons"),
-        ("prompt", "summary.json", lambda s: s["verdict"].update(result="VALID", inconclusive=["x"]), "give INCONCLUS"),
-        ("prompt", "summary.json", lambda s: s["speedup"]["headline"].update(value=9.0), "has speed-up 9.0, the "),
-        ("prompt", "manifest.json", lambda m: m.update(status="failed"), "not finished: status 'failed'"),
+        ("suffix", "summary.json", lambda s: s["speedup"]["total"].update(value=9.0), "total speed-up 9.0, the "),
+        ("suffix", "summary.json", lambda s: s["verdict"].update(valid=False), "verdict.valid: false and 0 reasons"),
+        ("suffix", "summary.json", lambda s: s["verdict"].update(reasons=["x"]), "verdict.valid: true and 1 reasons"),
+        ("suffix", "summary.json", lambda s: s["verdict"].update(result="VALID", inconclusive=["x"]), "give INCONCLUS"),
+        ("suffix", "summary.json", lambda s: s["speedup"]["headline"].update(value=9.0), "has speed-up 9.0, the "),
+        ("suffix", "manifest.json", lambda m: m.update(status="failed"), "not finished: status 'failed'"),
         ("greedy", "result.json", lambda r: r["prompts"][0].update(violation=1), "True, its figures give False"),
         ("joint", "result.json", lambda r: r["cells"][0].update(p_value=0.0), "its figures give False"),
         ("sampling", "result.json", lambda r: r["cells"][0].update(p_value=0.0), "its figures give False"),
@@ -239,7 +238,7 @@ def test_what_is_half_there_is_not_overlooked(kept: Path) -> None:
     (kept / RUN.name / "manifest.json").unlink()
     next((kept / "lossless").glob("greedy-*/result.json")).unlink()
     bad = {each.path.name.split("-")[0]: each.problems[0] for each in validate.check(kept) if each.problems}
-    assert bad == {"prompt_lookup": "manifest.json is missing", "greedy": "result.json is missing or not JSON"}
+    assert bad == {"suffix": "manifest.json is missing", "greedy": "result.json is missing or not JSON"}
 
 
 def test_several_problems_are_counted(kept: Path) -> None:

@@ -303,9 +303,9 @@ def test_it_is_off_unless_it_is_asked_for() -> None:
     assert HardwareConfig().kernels == "auto"
     lm = CausalLM.from_hf(llama().to(DEVICE), linear="plain")
     for kernels_ in ("auto", "torch"):
-        loading._choose_kernels(lm, {"kernels": kernels_})
+        loading._hand_over(lm, {"kernels": kernels_})
         assert lm.kernels == "torch"
-    loading._choose_kernels(lm, {"kernels": "triton"})
+    loading._hand_over(lm, {"kernels": "triton"})
     assert lm.kernels == "triton"
 
 
@@ -330,7 +330,7 @@ def test_models_that_the_kernels_lack_something_of_are_refused() -> None:
         with pytest.raises(ValueError, match=r"without a sliding window, a soft cap or sinks, got .* in float32\. Set"):
             lm.use_triton()
     with pytest.raises(ValueError, match=r"needs a decoder-only model .*, got bart\. Set hardware\.kernels=torch"):
-        loading._choose_kernels(test_seq2seq_lm.Seq2SeqLM.from_hf(test_seq2seq_lm.tiny("bart")), {"kernels": "triton"})
+        loading._hand_over(test_seq2seq_lm.Seq2SeqLM.from_hf(test_seq2seq_lm.tiny("bart")), {"kernels": "triton"})
     with pytest.raises(UserError, match="hardware.compile must be false with hardware.kernels=triton"):
         HardwareConfig(kernels="triton", compile=True)
 

@@ -21,10 +21,11 @@ from bench.measure import run
 from bench.records import digests, run_folder, schemas
 from bench.records.run_folder import Sample
 from bench.records.schemas import Kind
+from tests.helpers.records import with_samples
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "results" / "reference"
-RUN = next(REFERENCE.glob("prompt_lookup-mtbench-*"))
+RUN = with_samples("suffix-mtbench-*")
 FILES: dict[Kind, str] = {"summary": "summary.json", "manifest": "manifest.json"}
 
 
@@ -201,7 +202,7 @@ def test_a_wrong_type_is_one_message_and_the_other_run_is_shown(
         named = file == "manifest.json" or (file == "summary.json" and command != "report")
         assert "Traceback" not in err and (said in err) is named
         assert command != "collect" or ("good" in out and "bad" in out)
-    assert "prompt_lookup" in (results / "report.html").read_text()
+    assert "suffix" in (results / "report.html").read_text()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])

@@ -13,9 +13,9 @@ import pytest
 from bench import cli, validate
 from bench.errors import UserError
 from bench.records import run_folder, signatures
+from tests.helpers.records import with_samples
 
-RESULTS = Path(__file__).parents[3] / "results" / "reference"
-RUN = next(RESULTS.glob("prompt_lookup-mtbench-*"))
+RUN = with_samples("suffix-mtbench-*")
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen (OpenSSH) is not installed")
 
