@@ -39,7 +39,7 @@ from methods.early_exit.exits import Reader
 from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.early_exit.threshold import FULL_MODEL
 from methods.early_exit.verified import leading
-from methods.engine.causal_lm import CausalLM, Pass
+from methods.engine.causal_lm import CausalLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
 from methods.engine.stopwatch import Stopwatch
@@ -253,7 +253,7 @@ class ShallowDeepDecoder(ExitDecoder):
         return kernels and self._softmax.rule((self.options.depth,)) is not None
 
     def _by_kernels(
-        self, state: Pass, text: _Text, alone: bool
+        self, state: Any, text: _Text, alone: bool
     ) -> tuple[Float[Tensor, "B 1 D"], Opinion, Float[Tensor, "B 1 D"] | None]:
         """State and opinion at the exit; and the state after all layers, if the pass went on."""
         depth, rows = self.options.depth, len(text.done)

@@ -363,8 +363,12 @@ class EarlyExitDecoder(ExitDecoder):
         rule = self.policy.rule(roots, places)
         return rule and replace(rule, maps=maps)
 
-    def _run_fused(self, state: Pass, rule: ExitRule, rows: list[bool]) -> tuple[Float[Tensor, "B V"], list[int]]:
-        """The same by the kernels, which compute a row only as deep as it goes."""
+    def _run_fused(self, state: Any, rule: ExitRule, rows: list[bool]) -> tuple[Float[Tensor, "B V"], list[int]]:
+        """The same by the kernels, which compute a row only as deep as it goes.
+
+        Args:
+            state: a pass of the target's own kind.
+        """
         deepest = self.policy.deepest
         found = self.target.run_to_exits(state, deepest, rule, rows)
         depths = [(depth or deepest) if is_run else 0 for depth, is_run in zip(found.depths, rows, strict=True)]

@@ -134,6 +134,16 @@ class RMSNorm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class LayerNorm:
+    """(x - mean) / deviation * w + b, with the statistics in 32 bit."""
+
+    def __init__(self, weight: Float[Tensor, "D"], bias: Float[Tensor, "D"], eps: float) -> None:
+        self.factor, self.bias, self.eps = weight.detach(), bias.detach(), eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.factor.shape, self.factor, self.bias, self.eps)
+
+
 class OffsetRMSNorm(RMSNorm):
     """Gemma stores w - 1, and multiplies before it rounds."""
 

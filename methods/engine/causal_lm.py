@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from methods.engine import causal_layers, token_tree
+from methods.engine import causal_layers, fused_layers, token_tree
 from methods.engine.causal_layers import (
     Attention,
     FeedForward,
@@ -28,7 +28,7 @@ from methods.engine.causal_layers import (
     UnsupportedModel,
 )
 from methods.engine.expert_layers import ClampedSwish, expected_experts
-from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Portion, expressible
+from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Portion
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import (
     DraftWeights,
@@ -166,8 +166,8 @@ class CausalLM:
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
         self.weights = weights
         self._read(model, linear, keep_hf)
-        if type(self) is CausalLM and expressible(self.layers, self.head_dim, self.max_positions):
-            self._fused = FusedLayers(self.layers, self.heads, self.kv_heads, self._scale, self._residual)
+        if type(self) is CausalLM:
+            self._fused = self._kernels_of(self.layers)
 
     @classmethod
     def from_hf(
@@ -335,12 +335,15 @@ class CausalLM:
         view = object.__new__(CausalLM)
         view.__dict__.update(self.__dict__)
         view.layers = [*self.layers[:first], *map(causal_layers.rounded, self.layers[first:])]
-        view.weights, view._key_value, view._fused = "int4", {}, None
-        if expressible(view.layers, self.head_dim, self.max_positions):
-            view._fused = FusedLayers(view.layers, self.heads, self.kv_heads, self._scale, self._residual)
+        view.weights, view._key_value, view._fused = "int4", {}, self._kernels_of(view.layers)
         if head is not None:
             view._head = make_linear([self._head.dense], [self._head.bias], head)
         return view
+
+    def _kernels_of(self, layers: Sequence[Layer]) -> FusedLayers | None:
+        """A CPU's kernels for these layers, where they can run them."""
+        found = fused_layers.of_layers(layers, self.head_dim, self.max_positions)
+        return found and FusedLayers(found, self.heads, self.kv_heads, self._scale, self._residual)
 
     def pays_to_drop(self, kept: int, rows: int) -> bool:
         """Whether to drop finished rows from a batch of ``rows``, so that ``kept`` are left.
@@ -445,8 +448,7 @@ class CausalLM:
         """Run a pass through ``layers``; returns the hidden states after those in ``hidden_layers``."""
         if state.fused and self._fused is not None:
             where = (state.cos, state.sin, state.reach, state.cache)
-            portions = [Portion(i, i not in self.skipped_attention, i not in self.skipped_mlp) for i in layers]
-            state.hidden, seen = self._fused.run(state.hidden, *where, portions, hidden_layers)
+            state.hidden, seen = self._fused.run(state.hidden, *where, self._portions(layers), hidden_layers)
             return seen
         seen = {}
         for index in layers:
@@ -485,10 +487,13 @@ class CausalLM:
         """
         assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
         assert isinstance(self._final_norm, RMSNorm)
-        portions = [Portion(i, i not in self.skipped_attention, i not in self.skipped_mlp) for i in range(deepest)]
-        where = (state.cos, state.sin, state.cache)
+        where = (state.cos, state.sin, state.cache, self._portions(range(deepest)))
         after = (self._final_norm, self._head)
-        return self._fused.run_to_exits(state.hidden, *where, portions, rule, *after, rows, first, last)
+        return self._fused.run_to_exits(state.hidden, *where, rule, *after, rows, first, last)
+
+    def _portions(self, layers: Iterable[int]) -> list[Portion]:
+        """What this view runs of some layers."""
+        return [Portion(i, i not in self.skipped_attention, i not in self.skipped_mlp) for i in layers]
 
     def fill(self, state: Pass, layers: Sequence[int]) -> None:
         """Write into the cache the keys and values that ``layers`` make of a state, without running them.

@@ -1,4 +1,5 @@
-// Decoder layers on a CPU in one call: products, norms, rotary positions, attention over the cache and residuals.
+// Decoder layers on a CPU in one call: products, norms, rotary positions, attention over the cache, and over a source
+// where the model has one, and residuals.
 //
 // A sum always runs in the same order, whatever the number of rows, the shape of the tree, the batch or the threads are,
 // so a pass over many tokens gives the bits that passes over one token give. Numbers between two operations are rounded
@@ -574,6 +575,7 @@ void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, int32_t* 
 
 struct Norm {
     const float* weight;  // null: no norm here
+    const float* bias;    // of a norm that takes the mean off before; null: root mean square
     float eps;
 };
 
@@ -585,18 +587,50 @@ struct Plain {
     void put_one(int64_t input, float value) const { base[input] = value; }
 };
 
-// to = from / rms(from) * weight
+// to = (from - mean) / deviation * weight + bias; or without mean and bias
+template <class T, bool CENTRED, class To>
+inline void normalise_to(const Norm& norm, const float* from, const To& to, int64_t width) {
+    int64_t i = 0;
+    float mean = 0.0f;
+    if constexpr (CENTRED) {
+        Floats numbers = Floats{};
+        for (; i + LANES <= width; i += LANES) numbers += load(from + i);
+        mean = sum(numbers);
+        for (; i < width; i++) mean += from[i];
+        mean /= float(width);
+    }
+    const auto centred = [&](auto number) {
+        if constexpr (CENTRED)
+            return number - mean;
+        else
+            return number;
+    };
+    Floats squares = Floats{};
+    for (i = 0; i + LANES <= width; i += LANES) {
+        const Floats number = centred(load(from + i));
+        squares = fused(number, number, squares);
+    }
+    float total = sum(squares);
+    for (; i < width; i++) total += centred(from[i]) * centred(from[i]);
+    const float scale = 1.0f / sqrtf(total / float(width) + norm.eps);
+    for (i = 0; i + LANES <= width; i += LANES) {
+        Floats number = centred(load(from + i)) * scale * load(norm.weight + i);
+        if constexpr (CENTRED) number += load(norm.bias + i);
+        to.put(i, rounded<T>(number));
+    }
+    for (; i < width; i++) {
+        float number = centred(from[i]) * scale * norm.weight[i];
+        if constexpr (CENTRED) number += norm.bias[i];
+        to.put_one(i, rounded_one<T>(number));
+    }
+}
+
 template <class T, class To>
 inline void normalise(const Norm& norm, const float* from, const To& to, int64_t width) {
-    Floats squares = Floats{};
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) squares = fused(load(from + i), load(from + i), squares);
-    float total = sum(squares);
-    for (; i < width; i++) total += from[i] * from[i];
-    const float scale = 1.0f / sqrtf(total / float(width) + norm.eps);
-    for (i = 0; i + LANES <= width; i += LANES)
-        to.put(i, rounded<T>(load(from + i) * scale * load(norm.weight + i)));
-    for (; i < width; i++) to.put_one(i, rounded_one<T>(from[i] * scale * norm.weight[i]));
+    if (norm.bias)
+        normalise_to<T, true>(norm, from, to, width);
+    else
+        normalise_to<T, false>(norm, from, to, width);
 }
 
 // In place; `sin` has the sign of the half turn, and dimensions beyond `width` pass through.
@@ -621,21 +655,29 @@ inline void rotate(float* head, const T* cos, const T* sin, int64_t width) {
     }
 }
 
-template <class T>
-inline Floats gated(Floats g, Floats up) {
-    Floats activated = rounded<T>(g / (1.0f + exponential(-g)));
-    return rounded<T>(activated * up);
-}
+enum Activation : int64_t { SILU, RELU, GELU };
 
 template <class T>
-inline void gate(const float* gates, const float* ups, const Row& to, int64_t width) {
+inline Floats activated(int64_t kind, Floats x) {
+    if (kind == SILU) return rounded<T>(x / (1.0f + exponential(-x)));
+    if (kind == RELU) return x > Floats{} ? x : Floats{};
+    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+    return rounded<T>(x);
+}
+
+// to = activated(from), times `ups` where there are some.
+template <class T>
+inline void activate(int64_t kind, const float* from, const float* ups, const Row& to, int64_t width) {
+    const auto made = [&](Floats x, Floats up) {
+        return ups ? rounded<T>(activated<T>(kind, x) * up) : activated<T>(kind, x);
+    };
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) to.put(i, gated<T>(load(gates + i), load(ups + i)));
+    for (; i + LANES <= width; i += LANES) to.put(i, made(load(from + i), ups ? load(ups + i) : Floats{}));
     if (i == width) return;
-    Floats g{}, up{};
-    memcpy(&g, gates + i, 4 * (width - i));
-    memcpy(&up, ups + i, 4 * (width - i));
-    const Floats last = gated<T>(g, up);
+    Floats x{}, up{};
+    memcpy(&x, from + i, 4 * (width - i));
+    if (ups) memcpy(&up, ups + i, 4 * (width - i));
+    const Floats last = made(x, up);
     for (int64_t k = i; k < width; k++) to.put_one(k, last[k - i]);
 }
 
@@ -794,10 +836,12 @@ inline void attend_heads(int64_t groups, float* query, int64_t dim, Rest... rest
 // -- a pass -------------------------------------------------------------------------------------------------------------
 
 struct Layer {
-    Matrix qkv, out, gate_up, down;
-    Norm before_attention, after_attention, before_mlp, after_mlp, query, key;
+    Matrix qkv, out, source_query, source_out, up, down;  // source_*: attention over a source; without panels: none
+    Norm before_attention, after_attention, before_source, before_mlp, after_mlp, query, key;
+    Norm close_attention, close_source, close_mlp;  // of the sum of a state and what a sub-layer adds
     int64_t norm_heads;  // query and key norms act on each head, not on all together
     int64_t rotary;
+    int64_t activation, gated;  // gated: `up` yields what is activated, and after it what that is multiplied with
 };
 
 struct Model {
@@ -817,6 +861,8 @@ struct Pass {
     int64_t rotary;          // dimensions that turn
     const uint8_t* reach;    // [batch, nodes, earlier + nodes]: which nodes a node sees; null: those up to itself
     const int64_t* lengths;  // [batch]
+    const int64_t* sources;  // [batch]: slots of the source, from the first one of a row; null: the model has none
+    int64_t begin;           // slot at which the tokens of a row begin
     void* cache;             // [layer, batch, 2 kv_heads, capacity, dim]
     int64_t batch, nodes, capacity;
     int64_t earlier;         // nodes after the tokens of a row whose keys and values are there
@@ -908,7 +954,9 @@ class Runner {
     Runner(const Model& m, const Pass& p) : m_(m), p_(p), rows_(p.batch * p.nodes) {
         int64_t longest = 0;
         for (int64_t b = 0; b < p.batch; b++) longest = p.lengths[b] > longest ? p.lengths[b] : longest;
-        lay_out(m, rows_, longest + p.earlier + p.nodes, p.threads, p.work, &buffers_);
+        longest += p.earlier + p.nodes;
+        for (int64_t b = 0; p.sources && b < p.batch; b++) longest = p.sources[b] > longest ? p.sources[b] : longest;
+        lay_out(m, rows_, longest, p.threads, p.work, &buffers_);
         if (!p.exits) return;
         source_.reserve(p.batch);
         for (int64_t b = 0; b < p.batch; b++)
@@ -926,6 +974,7 @@ class Runner {
         for (int64_t i = 0; i < (p_.exits ? p_.exits->run : p_.count) && rows_; i++) {
             const Layer& layer = m_.layers[p_.layers[i]];
             if (p_.parts[i] & 1) attention(team, layer, p_.places[i]);
+            if (p_.parts[i] & 1 && layer.source_query.panels) look(team, layer, p_.places[i]);
             if (p_.parts[i] & 2) feed_forward(team, layer);
             if (p_.taps[i]) copy_out(team, static_cast<T*>(p_.taps[i]));
             if (p_.exits && p_.exits->stops[i]) leave(team, i);
@@ -1101,26 +1150,34 @@ class Runner {
     }
 
     // The last product of a sub-layer, and the residual.
-    void output(Team& team, const Matrix& matrix, const Norm& norm, const Rows& x) {
-        if (!norm.weight) {
+    void output(Team& team, const Matrix& matrix, const Norm& norm, const Rows& x, const Norm& close) {
+        if (norm.weight) {
+            product(team, matrix, x, [&](int64_t row, int64_t at, Floats value, int count) {
+                memcpy(buffers_.update + row * m_.hidden + at, &value, 4 * count);
+            });
+            over_rows(team, [&](int64_t row) {
+                float* update = buffers_.update + row * m_.hidden;
+                normalise<T>(norm, update, Plain{update}, m_.hidden);
+                for (int64_t i = 0; i < m_.hidden; i += LANES) {
+                    const int count = m_.hidden - i < LANES ? int(m_.hidden - i) : LANES;
+                    Floats value{};
+                    memcpy(&value, update + i, 4 * count);
+                    add(row, i, value, count);
+                }
+            });
+        } else {
             product(team, matrix, x,
                     [&](int64_t row, int64_t at, Floats value, int count) { add(row, at, value, count); });
-            return;
         }
-        product(team, matrix, x, [&](int64_t row, int64_t at, Floats value, int count) {
-            memcpy(buffers_.update + row * m_.hidden + at, &value, 4 * count);
-        });
+        if (!close.weight) return;
         over_rows(team, [&](int64_t row) {
-            float* update = buffers_.update + row * m_.hidden;
-            normalise<T>(norm, update, Plain{update}, m_.hidden);
-            for (int64_t i = 0; i < m_.hidden; i += LANES) {
-                const int count = m_.hidden - i < LANES ? int(m_.hidden - i) : LANES;
-                Floats value{};
-                memcpy(&value, update + i, 4 * count);
-                add(row, i, value, count);
-            }
+            float* state = buffers_.hidden + row * m_.hidden;
+            normalise<T>(close, state, Plain{state}, m_.hidden);
         });
     }
+
+    // After the tokens of a row.
+    int64_t slot(int64_t b) const { return p_.begin + p_.lengths[b]; }
 
     T* cache_of(int64_t place) const {
         return static_cast<T*>(p_.cache) + place * p_.batch * 2 * m_.kv_heads * p_.capacity * m_.dim;
@@ -1150,8 +1207,7 @@ class Runner {
             }
             for (int64_t h = 0; h < 2 * m_.kv_heads; h++)
                 narrow(heads + (m_.heads + h) * dim,
-                       cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + p_.lengths[b] + p_.earlier + node) * dim,
-                       dim);
+                       cache + ((b * 2 * m_.kv_heads + h) * p_.capacity + slot(b) + p_.earlier + node) * dim, dim);
         });
     }
 
@@ -1182,13 +1238,34 @@ class Runner {
             if (p_.reach)
                 for (int64_t other = 0; other < others; other++)
                     if (p_.reach[(b * p_.nodes + node) * others + other]) own[count++] = int32_t(other);
-            const T* keys = cache + (b * 2 * m_.kv_heads + kv) * p_.capacity * dim;
+            const T* keys = cache + ((b * 2 * m_.kv_heads + kv) * p_.capacity + p_.begin) * dim;
             const T* values = keys + m_.kv_heads * p_.capacity * dim;
             attend_heads<T>(together, buffers_.wide + row * width + head * dim, dim, keys, values, p_.lengths[b],
                              p_.reach ? own : nullptr, p_.lengths[b] + count, m_.scale, scores, buffers_.room,
                              Row(mixed, row), head * dim);
         });
-        output(team, layer.out, layer.after_attention, mixed);
+        output(team, layer.out, layer.after_attention, mixed, layer.close_attention);
+    }
+
+    // Attention over the source of a row.
+    void look(Team& team, const Layer& layer, int64_t place) {
+        const int64_t dim = m_.dim, width = layer.source_query.outputs;
+        const Rows x = input(team, layer.before_source, layer.source_query, 0);
+        product(team, layer.source_query, x, [&](int64_t row, int64_t at, Floats value, int count) {
+            memcpy(buffers_.wide + row * width + at, &value, 4 * count);
+        });
+        const T* cache = cache_of(place);
+        const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.source_out);
+        team.each(rows_ * m_.heads, [&](int64_t item) {
+            const int64_t row = item / m_.heads, head = item % m_.heads, b = source(row) / p_.nodes;
+            const T* keys = cache + (b * 2 * m_.kv_heads + head) * p_.capacity * dim;
+            const T* values = keys + m_.kv_heads * p_.capacity * dim;
+            float* scores = buffers_.scores + team.thread() * buffers_.of_thread;
+            attend_heads<T>(1, buffers_.wide + row * width + head * dim, dim, keys, values, int64_t(0),
+                            static_cast<const int32_t*>(nullptr), p_.sources[b], m_.scale, scores, buffers_.room,
+                            Row(mixed, row), head * dim);
+        });
+        output(team, layer.source_out, Norm{}, mixed, layer.close_source);
     }
 
     void norm_heads(const Norm& norm, bool each, float* heads, int64_t count) {
@@ -1201,16 +1278,17 @@ class Runner {
     }
 
     void feed_forward(Team& team, const Layer& layer) {
-        const Rows x = input(team, layer.before_mlp, layer.gate_up, 0);
-        const Rows gated = rows_for<T>(buffers_.rows, rows_, layer.down);
-        product(team, layer.gate_up, x, [&](int64_t row, int64_t at, Floats value, int count) {
-            memcpy(buffers_.wide + row * 2 * m_.mlp + at, &value, 4 * count);
+        const int64_t width = layer.up.outputs;
+        const Rows x = input(team, layer.before_mlp, layer.up, 0);
+        const Rows ready = rows_for<T>(buffers_.rows, rows_, layer.down);
+        product(team, layer.up, x, [&](int64_t row, int64_t at, Floats value, int count) {
+            memcpy(buffers_.wide + row * width + at, &value, 4 * count);
         });
         over_rows(team, [&](int64_t row) {
-            const float* both = buffers_.wide + row * 2 * m_.mlp;
-            gate<T>(both, both + m_.mlp, Row(gated, row), m_.mlp);
+            const float* from = buffers_.wide + row * width;
+            activate<T>(layer.activation, from, layer.gated ? from + m_.mlp : nullptr, Row(ready, row), m_.mlp);
         });
-        output(team, layer.down, layer.after_mlp, gated);
+        output(team, layer.down, layer.after_mlp, ready, layer.close_mlp);
     }
 
     const Model& m_;
@@ -1311,7 +1389,8 @@ void pack_blocks(uint8_t* numbers, BFloat16* scales, BFloat16* zeros, Block<BITS
 
 extern "C" {
 
-// Numbers of `work` for a pass: rows = batch * nodes, slots = the longest row's tokens, earlier nodes and nodes.
+// Numbers of `work` for a pass: rows = batch * nodes, slots = the longest row's tokens, earlier nodes and nodes, or the
+// longest source.
 int64_t workspace(const Model* model, int64_t rows, int64_t slots, int64_t threads) {
     return lay_out(*model, rows, slots, threads, nullptr, nullptr);
 }

@@ -17,13 +17,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from methods.engine.causal_layers import FeedForward, Layer, RMSNorm, Rows
+from methods.engine.causal_layers import FeedForward, Layer, LayerNorm, RMSNorm, Rows
 from methods.engine.cpu_kernels import KINDS, Matrix, Packed, library
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear
 
-_LANES = 16  # a head must be a multiple of as many numbers
+LANES = 16  # a head must be a multiple of as many numbers
+_ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "ReLU": 1, "GELUActivation": 2}  # by class, as the kernels number them
 
+Norm = RMSNorm | LayerNorm
 Measure = Literal["softmax", "saturation", "classifier", "table"]
 _MEASURES: dict[Measure, int] = {
     "softmax": 0,
@@ -34,15 +36,21 @@ _MEASURES: dict[Measure, int] = {
 
 
 class _Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("eps", c_float)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float)]
+
+
+_MATRICES = ("qkv", "out", "source_query", "source_out", "up", "down")
+_NORMS = (
+    *("before_attention", "after_attention", "before_source", "before_mlp", "after_mlp", "query", "key"),
+    *("close_attention", "close_source", "close_mlp"),
+)
 
 
 class _Layer(Structure):
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
-        ("norm_heads", c_int64),
-        ("rotary", c_int64),
+        *((name, Matrix) for name in _MATRICES),
+        *((name, _Norm) for name in _NORMS),
+        *((name, c_int64) for name in ("norm_heads", "rotary", "activation", "gated")),
     ]
 
 
@@ -60,7 +68,9 @@ class _Pass(Structure):
         *((name, c_void_p) for name in ("hidden", "beside", "result", "cos", "sin")),
         ("table", c_int64),
         ("rotary", c_int64),
-        *((name, c_void_p) for name in ("reach", "lengths", "cache")),
+        *((name, c_void_p) for name in ("reach", "lengths", "sources")),
+        ("begin", c_int64),
+        ("cache", c_void_p),
         *((name, c_int64) for name in ("batch", "nodes", "capacity", "earlier")),
         *((name, c_void_p) for name in ("layers", "places", "parts", "taps")),
         ("count", c_int64),
@@ -141,41 +151,70 @@ class Portion(NamedTuple):
     mlp: bool = True
 
 
+@dataclass(frozen=True)
+class Described:
+    """A layer in the kernels' terms, by their names; what it lacks is left out.
+
+    Attributes:
+        matrices, norms: see ``Layer`` of the kernels.
+        activation: of its feed-forward sub-layer.
+        gated: ``up`` yields what is activated, and after it what that is multiplied with.
+        norm_heads: norms of query and key act on each head.
+        rotary: queries and keys turn.
+    """
+
+    matrices: Mapping[str, Linear]
+    norms: Mapping[str, Rows | None]
+    activation: Rows
+    gated: bool = True
+    norm_heads: bool = False
+    rotary: bool = False
+
+    @property
+    def expressible(self) -> bool:
+        """The kernels have its products, norms and activation."""
+        return (
+            all(norm is None or isinstance(norm, Norm) for norm in self.norms.values())
+            and all(isinstance(product, KernelLinear) for product in self.matrices.values())
+            and _activation(self.activation) is not None
+        )
+
+
 class FusedLayers:
     """The layers of a model as one call runs them.
 
     Args:
-        layers: all of the model, which ``expressible`` accepts.
+        layers: all of the model, each of which is ``expressible``.
         scale: of attention scores.
         residual: factor of what a sub-layer adds.
         beside: numbers of a node that the first product of attention reads before those of the state.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], heads: int, kv_heads: int, scale: float, residual: float, beside: int = 0
+        self, layers: Sequence[Described], heads: int, kv_heads: int, scale: float, residual: float, beside: int = 0
     ) -> None:
         found = library()
         assert found is not None, "no kernels"
         self._kept: list[Tensor] = []
-        self._layers = (_Layer * len(layers))(*map(self._described, layers))
+        self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         out, down = self._layers[0].out, self._layers[0].down
         sizes = (out.outputs, heads, kv_heads, out.inputs // heads, down.inputs, beside)
         self._model = _Model(ctypes.addressof(self._layers), *sizes, scale, residual)
-        self._run: Callable[..., Any] = getattr(found, f"run_{KINDS[_panels(layers[0].attention.out).dtype]}")
+        self._run: Callable[..., Any] = getattr(found, f"run_{KINDS[_panels(layers[0].matrices['out']).dtype]}")
         self._run.argtypes = [POINTER(_Model), POINTER(_Pass)]
         self._workspace: Callable[..., int] = found.workspace
         found.workspace.restype, found.workspace.argtypes = c_int64, [POINTER(_Model), *[c_int64] * 3]
 
-    def _described(self, layer: Layer) -> _Layer:
-        matrices = (_panels(product).matrix for product in products_of(layer))
-        norms = (self._norm(norm) for norm in _norms(layer))
-        return _Layer(*matrices, *norms, layer.attention.norm_heads, layer.attention.rotary)
+    def _layer(self, layer: Described) -> _Layer:
+        matrices = {name: _panels(product).matrix for name, product in layer.matrices.items()}
+        norms = {name: self._norm(norm) for name, norm in layer.norms.items() if isinstance(norm, Norm)}
+        kind = {"activation": _activation(layer.activation), "gated": layer.gated}
+        return _Layer(**matrices, **norms, **kind, norm_heads=layer.norm_heads, rotary=layer.rotary)
 
-    def _norm(self, norm: Any) -> _Norm:
-        if norm is None:
-            return _Norm(None, 0.0)
-        self._kept.append(norm.factor.float().contiguous())
-        return _Norm(self._kept[-1].data_ptr(), norm.eps)
+    def _norm(self, norm: Norm) -> _Norm:
+        described, numbers = _norm(norm)
+        self._kept += numbers
+        return described
 
     @staticmethod
     def takes(nodes: int, fixed: bool) -> bool:
@@ -185,8 +224,8 @@ class FusedLayers:
     def run(
         self,
         hidden: Float[Tensor, "B M D"],
-        cos: Float[Tensor, "b M 1 r"],
-        sin: Float[Tensor, "b M 1 r"],
+        cos: Float[Tensor, "b M 1 r"] | None,
+        sin: Float[Tensor, "b M 1 r"] | None,
         reach: Bool[Tensor, "B M G"] | None,
         cache: Cache,
         portions: Sequence[Portion],
@@ -194,22 +233,26 @@ class FusedLayers:
         *,
         earlier: int = 0,
         beside: Float[Tensor, "B M E"] | None = None,
+        sources: Sequence[int] | None = None,
         exits: _Exits | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
         """States after some layers, and after those ``wanted``; keys and values go after the cache's lengths.
 
         Args:
+            cos, sin: by which queries and keys turn; None: they do not.
             reach: which of the earlier nodes and of these each one sees; None: a chain.
             earlier: nodes that were run before and are not part of the cache's lengths.
             beside: what the first product of attention reads before the state, if the layers do.
+            sources: slots of each row's source, if the layers attend to one.
             exits: where rows leave, see ``run_to_exits``.
         """
         hidden, beside = hidden.contiguous(), None if beside is None else beside.contiguous()
         batch, nodes, _ = hidden.shape
         result, threads, count = torch.empty_like(hidden), torch.get_num_threads(), len(portions)
         taps = {portion.layer: torch.empty_like(hidden) for portion in portions if portion.layer in wanted}
-        slots = max(cache.lengths) + earlier + nodes
-        assert slots <= cache.capacity, f"{slots} slots in a cache of {cache.capacity}"
+        slots = max(cache.written) + earlier + nodes
+        assert cache.begin + slots <= cache.capacity, f"{cache.begin + slots} slots in a cache of {cache.capacity}"
+        slots = max(slots, *sources) if sources else slots
         work = torch.empty(self._workspace(byref(self._model), batch * nodes, slots, threads))
         arrays = (
             (c_int32 * count)(*(portion.layer for portion in portions)),
@@ -217,13 +260,14 @@ class FusedLayers:
             (c_uint8 * count)(*(part.attention + 2 * part.mlp for part in portions)),
             (c_void_p * count)(*(taps[part.layer].data_ptr() if part.layer in taps else None for part in portions)),
         )
-        lengths, turning = (c_int64 * batch)(*cache.lengths), cos.shape[-1]
+        lengths, turning = (c_int64 * batch)(*cache.written), 0 if cos is None else cos.shape[-1]
+        seen = (c_int64 * batch)(*sources) if sources else None
         described = _Pass(
-            hidden.data_ptr(), None if beside is None else beside.data_ptr(), result.data_ptr(), cos.data_ptr(),
-            sin.data_ptr(),
-            0 if len(cos) == 1 else nodes * turning, turning,
-            None if reach is None else reach.data_ptr(), ctypes.addressof(lengths), cache.store.data_ptr(),
-            batch, nodes, cache.capacity, earlier, *(ctypes.addressof(array) for array in arrays), count,
+            hidden.data_ptr(), _place(beside), result.data_ptr(), _place(cos), _place(sin),
+            0 if cos is None or len(cos) == 1 else nodes * turning, turning,
+            _place(reach), ctypes.addressof(lengths), None if seen is None else ctypes.addressof(seen), cache.begin,
+            cache.store.data_ptr(), batch, nodes, cache.capacity, earlier,
+            *(ctypes.addressof(array) for array in arrays), count,
             work.data_ptr(), threads, None if exits is None else ctypes.addressof(exits),
         )  # fmt: skip
         self._run(byref(self._model), byref(described))
@@ -232,16 +276,18 @@ class FusedLayers:
     def run_to_exits(
         self,
         hidden: Float[Tensor, "B 1 D"],
-        cos: Float[Tensor, "b 1 1 r"],
-        sin: Float[Tensor, "b 1 1 r"],
+        cos: Float[Tensor, "b 1 1 r"] | None,
+        sin: Float[Tensor, "b 1 1 r"] | None,
         cache: Cache,
         portions: Sequence[Portion],
         rule: ExitRule,
-        norm: RMSNorm,
+        norm: Norm,
         head: KernelLinear,
         rows: Sequence[bool],
         first: int = 0,
         last: int | None = None,
+        *,
+        sources: Sequence[int] | None = None,
     ) -> Exited:
         """Run layers until rows leave; the layers above only get keys and values of those that do.
 
@@ -251,6 +297,7 @@ class FusedLayers:
             rows: which are run.
             first: layers that they have run before; ``hidden`` are the states after them.
             last: depth up to which they are run now; None: all.
+            sources: see ``run``.
         """
         batch, width, outputs = len(rows), hidden.shape[2], head.panels.matrix.outputs
         count, run = len(portions) - first, (len(portions) if last is None else last) - first
@@ -267,52 +314,75 @@ class FusedLayers:
         stops = (c_uint8 * count)(*(first + portion + 1 in rule.stops for portion in range(count)))
         depths = None if rule.depths is None else (c_int32 * batch)(*(depth - first for depth in rule.depths))
         weight, bias = rule.classifier or (None, 0.0)
-        factor = norm.factor.float().contiguous()
+        described, _kept = _norm(norm)
         exits = _Exits(
             run, rule.propagates, ctypes.addressof(stops), _MEASURES[rule.measure], ctypes.addressof(thresholds),
-            _Norm(factor.data_ptr(), norm.eps), ctypes.addressof(maps), screen, head.panels.matrix,
+            described, ctypes.addressof(maps), screen, head.panels.matrix,
             None if weight is None else weight.data_ptr(), bias, None if depths is None else ctypes.addressof(depths),
             ctypes.addressof(left), logits.data_ptr(), ctypes.addressof(scored), ctypes.addressof(confidence),
             ctypes.addressof(columns), room.data_ptr(),
         )  # fmt: skip
-        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=exits)
+        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], sources=sources, exits=exits)
         ran = [first + passed if passed > 0 else 0 for passed in left]
         flags = [bool(flag) for flag in scored]
         return Exited(result, ran, logits, flags, list(confidence), columns.value)
 
 
-def expressible(layers: Sequence[Layer], head_dim: int, longest: int) -> bool:
-    """Whether the kernels have all that these layers do, with their weights in panels or blocks.
+def of_layers(layers: Sequence[Layer], head_dim: int, longest: int) -> list[Described] | None:
+    """The layers of a decoder-only model as the kernels run them; None: they lack something of them.
 
     Args:
         longest: context, in tokens.
     """
-    return head_dim % _LANES == 0 and all(_known(layer, longest) for layer in layers)
+    if head_dim % LANES or not all(_plain(layer, longest) for layer in layers):
+        return None
+    found = [_described(layer) for layer in layers]
+    return found if all(layer.expressible for layer in found) else None
 
 
-def _known(layer: Layer, longest: int) -> bool:
-    attention, mlp = layer.attention, layer.mlp
+def _plain(layer: Layer, longest: int) -> bool:
+    """Whether a layer has no experts, and attention sees all tokens by a plain softmax."""
+    attention = layer.attention
     sees_all = attention.window is None or attention.window >= longest
-    return (
-        isinstance(mlp, FeedForward)
-        and sees_all
-        and attention.soft_cap is None
-        and attention.sinks is None
-        and all(norm is None or isinstance(norm, RMSNorm) for norm in _norms(layer))
-        and all(isinstance(product, KernelLinear) for product in products_of(layer))
-        and type(mlp.activation).__name__.startswith("SiLU")
-    )
+    return isinstance(layer.mlp, FeedForward) and sees_all and attention.soft_cap is None and attention.sinks is None
 
 
-def _norms(layer: Layer) -> tuple[Rows | None, ...]:
+def _described(layer: Layer) -> Described:
     attention, mlp = layer.attention, layer.mlp
-    return attention.norm, attention.post_norm, mlp.norm, mlp.post_norm, attention.query_norm, attention.key_norm
+    assert isinstance(mlp, FeedForward)
+    matrices = {"qkv": attention.qkv, "out": attention.out, "up": mlp.gate_up, "down": mlp.down}
+    norms = {
+        "before_attention": attention.norm,
+        "after_attention": attention.post_norm,
+        "before_mlp": mlp.norm,
+        "after_mlp": mlp.post_norm,
+        "query": attention.query_norm,
+        "key": attention.key_norm,
+    }
+    return Described(matrices, norms, mlp.activation, True, attention.norm_heads, attention.rotary)
 
 
 def products_of(layer: Layer) -> tuple[Linear, ...]:
     """The matrices of a layer without experts."""
     assert isinstance(layer.mlp, FeedForward)
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+
+
+def _norm(norm: Norm) -> tuple[_Norm, list[Tensor]]:
+    """A norm as the kernels are given it, and its numbers, which must be kept as long as that."""
+    numbers = [norm.factor.float().contiguous()]
+    if isinstance(norm, LayerNorm):
+        numbers.append(norm.bias.float().contiguous())
+    return _Norm(numbers[0].data_ptr(), numbers[1].data_ptr() if numbers[1:] else None, norm.eps), numbers
+
+
+def _activation(activation: Rows) -> int | None:
+    """As the kernels number it; None: they have no such activation."""
+    return _ACTIVATIONS.get(type(activation).__name__)
+
+
+def _place(numbers: Tensor | None) -> int | None:
+    return None if numbers is None else numbers.data_ptr()
 
 
 def _panels(product: Linear) -> Packed:

@@ -23,7 +23,10 @@ class Cache:
         store: [L, B, S, 2 * K, d]: the K key heads of a slot, then its K value heads. In memory the slots of a head are
             side by side, as attention reads them: half the time of slots whose heads are side by side.
         length: [B] on the device; ``lengths`` mirrors it on the host, so that no pass has to ask.
+        begin: slot at which the tokens of a row begin.
     """
+
+    begin = 0
 
     def __init__(
         self,
@@ -47,6 +50,11 @@ class Cache:
     @property
     def nbytes(self) -> int:
         return self.store.numel() * self.store.element_size()
+
+    @property
+    def written(self) -> list[int]:
+        """Slots in use from ``begin`` on, per row."""
+        return self.lengths
 
     @property
     def uniform(self) -> bool:

@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from methods.engine.causal_layers import Rows, UnsupportedModel, read_norm
+from methods.engine.causal_layers import LayerNorm, Rows, UnsupportedModel, read_norm
+from methods.engine.fused_layers import LANES, Described
 from methods.engine.linear import Linear, LinearForm, make_linear
 
 BART_LIKE = ("marian", "bart", "mbart", "pegasus")
@@ -77,6 +78,22 @@ class Layer:
     close_attention: Close
     close_cross: Close
     close_mlp: Close
+
+    @property
+    def described(self) -> Described:
+        """A layer of the decoder in the terms of a CPU's kernels."""
+        assert self.cross is not None
+        own, cross, mlp = self.attention, self.cross, self.mlp
+        matrices = {"qkv": own.qkv, "out": own.out, "source_query": cross.query, "source_out": cross.out}
+        norms = {
+            "before_attention": own.norm,
+            "close_attention": self.close_attention.norm,
+            "before_source": cross.norm,
+            "close_source": self.close_cross.norm,
+            "before_mlp": mlp.norm,
+            "close_mlp": self.close_mlp.norm,
+        }
+        return Described({**matrices, "up": mlp.up, "down": mlp.down}, norms, mlp.activation, mlp.gated)
 
     @property
     def attention_bytes(self) -> int:
@@ -151,9 +168,21 @@ class Stack:
     norm: Rows | None
     bias: RelativeBias | None
 
+    def of_kernels(self) -> list[Described] | None:
+        """The layers of a decoder as a CPU's kernels run them; None: they lack something of them."""
+        if self.head_dim % LANES or self.bias is not None:
+            return None
+        found = [layer.described for layer in self.layers]
+        return found if all(layer.expressible for layer in found) else None
+
     def embed(self, tokens: Int[Tensor, "*b"]) -> Float[Tensor, "*b D"]:
         hidden = F.embedding(tokens, self.embedding)
         return hidden if self.embed_scale == 1.0 else hidden * self.embed_scale
+
+
+def fits_kernels(config: Any) -> bool:
+    """Whether a CPU's kernels may run the decoder of such a model; not with T5's bias on attention scores."""
+    return config.model_type in BART_LIKE and config.d_model // config.decoder_attention_heads % LANES == 0
 
 
 def check(config: PretrainedConfig) -> None:
@@ -294,8 +323,7 @@ def _cross(
 def _layer_norm(module: Any) -> Rows | None:
     if module is None:
         return None
-    weight, bias, eps = module.weight.detach(), module.bias.detach(), module.eps
-    return lambda rows: F.layer_norm(rows, weight.shape, weight, bias, eps)
+    return LayerNorm(module.weight, module.bias, module.eps)
 
 
 def _join(module: nn.Module, names: Sequence[str], form: LinearForm) -> Linear:

@@ -22,10 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from methods.engine import causal_layers, seq2seq_layers, token_tree
-from methods.engine.causal_layers import UnsupportedModel
+from methods.engine.causal_layers import LayerNorm, UnsupportedModel
 from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
+from methods.engine.fused_layers import Exited, ExitRule, FusedLayers
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import LinearForm, library_form, make_linear
+from methods.engine.linear import KernelLinear, LinearForm, faster_form, library_form, make_linear
 from methods.engine.seq2seq_layers import CrossAttention, FeedForward, SelfAttention, Stack
 from methods.engine.token_tree import Nodes, Parents
 
@@ -57,6 +58,7 @@ class SourceCache(Cache):
 
     Attributes:
         source: slots of the longest source.
+        sources: tokens of each row's source.
         mask: hides the padding of shorter ones; None where there is none.
     """
 
@@ -72,9 +74,13 @@ class SourceCache(Cache):
         Args:
             prefix: tokens the decoder starts with. The last source token counts for all of them.
         """
-        self.source, self.mask = max(sources), mask
+        self.source, self.sources, self.mask = max(sources), list(sources), mask
         self._shifts = [self.source + prefix - length for length in sources]
         self.set_lengths([length - prefix for length in sources])
+
+    @property
+    def begin(self) -> int:  # type: ignore[override]
+        return self.source
 
     @property
     def written(self) -> list[int]:
@@ -112,6 +118,7 @@ class SourceCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         self._shifts = [self._shifts[row] for row in rows]
+        self.sources = [self.sources[row] for row in rows]
         self.mask = None if self.mask is None else self.mask[list(rows)]
         super().select(rows)
 
@@ -126,8 +133,8 @@ class SourceCache(Cache):
             self.mask = self.store.new_zeros(self.batch, 1, 1, self.source)
         self.mask[chosen] = -torch.inf
         self.mask[chosen, :, :, : other.source] = 0.0 if other.mask is None else other.mask
-        for row, shift in zip(rows, other._shifts, strict=True):
-            self._shifts[row] = shift + self.source - other.source
+        for row, shift, source in zip(rows, other._shifts, other.sources, strict=True):
+            self._shifts[row], self.sources[row] = shift + self.source - other.source, source
         self._replace_lengths(rows, other.lengths)
 
     def _reserve(self, source: int) -> None:
@@ -144,7 +151,8 @@ class SourceCache(Cache):
 
     def reset(self) -> None:
         """Forget every row. Until a source is opened, each row has one of a single blank token."""
-        self.source, self.mask, self._shifts = 1, None, [1] * self.batch
+        self.source, self.mask = 1, None
+        self.sources, self._shifts = [1] * self.batch, [1] * self.batch
         self.set_lengths([0] * self.batch)
 
     def _slots(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -158,9 +166,12 @@ class DecoderPass:
 
     Attributes:
         hidden: [B, M, D] input of the next layer.
-        mask: additive, over the decoder's slots; with T5 it holds the bias of each head too.
+        mask: additive, over the decoder's slots; with T5 it holds the bias of each head too. None where all is visible,
+            or ``fused``.
         slots: cache slots of the nodes; None where all rows have written equally much.
         end: decoder slots a node may see at most.
+        fused: kernels run the layers, which know what a node sees from ``reach`` and the cache's lengths.
+        reach: which nodes of the pass each one sees; None: a chain.
     """
 
     hidden: Float[Tensor, "B M D"]
@@ -168,6 +179,8 @@ class DecoderPass:
     slots: Int[Tensor, "B M"] | None
     end: int
     cache: SourceCache
+    fused: bool = False
+    reach: Bool[Tensor, "B M M"] | None = None
 
 
 class Seq2SeqLM(CausalLM):
@@ -202,21 +215,25 @@ class Seq2SeqLM(CausalLM):
     def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
         whole: Any = model
         head: Any = model.get_output_embeddings()
-        if linear == "auto":
-            linear = library_form(head.weight.device, head.weight.dtype)
+        encoding = decoding = linear
+        if linear == "auto":  # an encoder multiplies hundreds of rows
+            encoding = decoding = library_form(head.weight.device, head.weight.dtype)
+            if seq2seq_layers.fits_kernels(self.config) and head.weight.device.type == "cpu":
+                decoding = faster_form(head.weight.dtype)
         if not keep_hf:
             leave_file(model, model.get_input_embeddings().weight)  # type: ignore[arg-type]
-        self._encoder, self._decoder = (
-            seq2seq_layers.read_stack(stack, self.config, linear)
-            for stack in (whole.get_encoder(), whole.get_decoder())
-        )
+        self._encoder = seq2seq_layers.read_stack(whole.get_encoder(), self.config, encoding)
+        self._decoder = seq2seq_layers.read_stack(whole.get_decoder(), self.config, decoding)
         self.layers = self._decoder.layers  # type: ignore[assignment]
         self.heads = self.kv_heads = self._decoder.heads
         self.head_dim = self._decoder.head_dim
         self._embedding, self._embed_scale = self._decoder.embedding, self._decoder.embed_scale
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self.vocab_size: int = head.weight.shape[0]
-        self._head = make_linear([head.weight.detach()], [_output_bias(model, self.suppressed)], linear)
+        self._head = make_linear([head.weight.detach()], [_output_bias(model, self.suppressed)], decoding)
+        layers = self._decoder.of_kernels()
+        if layers is not None:
+            self._fused = FusedLayers(layers, self.heads, self.kv_heads, self._decoder.score_scale, 1.0)
         if not keep_hf:
             causal_layers.release(model)
         self.hf = model if keep_hf else None
@@ -246,6 +263,17 @@ class Seq2SeqLM(CausalLM):
         kept = [i for i in range(self.n_layers) if i not in self.skipped_attention]
         slots = capacity + len(self.start)  # these stand for one source token, which keeps its own slot
         return SourceCache(kept, batch, slots, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+
+    @property
+    def exits_fused(self) -> bool:
+        """See ``CausalLM.exits_fused``; only of decoders that norm their last state."""
+        plain = self._output_scale == 1.0 and isinstance(self._decoder.norm, LayerNorm)
+        return self.fused and plain and isinstance(self._head, KernelLinear)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See ``CausalLM.batch_invariant``: a source's states depend on those beside it."""
+        return False
 
     # -- the source ---------------------------------------------------------------------------------------------------
 
@@ -298,30 +326,34 @@ class Seq2SeqLM(CausalLM):
         """Embed the nodes of a pass and lay out positions and mask."""
         assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
         nodes, written = tokens.shape[1], cache.written
-        end = max(written) + nodes
+        end, fused = max(written) + nodes, self._fused is not None
         assert cache.source + end <= cache.capacity, f"{nodes} nodes do not fit into {cache.capacity} slots"
+        reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
         if parents is None and cache.uniform:
             positions = torch.arange(written[0], end, device=self.device)[None]
-            mask = None if nodes == 1 else causal_mask(nodes, written[0], 1, self.dtype, self.device)
+            mask = None if nodes == 1 or fused else causal_mask(nodes, written[0], 1, self.dtype, self.device)
             slots, keys = None, torch.arange(end, device=self.device)[None]
         else:
-            reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
             before = cache.length - cache.source
             offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
             positions = before[:, None] + offsets
-            mask = ragged_mask(before, reach, nodes, end, 1, self.dtype)
+            mask = None if fused else ragged_mask(before, reach, nodes, end, 1, self.dtype)
             slots = None if cache.uniform else cache.slots(nodes)
             keys = _key_positions(before, offsets, end)
         if self._decoder.bias is not None:
             bias = self._decoder.bias(positions, keys)
             mask = bias if mask is None else bias + mask
         hidden = self._decoder.place(self._decoder.embed(tokens), positions)
-        return DecoderPass(hidden, mask, slots, end, cache)
+        return DecoderPass(hidden, mask, slots, end, cache, fused, reach)
 
     def run(  # type: ignore[override]
         self, state: DecoderPass, layers: Iterable[int], hidden_layers: Collection[int] = ()
     ) -> dict[int, Float[Tensor, "B M D"]]:
         """Run ``layers`` of the decoder; returns the hidden states after those in ``hidden_layers``."""
+        if state.fused and isinstance(self._fused, FusedLayers):
+            where = (None, None, state.reach, state.cache, self._portions(layers), hidden_layers)
+            state.hidden, seen = self._fused.run(state.hidden, *where, sources=state.cache.sources)
+            return seen
         seen = {}
         for index in layers:
             layer = self._decoder.layers[index]
@@ -333,6 +365,21 @@ class Seq2SeqLM(CausalLM):
             if index in hidden_layers:
                 seen[index] = state.hidden
         return seen
+
+    def run_to_exits(  # type: ignore[override]
+        self,
+        state: DecoderPass,
+        deepest: int,
+        rule: ExitRule,
+        rows: Sequence[bool],
+        first: int = 0,
+        last: int | None = None,
+    ) -> Exited:
+        """See ``CausalLM.run_to_exits``."""
+        assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
+        assert isinstance(self._decoder.norm, LayerNorm)
+        where = (None, None, state.cache, self._portions(range(deepest)), rule, self._decoder.norm, self._head, rows)
+        return self._fused.run_to_exits(state.hidden, *where, first, last, sources=state.cache.sources)
 
     def fill(self, state: DecoderPass, layers: Sequence[int]) -> None:  # type: ignore[override]
         """See ``CausalLM.fill``; the cache holds the input of cross-attention for every layer from the beginning."""

@@ -15,10 +15,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from methods.drafting import Context
+from methods.engine import fused_layers
 from methods.engine.causal_layers import Attention, FeedForward, Layer, RMSNorm
 from methods.engine.causal_lm import CausalLM, RotaryTable
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.fused_layers import FusedLayers, expressible, products_of
+from methods.engine.fused_layers import FusedLayers, products_of
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear
@@ -161,9 +162,10 @@ class Weights:
 
 def kernels_of(layers: Sequence[Layer], sizes: Sizes, beside: int = 0) -> FusedLayers | None:
     """What runs these layers in one call; None: torch's operators do."""
-    if not expressible(layers, sizes.head_dim, 0):
+    found = fused_layers.of_layers(layers, sizes.head_dim, 0)
+    if found is None:
         return None
-    return FusedLayers(layers, sizes.heads, sizes.kv_heads, sizes.head_dim**-0.5, 1.0, beside)
+    return FusedLayers(found, sizes.heads, sizes.kv_heads, sizes.head_dim**-0.5, 1.0, beside)
 
 
 def bytes_of(layer: Layer) -> int:

@@ -10,11 +10,13 @@ from bench.contract import checks
 from bench.lossless.continuations import likely_continuations
 from methods.autoregressive import Autoregressive
 from methods.drafting import ABSENT, Context
+from methods.engine.cpu_kernels import usable
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.kv_cache import Cache
+from methods.engine.linear import LinearForm
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_layers import PROVEN, UnsupportedModel
-from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.engine.seq2seq_lm import Seq2SeqLM, Source
 from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.heads.blockwise_training import BlockwiseLearner
 from methods.speculative.lookahead import Lookahead
@@ -28,6 +30,8 @@ from methods.training.features import Batch, states
 from tests.helpers.tiny_heads import learn_by_heart
 
 VOCAB, START, EOS = 67, 0, 2
+PLACE = (torch.device("cpu"), torch.float32, 96)
+FORM: LinearForm = "panels" if usable(*PLACE) else "auto"
 BART = {
     "d_model": 48,
     "encoder_layers": 3,
@@ -58,6 +62,11 @@ VARIANTS = {
     "t5": ("t5", T5),
     "t5_gated": ("t5", {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("mt5", {**T5, "feed_forward_proj": "gated-gelu"}),
+}
+WHOLE = {"d_model": 96, "dtype": torch.float32}  # heads of 16 numbers, as the C++ kernels need them
+KERNELS = {
+    **{f"{variant}_kernels": (variant, WHOLE) for variant in ("marian", "bart", "bart_forced", "mbart")},
+    "pegasus_kernels": ("pegasus", {**WHOLE, "activation_function": "relu"}),
 }
 
 
@@ -93,13 +102,45 @@ def ids(*lengths, seed=1):
 
 def close(ours, theirs):
     """T5's and transformers' norms take their statistics in 32 bit even where the weights have 64."""
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    bound = 1e-4 if ours.dtype == torch.float64 else 1e-3
+    torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=[*VARIANTS, *KERNELS])
 def pair(request):
-    model = tiny(request.param)
-    return model, Seq2SeqLM.from_hf(model, keep_hf=True)
+    """A model, and the engine's: in 64 bit by torch's operators, in 32 bit by the C++ kernels."""
+    variant, options = KERNELS.get(request.param, (request.param, {}))
+    model = tiny(variant, **options)
+    return model, Seq2SeqLM.from_hf(model, keep_hf=True, linear=FORM if options else "auto")
+
+
+def test_the_kernels_run_the_decoders_they_have_all_parts_of():
+    found = [Seq2SeqLM.from_hf(tiny(variant, **options), linear=FORM).fused for variant, options in KERNELS.values()]
+    assert set(found) == {usable(*PLACE)}
+    assert not Seq2SeqLM.from_hf(tiny("t5", torch.float32, d_kv=16)).fused, "they lack its bias on scores"
+    assert not Seq2SeqLM.from_hf(tiny("pegasus", torch.float32)).fused, "heads of 8 numbers"
+    assert not Seq2SeqLM.from_hf(tiny("pegasus", **WHOLE, activation_function="gelu_new")).fused
+
+
+@pytest.mark.skipif(not usable(*PLACE), reason="no C++ compiler")
+@pytest.mark.parametrize("variant", KERNELS)
+def test_rows_of_the_kernels_have_the_same_bits_alone_and_together(variant):
+    """Of one source's states, whatever else is in a pass, and however it is cut."""
+    family, options = KERNELS[variant]
+    lm = Seq2SeqLM.from_hf(tiny(family, **options), linear="panels")
+    sources, rows = ids(7, 7), torch.stack(ids(5, 5, seed=3))
+    together = lm.new_cache(2, 24)
+    lm.prefill(sources, together)
+    logits = lm.forward(rows, None, together).logits
+    for row in range(2):
+        alone = lm.new_cache(1, 24)
+        lm.open(Source(lm.encode(sources).states[row : row + 1], None, [7]), alone)
+        lm.forward(torch.tensor([lm.start]), None, alone)
+        alone.advance([len(lm.start)])
+        for place in range(5):
+            found = lm.forward(rows[row : row + 1, place : place + 1], None, alone).logits
+            assert torch.equal(found[0, 0], logits[row, place])
+            alone.advance([1])
 
 
 def test_every_proven_family_is_tested():
@@ -197,7 +238,8 @@ def test_taps_and_hidden_states_are_those_of_transformers(pair):
 def test_rounding_is_no_worse_than_that_of_transformers(pair, dtype):
     """Both are compared with the same rounded weights in 64 bit; packed weights, originals released."""
     variant = next(name for name, (family, _) in VARIANTS.items() if family == pair[0].config.model_type)
-    model, exact = tiny(variant, dtype), tiny(variant)
+    options = {key: getattr(pair[0].config, key) for key in ("d_model", "activation_function") if pair[1].fused}
+    model, exact = tiny(variant, dtype, **options), tiny(variant, **options)
     exact.load_state_dict(model.state_dict())
     (source,), (target,) = ids(30), ids(40, seed=2)
     text = begun(exact_lm := Seq2SeqLM.from_hf(exact, keep_hf=True), *target)
