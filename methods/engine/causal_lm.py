@@ -343,7 +343,7 @@ class CausalLM:
     def _kernels_of(self, layers: Sequence[Layer]) -> FusedLayers | None:
         """A CPU's kernels for these layers, where they can run them."""
         found = fused_layers.of_layers(layers, self.head_dim, self.max_positions)
-        return found and FusedLayers(found, self.heads, self.kv_heads, self._scale, self._residual)
+        return None if found is None else FusedLayers(found, self.heads, self.kv_heads, self._scale, self._residual)
 
     def pays_to_drop(self, kept: int, rows: int) -> bool:
         """Whether to drop finished rows from a batch of ``rows``, so that ``kept`` are left.
@@ -493,7 +493,8 @@ class CausalLM:
 
     def _portions(self, layers: Iterable[int]) -> list[Portion]:
         """What this view runs of some layers."""
-        return [Portion(i, i not in self.skipped_attention, i not in self.skipped_mlp) for i in layers]
+        attends = [(i, i not in self.skipped_attention) for i in layers]
+        return [Portion(i, attention, i not in self.skipped_mlp, attention) for i, attention in attends]
 
     def fill(self, state: Pass, layers: Sequence[int]) -> None:
         """Write into the cache the keys and values that ``layers`` make of a state, without running them.

@@ -868,7 +868,7 @@ struct Pass {
     int64_t earlier;         // nodes after the tokens of a row whose keys and values are there
     const int32_t* layers;   // to run, in order
     const int32_t* places;   // of these in the cache
-    const uint8_t* parts;    // bit 0: attention, bit 1: feed-forward
+    const uint8_t* parts;    // bit 0: attention, bit 1: attention over a source, bit 2: feed-forward
     void* const* taps;       // where states after these go; null: nowhere
     int64_t count;
     float* work;
@@ -974,8 +974,8 @@ class Runner {
         for (int64_t i = 0; i < (p_.exits ? p_.exits->run : p_.count) && rows_; i++) {
             const Layer& layer = m_.layers[p_.layers[i]];
             if (p_.parts[i] & 1) attention(team, layer, p_.places[i]);
-            if (p_.parts[i] & 1 && layer.source_query.panels) look(team, layer, p_.places[i]);
-            if (p_.parts[i] & 2) feed_forward(team, layer);
+            if (p_.parts[i] & 2 && layer.source_query.panels) look(team, layer, p_.places[i]);
+            if (p_.parts[i] & 4) feed_forward(team, layer);
             if (p_.taps[i]) copy_out(team, static_cast<T*>(p_.taps[i]));
             if (p_.exits && p_.exits->stops[i]) leave(team, i);
         }

@@ -144,11 +144,17 @@ class Exited:
 
 
 class Portion(NamedTuple):
-    """A layer to run, or one of its sub-layers."""
+    """A layer to run, or some of its sub-layers."""
 
     layer: int
     attention: bool = True
     mlp: bool = True
+    source: bool = True
+
+    @property
+    def bits(self) -> int:
+        """The sub-layers as the kernels are given them."""
+        return self.attention + 2 * self.source + 4 * self.mlp
 
 
 @dataclass(frozen=True)
@@ -256,8 +262,8 @@ class FusedLayers:
         work = torch.empty(self._workspace(byref(self._model), batch * nodes, slots, threads))
         arrays = (
             (c_int32 * count)(*(portion.layer for portion in portions)),
-            (c_int32 * count)(*(cache.place[part.layer] if part.attention else 0 for part in portions)),
-            (c_uint8 * count)(*(part.attention + 2 * part.mlp for part in portions)),
+            (c_int32 * count)(*(cache.place.get(part.layer, 0) for part in portions)),
+            (c_uint8 * count)(*(part.bits for part in portions)),
             (c_void_p * count)(*(taps[part.layer].data_ptr() if part.layer in taps else None for part in portions)),
         )
         lengths, turning = (c_int64 * batch)(*cache.written), 0 if cos is None else cos.shape[-1]
@@ -326,6 +332,28 @@ class FusedLayers:
         ran = [first + passed if passed > 0 else 0 for passed in left]
         flags = [bool(flag) for flag in scored]
         return Exited(result, ran, logits, flags, list(confidence), columns.value)
+
+
+class FusedEncoder:
+    """The layers of an encoder, whose places see all tokens of their row.
+
+    Args:
+        layers: all of the encoder, each of which is ``expressible``.
+        scale: of attention scores.
+    """
+
+    def __init__(self, layers: Sequence[Described], heads: int, scale: float) -> None:
+        self._layers = FusedLayers(layers, heads, heads, scale, 1.0)
+        self._portions, self._heads = [Portion(layer) for layer in range(len(layers))], heads
+
+    def __call__(self, hidden: Float[Tensor, "B S D"], lengths: Sequence[int]) -> Float[Tensor, "B S D"]:
+        """States after the last layer; of places behind the ``lengths`` of rows any."""
+        batch, width, size = hidden.shape
+        cache = Cache((0,), batch, width, self._heads, size // self._heads, dtype=hidden.dtype, device=hidden.device)
+        cache.place = dict.fromkeys(range(len(self._portions)), 0)  # a layer reads what it wrote itself
+        seen = torch.arange(width) < torch.tensor(lengths)[:, None]
+        reach = seen[:, None].expand(-1, width, -1).contiguous()
+        return self._layers.run(hidden, None, None, reach, cache, self._portions)[0]
 
 
 def of_layers(layers: Sequence[Layer], head_dim: int, longest: int) -> list[Described] | None:

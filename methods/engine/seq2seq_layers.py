@@ -81,19 +81,19 @@ class Layer:
 
     @property
     def described(self) -> Described:
-        """A layer of the decoder in the terms of a CPU's kernels."""
-        assert self.cross is not None
+        """The layer in the terms of a CPU's kernels."""
         own, cross, mlp = self.attention, self.cross, self.mlp
-        matrices = {"qkv": own.qkv, "out": own.out, "source_query": cross.query, "source_out": cross.out}
+        matrices = {"qkv": own.qkv, "out": own.out, "up": mlp.up, "down": mlp.down}
         norms = {
             "before_attention": own.norm,
             "close_attention": self.close_attention.norm,
-            "before_source": cross.norm,
-            "close_source": self.close_cross.norm,
             "before_mlp": mlp.norm,
             "close_mlp": self.close_mlp.norm,
         }
-        return Described({**matrices, "up": mlp.up, "down": mlp.down}, norms, mlp.activation, mlp.gated)
+        if cross is not None:
+            matrices |= {"source_query": cross.query, "source_out": cross.out}
+            norms |= {"before_source": cross.norm, "close_source": self.close_cross.norm}
+        return Described(matrices, norms, mlp.activation, mlp.gated)
 
     @property
     def attention_bytes(self) -> int:
@@ -169,7 +169,7 @@ class Stack:
     bias: RelativeBias | None
 
     def of_kernels(self) -> list[Described] | None:
-        """The layers of a decoder as a CPU's kernels run them; None: they lack something of them."""
+        """The layers as a CPU's kernels run them; None: they lack something of them."""
         if self.head_dim % LANES or self.bias is not None:
             return None
         found = [layer.described for layer in self.layers]
@@ -181,8 +181,12 @@ class Stack:
 
 
 def fits_kernels(config: Any) -> bool:
-    """Whether a CPU's kernels may run the decoder of such a model; not with T5's bias on attention scores."""
-    return config.model_type in BART_LIKE and config.d_model // config.decoder_attention_heads % LANES == 0
+    """Whether a CPU's kernels may run such a model; not with T5's bias on attention scores."""
+    if config.model_type not in BART_LIKE:
+        return False
+    return all(
+        config.d_model // heads % LANES == 0 for heads in (config.encoder_attention_heads, config.num_attention_heads)
+    )
 
 
 def check(config: PretrainedConfig) -> None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from methods.engine import causal_layers, seq2seq_layers, token_tree
 from methods.engine.causal_layers import LayerNorm, UnsupportedModel
 from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
-from methods.engine.fused_layers import Exited, ExitRule, FusedLayers
+from methods.engine.fused_layers import Exited, ExitRule, FusedEncoder, FusedLayers
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, LinearForm, faster_form, library_form, make_linear
 from methods.engine.seq2seq_layers import CrossAttention, FeedForward, SelfAttention, Stack
@@ -194,6 +194,8 @@ class Seq2SeqLM(CausalLM):
         max_positions: longest source and longest target, in tokens.
     """
 
+    _reads: FusedEncoder | None = None
+
     def __init__(self, model: PreTrainedModel, linear: LinearForm = "auto", keep_hf: bool = False) -> None:
         config: Any = model.config
         seq2seq_layers.check(config)
@@ -215,25 +217,28 @@ class Seq2SeqLM(CausalLM):
     def _read(self, model: PreTrainedModel, linear: LinearForm, keep_hf: bool) -> None:
         whole: Any = model
         head: Any = model.get_output_embeddings()
-        encoding = decoding = linear
-        if linear == "auto":  # an encoder multiplies hundreds of rows
-            encoding = decoding = library_form(head.weight.device, head.weight.dtype)
-            if seq2seq_layers.fits_kernels(self.config) and head.weight.device.type == "cpu":
-                decoding = faster_form(head.weight.dtype)
+        if linear == "auto":
+            kernels = seq2seq_layers.fits_kernels(self.config) and head.weight.device.type == "cpu"
+            form = faster_form(head.weight.dtype) if kernels else "plain"
+            linear = form if form == "panels" else library_form(head.weight.device, head.weight.dtype)
         if not keep_hf:
             leave_file(model, model.get_input_embeddings().weight)  # type: ignore[arg-type]
-        self._encoder = seq2seq_layers.read_stack(whole.get_encoder(), self.config, encoding)
-        self._decoder = seq2seq_layers.read_stack(whole.get_decoder(), self.config, decoding)
+        self._encoder, self._decoder = (
+            seq2seq_layers.read_stack(stack, self.config, linear)
+            for stack in (whole.get_encoder(), whole.get_decoder())
+        )
         self.layers = self._decoder.layers  # type: ignore[assignment]
         self.heads = self.kv_heads = self._decoder.heads
         self.head_dim = self._decoder.head_dim
         self._embedding, self._embed_scale = self._decoder.embedding, self._decoder.embed_scale
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self.vocab_size: int = head.weight.shape[0]
-        self._head = make_linear([head.weight.detach()], [_output_bias(model, self.suppressed)], decoding)
-        layers = self._decoder.of_kernels()
+        self._head = make_linear([head.weight.detach()], [_output_bias(model, self.suppressed)], linear)
+        layers, encoding = self._decoder.of_kernels(), self._encoder.of_kernels()
         if layers is not None:
             self._fused = FusedLayers(layers, self.heads, self.kv_heads, self._decoder.score_scale, 1.0)
+        if encoding is not None:
+            self._reads = FusedEncoder(encoding, self._encoder.heads, self._encoder.score_scale)
         if not keep_hf:
             causal_layers.release(model)
         self.hf = model if keep_hf else None
@@ -272,8 +277,8 @@ class Seq2SeqLM(CausalLM):
 
     @property
     def batch_invariant(self) -> bool:
-        """See ``CausalLM.batch_invariant``: a source's states depend on those beside it."""
-        return False
+        """See ``CausalLM.batch_invariant``."""
+        return super().batch_invariant and self._reads is not None
 
     # -- the source ---------------------------------------------------------------------------------------------------
 
@@ -289,17 +294,24 @@ class Seq2SeqLM(CausalLM):
         width, stack, tokens = max(lengths), self._encoder, padded_rows(sources, self.device)
         positions = torch.arange(width, device=self.device)[None]
         mask = _padding_mask(lengths, width, self.dtype, self.device)
-        scores = mask
+        hidden = stack.place(stack.embed(tokens), positions)
+        hidden = self._encode(hidden, mask, positions) if self._reads is None else self._reads(hidden, lengths)
+        return Source(hidden if stack.norm is None else stack.norm(hidden), mask, lengths)
+
+    def _encode(
+        self, hidden: Float[Tensor, "B S D"], mask: Float[Tensor, "B 1 1 S"] | None, positions: Int[Tensor, "1 S"]
+    ) -> Float[Tensor, "B S D"]:
+        """The encoder's layers by torch's operators."""
+        stack, scores = self._encoder, mask
         if stack.bias is not None:
             bias = stack.bias(positions, positions)
             scores = bias if mask is None else bias + mask
-        hidden = stack.place(stack.embed(tokens), positions)
         for layer in stack.layers:
             query, key, value = _project(layer.attention, stack, hidden).split(stack.heads, dim=2)
             update = _mix(query, key.transpose(1, 2), value.transpose(1, 2), scores, stack.score_scale)
             hidden = layer.close_attention(hidden, layer.attention.out(update).view(hidden.shape))
             hidden = layer.close_mlp(hidden, _feed(layer.mlp, hidden))
-        return Source(hidden if stack.norm is None else stack.norm(hidden), mask, lengths)
+        return hidden
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         if min(lengths) < 1:

@@ -11,8 +11,8 @@ takes no space in the checkpoint, and no gradient, which is a third of the outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,10 +21,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from methods.engine.causal_layers import LayerNorm
 from methods.engine.causal_lm import CausalLM
-from methods.engine.linear import library_form, make_linear
+from methods.engine.fused_layers import Described, FusedEncoder, FusedLayers, Portion
+from methods.engine.linear import Linear, LinearForm, library_form, make_linear
 from methods.engine.positions import sinusoids
-from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.engine.seq2seq_lm import Seq2SeqLM, SourceCache
 
 Embedding = Literal["shared", "own"]
 
@@ -166,6 +168,7 @@ class Network(nn.Module):
         self.decoder = nn.ModuleList(DecoderLayer(shape, dropout, positional) for _ in range(shape.decoder_layers))
         self.encoder_norm, self.decoder_norm = final_norm(shape), final_norm(shape)
         self.dropout = nn.Dropout(dropout)
+        self._kernels: _Kernels | None = None
         self._embed: Callable[[Tensor], Tensor] | None = None
         self._output: Callable[[Tensor], Tensor] | None = None
 
@@ -188,6 +191,8 @@ class Network(nn.Module):
         mask = None if present is None else present[:, None, None]
         embedded = self.embed(sources)
         hidden = self.dropout(embedded + self.positions[: sources.shape[1]])
+        if self._kernels is not None:
+            return Memory(self.encoder_norm(self._kernels.encode(hidden, present, lengths)), embedded, present, lengths)
         for layer in self.encoder:
             hidden = layer(hidden, mask)
         return Memory(self.encoder_norm(hidden), embedded, present, lengths)
@@ -212,8 +217,11 @@ class Network(nn.Module):
         padding = None if present is None else present[:, None, None]
         across = None if memory.present is None else memory.present[:, None, None]
         hidden = self.dropout(inputs + positions)
-        for layer in self.decoder:
-            hidden = layer(hidden, looks, positions, padding, memory.states, across)
+        if self._kernels is not None:
+            hidden = self._kernels.decode(hidden, looks, positions, padding, memory)
+        else:
+            for layer in self.decoder:
+                hidden = layer(hidden, looks, positions, padding, memory.states, across)
         states: Tensor = self.decoder_norm(hidden)
         return states
 
@@ -236,11 +244,15 @@ class Network(nn.Module):
                 _take(norm, weights, [f"model.{side}.layer_norm"])
 
     def settle(self, target: CausalLM) -> None:
-        """End the training: products in the engine's form, embedding and output borrowed where they are shared."""
+        """End the training: products in the engine's form, embedding and output borrowed where they are shared.
+
+        Where a CPU's kernels run the target's layers, they run these.
+        """
+        form: LinearForm = "panels" if target.fused else library_form(target.device, target.dtype)
         for module in list(self.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
-                    setattr(module, name, _Settled(child.weight, child.bias))
+                    setattr(module, name, _Settled(child.weight, child.bias, form))
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, PositionalAttention):
@@ -249,17 +261,78 @@ class Network(nn.Module):
             self._embed, self._output = target.embed, target.head
         else:
             assert self.embedding is not None
-            self._output = _Settled(self.embedding, None)
+            self._output = _Settled(self.embedding, None, form)
+        if target.fused:
+            self._kernels = _Kernels(self)
 
 
 class _Settled(nn.Module):
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    product: Linear
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, form: LinearForm) -> None:
         super().__init__()
-        form = library_form(weight.device, weight.dtype)
-        self._product = make_linear([weight.detach()], [None if bias is None else bias.detach()], form)
+        self.product = make_linear([weight.detach()], [None if bias is None else bias.detach()], form)
 
     def forward(self, states: Tensor) -> Tensor:
-        return self._product(states.reshape(-1, states.shape[-1])).view(*states.shape[:-1], -1)
+        return self.product(states.reshape(-1, states.shape[-1])).view(*states.shape[:-1], -1)
+
+
+class _Kernels:
+    """A settled network by a CPU's kernels, see ``methods.engine.fused_layers``."""
+
+    def __init__(self, network: Network) -> None:
+        self._heads, scale = network.shape.heads, (network.shape.width // network.shape.heads) ** -0.5
+        encoder: list[Any] = list(network.encoder)
+        self._decoder: list[Any] = list(network.decoder)
+        self._encoder = FusedEncoder([layer.described() for layer in encoder], self._heads, scale)
+        described = [layer.described() for layer in self._decoder]
+        self._layers = FusedLayers(described, self._heads, self._heads, scale, 1.0)
+
+    def encode(
+        self, hidden: Float[Tensor, "B S D"], present: Bool[Tensor, "B S"] | None, lengths: Int[Tensor, "B"]
+    ) -> Float[Tensor, "B S D"]:
+        """See ``Network.encode``."""
+        return self._encoder(hidden, _lengths(hidden, present, lengths))
+
+    def decode(
+        self,
+        hidden: Float[Tensor, "B T D"],
+        looks: Bool[Tensor, "b 1 t T"] | None,
+        positions: Float[Tensor, "T D"],
+        padding: Bool[Tensor, "B 1 1 T"] | None,
+        memory: Memory,
+    ) -> Float[Tensor, "B T D"]:
+        """See ``Network.decode``."""
+        batch, width, size = hidden.shape
+        source, kind = memory.states.shape[1], {"dtype": hidden.dtype, "device": hidden.device}
+        cache = SourceCache(range(len(self._decoder)), batch, source + width, self._heads, size // self._heads, **kind)
+        cache.open(_lengths(memory.states, memory.present, memory.lengths), None, 0)
+        for index, layer in enumerate(self._decoder):
+            made = layer.cross.key_value(memory.states)
+            cache.remember(index, made.view(batch, source, 2 * self._heads, -1))
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool) if looks is None else looks
+        reach = seen[:, 0].expand(batch, width, width).contiguous()
+        for portions, layer in self._parts():
+            if layer is not None:
+                hidden = layer.attend_positions(hidden, positions, padding)
+            hidden, _ = self._layers.run(hidden, None, None, reach, cache, portions, sources=cache.sources)
+        return hidden
+
+    def _parts(self) -> Iterator[tuple[list[Portion], DecoderLayer | None]]:
+        """What each call runs, and the layer whose positional attention precedes it, if there is one."""
+        waiting: list[Portion] = []
+        before = None
+        for index, layer in enumerate(self._decoder):
+            if layer.positional is None:
+                waiting.append(Portion(index))
+                continue
+            yield [*waiting, Portion(index, mlp=False, source=False)], before
+            waiting, before = [Portion(index, attention=False)], layer
+        yield waiting, before
+
+
+def _lengths(states: Tensor, present: Tensor | None, lengths: Tensor) -> list[int]:
+    return [states.shape[1]] * len(states) if present is None else lengths.tolist()
 
 
 def attended(
@@ -362,6 +435,17 @@ class EncoderLayer(nn.Module):
         hidden = self.add(hidden, self.norm_attention, lambda rows: self.attention(rows, mask))
         return self.add(hidden, self.norm_mlp, self.feed)
 
+    def described(self) -> Described:
+        """The settled layer in the terms of a CPU's kernels."""
+        products = {"qkv": self.attention.qkv, "out": self.attention.out, "up": self.up, "down": self.down}
+        place = "before" if self.norm_first else "close"
+        norms = {f"{place}_attention": self.norm_attention, f"{place}_mlp": self.norm_mlp}
+        return self._described(products, norms)
+
+    def _described(self, products: Mapping[str, Any], norms: Mapping[str, nn.LayerNorm]) -> Described:
+        made = {name: LayerNorm(norm.weight, norm.bias, norm.eps) for name, norm in norms.items()}
+        return Described({name: settled.product for name, settled in products.items()}, made, self.activation, False)
+
     def add(self, hidden: Tensor, norm: nn.Module, update: Callable[[Tensor], Tensor]) -> Tensor:
         """The sum of a state and its update, with the norm where this network has it."""
         if self.norm_first:
@@ -403,11 +487,22 @@ class DecoderLayer(EncoderLayer):
         across: Tensor | None,
     ) -> Tensor:
         hidden = self.add(hidden, self.norm_attention, lambda rows: self.attention(rows, looks))
-        positional = self.positional
-        if positional is not None and self.norm_positional is not None:
-            hidden = self.add(hidden, self.norm_positional, lambda rows: positional(rows, positions, padding))
+        if self.positional is not None:
+            hidden = self.attend_positions(hidden, positions, padding)
         hidden = self.add(hidden, self.norm_cross, lambda rows: self.cross(rows, source, across))
         return self.add(hidden, self.norm_mlp, self.feed)
+
+    def attend_positions(self, hidden: Tensor, positions: Tensor, padding: Tensor | None) -> Tensor:
+        """The state after the positional attention, which the layer has."""
+        positional, norm = self.positional, self.norm_positional
+        assert positional is not None and norm is not None
+        return self.add(hidden, norm, lambda rows: positional(rows, positions, padding))
+
+    def described(self) -> Described:
+        own, place = super().described(), "before" if self.norm_first else "close"
+        products = {"source_query": self.cross.query, "source_out": self.cross.out}
+        more = self._described(products, {f"{place}_source": self.norm_cross})
+        return replace(own, matrices={**own.matrices, **more.matrices}, norms={**own.norms, **more.norms})
 
     def start_from(self, weights: dict[str, Tensor], prefix: str) -> None:
         super().start_from(weights, prefix)

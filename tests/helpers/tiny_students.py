@@ -44,23 +44,22 @@ def network(dtype: torch.dtype = torch.float64, seed: int = 0, family: str = "ma
     """Random, with sharp distributions; ``options`` of its config."""
     configuration, architecture = FAMILIES[family]
     special: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    config = configuration(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=48,
-        activation_function="relu",
-        dropout=0.0,
-        scale_embedding=True,
-        forced_eos_token_id=None,
-        **special,
-        **options,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "max_position_embeddings": 48,
+        "activation_function": "relu",
+        "dropout": 0.0,
+        "scale_embedding": True,
+        "forced_eos_token_id": None,
+    }
+    config = configuration(**{**shape, **special, **options})
     torch.manual_seed(seed)
     model: Any = architecture(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)

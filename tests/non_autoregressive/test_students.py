@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from bench.models import artifacts, loading
 from bench.train import command
 from methods.decoder import Guarantee
 from methods.engine.checkpoint_files import MissingPart
+from methods.engine.cpu_kernels import usable
 from methods.engine.positions import sinusoids
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -123,6 +125,37 @@ def test_with_a_causal_mask_it_is_the_teacher(target: Seq2SeqLM) -> None:
         torch.testing.assert_close(network.logits(states), wanted, rtol=1e-9, atol=1e-9)
         free = network.decode(network.embed(read_by_decoder), None, memory)
     assert (free - states).abs().max() > 1e-3
+
+
+@pytest.mark.skipif(not usable(torch.device("cpu"), torch.float32, 16), reason="no C++ compiler")
+@pytest.mark.parametrize("family", tiny_students.FAMILIES)
+@pytest.mark.parametrize(("positional", "blind"), [(False, False), (True, False), (False, True), (True, True)])
+def test_by_kernels_it_is_the_network_that_was_trained(family: str, positional: bool, blind: bool) -> None:
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}  # of 16 numbers, as the kernels need them
+    hf = tiny_students.network(torch.float32, family=family, **heads)
+    lm = Seq2SeqLM.from_hf(hf, keep_hf=True, linear="panels")
+    network = Network(Shape.of(lm), hf.get_input_embeddings().weight, positional=positional, blind=blind)
+    network.start_from(hf)
+    for layer in network.decoder if positional else ():
+        torch.nn.init.normal_(layer.positional.out.weight, std=0.3)  # type: ignore[union-attr,arg-type]
+    network.eval().requires_grad_(False)
+    rows = torch.nn.utils.rnn.pad_sequence(SOURCES, batch_first=True)
+    lengths, wanted = torch.tensor([len(source) for source in SOURCES]), torch.tensor([6, 2, 9, 1, 4])
+    written = torch.randint(3, VOCABULARY, (len(SOURCES), 9), generator=rng())
+    present = torch.arange(9) < wanted[:, None]
+    settled = copy.deepcopy(network)
+    settled.settle(lm)
+    for count in (len(SOURCES), 1):
+        found = []
+        for made in (network, settled):
+            whole, shown = count == 1, None if count == 1 else present[:count]
+            memory = made.encode(rows[:count, : 7 if whole else 12], lengths[:count], whole)
+            inputs = made.embed(written[:count])
+            free, causal = made.decode(inputs, shown, memory), made.decode(inputs, None, memory, causal=True)
+            read = memory.states if whole else memory.states[memory.present]
+            one, other = (made.logits(part)[..., 3:] for part in (free, causal))  # what may be written
+            found.append([read, one[present[:count]], other])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
