@@ -14,24 +14,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from methods.engine.causal_layers import LayerNorm
 from methods.engine.checkpoint_files import read_part, require_shapes, require_target, sizes_of, write_part
 from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.fused_layers import LANES, Described, FusedLayers, Portion
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import Linear, make_linear
+from methods.engine.linear import Linear, LinearForm, make_linear
 from methods.engine.positions import sinusoids
 from methods.engine.sampling import argmax
-from methods.engine.seq2seq_lm import Seq2SeqLM
+from methods.engine.seq2seq_lm import Seq2SeqLM, SourceCache
 from methods.training.translation import padded
 
 _VOCABULARY = "vocabulary"
 
+C = TypeVar("C", bound=Cache)
 Product = Callable[[Tensor], Tensor]
 KeysValues = tuple[Tensor, Tensor]  # [B, H, S, d] each
 
@@ -68,23 +71,31 @@ class Layout:
     Attributes:
         positions: [B, M] in the text, the decoder's start token at 0.
         places: [B, M] in the block; below 0 for tokens.
-        visible: [B, 1, M, S] which slots of the row each node sees.
+        end: [B, M] slots of the row that each node sees.
         first: [B] the column of the first place of the block.
     """
 
     positions: Int[Tensor, "B M"]
     places: Int[Tensor, "B M"]
-    visible: Bool[Tensor, "B 1 M S"]
+    end: Int[Tensor, "B M"]
     first: Int[Tensor, "B"]
 
     @classmethod
-    def of(cls, before: Int[Tensor, "B"], new: Int[Tensor, "B"], block: int, nodes: int, slots: int) -> Layout:
-        """Rows with ``before`` cached tokens and ``new`` ones; ``slots``: how many of each row are visible."""
+    def of(cls, before: Int[Tensor, "B"], new: Int[Tensor, "B"], block: int, nodes: int) -> Layout:
+        """Rows with ``before`` cached tokens and ``new`` ones."""
         column = torch.arange(nodes, device=before.device)
         positions, places = before[:, None] + column, column - new[:, None]
         end = torch.where(places < 0, positions + 1, (before + new + block)[:, None])
-        visible = torch.arange(slots, device=before.device) < end[:, :, None]
-        return cls(positions, places, visible[:, None], new)
+        return cls(positions, places, end, new)
+
+    def visible(self, slots: int) -> Bool[Tensor, "B 1 M S"]:
+        """Which of the first slots of the row each node sees."""
+        return (torch.arange(slots, device=self.end.device) < self.end[:, :, None])[:, None]
+
+    def among(self) -> Bool[Tensor, "B M M"]:
+        """Which nodes each node sees."""
+        column = torch.arange(self.end.shape[1], device=self.end.device)
+        return column < (self.end - self.positions[:, :1])[:, :, None]
 
     def block(self, values: Float[Tensor, "B M D"], size: int) -> Float[Tensor, "B k D"]:
         """The values in the block."""
@@ -146,10 +157,22 @@ class PackedLayer:
     drop: Product
 
     @classmethod
-    def of(cls, layer: Any) -> PackedLayer:
+    def of(cls, layer: Any, form: LinearForm) -> PackedLayer:
         products = ("qkv", "out", "query", "cross_out", "key_value", "up", "down")
-        packed = {name: make_linear([getattr(layer, name).weight], [getattr(layer, name).bias]) for name in products}
-        return cls(layer.own_norm, layer.cross_norm, layer.mlp_norm, **packed, drop=layer.drop)
+        parts = {name: getattr(layer, name) for name in products}
+        packed = {name: make_linear([part.weight], [part.bias], form) for name, part in parts.items()}
+        own, cross, mlp = (
+            LayerNorm(norm.weight, norm.bias, norm.eps) for norm in (layer.own_norm, layer.cross_norm, layer.mlp_norm)
+        )
+        return cls(own, cross, mlp, **packed, drop=layer.drop)
+
+    @property
+    def described(self) -> Described:
+        """The layer in the terms of a CPU's kernels."""
+        own = {"qkv": self.qkv, "out": self.out, "up": self.up, "down": self.down}
+        across = {"source_query": self.query, "source_out": self.cross_out}
+        norms = {"before_attention": self.own_norm, "before_source": self.cross_norm, "before_mlp": self.mlp_norm}
+        return Described({**own, **across}, norms, nn.ReLU(), False)
 
 
 AnyLayer = DraftLayer | PackedLayer
@@ -218,9 +241,9 @@ class BlockDecoder(nn.Module):
         self, embeddings: Float[Tensor, "B M D"], masked: Bool[Tensor, "B M"], layout: Layout, sources: Sources
     ) -> Float[Tensor, "B M D"]:
         """Whole rows from their beginning, without a cache; states that the output matrix multiplies."""
-        hidden = self.place(embeddings, masked, layout, sources)
+        hidden, visible = self.place(embeddings, masked, layout, sources), layout.visible(embeddings.shape[1])
         for layer, source in zip(self._layers(), sources.keys_values, strict=True):
-            hidden = through(layer, hidden, self.shape.heads, own_keys, layout.visible, source, sources.present)
+            hidden = through(layer, hidden, self.shape.heads, own_keys, visible, source, sources.present)
         return self.leave(hidden)
 
     def _layers(self) -> Sequence[AnyLayer]:
@@ -281,26 +304,38 @@ class DraftPass:
         self.target, self.shape, self.vocabulary = target, decoder.shape, vocabulary.to(target.device)
         self._decoder = decoder.to(target.device, target.dtype).eval().requires_grad_(False)
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
-        self._layers = [PackedLayer.of(layer) for layer in self._decoder.layers]
+        by_kernels = target.fused and self._head_dim % LANES == 0
+        form: LinearForm = "panels" if by_kernels else "auto"
+        self._layers = [PackedLayer.of(layer, form) for layer in self._decoder.layers]
+        self._kernels = None
+        if by_kernels:
+            heads, described = self.shape.heads, [layer.described for layer in self._layers]
+            self._kernels = FusedLayers(described, heads, heads, self._head_dim**-0.5, 1.0)
         self._decoder.layers = nn.ModuleList()  # what was packed is needed no more
         weight, bias = target.output_rows(self.vocabulary.ids)
         self._output = make_linear([weight], [bias])
         self.nbytes = {"draft_network": nbytes, "draft_output_matrix": self._output.nbytes}
         self._cache: Cache | None = None
+        self._capacity = 0
         self._sources: Sources | None = None
+
+    @property
+    def _head_dim(self) -> int:
+        return self.shape.hidden_size // self.shape.heads
 
     def make_room(self, batch: int, capacity: int) -> None:
         """Forget all rows; make room for texts of ``capacity`` nodes, those of a pass included."""
-        shape, target = self.shape, self.target
-        head_dim = shape.hidden_size // shape.heads
-        kind: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
-        self._cache = Cache(range(shape.depth), batch, capacity, shape.heads, head_dim, **kind)
-        self._sources = None
+        self._capacity, self._sources = capacity, None
+        self._cache = None if self._kernels else self._new_cache(Cache, batch, capacity)
+
+    def _new_cache(self, kind: type[C], batch: int, capacity: int) -> C:
+        sizes = (range(self.shape.depth), batch, capacity, self.shape.heads, self._head_dim)
+        return kind(*sizes, dtype=self.target.dtype, device=self.target.device)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with some rows only, in this order."""
-        assert self._cache is not None, "room is made first"
-        self._cache.select(rows)
+        if self._cache is not None:
+            self._cache.select(rows)
         if self._sources is not None:
             self._sources = self._sources.of_rows(list(rows))
 
@@ -309,12 +344,19 @@ class DraftPass:
         lengths = [len(source) for source in sources]
         embeddings = self.target.embed(padded(sources, self.target.device, 0))
         self._sources = self._decoder.read(embeddings, memory, lengths, self._layers)
+        if self._kernels is None:
+            return
+        cache = self._new_cache(SourceCache, len(sources), self._capacity + max(lengths))
+        cache.open(lengths, None, 0)
+        for index, (keys, values) in enumerate(self._sources.keys_values):
+            cache.remember(index, torch.cat([keys, values], dim=1).transpose(1, 2))
+        self._cache = cache
 
     @property
     def written(self) -> list[int]:
         """Tokens of each text that are cached, the decoder's start included."""
-        assert self._cache is not None, "room is made first"
-        return self._cache.lengths
+        assert self._cache is not None, "room is made and sources are read first"
+        return self._cache.written
 
     def fill(self, new: Sequence[Sequence[int]], block: int) -> Int[Tensor, "B k"]:
         """The most likely token at each of ``block`` places after the texts, which ``new`` tokens continue."""
@@ -327,15 +369,20 @@ class DraftPass:
         assert cache is not None and sources is not None, "room is made and sources are read first"
         widths = [len(row) for row in new]
         nodes = max(widths) + block
-        end = max(cache.lengths) + nodes
         tokens = padded(new, device, 0, nodes)
-        layout = Layout.of(cache.length, torch.tensor(widths, device=device), block, nodes, end)
+        layout = Layout.of(cache.length - cache.begin, torch.tensor(widths, device=device), block, nodes)
         hidden = self._decoder.place(self.target.embed(tokens), layout.places >= 0, layout, sources)
-        slots = None if cache.uniform else cache.slots(nodes)
-        for index, layer in enumerate(self._layers):
-            remember = _Remember(cache, index, slots, end)
-            source = sources.keys_values[index]
-            hidden = through(layer, hidden, self.shape.heads, remember, layout.visible, source, sources.present)
+        if self._kernels is not None and isinstance(cache, SourceCache):
+            portions = [Portion(layer) for layer in range(self.shape.depth)]
+            where = (None, None, layout.among(), cache, portions)
+            hidden, _ = self._kernels.run(hidden, *where, sources=cache.sources)
+        else:
+            end = max(cache.lengths) + nodes
+            slots, visible = None if cache.uniform else cache.slots(nodes), layout.visible(end)
+            for index, layer in enumerate(self._layers):
+                remember = _Remember(cache, index, slots, end)
+                source = sources.keys_values[index]
+                hidden = through(layer, hidden, self.shape.heads, remember, visible, source, sources.present)
         cache.advance(widths)
         return self._decoder.leave(layout.block(hidden, block))
 

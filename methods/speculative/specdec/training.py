@@ -74,7 +74,7 @@ class Blocks:
         nodes = max(new) + block
         wanted = padded([row[n:] for row, n in zip(rows, new, strict=True)], device, width=block)
         length = torch.tensor(new, device=device)
-        layout = Layout.of(torch.zeros_like(length), length, block, nodes, nodes)
+        layout = Layout.of(torch.zeros_like(length), length, block, nodes)
         return cls(padded(rows, device, 0, nodes), wanted, layout)
 
     @property
