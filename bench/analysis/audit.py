@@ -430,9 +430,11 @@ def check_processor(evidence: Evidence, found: _Findings) -> None:
 
 
 def _lost_processor(batches: pd.DataFrame) -> float:
-    """Share of the processor time of an arm that its batches did not get."""
+    """Share of the processor time of an arm that its batches did not get; batches with more than most make up for none
+    of another arm's.
+    """
     used, wall = batches["cpu_ns"].to_numpy(float), batches["batch_ns"].to_numpy(float)
-    return float(1 - used.sum() / (max(1.0, float(np.median(used / wall))) * wall.sum()))
+    return max(0.0, float(1 - used.sum() / (max(1.0, float(np.median(used / wall))) * wall.sum())))
 
 
 def check_made_ahead(evidence: Evidence, found: _Findings) -> None:

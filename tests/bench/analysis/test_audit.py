@@ -344,6 +344,12 @@ def test_processor_time_that_one_arm_lost_moves_the_speed_up(method_ms: float, o
     assert found.valid or "The baseline got 90% of its processor time, the other arm more" in only_reason(found)
 
 
+def test_batches_that_used_more_threads_than_most_take_nothing_from_the_other_arm() -> None:
+    usual, more = ({"ms": [50] * 2, "cpu_ns": round(ms * MS)} for ms in (100, 190))
+    samples = [sample for i in range(10) for sample in both(f"{i}/1", usual, more if i < 4 else usual)]
+    assert verdict(samples).valid
+
+
 def test_processor_time_says_nothing_where_a_gpu_computes() -> None:
     assert timed([5] * 10, hardware={"gpu": {"name": "H200"}}).warnings == []
 
