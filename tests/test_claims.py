@@ -94,7 +94,7 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
     (
         "docs/early_exit.md",
         rf"chooses 0\.9, which saves {N} % of the layers",
-        [of("34b7951721ba", "layers_per_token", share=True, missing=True)],
+        [of("76156acb803c", "layers_per_token", share=True, missing=True)],
     ),
     (
         "docs/early_exit.md",
