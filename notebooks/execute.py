@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from PIL import Image
 
 HERE = Path(__file__).parent
-COLOURS, MOST_BYTES = 64, 100_000  # of a picture
+COLOURS, MOST_BYTES = 32, 100_000  # of a picture
 RECORDS = HERE.parent / "results" / "reference"
 MEASURING = frozenset({"quickstart"})  # load a model and measure on this machine: executed only by name
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
