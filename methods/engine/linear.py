@@ -158,7 +158,12 @@ def faster_form(dtype: torch.dtype, panels: bool = True) -> LinearForm:
     forms: list[type[Linear]] = [Linear]
     forms += [PackedLinear] if packable(weight.device, dtype) else []
     forms += [PanelLinear] if panels and usable(weight.device, dtype, _WIDTH) else []
-    spent = {form: sum(_fastest(partial(form(weight), rows[:n])) for n in _TRIED) for form in forms}
+    products = {form: [partial(form(weight), rows[:n]) for n in _TRIED] for form in forms}
+    times = {form: [_time(product) for product in products[form]] for form in forms}
+    for _ in range(_TIMES):  # in turn, so that what else runs meanwhile hinders all of them
+        for form in forms:
+            times[form] = [min(best, _time(product)) for best, product in zip(times[form], products[form], strict=True)]
+    spent = {form: sum(times[form]) for form in forms}
     chosen: type[Linear] = Linear
     for form in forms[1:]:
         if _CLEARLY * spent[form] <= spent[chosen]:
@@ -166,13 +171,10 @@ def faster_form(dtype: torch.dtype, panels: bool = True) -> LinearForm:
     return chosen.form
 
 
-def _fastest(product: Callable[[], object]) -> int:
-    times = []
-    for _ in range(_TIMES):
-        begin = perf_counter_ns()
-        product()
-        times.append(perf_counter_ns() - begin)
-    return min(times)
+def _time(product: Callable[[], object]) -> int:
+    begin = perf_counter_ns()
+    product()
+    return perf_counter_ns() - begin
 
 
 def make_linear(

@@ -374,7 +374,7 @@ def test_the_form_is_chosen_by_measurement(times, chosen, of_library, monkeypatc
     def time(product):
         return dict(zip(("plain", "packed", "panels"), times, strict=True))[product.func.form]
 
-    monkeypatch.setattr(linear, "_fastest", time)
+    monkeypatch.setattr(linear, "_time", time)
     linear.faster_form.cache_clear()
     try:
         assert make_linear([torch.randn(4, 4)], [None]).form == chosen

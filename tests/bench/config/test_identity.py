@@ -44,7 +44,7 @@ def test_a_committed_record_is_found_from_todays_configuration(entry: Entry) -> 
 
 
 def test_a_run_gets_the_folder_that_has_its_record() -> None:
-    for entry in (RECORDS[0], next(e for e in RECORDS if "6_1-" in e.path.name)):
+    for entry in (RECORDS[0], next(e for e in RECORDS if "6_1_distilled-" in e.path.name)):
         cfg, decided = today(entry.path), lookup.resolved(entry.manifest)
         assert lookup.find(entry.path.parent, cfg, decided) == entry.path
         assert lookup.find(entry.path.parent, replace(cfg, seed=99), decided) is None
