@@ -528,6 +528,7 @@ def test_the_named_sweeps() -> None:
             "batch_refilled",
             "pareto",
             "translation",
+            "translation_table",
             "peers",
             "chat",
             "league",
