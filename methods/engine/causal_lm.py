@@ -28,7 +28,7 @@ from methods.engine.causal_layers import (
     UnsupportedModel,
 )
 from methods.engine.expert_layers import ClampedSwish, expected_experts
-from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Portion
+from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Norm, Portion
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import (
     DraftWeights,
@@ -447,9 +447,7 @@ class CausalLM:
     ) -> dict[int, Float[Tensor, "B M D"]]:
         """Run a pass through ``layers``; returns the hidden states after those in ``hidden_layers``."""
         if state.fused and self._fused is not None:
-            where = (state.cos, state.sin, state.reach, state.cache)
-            state.hidden, seen = self._fused.run(state.hidden, *where, self._portions(layers), hidden_layers)
-            return seen
+            return self._run_fused(state, layers, hidden_layers)
         seen = {}
         for index in layers:
             layer = self.layers[index]
@@ -461,6 +459,15 @@ class CausalLM:
                 seen[index] = state.hidden
         return seen
 
+    def _run_fused(
+        self, state: Any, layers: Iterable[int], hidden_layers: Collection[int]
+    ) -> dict[int, Float[Tensor, "B M D"]]:
+        """``run`` by the kernels; ``state`` is a pass of the model's own kind."""
+        assert self._fused is not None
+        where = (state.cos, state.sin, state.reach, state.cache, self._portions(layers))
+        state.hidden, seen = self._fused.run(state.hidden, *where, hidden_layers)
+        return seen
+
     @property
     def exits_fused(self) -> bool:
         """Whether the kernels can let rows leave a pass, see ``run_to_exits``."""
@@ -469,7 +476,7 @@ class CausalLM:
 
     def run_to_exits(
         self,
-        state: Pass,
+        state: Any,
         deepest: int,
         rule: ExitRule,
         rows: Sequence[bool],
@@ -481,12 +488,13 @@ class CausalLM:
         A row that leaves is computed no longer; the layers above only make its keys and values, see ``fill``.
 
         Args:
+            state: a pass of the model's own kind.
             rows: which are run; the states of others do not matter.
             first: layers that they have run before.
             last: depth up to which they are run now; None: ``deepest``.
         """
         assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
-        assert isinstance(self._final_norm, RMSNorm)
+        assert isinstance(self._final_norm, Norm)
         where = (state.cos, state.sin, state.cache, self._portions(range(deepest)))
         after = (self._final_norm, self._head)
         return self._fused.run_to_exits(state.hidden, *where, rule, *after, rows, first, last)

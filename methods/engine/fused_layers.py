@@ -239,7 +239,6 @@ class FusedLayers:
         *,
         earlier: int = 0,
         beside: Float[Tensor, "B M E"] | None = None,
-        sources: Sequence[int] | None = None,
         exits: _Exits | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
         """States after some layers, and after those ``wanted``; keys and values go after the cache's lengths.
@@ -249,7 +248,6 @@ class FusedLayers:
             reach: which of the earlier nodes and of these each one sees; None: a chain.
             earlier: nodes that were run before and are not part of the cache's lengths.
             beside: what the first product of attention reads before the state, if the layers do.
-            sources: slots of each row's source, if the layers attend to one.
             exits: where rows leave, see ``run_to_exits``.
         """
         hidden, beside = hidden.contiguous(), None if beside is None else beside.contiguous()
@@ -258,7 +256,7 @@ class FusedLayers:
         taps = {portion.layer: torch.empty_like(hidden) for portion in portions if portion.layer in wanted}
         slots = max(cache.written) + earlier + nodes
         assert cache.begin + slots <= cache.capacity, f"{cache.begin + slots} slots in a cache of {cache.capacity}"
-        slots = max(slots, *sources) if sources else slots
+        slots = max(slots, *cache.sources) if cache.sources else slots
         work = torch.empty(self._workspace(byref(self._model), batch * nodes, slots, threads))
         arrays = (
             (c_int32 * count)(*(portion.layer for portion in portions)),
@@ -267,7 +265,7 @@ class FusedLayers:
             (c_void_p * count)(*(taps[part.layer].data_ptr() if part.layer in taps else None for part in portions)),
         )
         lengths, turning = (c_int64 * batch)(*cache.written), 0 if cos is None else cos.shape[-1]
-        seen = (c_int64 * batch)(*sources) if sources else None
+        seen = (c_int64 * batch)(*cache.sources) if cache.sources else None
         described = _Pass(
             hidden.data_ptr(), _place(beside), result.data_ptr(), _place(cos), _place(sin),
             0 if cos is None or len(cos) == 1 else nodes * turning, turning,
@@ -292,8 +290,6 @@ class FusedLayers:
         rows: Sequence[bool],
         first: int = 0,
         last: int | None = None,
-        *,
-        sources: Sequence[int] | None = None,
     ) -> Exited:
         """Run layers until rows leave; the layers above only get keys and values of those that do.
 
@@ -303,7 +299,6 @@ class FusedLayers:
             rows: which are run.
             first: layers that they have run before; ``hidden`` are the states after them.
             last: depth up to which they are run now; None: all.
-            sources: see ``run``.
         """
         batch, width, outputs = len(rows), hidden.shape[2], head.panels.matrix.outputs
         count, run = len(portions) - first, (len(portions) if last is None else last) - first
@@ -320,15 +315,15 @@ class FusedLayers:
         stops = (c_uint8 * count)(*(first + portion + 1 in rule.stops for portion in range(count)))
         depths = None if rule.depths is None else (c_int32 * batch)(*(depth - first for depth in rule.depths))
         weight, bias = rule.classifier or (None, 0.0)
-        described, _kept = _norm(norm)
+        normed, _kept = _norm(norm)
         exits = _Exits(
             run, rule.propagates, ctypes.addressof(stops), _MEASURES[rule.measure], ctypes.addressof(thresholds),
-            described, ctypes.addressof(maps), screen, head.panels.matrix,
+            normed, ctypes.addressof(maps), screen, head.panels.matrix,
             None if weight is None else weight.data_ptr(), bias, None if depths is None else ctypes.addressof(depths),
             ctypes.addressof(left), logits.data_ptr(), ctypes.addressof(scored), ctypes.addressof(confidence),
             ctypes.addressof(columns), room.data_ptr(),
         )  # fmt: skip
-        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], sources=sources, exits=exits)
+        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=exits)
         ran = [first + passed if passed > 0 else 0 for passed in left]
         flags = [bool(flag) for flag in scored]
         return Exited(result, ran, logits, flags, list(confidence), columns.value)
@@ -364,7 +359,7 @@ def of_layers(layers: Sequence[Layer], head_dim: int, longest: int) -> list[Desc
     """
     if head_dim % LANES or not all(_plain(layer, longest) for layer in layers):
         return None
-    found = [_described(layer) for layer in layers]
+    found = [described(layer) for layer in layers]
     return found if all(layer.expressible for layer in found) else None
 
 
@@ -375,7 +370,8 @@ def _plain(layer: Layer, longest: int) -> bool:
     return isinstance(layer.mlp, FeedForward) and sees_all and attention.soft_cap is None and attention.sinks is None
 
 
-def _described(layer: Layer) -> Described:
+def described(layer: Layer) -> Described:
+    """A layer without experts in the kernels' terms."""
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, FeedForward)
     matrices = {"qkv": attention.qkv, "out": attention.out, "up": mlp.gate_up, "down": mlp.down}
@@ -388,12 +384,6 @@ def _described(layer: Layer) -> Described:
         "key": attention.key_norm,
     }
     return Described(matrices, norms, mlp.activation, True, attention.norm_heads, attention.rotary)
-
-
-def products_of(layer: Layer) -> tuple[Linear, ...]:
-    """The matrices of a layer without experts."""
-    assert isinstance(layer.mlp, FeedForward)
-    return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
 
 def _norm(norm: Norm) -> tuple[_Norm, list[Tensor]]:

@@ -24,9 +24,11 @@ class Cache:
             side by side, as attention reads them: half the time of slots whose heads are side by side.
         length: [B] on the device; ``lengths`` mirrors it on the host, so that no pass has to ask.
         begin: slot at which the tokens of a row begin.
+        sources: tokens of each row's source, which come before; None: there are none.
     """
 
     begin = 0
+    sources: list[int] | None = None
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from methods.engine import causal_layers, seq2seq_layers, token_tree
 from methods.engine.causal_layers import LayerNorm, UnsupportedModel
 from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
-from methods.engine.fused_layers import Exited, ExitRule, FusedEncoder, FusedLayers
+from methods.engine.fused_layers import FusedEncoder, FusedLayers
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, LinearForm, faster_form, library_form, make_linear
 from methods.engine.seq2seq_layers import CrossAttention, FeedForward, SelfAttention, Stack
@@ -61,6 +61,8 @@ class SourceCache(Cache):
         sources: tokens of each row's source.
         mask: hides the padding of shorter ones; None where there is none.
     """
+
+    sources: list[int]  # always there
 
     def __init__(
         self, layers: Sequence[int], batch: int, capacity: int, heads: int, head_dim: int, **kind: Any
@@ -172,6 +174,7 @@ class DecoderPass:
         end: decoder slots a node may see at most.
         fused: kernels run the layers, which know what a node sees from ``reach`` and the cache's lengths.
         reach: which nodes of the pass each one sees; None: a chain.
+        cos, sin: None, as positions are part of the embeddings or of the scores.
     """
 
     hidden: Float[Tensor, "B M D"]
@@ -181,6 +184,8 @@ class DecoderPass:
     cache: SourceCache
     fused: bool = False
     reach: Bool[Tensor, "B M M"] | None = None
+    cos: None = None
+    sin: None = None
 
 
 class Seq2SeqLM(CausalLM):
@@ -227,7 +232,7 @@ class Seq2SeqLM(CausalLM):
             seq2seq_layers.read_stack(stack, self.config, linear)
             for stack in (whole.get_encoder(), whole.get_decoder())
         )
-        self.layers = self._decoder.layers  # type: ignore[assignment]
+        self.layers, self._final_norm = self._decoder.layers, self._decoder.norm  # type: ignore[assignment]
         self.heads = self.kv_heads = self._decoder.heads
         self.head_dim = self._decoder.head_dim
         self._embedding, self._embed_scale = self._decoder.embedding, self._decoder.embed_scale
@@ -272,7 +277,7 @@ class Seq2SeqLM(CausalLM):
     @property
     def exits_fused(self) -> bool:
         """See ``CausalLM.exits_fused``; only of decoders that norm their last state."""
-        plain = self._output_scale == 1.0 and isinstance(self._decoder.norm, LayerNorm)
+        plain = self._output_scale == 1.0 and isinstance(self._final_norm, LayerNorm)
         return self.fused and plain and isinstance(self._head, KernelLinear)
 
     @property
@@ -362,10 +367,8 @@ class Seq2SeqLM(CausalLM):
         self, state: DecoderPass, layers: Iterable[int], hidden_layers: Collection[int] = ()
     ) -> dict[int, Float[Tensor, "B M D"]]:
         """Run ``layers`` of the decoder; returns the hidden states after those in ``hidden_layers``."""
-        if state.fused and isinstance(self._fused, FusedLayers):
-            where = (None, None, state.reach, state.cache, self._portions(layers), hidden_layers)
-            state.hidden, seen = self._fused.run(state.hidden, *where, sources=state.cache.sources)
-            return seen
+        if state.fused:
+            return self._run_fused(state, layers, hidden_layers)
         seen = {}
         for index in layers:
             layer = self._decoder.layers[index]
@@ -377,21 +380,6 @@ class Seq2SeqLM(CausalLM):
             if index in hidden_layers:
                 seen[index] = state.hidden
         return seen
-
-    def run_to_exits(  # type: ignore[override]
-        self,
-        state: DecoderPass,
-        deepest: int,
-        rule: ExitRule,
-        rows: Sequence[bool],
-        first: int = 0,
-        last: int | None = None,
-    ) -> Exited:
-        """See ``CausalLM.run_to_exits``."""
-        assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
-        assert isinstance(self._decoder.norm, LayerNorm)
-        where = (None, None, state.cache, self._portions(range(deepest)), rule, self._decoder.norm, self._head, rows)
-        return self._fused.run_to_exits(state.hidden, *where, first, last, sources=state.cache.sources)
 
     def fill(self, state: DecoderPass, layers: Sequence[int]) -> None:  # type: ignore[override]
         """See ``CausalLM.fill``; the cache holds the input of cross-attention for every layer from the beginning."""

@@ -315,7 +315,7 @@ class _Kernels:
         for portions, layer in self._parts():
             if layer is not None:
                 hidden = layer.attend_positions(hidden, positions, padding)
-            hidden, _ = self._layers.run(hidden, None, None, reach, cache, portions, sources=cache.sources)
+            hidden, _ = self._layers.run(hidden, None, None, reach, cache, portions)
         return hidden
 
     def _parts(self) -> Iterator[tuple[list[Portion], DecoderLayer | None]]:

@@ -19,7 +19,7 @@ from methods.engine import fused_layers
 from methods.engine.causal_layers import Attention, FeedForward, Layer, RMSNorm
 from methods.engine.causal_lm import CausalLM, RotaryTable
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.fused_layers import FusedLayers, products_of
+from methods.engine.fused_layers import FusedLayers
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear
@@ -170,7 +170,7 @@ def kernels_of(layers: Sequence[Layer], sizes: Sizes, beside: int = 0) -> FusedL
 
 def bytes_of(layer: Layer) -> int:
     """Of its matrices."""
-    return sum(linear.nbytes for linear in products_of(layer))
+    return sum(linear.nbytes for linear in fused_layers.described(layer).matrices.values())
 
 
 def after_attention(layer: Layer, rows: Float[Tensor, "R D"], mixed: Float[Tensor, "R H"]) -> Float[Tensor, "R D"]:

@@ -375,7 +375,7 @@ class DraftPass:
         if self._kernels is not None and isinstance(cache, SourceCache):
             portions = [Portion(layer) for layer in range(self.shape.depth)]
             where = (None, None, layout.among(), cache, portions)
-            hidden, _ = self._kernels.run(hidden, *where, sources=cache.sources)
+            hidden, _ = self._kernels.run(hidden, *where)
         else:
             end = max(cache.lengths) + nodes
             slots, visible = None if cache.uniform else cache.slots(nodes), layout.visible(end)
