@@ -6,9 +6,9 @@
 // to the type of the weights where transformers rounds them, and kept in 32 bit.
 //
 // Weights are in panels of 2 registers of outputs. Of 16-bit weights two inputs are side by side, so a 32-bit lane holds
-// both of one output. Processors with bfloat16 instructions multiply them two by two, on others a shift or a mask yields
-// either as a 32-bit float. Of 4 and 8-bit weights four inputs are side by side, and are multiplied as integers with rows
-// that are rounded to 8 bits.
+// both of one output. Processors with matrix tiles (AMX) multiply 16 rows by 16 outputs at a time, others with bfloat16
+// instructions two numbers by two; elsewhere a shift or a mask yields either as a 32-bit float. Of 4 and 8-bit weights
+// four inputs are side by side, and are multiplied as integers with rows that are rounded to 8 bits.
 
 #include <math.h>
 #include <omp.h>
@@ -23,6 +23,10 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -36,6 +40,9 @@ constexpr bool PAIRS = true;  // products of 16-bit numbers two by two
 #else
 constexpr bool PAIRS = false;
 #endif
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define MATRIX_TILES
+#endif
 constexpr int VECTORS = 2, PANEL = VECTORS * LANES, WIDE = 2 * VECTORS;  // of a panel, and of two side by side
 constexpr int TALL_ROWS = 2 * MOST_ROWS;                                // of a tile over one panel
 constexpr int64_t CHUNK = 768;      // inputs that all tiles go through before the next ones are read
@@ -43,6 +50,7 @@ constexpr int LINE = 64;            // bytes
 constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
 constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
 constexpr int64_t AHEAD = 4096;     // bytes of a weight that are asked for before they are needed
+constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes matrix tiles
 constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones
 constexpr int SPINS = 4096;
 constexpr int BLOCK = 32;           // inputs that share a scale
@@ -220,6 +228,12 @@ struct Columns {
         for (int v = 0; v < WIDTH; v++)
             for (int64_t line = 0; line < size; line += LINE) __builtin_prefetch(vector(v, size) + ahead + line);
     }
+
+    // The same for the pairs of inputs of a matrix tile.
+    void ask_tile(int64_t ahead) const {
+        if (!ahead) return;
+        for (int line = 0; line < 16 * WIDTH; line++) __builtin_prefetch(at + ahead + line * LINE);
+    }
 };
 
 // The sums with the products of two vectors of pairs of 16-bit numbers.
@@ -311,8 +325,128 @@ struct Rows {
     }
 };
 
+// -- matrix tiles -------------------------------------------------------------------------------------------------------
+
+constexpr int TILE = 16, TILE_INPUTS = 32;  // rows or outputs of a tile, and inputs
+
+#ifdef MATRIX_TILES
+// Linux lets a process use tiles when it asks once.
+bool tiles_allowed() {
+    static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+    return allowed;
+}
+
+// GCC does not know what tiles read and write: numbers are in memory before, and are read from it after this.
+inline void written() { asm volatile("" ::: "memory"); }
+
+// Rows of a thread's tiles: 0 and 1 have the sums of `first` rows, 2 and 3 of `second` rows, 4 and 5 the inputs of these,
+// 6 and 7 a part of the weight, whose rows are pairs of inputs.
+class Tiles {
+  public:
+    static void shape(int first, int second) {
+        if (first == first_ && second == second_) return;
+        struct alignas(64) Shapes {
+            uint8_t palette = 1, start = 0, none[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        };
+        Shapes shapes;
+        const int rows[] = {first, first, second, second, first, second, TILE, TILE};
+        for (int i = 0; i < 8; i++) {
+            shapes.bytes[i] = LINE;
+            shapes.rows[i] = uint8_t(rows[i]);
+        }
+        written();
+        _tile_loadconfig(&shapes);
+        first_ = first, second_ = second;
+    }
+    static void release() {
+        if (!first_) return;
+        _tile_release();
+        first_ = second_ = 0;
+    }
+
+  private:
+    static thread_local int first_, second_;
+};
+thread_local int Tiles::first_ = 0, Tiles::second_ = 0;
+
+// Sums of up to TILE rows and two panels `size` bytes apart. x: rows of bfloat16, `step` bytes each; total: `width`
+// vectors a row.
+inline void tile_of_two(const char* weight, int64_t size, int64_t inputs, const char* x, int64_t step, float* total,
+                        int64_t width, int64_t ahead) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < inputs; k += TILE_INPUTS, weight += TILE_INPUTS * PANEL * 2, x += TILE_INPUTS * 2) {
+        Columns<VECTORS>{weight, 0}.ask_tile(ahead);
+        Columns<VECTORS>{weight + size, 0}.ask_tile(ahead);
+        _tile_loadd(4, x, step);
+        _tile_loadd(6, weight, 2 * LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weight + LINE, 2 * LINE);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, weight + size, 2 * LINE);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, weight + size + LINE, 2 * LINE);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, total, width * LINE);
+    _tile_stored(1, total + LANES, width * LINE);
+    _tile_stored(2, total + 2 * LANES, width * LINE);
+    _tile_stored(3, total + 3 * LANES, width * LINE);
+}
+
+// Of one panel, and with SECOND of up to TILE rows more, after the first TILE.
+template <bool SECOND>
+inline void tile_of_one(const char* weight, int64_t inputs, const char* x, int64_t step, float* total, int64_t width,
+                        int64_t ahead) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (SECOND) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < inputs; k += TILE_INPUTS, weight += TILE_INPUTS * PANEL * 2, x += TILE_INPUTS * 2) {
+        Columns<VECTORS>{weight, 0}.ask_tile(ahead);
+        _tile_loadd(6, weight, 2 * LINE);
+        _tile_loadd(7, weight + LINE, 2 * LINE);
+        _tile_loadd(4, x, step);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (SECOND) {
+            _tile_loadd(5, x + TILE * step, step);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, total, width * LINE);
+    _tile_stored(1, total + LANES, width * LINE);
+    if constexpr (SECOND) {
+        _tile_stored(2, total + TILE * width * LANES, width * LINE);
+        _tile_stored(3, total + TILE * width * LANES + LANES, width * LINE);
+    }
+}
+#else
+inline bool tiles_allowed() { return false; }
+#endif
+
+// Whether products with a weight of this type take tiles; then rows are one by one, as bfloat16.
+template <class T>
+bool in_tiles(const Matrix& m) {
+    return sizeof(T) == 2 && !m.bits && m.inputs % TILE_INPUTS == 0 && tiles_allowed();
+}
+
+// Whether attention with heads of this size does.
+template <class T>
+bool in_tiles(int64_t dim) {
+    return sizeof(T) == 2 && dim % TILE_INPUTS == 0 && dim <= MOST_DIM && tiles_allowed();
+}
+
 template <class T>
 Rows rows_for(float* base, int64_t rows, const Matrix& m) {
+    if (in_tiles<T>(m)) return Rows(base, rows, m.inputs, 1, true);
     const int64_t most = m.bits ? 1 : rows <= MOST_ROWS ? MOST_ROWS : TALL_ROWS;
     return Rows(base, rows, m.inputs, most, PAIRS && sizeof(T) == 2 && !m.bits);
 }
@@ -339,9 +473,13 @@ struct Row {
             put_words(base + input * step, value);
             return;
         }
+        float* to = base + input / 2 * step;
+        if (step == 1) {
+            ::put(reinterpret_cast<BFloat16*>(to), value);
+            return;
+        }
         float words[LANES / 2];
         ::put(reinterpret_cast<BFloat16*>(words), value);
-        float* to = base + input / 2 * step;
         for (int i = 0; i < LANES / 2; i++) to[i * step] = words[i];
     }
     void put_one(int64_t input, float value) const {
@@ -391,6 +529,36 @@ void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, float* 
             }
     });
 }
+
+#ifdef MATRIX_TILES
+template <class T, class Finish>
+void multiply_tiles(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
+    const int64_t size = PANEL * m.inputs * 2, step = m.inputs * 2;
+    const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
+        const char* weight = static_cast<const char*>(m.panels) + panel * size;
+        const char* from = reinterpret_cast<const char*>(x.base);
+        float* to = reinterpret_cast<float*>(total);
+        written();
+        for (int64_t row = 0; row < x.rows; row += 2 * TILE) {
+            const int64_t left = x.rows - row, ahead = row ? 0 : AHEAD;
+            const char* read = from + row * step;
+            float* into = to + row * width * LANES;
+            if (left > TILE) {
+                Tiles::shape(TILE, int(left < 2 * TILE ? left - TILE : TILE));
+                tile_of_one<true>(weight, m.inputs, read, step, into, width, ahead);
+                continue;
+            }
+            Tiles::shape(int(left), int(left));
+            if (width == WIDE)
+                tile_of_two(weight, size, m.inputs, read, step, into, width, ahead);
+            else
+                tile_of_one<false>(weight, m.inputs, read, step, into, width, ahead);
+        }
+        written();
+    };
+    over_panels<T>(team, m, x.rows, x.rows > TILE, sums, accumulate, finish);
+}
+#endif
 
 template <class T, class Finish>
 void multiply_plain(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
@@ -567,6 +735,10 @@ void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, int32_t* 
         multiply_blocks<4, T>(team, m, x, sums, into, finish);
     else if (m.bits == 8)
         multiply_blocks<8, T>(team, m, x, sums, into, finish);
+#ifdef MATRIX_TILES
+    else if (in_tiles<T>(m))
+        multiply_tiles<T>(team, m, x, sums, finish);
+#endif
     else
         multiply_plain<T>(team, m, x, sums, finish);
 }
@@ -833,6 +1005,199 @@ inline void attend_heads(int64_t groups, float* query, int64_t dim, Rest... rest
         attend_groups<T, 0>(groups, query, dim, rest...);
 }
 
+#ifdef MATRIX_TILES
+// Blocks of WIDTH columns and rows that lie across the diagonal change places.
+template <int WIDTH, int... lane>
+inline void exchange(Words* rows, std::integer_sequence<int, lane...>) {
+    const Integers low = {(lane & WIDTH ? lane - WIDTH + LANES : lane)...};
+    const Integers high = {(lane & WIDTH ? lane + LANES : lane + WIDTH)...};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & WIDTH)) {
+            const Words a = rows[i], b = rows[i + WIDTH];
+            rows[i] = __builtin_shuffle(a, b, low);
+            rows[i + WIDTH] = __builtin_shuffle(a, b, high);
+        }
+}
+
+// 16 rows of 32-bit numbers, columns for rows.
+inline void transpose(Words* at) {
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>();
+    Words rows[LANES];
+    memcpy(rows, at, sizeof rows);
+    exchange<8>(rows, lanes);
+    exchange<4>(rows, lanes);
+    exchange<2>(rows, lanes);
+    exchange<1>(rows, lanes);
+    memcpy(at, rows, sizeof rows);
+}
+
+// Two vectors as 16-bit numbers, those of `a` and `b` side by side.
+inline Words side_by_side(Floats a, Floats b) { return (Words)a >> 16 | ((Words)b & 0xffff0000u); }
+
+// Queries of one row and one key head: `groups` of each node, `step` numbers from one node to the next.
+struct Queries {
+    const float* numbers;
+    int64_t groups, step, dim;
+
+    const float* of(int64_t query) const { return numbers + query / groups * step + query % groups * dim; }
+};
+
+// What a query sees: the first `prefix` slots, and of `others` after them those that `reach` names for its node, or
+// without `reach` the first `seen` and one more for each node before its own.
+struct Sight {
+    int64_t prefix, others, seen;
+    const uint8_t* reach;
+
+    bool sees(int64_t node, int64_t other) const { return reach ? reach[node * others + other] : other < seen + node; }
+    int64_t farthest(int64_t node) const { return reach || seen + node > others ? others : seen + node; }
+};
+
+// What `attend_tiles` needs beside scores: queries or weights of a tile, tiles of values.
+constexpr int64_t ATTENTION_NUMBERS = TILE * (LANES + MOST_DIM / 2 + MOST_DIM);
+
+// `count` queries from `first` on, at most TILE. A tile has the products of 16 keys with all of them, weights are summed
+// key by key, and a tile of values has 32 keys in the order in which a query sees them. So its sums have one order,
+// whatever tree it is in. scores: for 16 queries of every slot, a multiple of 32; put(query, d, values): a vector.
+template <class Put>
+void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BFloat16* keys, const BFloat16* values,
+                  int64_t capacity, const Sight& sight, float scale, float* scores, int32_t* own, float* room,
+                  const Put& put_vector) {
+    const int64_t dim = queries.dim, steps = dim / TILE_INPUTS, row = 2 * dim;  // bytes of a key
+    const int64_t begin = first / queries.groups, end = (first + count - 1) / queries.groups + 1;
+    const int64_t slots = sight.prefix + sight.farthest(end - 1);
+    Words* turned = reinterpret_cast<Words*>(room);                    // [dim / 2], of 16 queries
+    Words* weights = turned + MOST_DIM / 2;                            // [TILE]: a query's weights of 32 keys
+    Words* packed = weights + TILE;                                    // [dim / 16, TILE]: two keys' values side by side
+    Tiles::shape(TILE, TILE);
+    for (int64_t step = 0; step < steps; step++) {
+        Words* block = turned + step * TILE;
+        for (int64_t q = 0; q < TILE; q++) {
+            const float* from = queries.of(first + (q < count ? q : 0)) + step * TILE_INPUTS;
+            put(reinterpret_cast<BFloat16*>(block + q), load(from));
+            put(reinterpret_cast<BFloat16*>(block + q) + LANES, load(from + LANES));
+        }
+        transpose(block);
+    }
+    written();
+    for (int64_t i = 0; i < slots; i += TILE) {
+        const char* from = reinterpret_cast<const char*>(keys) + i * row;
+        if (i + TILE > capacity) {  // beyond it may be no memory
+            memcpy(packed, from, (capacity - i) * row);
+            from = reinterpret_cast<const char*>(packed);
+            written();
+        }
+        _tile_zero(0);
+        for (int64_t step = 0; step < steps; step++) {
+            _tile_loadd(4, from + step * LINE, row);
+            _tile_loadd(6, turned + step * TILE, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, scores + i * LANES, LINE);
+    }
+    written();
+    // Scores, and which of the others a query sees
+    Floats most = all(-INFINITY);
+    for (int64_t i = 0; i < sight.prefix; i++) {
+        const Floats score = load(scores + i * LANES) * scale;
+        store(scores + i * LANES, score);
+        most = score > most ? score : most;
+    }
+    const auto lanes = [&](int64_t other) {
+        __mmask16 seen = 0;
+        for (int64_t q = 0; q < count; q++)
+            seen = __mmask16(seen | uint32_t(sight.sees((first + q) / queries.groups, other)) << q);
+        return seen;
+    };
+    for (int64_t i = sight.prefix; i < slots; i++) {
+        const Floats score = load(scores + i * LANES) * scale;
+        const auto seen = (Floats)_mm512_mask_blend_ps(lanes(i - sight.prefix), (__m512)all(-INFINITY), (__m512)score);
+        store(scores + i * LANES, seen);
+        most = seen > most ? seen : most;
+    }
+    Floats totals = Floats{};
+    for (int64_t i = 0; i < slots; i++) {
+        const Floats score = load(scores + i * LANES);
+        Floats weight = exponential(score - most);
+        if (i >= sight.prefix) weight = score == all(-INFINITY) ? Floats{} : weight;
+        totals += weight;
+        store(scores + i * LANES, rounded<BFloat16>(weight));
+    }
+    const int64_t whole = sight.reach ? sight.prefix / TILE_INPUTS * TILE_INPUTS : slots;  // in one order for all queries
+    for (int64_t i = slots; i % TILE_INPUTS; i++) store(scores + i * LANES, Floats{});
+    // Values of 32 keys, slot(j) for 0 <= j < size, the others being 0
+    const auto pack = [&](int64_t size, int64_t d, const auto& slot) {
+        const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                             37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
+        for (int64_t j = 0; j < TILE_INPUTS; j += 2) {
+            const char* a = reinterpret_cast<const char*>(values) + slot(j < size ? j : 0) * row + 2 * d;
+            const char* b = reinterpret_cast<const char*>(values) + slot(j + 1 < size ? j + 1 : 0) * row + 2 * d;
+            for (int64_t half = 0; half < 4 && d + half * LANES < dim; half += 2) {
+                const __m512i x = j < size ? _mm512_loadu_si512(a + half * 2 * LANES) : _mm512_setzero_si512();
+                const __m512i y = j + 1 < size ? _mm512_loadu_si512(b + half * 2 * LANES) : _mm512_setzero_si512();
+                packed[half * TILE + j / 2] = (Words)_mm512_permutex2var_epi16(x, low, y);
+                packed[(half + 1) * TILE + j / 2] = (Words)_mm512_permutex2var_epi16(x, high, y);
+            }
+        }
+    };
+    const auto add = [&](int64_t d) {
+        written();
+        _tile_loadd(4, weights, LINE);
+        _tile_loadd(6, packed, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, packed + TILE, LINE);
+        _tile_dpbf16ps(1, 4, 7);
+        if (d + 2 * LANES >= dim) return;
+        _tile_loadd(6, packed + 2 * TILE, LINE);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, packed + 3 * TILE, LINE);
+        _tile_dpbf16ps(3, 4, 7);
+    };
+    for (int64_t d = 0; d < dim; d += 4 * LANES) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t i = 0; i < whole; i += TILE_INPUTS) {
+            for (int64_t j = 0; j < TILE; j++) {
+                const float* two = scores + (i + 2 * j) * LANES;
+                weights[j] = side_by_side(load(two), load(two + LANES));
+            }
+            transpose(weights);
+            pack(slots - i, d, [&](int64_t j) { return i + j; });
+            add(d);
+        }
+        for (int64_t node = begin; sight.reach && node < end; node++) {
+            int64_t size = 0;
+            for (int64_t i = whole; i < sight.prefix; i++) own[size++] = int32_t(i);
+            for (int64_t other = 0; other < sight.others; other++)
+                if (sight.sees(node, other)) own[size++] = int32_t(sight.prefix + other);
+            const int64_t from = node * queries.groups > first ? node * queries.groups - first : 0;
+            const int64_t to = (node + 1) * queries.groups < first + count ? (node + 1) * queries.groups - first : count;
+            for (int64_t i = 0; i < size; i += TILE_INPUTS) {
+                const int64_t left = size - i < TILE_INPUTS ? size - i : TILE_INPUTS;
+                memset(weights, 0, TILE * sizeof(Words));
+                for (int64_t q = from; q < to; q++)
+                    for (int64_t j = 0; j < left; j++)
+                        put_one(reinterpret_cast<BFloat16*>(weights + q) + j, scores[own[i + j] * LANES + q]);
+                pack(left, d, [&](int64_t j) { return int64_t(own[i + j]); });
+                add(d);
+            }
+        }
+        float* sums = reinterpret_cast<float*>(packed);
+        _tile_stored(0, sums, 4 * LINE);
+        _tile_stored(1, sums + LANES, 4 * LINE);
+        _tile_stored(2, sums + 2 * LANES, 4 * LINE);
+        _tile_stored(3, sums + 3 * LANES, 4 * LINE);
+        written();
+        for (int64_t q = 0; q < count; q++)
+            for (int64_t v = 0; v < 4 && d + v * LANES < dim; v++)
+                put_vector(first + q, d + v * LANES, rounded<BFloat16>(load(sums + (4 * q + v) * LANES) / totals[q]));
+    }
+}
+#endif
+
 // -- a pass -------------------------------------------------------------------------------------------------------------
 
 struct Layer {
@@ -912,10 +1277,16 @@ int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, fl
     int64_t narrow = m.hidden + m.beside > mixed ? m.hidden + m.beside : mixed;
     narrow = narrow > m.mlp ? narrow : m.mlp;
     const int64_t wide = qkv > 2 * m.mlp ? qkv : 2 * m.mlp;
-    const int64_t room = padded(slots), groups = m.heads / m.kv_heads;
+    const int64_t groups = m.heads / m.kv_heads;
+    int64_t room = padded(slots), of_thread = ((groups < MOST_GROUPS ? groups : MOST_GROUPS) + 1) * room;
+#ifdef MATRIX_TILES
+    room = (slots + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+    const int64_t of_tiles = (TILE + 1) * room + ATTENTION_NUMBERS;
+    of_thread = of_tiles > of_thread ? of_tiles : of_thread;
+#endif
     const int64_t sizes[] = {padded(rows * m.hidden), padded(rows * narrow), padded(rows * wide),
                              padded(rows * m.hidden), threads * rows * WIDE * LANES,
-                             threads * ((groups < MOST_GROUPS ? groups : MOST_GROUPS) + 1) * room,
+                             threads * of_thread,
                              rounded_words(rows, narrow)};
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
@@ -1225,6 +1596,16 @@ class Runner {
         const T* cache = cache_of(place);
         const int64_t groups = m_.heads / m_.kv_heads;
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.out);
+#ifdef MATRIX_TILES
+        if constexpr (sizeof(T) == 2) if (in_tiles<T>(dim)) {
+            over_queries(team, groups, width, cache, p_.begin, mixed, [&](int64_t b) {
+                return Sight{p_.lengths[b], p_.earlier + p_.nodes, p_.earlier + 1,
+                             p_.reach ? p_.reach + b * p_.nodes * (p_.earlier + p_.nodes) : nullptr};
+            });
+            output(team, layer.out, layer.after_attention, mixed, layer.close_attention);
+            return;
+        }
+#endif
         const bool alone = rows_ * m_.kv_heads < 4 * p_.threads || groups > MOST_GROUPS;
         const int64_t together = alone ? 1 : groups;
         const int64_t units = m_.heads / together;  // of a node
@@ -1247,6 +1628,31 @@ class Runner {
         output(team, layer.out, layer.after_attention, mixed, layer.close_attention);
     }
 
+#ifdef MATRIX_TILES
+    // Attention by matrix tiles of queries in `wide`, `width` numbers from one node to the next, over the keys and values
+    // from slot `begin` on. sight(b): what those of a row see.
+    template <class See>
+    void over_queries(Team& team, int64_t groups, int64_t width, const T* cache, int64_t begin, const Rows& mixed,
+                      const See& sight) {
+        const int64_t dim = m_.dim, heads = m_.heads / groups, blocks = (p_.nodes * groups + TILE - 1) / TILE;
+        team.each(rows_ / p_.nodes * heads * blocks, [&](int64_t item) {
+            const int64_t row = item / blocks / heads * p_.nodes, head = item / blocks % heads;
+            const int64_t first = item % blocks * TILE, left = p_.nodes * groups - first;
+            const int64_t b = source(row) / p_.nodes;
+            const T* keys = cache + ((b * 2 * m_.kv_heads + head) * p_.capacity + begin) * dim;
+            const T* values = keys + m_.kv_heads * p_.capacity * dim;
+            float* scores = buffers_.scores + team.thread() * buffers_.of_thread;
+            float* room = scores + TILE * buffers_.room;
+            const Queries queries{buffers_.wide + row * width + head * groups * dim, groups, width, dim};
+            attend_tiles(queries, first, left < TILE ? left : TILE, keys, values, p_.capacity - begin, sight(b), m_.scale,
+                         scores, reinterpret_cast<int32_t*>(room + ATTENTION_NUMBERS), room,
+                         [&](int64_t query, int64_t d, Floats value) {
+                             Row(mixed, row + query / groups).put((head * groups + query % groups) * dim + d, value);
+                         });
+        });
+    }
+#endif
+
     // Attention over the source of a row.
     void look(Team& team, const Layer& layer, int64_t place) {
         const int64_t dim = m_.dim, width = layer.source_query.outputs;
@@ -1256,6 +1662,14 @@ class Runner {
         });
         const T* cache = cache_of(place);
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.source_out);
+#ifdef MATRIX_TILES
+        if constexpr (sizeof(T) == 2) if (in_tiles<T>(dim)) {
+            over_queries(team, 1, width, cache, 0, mixed,
+                         [&](int64_t b) { return Sight{p_.sources[b], 0, 0, nullptr}; });
+            output(team, layer.source_out, Norm{}, mixed, layer.close_source);
+            return;
+        }
+#endif
         team.each(rows_ * m_.heads, [&](int64_t item) {
             const int64_t row = item / m_.heads, head = item % m_.heads, b = source(row) / p_.nodes;
             const T* keys = cache + (b * 2 * m_.kv_heads + head) * p_.capacity * dim;
@@ -1303,9 +1717,15 @@ class Runner {
 // work(team) on every thread of a team.
 template <class Work>
 void with_team(int64_t threads, const Work& work) {
+    const auto run = [&](Team& team) {
+        work(team);
+#ifdef MATRIX_TILES
+        Tiles::release();
+#endif
+    };
     if (threads == 1) {
         Team team(1);
-        work(team);
+        run(team);
         return;
     }
     Team* team = nullptr;
@@ -1313,7 +1733,7 @@ void with_team(int64_t threads, const Work& work) {
     {
 #pragma omp single
         team = new Team(omp_get_num_threads());
-        work(*team);
+        run(*team);
     }
     delete team;
 }
