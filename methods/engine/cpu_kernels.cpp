@@ -50,6 +50,7 @@ constexpr int LINE = 64;            // bytes
 constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
 constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
 constexpr int64_t AHEAD = 4096;     // bytes of a weight that are asked for before they are needed
+constexpr int64_t TILE_CHUNK = 640;  // inputs of 2 * TILE rows that stay near a processor
 constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes matrix tiles
 constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones
 constexpr int SPINS = 4096;
@@ -72,6 +73,13 @@ inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = va
 inline Floats load(const BFloat16* from) {
     Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16;
     return (Floats)wide;
+}
+// The first `count` of them.
+inline void store(float* to, Floats value, int count) {
+    if (count == LANES)
+        store(to, value);
+    else
+        memcpy(to, &value, 4 * count);
 }
 inline float one(float value) { return value; }
 inline float one(BFloat16 value) {
@@ -228,12 +236,6 @@ struct Columns {
         for (int v = 0; v < WIDTH; v++)
             for (int64_t line = 0; line < size; line += LINE) __builtin_prefetch(vector(v, size) + ahead + line);
     }
-
-    // The same for the pairs of inputs of a matrix tile.
-    void ask_tile(int64_t ahead) const {
-        if (!ahead) return;
-        for (int line = 0; line < 16 * WIDTH; line++) __builtin_prefetch(at + ahead + line * LINE);
-    }
 };
 
 // The sums with the products of two vectors of pairs of 16-bit numbers.
@@ -374,14 +376,12 @@ thread_local int Tiles::first_ = 0, Tiles::second_ = 0;
 // Sums of up to TILE rows and two panels `size` bytes apart. x: rows of bfloat16, `step` bytes each; total: `width`
 // vectors a row.
 inline void tile_of_two(const char* weight, int64_t size, int64_t inputs, const char* x, int64_t step, float* total,
-                        int64_t width, int64_t ahead) {
+                        int64_t width) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < inputs; k += TILE_INPUTS, weight += TILE_INPUTS * PANEL * 2, x += TILE_INPUTS * 2) {
-        Columns<VECTORS>{weight, 0}.ask_tile(ahead);
-        Columns<VECTORS>{weight + size, 0}.ask_tile(ahead);
         _tile_loadd(4, x, step);
         _tile_loadd(6, weight, 2 * LINE);
         _tile_dpbf16ps(0, 4, 6);
@@ -398,22 +398,21 @@ inline void tile_of_two(const char* weight, int64_t size, int64_t inputs, const 
     _tile_stored(3, total + 3 * LANES, width * LINE);
 }
 
-// Of one panel, and with SECOND of up to TILE rows more, after the first TILE.
+// Add to the sums of one panel, and with SECOND to those of up to TILE rows more, after the first TILE.
 template <bool SECOND>
-inline void tile_of_one(const char* weight, int64_t inputs, const char* x, int64_t step, float* total, int64_t width,
-                        int64_t ahead) {
-    _tile_zero(0);
-    _tile_zero(1);
+inline void tile_of_one(const char* weight, int64_t inputs, const char* x, int64_t step, float* total, int64_t width) {
+    float* second = total + TILE * width * LANES;
+    _tile_loadd(0, total, width * LINE);
+    _tile_loadd(1, total + LANES, width * LINE);
     if constexpr (SECOND) {
-        _tile_zero(2);
-        _tile_zero(3);
+        _tile_loadd(2, second, width * LINE);
+        _tile_loadd(3, second + LANES, width * LINE);
     }
     for (int64_t k = 0; k < inputs; k += TILE_INPUTS, weight += TILE_INPUTS * PANEL * 2, x += TILE_INPUTS * 2) {
-        Columns<VECTORS>{weight, 0}.ask_tile(ahead);
         _tile_loadd(6, weight, 2 * LINE);
-        _tile_loadd(7, weight + LINE, 2 * LINE);
         _tile_loadd(4, x, step);
         _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weight + LINE, 2 * LINE);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (SECOND) {
             _tile_loadd(5, x + TILE * step, step);
@@ -424,8 +423,8 @@ inline void tile_of_one(const char* weight, int64_t inputs, const char* x, int64
     _tile_stored(0, total, width * LINE);
     _tile_stored(1, total + LANES, width * LINE);
     if constexpr (SECOND) {
-        _tile_stored(2, total + TILE * width * LANES, width * LINE);
-        _tile_stored(3, total + TILE * width * LANES + LANES, width * LINE);
+        _tile_stored(2, second, width * LINE);
+        _tile_stored(3, second + LANES, width * LINE);
     }
 }
 #else
@@ -534,29 +533,36 @@ void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, float* 
 template <class T, class Finish>
 void multiply_tiles(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
     const int64_t size = PANEL * m.inputs * 2, step = m.inputs * 2;
+    const int64_t pieces = (m.inputs + TILE_CHUNK - 1) / TILE_CHUNK;
+    const int64_t chunk = x.rows > TILE ? (m.inputs / TILE_INPUTS + pieces - 1) / pieces * TILE_INPUTS : m.inputs;
     const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
         const char* from = reinterpret_cast<const char*>(x.base);
-        float* to = reinterpret_cast<float*>(total);
         written();
-        for (int64_t row = 0; row < x.rows; row += 2 * TILE) {
-            const int64_t left = x.rows - row, ahead = row ? 0 : AHEAD;
-            const char* read = from + row * step;
-            float* into = to + row * width * LANES;
-            if (left > TILE) {
-                Tiles::shape(TILE, int(left < 2 * TILE ? left - TILE : TILE));
-                tile_of_one<true>(weight, m.inputs, read, step, into, width, ahead);
-                continue;
+        for (int64_t k = 0; k < m.inputs; k += chunk) {
+            const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
+            for (int64_t row = 0; row < x.rows; row += 2 * TILE) {
+                const int64_t left = x.rows - row;
+                const char *some = weight + k * PANEL * 2, *read = from + row * step + 2 * k;
+                float* into = reinterpret_cast<float*>(total + row * width);
+                if (left > TILE)
+                    Tiles::shape(TILE, int(left < 2 * TILE ? left - TILE : TILE));
+                else
+                    Tiles::shape(int(left), int(left));
+                if (x.rows <= TILE && width == WIDE) {
+                    tile_of_two(some, size, inputs, read, step, into, width);
+                    continue;
+                }
+                for (int64_t v = 0; v < width; v += VECTORS, some += size, into += VECTORS * LANES)
+                    if (left > TILE)
+                        tile_of_one<true>(some, inputs, read, step, into, width);
+                    else
+                        tile_of_one<false>(some, inputs, read, step, into, width);
             }
-            Tiles::shape(int(left), int(left));
-            if (width == WIDE)
-                tile_of_two(weight, size, m.inputs, read, step, into, width, ahead);
-            else
-                tile_of_one<false>(weight, m.inputs, read, step, into, width, ahead);
         }
         written();
     };
-    over_panels<T>(team, m, x.rows, x.rows > TILE, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, false, sums, accumulate, finish);
 }
 #endif
 
@@ -1428,7 +1434,7 @@ class Runner {
         });
         if (map.panels)
             product(team, map, x, [&](int64_t row, int64_t at, Floats value, int count) {
-                memcpy(ready(row) + at, &value, 4 * count);
+                store(ready(row) + at, value, count);
             });
         if (exits.measure == CLASSIFIER) {
             over_rows(team, [&](int64_t row) {
@@ -1441,7 +1447,7 @@ class Runner {
             const Rows all = rows_for<T>(buffers_.rows, rows_, exits.screen);
             over_rows(team, [&](int64_t row) { copy(ready(row), Row(all, row), m_.hidden); });
             product(team, exits.screen, all, [&](int64_t row, int64_t at, Floats value, int count) {
-                memcpy(ready(row) + 2 * m_.hidden + at, &value, 4 * count);
+                store(ready(row) + 2 * m_.hidden + at, value, count);
             });
         }
         team.each_row(rows_, exits.screen.panels ? exits.screen.outputs : m_.hidden, [&](int64_t row) {
@@ -1460,7 +1466,7 @@ class Runner {
         const Rows some = rows_for<T>(buffers_.rows, asked, exits.head);
         team.each_row(asked, m_.hidden, [&](int64_t k) { copy(ready(asked_[k]), Row(some, k), m_.hidden); });
         product(team, exits.head, some, [&](int64_t k, int64_t at, Floats value, int count) {
-            memcpy(exits.logits + source_[asked_[k]] * outputs + at, &value, 4 * count);
+            store(exits.logits + source_[asked_[k]] * outputs + at, value, count);
         });
         team.each_row(asked, outputs, [&](int64_t k) {
             const int64_t row = asked_[k], b = source_[row];
@@ -1524,7 +1530,7 @@ class Runner {
     void output(Team& team, const Matrix& matrix, const Norm& norm, const Rows& x, const Norm& close) {
         if (norm.weight) {
             product(team, matrix, x, [&](int64_t row, int64_t at, Floats value, int count) {
-                memcpy(buffers_.update + row * m_.hidden + at, &value, 4 * count);
+                store(buffers_.update + row * m_.hidden + at, value, count);
             });
             over_rows(team, [&](int64_t row) {
                 float* update = buffers_.update + row * m_.hidden;
@@ -1562,7 +1568,7 @@ class Runner {
         const Matrix matrix = rest(layer.qkv, first);
         const Rows x = input(team, layer.before_attention, matrix, m_.beside);
         product(team, matrix, x, [&](int64_t row, int64_t at, Floats value, int count) {
-            memcpy(buffers_.wide + row * width + first + at, &value, 4 * count);
+            store(buffers_.wide + row * width + first + at, value, count);
         });
         T* cache = cache_of(place);
         over_rows(team, [&](int64_t row) {
@@ -1658,7 +1664,7 @@ class Runner {
         const int64_t dim = m_.dim, width = layer.source_query.outputs;
         const Rows x = input(team, layer.before_source, layer.source_query, 0);
         product(team, layer.source_query, x, [&](int64_t row, int64_t at, Floats value, int count) {
-            memcpy(buffers_.wide + row * width + at, &value, 4 * count);
+            store(buffers_.wide + row * width + at, value, count);
         });
         const T* cache = cache_of(place);
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.source_out);
@@ -1696,7 +1702,7 @@ class Runner {
         const Rows x = input(team, layer.before_mlp, layer.up, 0);
         const Rows ready = rows_for<T>(buffers_.rows, rows_, layer.down);
         product(team, layer.up, x, [&](int64_t row, int64_t at, Floats value, int count) {
-            memcpy(buffers_.wide + row * width + at, &value, 4 * count);
+            store(buffers_.wide + row * width + at, value, count);
         });
         over_rows(team, [&](int64_t row) {
             const float* from = buffers_.wide + row * width;

@@ -19,7 +19,7 @@ TYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("inputs", [2, 96, 1570])  # the last in several chunks
+@pytest.mark.parametrize("inputs", [2, 96, 1570, 1600])  # the last in several chunks
 @pytest.mark.parametrize("outputs", [1, 16, 65, 200])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_is_that_of_torch(dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
@@ -43,9 +43,9 @@ def test_no_rows_are_no_work_and_rows_have_any_shape() -> None:
     assert torch.equal(panels.times(x), panels.times(x.flatten(0, 1)).view(2, 5, 3))
 
 
-@pytest.fixture(scope="module", params=TYPES, ids=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=[(dtype, size) for dtype in TYPES for size in (16, 64)], ids=str)
 def lm(request: pytest.FixtureRequest) -> CausalLM:
-    return panels(request.param)
+    return panels(*request.param)
 
 
 def panels(dtype: torch.dtype, head_dim: int = 16) -> CausalLM:
@@ -55,7 +55,7 @@ def panels(dtype: torch.dtype, head_dim: int = 16) -> CausalLM:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128])
 @pytest.mark.usefixtures("two_threads")
 def test_heads_of_any_size_attend_as_those_of_torch(dtype: torch.dtype, head_dim: int) -> None:
     lm, plain = panels(dtype, head_dim), CausalLM.from_hf(tiny("llama", head_dim=head_dim).to(dtype), linear="plain")
@@ -86,9 +86,10 @@ def test_bits_depend_on_nothing_else_in_a_pass(lm: CausalLM) -> None:
             own.advance([1])
 
 
+@pytest.mark.parametrize("length", [1, 17, 30, 32])  # the tree lies before, across and after a group of keys
 @pytest.mark.usefixtures("two_threads")
-def test_a_path_of_a_tree_has_the_bits_of_the_chain_and_stays_so_when_it_is_packed(lm: CausalLM) -> None:
-    prompt, tokens = torch.randint(3, 97, (17,)), torch.randint(3, 97, (1, 7))
+def test_a_path_of_a_tree_has_the_bits_of_the_chain_and_stays_so_when_it_is_packed(lm: CausalLM, length: int) -> None:
+    prompt, tokens = torch.randint(3, 97, (length,)), torch.randint(3, 97, (1, 7))
     cache, own = lm.new_cache(1, 64), lm.new_cache(1, 64)
     for each in (cache, own):
         lm.prefill([prompt], each)
@@ -133,19 +134,20 @@ def test_without_a_compiler_the_operators_of_torch_do(monkeypatch, tmp_path, cap
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of other processors")
-@pytest.mark.parametrize("without", ["avx512f", "avx512bf16"])
-def test_a_processor_without_some_instructions(monkeypatch, tmp_path, lm: CausalLM, without: str) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("without", ["avx512f", "avx512bf16", "amx-bf16"])
+def test_a_processor_without_some_instructions(monkeypatch, tmp_path, dtype: torch.dtype, without: str) -> None:
     """Its kernels give logits that are close, and bits of their own that depend on nothing else either."""
-    ids = torch.randint(3, 97, (1, 12))
+    ids, lm = torch.randint(3, 97, (1, 12)), panels(dtype, 32)
     wide = lm.forward(ids, None, lm.new_cache(1, 16)).logits
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, f"-mno-{without}"))
     cpu_kernels.library.cache_clear()
     try:
-        narrow = CausalLM.from_hf(tiny("llama", head_dim=16).to(lm.dtype), linear="panels")
+        narrow = CausalLM.from_hf(tiny("llama", head_dim=32).to(dtype), linear="panels")
         cache = narrow.new_cache(1, 16)
         found = narrow.forward(ids, None, cache).logits
-        tolerance = 1e-4 if lm.dtype == torch.float32 else 0.1
+        tolerance = 1e-4 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(found, wide, rtol=tolerance, atol=tolerance)
         for place in range(12):
             assert torch.equal(narrow.forward(ids[:, place : place + 1], None, cache).logits[0, 0], found[0, place])
