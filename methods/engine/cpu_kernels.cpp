@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -508,31 +509,40 @@ void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x
 
 // Sums of one or two panels, [rows, width], for all of them. accumulate(panel, width, total): `width` vectors from a panel
 // on; finish(row, output, values, count): `count` outputs of one row, from `output` on. sums: [threads, rows, WIDE * LANES].
+// With `apart` a panel and the one so many panels after it are together: finish(row, output, values, values of the other).
 template <class T, class Accumulate, class Finish>
-void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, float* sums, const Accumulate& accumulate,
-                 const Finish& finish) {
-    const int64_t panels = (m.outputs + PANEL - 1) / PANEL;
-    const int64_t each = single || panels < FEW_PANELS * team.size() ? 1 : 2;
+void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, int64_t apart, float* sums,
+                 const Accumulate& accumulate, const Finish& finish) {
+    const int64_t panels = apart ? apart : (m.outputs + PANEL - 1) / PANEL;
+    const int64_t each = apart || single || panels < FEW_PANELS * team.size() ? 1 : 2;
     team.each((panels + each - 1) / each, [&](int64_t item) {
-        const int64_t panel = item * each, width = panel + each <= panels ? each * VECTORS : VECTORS;
+        const int64_t panel = item * each, width = apart || panel + each > panels ? (apart ? WIDE : VECTORS) : each * VECTORS;
         Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * WIDE * LANES);
         for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
         accumulate(panel, width, total);
+        const auto value = [&](int64_t row, int64_t v, int64_t at) {
+            return rounded<T>(m.bias ? total[row * width + v] + load(m.bias + at) : total[row * width + v]);
+        };
         for (int64_t row = 0; row < rows; row++)
-            for (int64_t v = 0; v < width; v++) {
-                const int64_t at = panel * PANEL + v * LANES, left = m.outputs - at;
-                if (left <= 0) break;
-                Floats value = total[row * width + v];
-                if (m.bias) value += load(m.bias + at);
-                finish(row, at, rounded<T>(value), left < LANES ? int(left) : LANES);
+            if constexpr (std::is_invocable_v<Finish, int64_t, int64_t, Floats, Floats>) {
+                for (int64_t v = 0; v < VECTORS; v++) {
+                    const int64_t at = panel * PANEL + v * LANES;
+                    finish(row, at, value(row, v, at), value(row, v + VECTORS, at + apart * PANEL));
+                }
+            } else {
+                for (int64_t v = 0; v < width; v++) {
+                    const int64_t at = panel * PANEL + v * LANES, left = m.outputs - at;
+                    if (left <= 0) break;
+                    finish(row, at, value(row, v, at), left < LANES ? int(left) : LANES);
+                }
             }
     });
 }
 
 #ifdef MATRIX_TILES
 template <class T, class Finish>
-void multiply_tiles(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
-    const int64_t size = PANEL * m.inputs * 2, step = m.inputs * 2;
+void multiply_tiles(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, const Finish& finish) {
+    const int64_t size = PANEL * m.inputs * 2, other = (apart ? apart : 1) * size, step = m.inputs * 2;
     const int64_t pieces = (m.inputs + TILE_CHUNK - 1) / TILE_CHUNK;
     const int64_t chunk = x.rows > TILE ? (m.inputs / TILE_INPUTS + pieces - 1) / pieces * TILE_INPUTS : m.inputs;
     const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
@@ -550,10 +560,10 @@ void multiply_tiles(Team& team, const Matrix& m, const Rows& x, float* sums, con
                 else
                     Tiles::shape(int(left), int(left));
                 if (x.rows <= TILE && width == WIDE) {
-                    tile_of_two(some, size, inputs, read, step, into, width);
+                    tile_of_two(some, other, inputs, read, step, into, width);
                     continue;
                 }
-                for (int64_t v = 0; v < width; v += VECTORS, some += size, into += VECTORS * LANES)
+                for (int64_t v = 0; v < width; v += VECTORS, some += other, into += VECTORS * LANES)
                     if (left > TILE)
                         tile_of_one<true>(some, inputs, read, step, into, width);
                     else
@@ -562,15 +572,15 @@ void multiply_tiles(Team& team, const Matrix& m, const Rows& x, float* sums, con
         }
         written();
     };
-    over_panels<T>(team, m, x.rows, false, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, false, apart, sums, accumulate, finish);
 }
 #endif
 
 template <class T, class Finish>
-void multiply_plain(Team& team, const Matrix& m, const Rows& x, float* sums, const Finish& finish) {
+void multiply_plain(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, const Finish& finish) {
     const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
     const int64_t distance = x.tiles == 1 ? AHEAD : CHUNK * PANEL * int64_t(sizeof(T));
-    const int64_t size = PANEL * m.inputs * int64_t(sizeof(T));
+    const int64_t size = PANEL * m.inputs * int64_t(sizeof(T)), other = (apart ? apart : 1) * size;
     const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
         for (int64_t k = 0; k < m.inputs; k += chunk) {
@@ -581,13 +591,13 @@ void multiply_plain(Team& team, const Matrix& m, const Rows& x, float* sums, con
                 const float* read = x.base + row * x.words + (x.pairs ? k / 2 : k) * rows;
                 const int64_t ahead = tile ? 0 : distance;
                 if (width == WIDE)
-                    of_rows<T, WIDE>(rows, {from, size}, inputs, read, ahead, total + row * width);
+                    of_rows<T, WIDE>(rows, {from, other}, inputs, read, ahead, total + row * width);
                 else
-                    of_rows<T, VECTORS>(rows, {from, size}, inputs, read, ahead, total + row * width);
+                    of_rows<T, VECTORS>(rows, {from, other}, inputs, read, ahead, total + row * width);
             }
         }
     };
-    over_panels<T>(team, m, x.rows, x.rows > MOST_ROWS, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, x.rows > MOST_ROWS, apart, sums, accumulate, finish);
 }
 
 // -- products with weights of 4 and 8 bits ------------------------------------------------------------------------------
@@ -703,7 +713,8 @@ inline void round_row(const float* row, int64_t blocks, int32_t offset, int32_t*
 
 // x: one by one; into: room for them rounded, rows * inputs / BLOCK * WORDS.
 template <int BITS, class T, class Finish>
-void multiply_blocks(Team& team, const Matrix& m, const Rows& x, float* sums, int32_t* into, const Finish& finish) {
+void multiply_blocks(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, int32_t* into,
+                     const Finish& finish) {
     const Rows tiles(nullptr, x.rows, m.inputs, MOST_ROWS, false);
     const int64_t blocks = m.inputs / BLOCK, chunk = tiles.tiles == 1 ? blocks : CHUNK / BLOCK;
     team.each_row(x.rows, m.inputs, [&](int64_t row) {
@@ -712,7 +723,7 @@ void multiply_blocks(Team& team, const Matrix& m, const Rows& x, float* sums, in
                   tiles.count(tile));
     });
     const int64_t distance = tiles.tiles == 1 ? AHEAD : chunk * VECTORS * int64_t(sizeof(Block<BITS>));
-    const int64_t size = blocks * VECTORS * int64_t(sizeof(Block<BITS>));
+    const int64_t size = blocks * VECTORS * int64_t(sizeof(Block<BITS>)), other = (apart ? apart : 1) * size;
     const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
         for (int64_t b = 0; b < blocks; b += chunk) {
@@ -723,30 +734,31 @@ void multiply_blocks(Team& team, const Matrix& m, const Rows& x, float* sums, in
                 const int32_t* read = into + (row * blocks + b * rows) * WORDS;
                 const int64_t ahead = tile ? 0 : distance;
                 if (width == WIDE)
-                    of_rows<BITS, WIDE>(rows, {from, size}, count, read, ahead, total + row * width);
+                    of_rows<BITS, WIDE>(rows, {from, other}, count, read, ahead, total + row * width);
                 else
-                    of_rows<BITS, VECTORS>(rows, {from, size}, count, read, ahead, total + row * width);
+                    of_rows<BITS, VECTORS>(rows, {from, other}, count, read, ahead, total + row * width);
             }
         }
     };
-    over_panels<T>(team, m, x.rows, false, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, false, apart, sums, accumulate, finish);
 }
 
 int64_t rounded_words(int64_t rows, int64_t inputs) { return rows * ((inputs + BLOCK - 1) / BLOCK) * WORDS; }
 
-// finish, sums: see over_panels; into: see multiply_blocks.
+// finish, apart, sums: see over_panels; into: see multiply_blocks.
 template <class T, class Finish>
-void multiply(Team& team, const Matrix& m, const Rows& x, float* sums, int32_t* into, const Finish& finish) {
+void multiply(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, int32_t* into,
+              const Finish& finish) {
     if (m.bits == 4)
-        multiply_blocks<4, T>(team, m, x, sums, into, finish);
+        multiply_blocks<4, T>(team, m, x, apart, sums, into, finish);
     else if (m.bits == 8)
-        multiply_blocks<8, T>(team, m, x, sums, into, finish);
+        multiply_blocks<8, T>(team, m, x, apart, sums, into, finish);
 #ifdef MATRIX_TILES
     else if (in_tiles<T>(m))
-        multiply_tiles<T>(team, m, x, sums, finish);
+        multiply_tiles<T>(team, m, x, apart, sums, finish);
 #endif
     else
-        multiply_plain<T>(team, m, x, sums, finish);
+        multiply_plain<T>(team, m, x, apart, sums, finish);
 }
 
 // -- norms, rotary positions, activation --------------------------------------------------------------------------------
@@ -1497,8 +1509,8 @@ class Runner {
     }
 
     template <class Finish>
-    void product(Team& team, const Matrix& matrix, const Rows& x, const Finish& finish) {
-        multiply<T>(team, matrix, x, buffers_.sums, buffers_.rounded, finish);
+    void product(Team& team, const Matrix& matrix, const Rows& x, const Finish& finish, int64_t apart = 0) {
+        multiply<T>(team, matrix, x, apart, buffers_.sums, buffers_.rounded, finish);
     }
 
     // Input of a sub-layer, for its first product: the state or its norm, after `beside` numbers of the pass.
@@ -1700,6 +1712,15 @@ class Runner {
     void feed_forward(Team& team, const Layer& layer) {
         const int64_t width = layer.up.outputs;
         const Rows x = input(team, layer.before_mlp, layer.up, 0);
+        if (layer.gated && m_.mlp % PANEL == 0) {
+            const Rows ready = rows_for<T>(buffers_.wide, rows_, layer.down);
+            const auto gate = [&](int64_t row, int64_t at, Floats value, Floats factor) {
+                Row(ready, row).put(at, rounded<T>(activated<T>(layer.activation, value) * factor));
+            };
+            product(team, layer.up, x, gate, m_.mlp / PANEL);
+            output(team, layer.down, layer.after_mlp, ready, layer.close_mlp);
+            return;
+        }
         const Rows ready = rows_for<T>(buffers_.rows, rows_, layer.down);
         product(team, layer.up, x, [&](int64_t row, int64_t at, Floats value, int count) {
             store(buffers_.wide + row * width + at, value, count);
@@ -1757,7 +1778,7 @@ void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* wo
     int32_t* rounded = reinterpret_cast<int32_t*>(sums + threads * count * WIDE * LANES);
     with_team(threads, [&](Team& team) {
         team.each_row(count, m.inputs, [&](int64_t row) { copy(rows + row * m.inputs, Row(x, row), m.inputs); });
-        multiply<T>(team, m, x, sums, rounded, [&](int64_t row, int64_t at, Floats value, int width) {
+        multiply<T>(team, m, x, 0, sums, rounded, [&](int64_t row, int64_t at, Floats value, int width) {
             T* into = to + row * m.outputs + at;
             if (width == LANES)
                 put(into, value);
