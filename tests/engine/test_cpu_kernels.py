@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from methods.engine import cpu_kernels
 from methods.engine.causal_lm import CausalLM
-from methods.engine.linear import PanelLinear, make_linear
+from methods.engine.linear import LinearForm, PanelLinear, make_linear
 from tests.engine.test_causal_lm import tiny
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
@@ -48,9 +48,11 @@ def lm(request: pytest.FixtureRequest) -> CausalLM:
     return panels(*request.param)
 
 
-def panels(dtype: torch.dtype, head_dim: int = 16) -> CausalLM:
-    made = CausalLM.from_hf(tiny("llama", head_dim=head_dim).to(dtype), linear="panels")
-    assert made.batch_invariant
+def panels(dtype: torch.dtype, head_dim: int = 16, linear: LinearForm = "panels") -> CausalLM:
+    # feed-forward layers of whole panels and of others
+    model = tiny("llama", head_dim=head_dim, intermediate_size=80 if head_dim % 32 else 96)
+    made = CausalLM.from_hf(model.to(dtype), linear=linear)
+    assert made.batch_invariant == (linear == "panels")
     return made
 
 
@@ -58,7 +60,7 @@ def panels(dtype: torch.dtype, head_dim: int = 16) -> CausalLM:
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128])
 @pytest.mark.usefixtures("two_threads")
 def test_heads_of_any_size_attend_as_those_of_torch(dtype: torch.dtype, head_dim: int) -> None:
-    lm, plain = panels(dtype, head_dim), CausalLM.from_hf(tiny("llama", head_dim=head_dim).to(dtype), linear="plain")
+    lm, plain = panels(dtype, head_dim), panels(dtype, head_dim, "plain")
     tokens, parents = torch.randint(3, 97, (2, 20)), torch.arange(19).repeat(2, 1) // 2
     logits = []
     for model in (lm, plain):
@@ -144,7 +146,7 @@ def test_a_processor_without_some_instructions(monkeypatch, tmp_path, dtype: tor
     monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, f"-mno-{without}"))
     cpu_kernels.library.cache_clear()
     try:
-        narrow = CausalLM.from_hf(tiny("llama", head_dim=32).to(dtype), linear="panels")
+        narrow = panels(dtype, 32)
         cache = narrow.new_cache(1, 16)
         found = narrow.forward(ids, None, cache).logits
         tolerance = 1e-4 if dtype == torch.float32 else 0.1
