@@ -198,8 +198,8 @@ def _hand_over(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
 def _require_invariant(lm: CausalLM) -> None:
     if not lm.batch_invariant:
         raise ValueError(
-            "hardware.batch_invariant=true needs a decoder-only model of Llama's kind in bfloat16 or float32, a CPU, a "
-            "C++ compiler, hardware.linear=panels and hardware.compile=false, got "
+            "hardware.batch_invariant=true needs a model of Llama's kind or an encoder-decoder other than T5, in "
+            "bfloat16 or float32, a CPU, a C++ compiler, hardware.linear=panels and hardware.compile=false, got "
             f"{lm.name} in {str(lm.dtype).removeprefix('torch.')} on {lm.device.type} with linear={lm.linear_form}. "
             "Change these, or set hardware.batch_invariant=false."
         )
