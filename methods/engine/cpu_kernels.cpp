@@ -339,7 +339,7 @@ bool tiles_allowed() {
     return allowed;
 }
 
-// GCC does not know what tiles read and write: numbers are in memory before, and are read from it after this.
+// GCC does not know what tiles read and write: nothing that is written before this is written after it, or the reverse.
 inline void written() { asm volatile("" ::: "memory"); }
 
 // Rows of a thread's tiles: 0 and 1 have the sums of `first` rows, 2 and 3 of `second` rows, 4 and 5 the inputs of these,
@@ -516,7 +516,7 @@ void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, int64_t
     const int64_t panels = apart ? apart : (m.outputs + PANEL - 1) / PANEL;
     const int64_t each = apart || single || panels < FEW_PANELS * team.size() ? 1 : 2;
     team.each((panels + each - 1) / each, [&](int64_t item) {
-        const int64_t panel = item * each, width = apart || panel + each > panels ? (apart ? WIDE : VECTORS) : each * VECTORS;
+        const int64_t panel = item * each, width = apart ? WIDE : panel + each <= panels ? each * VECTORS : VECTORS;
         Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * WIDE * LANES);
         for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
         accumulate(panel, width, total);
@@ -1166,11 +1166,13 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, packed + TILE, LINE);
         _tile_dpbf16ps(1, 4, 7);
-        if (d + 2 * LANES >= dim) return;
-        _tile_loadd(6, packed + 2 * TILE, LINE);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, packed + 3 * TILE, LINE);
-        _tile_dpbf16ps(3, 4, 7);
+        if (d + 2 * LANES < dim) {
+            _tile_loadd(6, packed + 2 * TILE, LINE);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, packed + 3 * TILE, LINE);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        written();
     };
     for (int64_t d = 0; d < dim; d += 4 * LANES) {
         _tile_zero(0);
@@ -1615,14 +1617,16 @@ class Runner {
         const int64_t groups = m_.heads / m_.kv_heads;
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.out);
 #ifdef MATRIX_TILES
-        if constexpr (sizeof(T) == 2) if (in_tiles<T>(dim)) {
-            over_queries(team, groups, width, cache, p_.begin, mixed, [&](int64_t b) {
-                return Sight{p_.lengths[b], p_.earlier + p_.nodes, p_.earlier + 1,
-                             p_.reach ? p_.reach + b * p_.nodes * (p_.earlier + p_.nodes) : nullptr};
-            });
-            output(team, layer.out, layer.after_attention, mixed, layer.close_attention);
-            return;
-        }
+        if constexpr (sizeof(T) == 2)
+            if (in_tiles<T>(dim)) {
+                const int64_t others = p_.earlier + p_.nodes;
+                over_queries(team, groups, width, cache, p_.begin, mixed, [&](int64_t b) {
+                    const uint8_t* reach = p_.reach ? p_.reach + b * p_.nodes * others : nullptr;
+                    return Sight{p_.lengths[b], others, p_.earlier + 1, reach};
+                });
+                output(team, layer.out, layer.after_attention, mixed, layer.close_attention);
+                return;
+            }
 #endif
         const bool alone = rows_ * m_.kv_heads < 4 * p_.threads || groups > MOST_GROUPS;
         const int64_t together = alone ? 1 : groups;
@@ -1681,12 +1685,13 @@ class Runner {
         const T* cache = cache_of(place);
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.source_out);
 #ifdef MATRIX_TILES
-        if constexpr (sizeof(T) == 2) if (in_tiles<T>(dim)) {
-            over_queries(team, 1, width, cache, 0, mixed,
-                         [&](int64_t b) { return Sight{p_.sources[b], 0, 0, nullptr}; });
-            output(team, layer.source_out, Norm{}, mixed, layer.close_source);
-            return;
-        }
+        if constexpr (sizeof(T) == 2)
+            if (in_tiles<T>(dim)) {
+                over_queries(team, 1, width, cache, 0, mixed,
+                             [&](int64_t b) { return Sight{p_.sources[b], 0, 0, nullptr}; });
+                output(team, layer.source_out, Norm{}, mixed, layer.close_source);
+                return;
+            }
 #endif
         team.each(rows_ * m_.heads, [&](int64_t item) {
             const int64_t row = item / m_.heads, head = item % m_.heads, b = source(row) / p_.nodes;
