@@ -1076,7 +1076,7 @@ constexpr int64_t ATTENTION_NUMBERS = TILE * (LANES + MOST_DIM / 2 + MOST_DIM);
 
 // `count` queries from `first` on, at most TILE. A tile has the products of 16 keys with all of them, weights are summed
 // key by key, and a tile of values has 32 keys in the order in which a query sees them. So its sums have one order,
-// whatever tree it is in. scores: for 16 queries of every slot, a multiple of 32; put(query, d, values): a vector.
+// whatever tree it is in. scores: [slots, a multiple of 32, TILE]; own: [slots]; put_vector(query, d, values): a vector.
 template <class Put>
 void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BFloat16* keys, const BFloat16* values,
                   int64_t capacity, const Sight& sight, float scale, float* scores, int32_t* own, float* room,
@@ -1084,9 +1084,9 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
     const int64_t dim = queries.dim, steps = dim / TILE_INPUTS, row = 2 * dim;  // bytes of a key
     const int64_t begin = first / queries.groups, end = (first + count - 1) / queries.groups + 1;
     const int64_t slots = sight.prefix + sight.farthest(end - 1);
-    Words* turned = reinterpret_cast<Words*>(room);                    // [dim / 2], of 16 queries
-    Words* weights = turned + MOST_DIM / 2;                            // [TILE]: a query's weights of 32 keys
-    Words* packed = weights + TILE;                                    // [dim / 16, TILE]: two keys' values side by side
+    Words* turned = reinterpret_cast<Words*>(room);  // [dim / 2], of 16 queries
+    Words* weights = turned + MOST_DIM / 2;          // [TILE]: a query's weights of 32 keys
+    Words* packed = weights + TILE;                  // [4, TILE]: two keys' values side by side; the last keys; sums
     Tiles::shape(TILE, TILE);
     for (int64_t step = 0; step < steps; step++) {
         Words* block = turned + step * TILE;
