@@ -51,7 +51,6 @@ constexpr int LINE = 64;            // bytes
 constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
 constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
 constexpr int64_t AHEAD = 4096;     // bytes of a weight that are asked for before they are needed
-constexpr int64_t TILE_CHUNK = 640;  // inputs of 2 * TILE rows that stay near a processor
 constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes matrix tiles
 constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones
 constexpr int SPINS = 4096;
@@ -399,15 +398,15 @@ inline void tile_of_two(const char* weight, int64_t size, int64_t inputs, const 
     _tile_stored(3, total + 3 * LANES, width * LINE);
 }
 
-// Add to the sums of one panel, and with SECOND to those of up to TILE rows more, after the first TILE.
+// Sums of one panel, and with SECOND those of up to TILE rows more, after the first TILE.
 template <bool SECOND>
 inline void tile_of_one(const char* weight, int64_t inputs, const char* x, int64_t step, float* total, int64_t width) {
     float* second = total + TILE * width * LANES;
-    _tile_loadd(0, total, width * LINE);
-    _tile_loadd(1, total + LANES, width * LINE);
+    _tile_zero(0);
+    _tile_zero(1);
     if constexpr (SECOND) {
-        _tile_loadd(2, second, width * LINE);
-        _tile_loadd(3, second + LANES, width * LINE);
+        _tile_zero(2);
+        _tile_zero(3);
     }
     for (int64_t k = 0; k < inputs; k += TILE_INPUTS, weight += TILE_INPUTS * PANEL * 2, x += TILE_INPUTS * 2) {
         _tile_loadd(6, weight, 2 * LINE);
@@ -458,6 +457,11 @@ struct Row {
     bool pairs;
 
     Row(const Rows& all, int64_t row) : pairs(all.pairs) {
+        if (all.tiles == all.rows) {
+            base = all.base + row * all.words;
+            step = 1;
+            return;
+        }
         const int64_t tile = all.tile(row), first = all.first(tile);
         base = all.base + first * all.words + row - first;
         step = all.count(tile);
@@ -507,35 +511,38 @@ void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x
     tile<T, ROWS, WIDTH>(weight, inputs, x, ahead, total);
 }
 
-// Sums of one or two panels, [rows, width], for all of them. accumulate(panel, width, total): `width` vectors from a panel
-// on; finish(row, output, values, count): `count` outputs of one row, from `output` on. sums: [threads, rows, WIDE * LANES].
-// With `apart` a panel and the one so many panels after it are together: finish(row, output, values, values of the other).
+// Sums of one or two panels, [rows, width], `together` rows at a time. accumulate(panel, width, row, rows, total): those of
+// some rows from `row` on, `width` vectors from a panel on; finish(row, output, values, count): `count` outputs of one row,
+// from `output` on. sums: [threads, rows, WIDE * LANES]. With `apart` a panel and the one so many panels after it are
+// together: finish(row, output, values, values of the other).
 template <class T, class Accumulate, class Finish>
-void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, int64_t apart, float* sums,
+void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t together, bool single, int64_t apart, float* sums,
                  const Accumulate& accumulate, const Finish& finish) {
     const int64_t panels = apart ? apart : (m.outputs + PANEL - 1) / PANEL;
     const int64_t each = apart || single || panels < FEW_PANELS * team.size() ? 1 : 2;
     team.each((panels + each - 1) / each, [&](int64_t item) {
         const int64_t panel = item * each, width = apart ? WIDE : panel + each <= panels ? each * VECTORS : VECTORS;
         Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * WIDE * LANES);
-        for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
-        accumulate(panel, width, total);
-        const auto value = [&](int64_t row, int64_t v, int64_t at) {
-            return rounded<T>(m.bias ? total[row * width + v] + load(m.bias + at) : total[row * width + v]);
-        };
-        for (int64_t row = 0; row < rows; row++)
-            if constexpr (std::is_invocable_v<Finish, int64_t, int64_t, Floats, Floats>) {
-                for (int64_t v = 0; v < VECTORS; v++) {
-                    const int64_t at = panel * PANEL + v * LANES;
-                    finish(row, at, value(row, v, at), value(row, v + VECTORS, at + apart * PANEL));
+        for (int64_t first = 0; first < rows; first += together) {
+            const int64_t count = first + together < rows ? together : rows - first;
+            accumulate(panel, width, first, count, total);
+            const auto value = [&](int64_t row, int64_t v, int64_t at) {
+                return rounded<T>(m.bias ? total[row * width + v] + load(m.bias + at) : total[row * width + v]);
+            };
+            for (int64_t row = 0; row < count; row++)
+                if constexpr (std::is_invocable_v<Finish, int64_t, int64_t, Floats, Floats>) {
+                    for (int64_t v = 0; v < VECTORS; v++) {
+                        const int64_t at = panel * PANEL + v * LANES;
+                        finish(first + row, at, value(row, v, at), value(row, v + VECTORS, at + apart * PANEL));
+                    }
+                } else {
+                    for (int64_t v = 0; v < width; v++) {
+                        const int64_t at = panel * PANEL + v * LANES, left = m.outputs - at;
+                        if (left <= 0) break;
+                        finish(first + row, at, value(row, v, at), left < LANES ? int(left) : LANES);
+                    }
                 }
-            } else {
-                for (int64_t v = 0; v < width; v++) {
-                    const int64_t at = panel * PANEL + v * LANES, left = m.outputs - at;
-                    if (left <= 0) break;
-                    finish(row, at, value(row, v, at), left < LANES ? int(left) : LANES);
-                }
-            }
+        }
     });
 }
 
@@ -543,36 +550,23 @@ void over_panels(Team& team, const Matrix& m, int64_t rows, bool single, int64_t
 template <class T, class Finish>
 void multiply_tiles(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, const Finish& finish) {
     const int64_t size = PANEL * m.inputs * 2, other = (apart ? apart : 1) * size, step = m.inputs * 2;
-    const int64_t pieces = (m.inputs + TILE_CHUNK - 1) / TILE_CHUNK;
-    const int64_t chunk = x.rows > TILE ? (m.inputs / TILE_INPUTS + pieces - 1) / pieces * TILE_INPUTS : m.inputs;
-    const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
+    const auto accumulate = [&](int64_t panel, int64_t width, int64_t row, int64_t rows, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
-        const char* from = reinterpret_cast<const char*>(x.base);
+        const char* from = reinterpret_cast<const char*>(x.base) + row * step;
+        float* into = reinterpret_cast<float*>(total);
+        Tiles::shape(rows < TILE ? int(rows) : TILE, int(rows > TILE ? rows - TILE : rows));
         written();
-        for (int64_t k = 0; k < m.inputs; k += chunk) {
-            const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
-            for (int64_t row = 0; row < x.rows; row += 2 * TILE) {
-                const int64_t left = x.rows - row;
-                const char *some = weight + k * PANEL * 2, *read = from + row * step + 2 * k;
-                float* into = reinterpret_cast<float*>(total + row * width);
-                if (left > TILE)
-                    Tiles::shape(TILE, int(left < 2 * TILE ? left - TILE : TILE));
+        if (rows <= TILE && width == WIDE)
+            tile_of_two(weight, other, m.inputs, from, step, into, width);
+        else
+            for (int64_t v = 0; v < width; v += VECTORS, weight += other, into += VECTORS * LANES)
+                if (rows > TILE)
+                    tile_of_one<true>(weight, m.inputs, from, step, into, width);
                 else
-                    Tiles::shape(int(left), int(left));
-                if (x.rows <= TILE && width == WIDE) {
-                    tile_of_two(some, other, inputs, read, step, into, width);
-                    continue;
-                }
-                for (int64_t v = 0; v < width; v += VECTORS, some += other, into += VECTORS * LANES)
-                    if (left > TILE)
-                        tile_of_one<true>(some, inputs, read, step, into, width);
-                    else
-                        tile_of_one<false>(some, inputs, read, step, into, width);
-            }
-        }
+                    tile_of_one<false>(weight, m.inputs, from, step, into, width);
         written();
     };
-    over_panels<T>(team, m, x.rows, false, apart, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, 2 * TILE, false, apart, sums, accumulate, finish);
 }
 #endif
 
@@ -581,23 +575,24 @@ void multiply_plain(Team& team, const Matrix& m, const Rows& x, int64_t apart, f
     const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
     const int64_t distance = x.tiles == 1 ? AHEAD : CHUNK * PANEL * int64_t(sizeof(T));
     const int64_t size = PANEL * m.inputs * int64_t(sizeof(T)), other = (apart ? apart : 1) * size;
-    const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
+    const auto accumulate = [&](int64_t panel, int64_t width, int64_t, int64_t rows, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
+        for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
         for (int64_t k = 0; k < m.inputs; k += chunk) {
             const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
             for (int64_t tile = 0; tile < x.tiles; tile++) {
-                const int64_t row = x.first(tile), rows = x.count(tile);
+                const int64_t row = x.first(tile), some = x.count(tile);
                 const char* from = weight + k * PANEL * int64_t(sizeof(T));
-                const float* read = x.base + row * x.words + (x.pairs ? k / 2 : k) * rows;
+                const float* read = x.base + row * x.words + (x.pairs ? k / 2 : k) * some;
                 const int64_t ahead = tile ? 0 : distance;
                 if (width == WIDE)
-                    of_rows<T, WIDE>(rows, {from, other}, inputs, read, ahead, total + row * width);
+                    of_rows<T, WIDE>(some, {from, other}, inputs, read, ahead, total + row * width);
                 else
-                    of_rows<T, VECTORS>(rows, {from, other}, inputs, read, ahead, total + row * width);
+                    of_rows<T, VECTORS>(some, {from, other}, inputs, read, ahead, total + row * width);
             }
         }
     };
-    over_panels<T>(team, m, x.rows, x.rows > MOST_ROWS, apart, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, x.rows, x.rows > MOST_ROWS, apart, sums, accumulate, finish);
 }
 
 // -- products with weights of 4 and 8 bits ------------------------------------------------------------------------------
@@ -724,23 +719,24 @@ void multiply_blocks(Team& team, const Matrix& m, const Rows& x, int64_t apart, 
     });
     const int64_t distance = tiles.tiles == 1 ? AHEAD : chunk * VECTORS * int64_t(sizeof(Block<BITS>));
     const int64_t size = blocks * VECTORS * int64_t(sizeof(Block<BITS>)), other = (apart ? apart : 1) * size;
-    const auto accumulate = [&](int64_t panel, int64_t width, Floats* total) {
+    const auto accumulate = [&](int64_t panel, int64_t width, int64_t, int64_t rows, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
+        for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
         for (int64_t b = 0; b < blocks; b += chunk) {
             const int64_t count = b + chunk < blocks ? chunk : blocks - b;
             for (int64_t tile = 0; tile < tiles.tiles; tile++) {
-                const int64_t row = tiles.first(tile), rows = tiles.count(tile);
+                const int64_t row = tiles.first(tile), some = tiles.count(tile);
                 const char* from = weight + b * VECTORS * int64_t(sizeof(Block<BITS>));
-                const int32_t* read = into + (row * blocks + b * rows) * WORDS;
+                const int32_t* read = into + (row * blocks + b * some) * WORDS;
                 const int64_t ahead = tile ? 0 : distance;
                 if (width == WIDE)
-                    of_rows<BITS, WIDE>(rows, {from, other}, count, read, ahead, total + row * width);
+                    of_rows<BITS, WIDE>(some, {from, other}, count, read, ahead, total + row * width);
                 else
-                    of_rows<BITS, VECTORS>(rows, {from, other}, count, read, ahead, total + row * width);
+                    of_rows<BITS, VECTORS>(some, {from, other}, count, read, ahead, total + row * width);
             }
         }
     };
-    over_panels<T>(team, m, x.rows, false, apart, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, x.rows, false, apart, sums, accumulate, finish);
 }
 
 int64_t rounded_words(int64_t rows, int64_t inputs) { return rows * ((inputs + BLOCK - 1) / BLOCK) * WORDS; }
@@ -1114,9 +1110,10 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
         _tile_stored(0, scores + i * LANES, LINE);
     }
     written();
-    // Scores, and which of the others a query sees
+    // Scores, and which of the slots after `common` a query sees
+    const int64_t common = sight.prefix + (sight.reach ? 0 : sight.farthest(begin));
     Floats most = all(-INFINITY);
-    for (int64_t i = 0; i < sight.prefix; i++) {
+    for (int64_t i = 0; i < common; i++) {
         const Floats score = load(scores + i * LANES) * scale;
         store(scores + i * LANES, score);
         most = score > most ? score : most;
@@ -1127,7 +1124,7 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
             seen = __mmask16(seen | uint32_t(sight.sees((first + q) / queries.groups, other)) << q);
         return seen;
     };
-    for (int64_t i = sight.prefix; i < slots; i++) {
+    for (int64_t i = common; i < slots; i++) {
         const Floats score = load(scores + i * LANES) * scale;
         const auto seen = (Floats)_mm512_mask_blend_ps(lanes(i - sight.prefix), (__m512)all(-INFINITY), (__m512)score);
         store(scores + i * LANES, seen);
@@ -1137,7 +1134,7 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
     for (int64_t i = 0; i < slots; i++) {
         const Floats score = load(scores + i * LANES);
         Floats weight = exponential(score - most);
-        if (i >= sight.prefix) weight = score == all(-INFINITY) ? Floats{} : weight;
+        if (i >= common) weight = score == all(-INFINITY) ? Floats{} : weight;
         totals += weight;
         store(scores + i * LANES, rounded<BFloat16>(weight));
     }
