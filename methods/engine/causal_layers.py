@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from methods.engine import cpu_kernels
 from methods.engine.expert_layers import ClampedSwish, Experts, ExpertWeights, Gate, Router, make_experts
 from methods.engine.linear import Linear, LinearForm, make_linear
 from methods.engine.sampling import in_float
@@ -124,6 +125,7 @@ class RMSNorm:
 
     def __init__(self, weight: Float[Tensor, "D"], eps: float) -> None:
         self.weight, self.eps = weight.detach(), eps
+        self._wide: Tensor | None = None  # of 32 bit, for the CPU kernels
 
     @property
     def factor(self) -> Float[Tensor, "D"]:
@@ -131,7 +133,11 @@ class RMSNorm:
         return self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.dtype != self.weight.dtype or not cpu_kernels.reads(x):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self._wide is None:
+            self._wide = self.weight.float().contiguous()
+        return cpu_kernels.rms_norm(x, self._wide, self.eps)
 
 
 class LayerNorm:

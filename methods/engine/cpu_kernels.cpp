@@ -1792,6 +1792,107 @@ void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* wo
     });
 }
 
+// Where bits are set in any lane.
+inline bool any(Integers lanes) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)lanes);
+#else
+    int32_t found = 0;
+    for (int lane = 0; lane < LANES; lane++) found |= lanes[lane];
+    return found;
+#endif
+}
+
+// Places of the `count` largest numbers of a row, the largest first, and of equal ones the first. best: room for them.
+template <class T>
+void largest(const T* row, int64_t numbers, int64_t count, int64_t* places, float* best) {
+    const auto insert = [&](int64_t held, int64_t place, float number) {
+        int64_t at = held;
+        for (; at && best[at - 1] < number; at--)
+            if (at < count) {
+                best[at] = best[at - 1];
+                places[at] = places[at - 1];
+            }
+        if (at == count) return;
+        best[at] = number;
+        places[at] = place;
+    };
+    for (int64_t i = 0; i < count; i++) insert(i, i, one(row[i]));
+    constexpr int together = 4;
+    int64_t i = count;
+    const auto look = [&](int64_t end) {
+        for (; i < end; i++)
+            if (one(row[i]) > best[count - 1]) insert(count, i, one(row[i]));
+    };
+    while (i + together * LANES <= numbers) {
+        Floats top = load(row + i);
+        for (int v = 1; v < together; v++) {
+            const Floats next = load(row + i + v * LANES);
+            top = next > top ? next : top;
+        }
+        if (any((Integers)(top > all(best[count - 1]))))
+            look(i + together * LANES);
+        else
+            i += together * LANES;
+    }
+    look(numbers);
+}
+
+// The logarithm of the sum of e^x.
+template <class T>
+float log_total(const T* row, int64_t numbers) {
+    Floats top = all(-INFINITY), totals = Floats{};
+    int64_t i = 0;
+    for (; i + LANES <= numbers; i += LANES) top = load(row + i) > top ? load(row + i) : top;
+    float most = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
+    for (; i < numbers; i++) most = one(row[i]) > most ? one(row[i]) : most;
+    if (most == -INFINITY) return most;
+    for (i = 0; i + LANES <= numbers; i += LANES) totals += exponential(load(row + i) - most);
+    float total = sum(totals);
+    for (; i < numbers; i++) total += exponential(all(one(row[i]) - most))[0];
+    return most + logf(total);
+}
+
+template <class T>
+void run_largest(const T* from, int64_t rows, int64_t numbers, int64_t count, int64_t* places, int64_t threads) {
+    std::vector<float> best(rows * count);
+    with_team(threads, [&](Team& team) {
+        team.each(rows, [&](int64_t row) {
+            largest(from + row * numbers, numbers, count, places + row * count, best.data() + row * count);
+        });
+    });
+}
+
+template <class T>
+void run_log_totals(const T* from, int64_t rows, int64_t numbers, float* to, int64_t threads) {
+    with_team(threads, [&](Team& team) {
+        team.each(rows, [&](int64_t row) { to[row] = log_total(from + row * numbers, numbers); });
+    });
+}
+
+template <class T>
+struct Narrowed {
+    T* base;
+
+    void put(int64_t input, Floats value) const { ::put(base + input, value); }
+    void put_one(int64_t input, float value) const { ::put_one(base + input, value); }
+};
+
+template <class T>
+void run_norm(const Norm& norm, const T* from, T* to, int64_t rows, int64_t width, int64_t threads) {
+    std::vector<float> wide(threads * width);
+    with_team(threads, [&](Team& team) {
+        team.each_row(rows, width, [&](int64_t row) {
+            float* numbers = wide.data() + team.thread() * width;
+            copy(from + row * width, Plain{numbers}, width);
+            normalise<T>(norm, numbers, Narrowed<T>{to + row * width}, width);
+        });
+    });
+}
+
 template <class T>
 void pack_panels(const T* weight, T* to, int64_t outputs, int64_t inputs, bool back) {
     constexpr int pair = sizeof(T) == 2 ? 2 : 1;
@@ -1854,6 +1955,29 @@ void multiply_bfloat16(const Matrix* m, const void* rows, void* to, int64_t coun
 }
 void multiply_float32(const Matrix* m, const void* rows, void* to, int64_t count, float* work, int64_t threads) {
     run_product(*m, static_cast<const float*>(rows), static_cast<float*>(to), count, work, threads);
+}
+
+// Of rows one by one: see `largest` (places: [rows, count], count <= numbers) and `log_total`, and norms.
+void largest_bfloat16(const void* from, int64_t rows, int64_t numbers, int64_t count, int64_t* places, int64_t threads) {
+    run_largest(static_cast<const BFloat16*>(from), rows, numbers, count, places, threads);
+}
+void largest_float32(const void* from, int64_t rows, int64_t numbers, int64_t count, int64_t* places, int64_t threads) {
+    run_largest(static_cast<const float*>(from), rows, numbers, count, places, threads);
+}
+void log_totals_bfloat16(const void* from, int64_t rows, int64_t numbers, float* to, int64_t threads) {
+    run_log_totals(static_cast<const BFloat16*>(from), rows, numbers, to, threads);
+}
+void log_totals_float32(const void* from, int64_t rows, int64_t numbers, float* to, int64_t threads) {
+    run_log_totals(static_cast<const float*>(from), rows, numbers, to, threads);
+}
+void norm_bfloat16(const float* weight, float eps, const void* from, void* to, int64_t rows, int64_t width,
+                   int64_t threads) {
+    run_norm(Norm{weight, nullptr, eps}, static_cast<const BFloat16*>(from), static_cast<BFloat16*>(to), rows, width,
+             threads);
+}
+void norm_float32(const float* weight, float eps, const void* from, void* to, int64_t rows, int64_t width,
+                  int64_t threads) {
+    run_norm(Norm{weight, nullptr, eps}, static_cast<const float*>(from), static_cast<float*>(to), rows, width, threads);
 }
 
 // Outputs of a panel.

@@ -17,13 +17,13 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, byref, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import BFloat16, Float, UInt8
+from jaxtyping import BFloat16, Float, Int, UInt8
 from torch import Tensor
 from torch.utils.cpp_extension import _get_build_directory, get_cxx_compiler
 
@@ -33,6 +33,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 _QUIETLY: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 600}
 BLOCK = 32  # inputs that share a scale
+_FEW = 2**15  # numbers of all rows, which one thread goes through sooner than two can be called
 KINDS = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -96,6 +97,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     for kind in KINDS.values():
         getattr(found, f"multiply_{kind}").argtypes = [POINTER(Matrix), *[c_void_p] * 2, c_int64, c_void_p, c_int64]
         getattr(found, f"pack_{kind}").argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64]
+        getattr(found, f"largest_{kind}").argtypes = [c_void_p, *[c_int64] * 3, c_void_p, c_int64]
+        getattr(found, f"log_totals_{kind}").argtypes = [c_void_p, *[c_int64] * 2, c_void_p, c_int64]
+        getattr(found, f"norm_{kind}").argtypes = [c_void_p, c_float, *[c_void_p] * 2, *[c_int64] * 3]
     return found
 
 
@@ -107,6 +111,46 @@ def usable(device: torch.device, dtype: torch.dtype, inputs: int) -> bool:
 def blocks_usable(device: torch.device, dtype: torch.dtype, inputs: int) -> bool:
     """Whether there are kernels for weights in blocks, of a model of this type, with so many inputs."""
     return usable(device, dtype, inputs) and inputs % BLOCK == 0
+
+
+def reads(rows: Tensor) -> bool:
+    """Whether ``largest``, ``log_totals`` and ``rms_norm`` take rows; nothing is differentiated or traced there."""
+    traced = torch.compiler.is_compiling() or (rows.requires_grad and torch.is_grad_enabled())
+    return rows.device.type == "cpu" and rows.dtype in KINDS and not traced and library() is not None
+
+
+def largest(rows: Float[Tensor, "*b V"], count: int) -> Int[Tensor, "*b k"]:
+    """Places of the largest numbers of each row, the largest first, and of equal ones the first; ``count <= V``."""
+    rows = rows.contiguous()
+    places = torch.empty(*rows.shape[:-1], count, dtype=torch.long)
+    _call("largest", rows, rows.shape[-1], count, places.data_ptr())
+    return places
+
+
+def log_totals(rows: Float[Tensor, "*b V"]) -> Float[Tensor, "*b"]:
+    """log sum e^x of each row, in 32 bit."""
+    rows = rows.contiguous()
+    totals = torch.empty(rows.shape[:-1])
+    _call("log_totals", rows, rows.shape[-1], totals.data_ptr())
+    return totals
+
+
+def rms_norm(rows: Float[Tensor, "*b D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "*b D"]:
+    """x / rms(x) * w of each row, in 32 bit and rounded once; the weight is of 32 bit."""
+    rows = rows.contiguous()
+    normed, width = torch.empty_like(rows), rows.shape[-1]
+    found = getattr(library(), f"norm_{KINDS[rows.dtype]}")
+    found(weight.data_ptr(), eps, rows.data_ptr(), normed.data_ptr(), rows.numel() // width, width, _threads(rows))
+    return normed
+
+
+def _call(name: str, rows: Tensor, numbers: int, *rest: int) -> None:
+    found = getattr(library(), f"{name}_{KINDS[rows.dtype]}")
+    found(rows.data_ptr(), rows.numel() // numbers, numbers, *rest, _threads(rows))
+
+
+def _threads(rows: Tensor) -> int:
+    return torch.get_num_threads() if rows.numel() >= _FEW else 1
 
 
 class Packed:

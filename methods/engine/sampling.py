@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
+from methods.engine import cpu_kernels
+
 _BLOCK = 256  # probabilities summed at once
 _COLDEST = 1e-6  # below, logits / temperature leaves the range of float32 and the softmax becomes NaN
 
@@ -67,12 +69,14 @@ def in_float(values: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
     """The first of the largest scores in each row.
 
-    On a CPU it takes blocks first and then one of them, where the vocabulary divides into blocks: ``Tensor.argmax``
-    keeps an index beside every value and takes eight times as long over a vocabulary in 16 bit, ``Tensor.max`` twice.
+    On a CPU the kernels find it. Without them blocks come first and then one of them, where the vocabulary divides into
+    blocks: ``Tensor.argmax`` takes eight times as long over a vocabulary in 16 bit, ``Tensor.max`` twice.
     """
     vocab = scores.shape[-1]
     if scores.device.type != "cpu":
         return scores.argmax(-1)
+    if cpu_kernels.reads(scores):
+        return cpu_kernels.largest(scores, 1)[..., 0]
     if vocab % _BLOCK or vocab == _BLOCK:
         return scores.max(-1).indices
     blocks = scores.unflatten(-1, (-1, _BLOCK))
@@ -83,6 +87,8 @@ def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
 
 def top_candidates(logits: Float[Tensor, "*batch V"], k: int) -> Int[Tensor, "*batch k"]:
     """Ids of the k largest logits, largest first. They are in the k blocks with the largest maxima."""
+    if cpu_kernels.reads(logits):
+        return cpu_kernels.largest(logits, k)
     vocab = logits.shape[-1]
     if vocab <= k * _BLOCK:
         return logits.topk(k).indices
@@ -92,6 +98,11 @@ def top_candidates(logits: Float[Tensor, "*batch V"], k: int) -> Int[Tensor, "*b
     best = blocks.amax(-1).topk(k).indices
     places = blocks.gather(-2, best[..., None].expand(*best.shape, _BLOCK)).flatten(-2).topk(k).indices
     return best.gather(-1, places // _BLOCK) * _BLOCK + places % _BLOCK
+
+
+def log_sum_exp(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]:
+    """log sum e^x of each row, of at least 32 bit."""
+    return cpu_kernels.log_totals(logits) if cpu_kernels.reads(logits) else in_float(logits).logsumexp(-1)
 
 
 def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from methods.drafting import Draft
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.sampling import in_float, top_candidates
+from methods.engine.sampling import in_float, log_sum_exp, top_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ class RankedTree:
         self, vocabulary: DraftVocabulary, logits: Float[Tensor, "B m v"]
     ) -> tuple[Float[Tensor, "B m k"], Int[Tensor, "B m k"]]:
         places = top_candidates(logits, self._k)
-        exact = in_float(logits)
-        gained = exact.gather(2, places) - exact.logsumexp(-1, keepdim=True)
+        gained = in_float(logits.gather(2, places)) - log_sum_exp(logits)[..., None]
         return gained, vocabulary.tokens(places)
 
     def _best(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from methods.engine import cpu_kernels
+from methods.engine.causal_layers import RMSNorm
 from methods.engine.causal_lm import CausalLM
 from methods.engine.linear import LinearForm, PanelLinear, make_linear
 from tests.engine.test_causal_lm import tiny
@@ -41,6 +42,43 @@ def test_no_rows_are_no_work_and_rows_have_any_shape() -> None:
     panels, x = cpu_kernels.Panels(torch.randn(3, 4), None), torch.randn(2, 5, 4)
     assert panels.times(torch.empty(0, 4)).shape == (0, 3)
     assert torch.equal(panels.times(x), panels.times(x.flatten(0, 1)).view(2, 5, 3))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_of_scores(dtype: torch.dtype) -> None:
+    require_rows(dtype)
+
+
+def require_rows(dtype: torch.dtype) -> None:
+    """The largest scores come in the order of their size, equal ones in that of places; sums and norms are exact."""
+    torch.manual_seed(0)
+    shapes = [(1, 1), (4, 37), (2, 3, 128), (2, 8192), (1, 49152), (9, 5000)]
+    for scores in [(3 * torch.randn(shape)).to(dtype) for shape in shapes] + [torch.zeros(2, 300, dtype=dtype)]:
+        scores[..., -1] = -torch.inf if scores.shape[-1] > 1 else 0.0
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        for count in {1, min(3, scores.shape[-1]), min(37, scores.shape[-1])}:
+            assert torch.equal(cpu_kernels.largest(scores, count), order[..., :count])
+        wanted = scores.double().logsumexp(-1)
+        torch.testing.assert_close(cpu_kernels.log_totals(scores).double(), wanted, rtol=1e-6, atol=1e-6)
+    assert cpu_kernels.log_totals(torch.full((2, 40), -torch.inf, dtype=dtype)).tolist() == [-torch.inf] * 2
+    rows, weight = torch.randn(70, 3, 200).to(dtype)[:, ::2], torch.rand(200)
+    exact = F.rms_norm(rows.double(), (200,), weight.double(), 1e-5)
+    torch.testing.assert_close(
+        cpu_kernels.rms_norm(rows, weight, 1e-5).double(),
+        exact,
+        rtol=1e-5 if dtype == torch.float32 else 4e-3,
+        atol=1e-6,
+    )
+
+
+def test_rows_that_are_differentiated_or_of_other_types_are_left_to_torch() -> None:
+    rows = torch.randn(2, 8, requires_grad=True)
+    assert not cpu_kernels.reads(rows) and not cpu_kernels.reads(rows.detach().double())
+    assert not cpu_kernels.reads(torch.empty(2, 8, device="meta"))
+    with torch.no_grad():
+        assert cpu_kernels.reads(rows)
+    RMSNorm(torch.rand(8), 1e-6)(rows).sum().backward()
+    assert rows.grad is not None and bool(rows.grad.abs().sum() > 0)
 
 
 @pytest.fixture(scope="module", params=[(dtype, size) for dtype in TYPES for size in (16, 64)], ids=str)
@@ -146,6 +184,7 @@ def test_a_processor_without_some_instructions(monkeypatch, tmp_path, dtype: tor
     monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, f"-mno-{without}"))
     cpu_kernels.library.cache_clear()
     try:
+        require_rows(dtype)
         narrow = panels(dtype, 32)
         cache = narrow.new_cache(1, 16)
         found = narrow.forward(ids, None, cache).logits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from methods.drafting import ABSENT, Context, Draft
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.sampling import Sampling, argmax, draw, in_float
+from methods.engine.sampling import Sampling, argmax, draw, in_float, log_sum_exp
 from methods.speculative.ranked_tree import Beam, RankedTree, require_sizes
 
 TreeKind = Literal["chain", "dynamic"]
@@ -153,8 +153,7 @@ def _picked(
 
 
 def _likelihood(logits: Float[Tensor, "B n v"], places: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
-    exact = in_float(logits)
-    return (exact.gather(2, places[:, :, None])[:, :, 0] - exact.logsumexp(-1)).exp()
+    return (in_float(logits.gather(2, places[:, :, None])[:, :, 0]) - log_sum_exp(logits)).exp()
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------
