@@ -1792,7 +1792,7 @@ void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* wo
     });
 }
 
-// Where bits are set in any lane.
+// Whether a bit is set in any lane.
 inline bool any(Integers lanes) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
