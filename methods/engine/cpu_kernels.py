@@ -1,5 +1,5 @@
-"""The C++ kernels of ``cpu_kernels.cpp`` for a CPU: how they are compiled, matrix products with weights as they are read
-there (in panels, or in blocks of 4 or 8-bit numbers), and what is asked of rows alone: norms, the largest scores, sums.
+"""The C++ kernels of ``cpu_kernels.cpp`` for a CPU: how they are compiled, matrix products with weights as they are
+read there (in panels, or in blocks of 4 or 8-bit numbers), and what rows alone need: norms, the largest scores, sums.
 
 They are compiled at first use, with the compiler that torch's extensions use, for the processor at hand, and kept in
 torch's folder for extensions. Where no compiler is found ``library`` is None, and torch's operators do the work.
