@@ -511,20 +511,20 @@ void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x
     tile<T, ROWS, WIDTH>(weight, inputs, x, ahead, total);
 }
 
-// Sums of one or two panels, [rows, width], `together` rows at a time. accumulate(panel, width, row, rows, total): those of
+// Sums of one or two panels, [rows, width], of at most `most` rows at a time. accumulate(panel, width, row, rows, total): those of
 // some rows from `row` on, `width` vectors from a panel on; finish(row, output, values, count): `count` outputs of one row,
 // from `output` on. sums: [threads, rows, WIDE * LANES]. With `apart` a panel and the one so many panels after it are
 // together: finish(row, output, values, values of the other).
 template <class T, class Accumulate, class Finish>
-void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t together, bool single, int64_t apart, float* sums,
+void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t most, bool single, int64_t apart, float* sums,
                  const Accumulate& accumulate, const Finish& finish) {
     const int64_t panels = apart ? apart : (m.outputs + PANEL - 1) / PANEL;
     const int64_t each = apart || single || panels < FEW_PANELS * team.size() ? 1 : 2;
     team.each((panels + each - 1) / each, [&](int64_t item) {
         const int64_t panel = item * each, width = apart ? WIDE : panel + each <= panels ? each * VECTORS : VECTORS;
         Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * WIDE * LANES);
-        for (int64_t first = 0; first < rows; first += together) {
-            const int64_t count = first + together < rows ? together : rows - first;
+        for (int64_t first = 0; first < rows; first += most) {
+            const int64_t count = first + most < rows ? most : rows - first;
             accumulate(panel, width, first, count, total);
             const auto value = [&](int64_t row, int64_t v, int64_t at) {
                 return rounded<T>(m.bias ? total[row * width + v] + load(m.bias + at) : total[row * width + v]);
@@ -867,17 +867,23 @@ inline void activate(int64_t kind, const float* from, const float* ups, const Ro
     for (int64_t k = i; k < width; k++) to.put_one(k, last[k - i]);
 }
 
-// p_1 - p_2 of the softmax over some scores.
-float gap(const float* scores, int64_t count) {
-    const Floats none = all(-INFINITY);
-    Floats top = none;
+// Of some numbers; -inf where there are none.
+template <class T>
+float highest(const T* numbers, int64_t count) {
+    Floats top = all(-INFINITY);
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) top = load(scores + i) > top ? load(scores + i) : top;
+    for (; i + LANES <= count; i += LANES) top = load(numbers + i) > top ? load(numbers + i) : top;
     float best = -INFINITY;
     for (int lane = 0; lane < LANES; lane++) best = top[lane] > best ? top[lane] : best;
-    for (; i < count; i++) best = scores[i] > best ? scores[i] : best;
-    Floats totals{}, others = none;
-    int64_t bests = 0;
+    for (; i < count; i++) best = one(numbers[i]) > best ? one(numbers[i]) : best;
+    return best;
+}
+
+// p_1 - p_2 of the softmax over some scores.
+float gap(const float* scores, int64_t count) {
+    const float best = highest(scores, count);
+    Floats totals{}, others = all(-INFINITY);
+    int64_t i, bests = 0;
     const auto add = [&](Floats x) {
         const Integers is_best = x == all(best);
         others = x > others && !is_best ? x : others;
@@ -1843,14 +1849,11 @@ void largest(const T* row, int64_t numbers, int64_t count, int64_t* places, floa
 // The logarithm of the sum of e^x.
 template <class T>
 float log_total(const T* row, int64_t numbers) {
-    Floats top = all(-INFINITY), totals = Floats{};
-    int64_t i = 0;
-    for (; i + LANES <= numbers; i += LANES) top = load(row + i) > top ? load(row + i) : top;
-    float most = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
-    for (; i < numbers; i++) most = one(row[i]) > most ? one(row[i]) : most;
+    const float most = highest(row, numbers);
     if (most == -INFINITY) return most;
-    for (i = 0; i + LANES <= numbers; i += LANES) totals += exponential(load(row + i) - most);
+    Floats totals = Floats{};
+    int64_t i = 0;
+    for (; i + LANES <= numbers; i += LANES) totals += exponential(load(row + i) - most);
     float total = sum(totals);
     for (; i < numbers; i++) total += exponential(all(one(row[i]) - most))[0];
     return most + logf(total);
@@ -1874,21 +1877,14 @@ void run_log_totals(const T* from, int64_t rows, int64_t numbers, float* to, int
 }
 
 template <class T>
-struct Narrowed {
-    T* base;
-
-    void put(int64_t input, Floats value) const { ::put(base + input, value); }
-    void put_one(int64_t input, float value) const { ::put_one(base + input, value); }
-};
-
-template <class T>
-void run_norm(const Norm& norm, const T* from, T* to, int64_t rows, int64_t width, int64_t threads) {
+void run_norm(const T* from, int64_t rows, int64_t width, T* to, const Norm& norm, int64_t threads) {
     std::vector<float> wide(threads * width);
     with_team(threads, [&](Team& team) {
         team.each_row(rows, width, [&](int64_t row) {
             float* numbers = wide.data() + team.thread() * width;
             copy(from + row * width, Plain{numbers}, width);
-            normalise<T>(norm, numbers, Narrowed<T>{to + row * width}, width);
+            normalise<T>(norm, numbers, Plain{numbers}, width);
+            narrow(numbers, to + row * width, width);
         });
     });
 }
@@ -1970,14 +1966,11 @@ void log_totals_bfloat16(const void* from, int64_t rows, int64_t numbers, float*
 void log_totals_float32(const void* from, int64_t rows, int64_t numbers, float* to, int64_t threads) {
     run_log_totals(static_cast<const float*>(from), rows, numbers, to, threads);
 }
-void norm_bfloat16(const float* weight, float eps, const void* from, void* to, int64_t rows, int64_t width,
-                   int64_t threads) {
-    run_norm(Norm{weight, nullptr, eps}, static_cast<const BFloat16*>(from), static_cast<BFloat16*>(to), rows, width,
-             threads);
+void norm_bfloat16(const void* from, int64_t rows, int64_t width, void* to, const Norm* norm, int64_t threads) {
+    run_norm(static_cast<const BFloat16*>(from), rows, width, static_cast<BFloat16*>(to), *norm, threads);
 }
-void norm_float32(const float* weight, float eps, const void* from, void* to, int64_t rows, int64_t width,
-                  int64_t threads) {
-    run_norm(Norm{weight, nullptr, eps}, static_cast<const float*>(from), static_cast<float*>(to), rows, width, threads);
+void norm_float32(const void* from, int64_t rows, int64_t width, void* to, const Norm* norm, int64_t threads) {
+    run_norm(static_cast<const float*>(from), rows, width, static_cast<float*>(to), *norm, threads);
 }
 
 // Outputs of a panel.

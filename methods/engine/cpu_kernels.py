@@ -43,6 +43,12 @@ class Matrix(Structure):
     _fields_ = [("panels", c_void_p), ("bias", c_void_p), *((name, c_int64) for name in ("inputs", "outputs", "bits"))]
 
 
+class NormNumbers(Structure):
+    """A norm as the kernels are given it: numbers of 32 bit; without a bias, root mean square."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float)]
+
+
 class Quantised(NamedTuple):
     """A weight rounded by blocks of its inputs; see ``Blocks``."""
 
@@ -99,7 +105,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         getattr(found, f"pack_{kind}").argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64]
         getattr(found, f"largest_{kind}").argtypes = [c_void_p, *[c_int64] * 3, c_void_p, c_int64]
         getattr(found, f"log_totals_{kind}").argtypes = [c_void_p, *[c_int64] * 2, c_void_p, c_int64]
-        getattr(found, f"norm_{kind}").argtypes = [c_void_p, c_float, *[c_void_p] * 2, *[c_int64] * 3]
+        getattr(found, f"norm_{kind}").argtypes = [c_void_p, *[c_int64] * 2, c_void_p, POINTER(NormNumbers), c_int64]
     return found
 
 
@@ -123,7 +129,7 @@ def largest(rows: Float[Tensor, "*b V"], count: int) -> Int[Tensor, "*b k"]:
     """Places of the largest numbers of each row, the largest first, and of equal ones the first; ``count <= V``."""
     rows = rows.contiguous()
     places = torch.empty(*rows.shape[:-1], count, dtype=torch.long)
-    _call("largest", rows, rows.shape[-1], count, places.data_ptr())
+    _call("largest", rows, count, places.data_ptr())
     return places
 
 
@@ -131,26 +137,22 @@ def log_totals(rows: Float[Tensor, "*b V"]) -> Float[Tensor, "*b"]:
     """log sum e^x of each row, in 32 bit."""
     rows = rows.contiguous()
     totals = torch.empty(rows.shape[:-1])
-    _call("log_totals", rows, rows.shape[-1], totals.data_ptr())
+    _call("log_totals", rows, totals.data_ptr())
     return totals
 
 
 def rms_norm(rows: Float[Tensor, "*b D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "*b D"]:
     """x / rms(x) * w of each row, in 32 bit and rounded once; the weight is of 32 bit."""
     rows = rows.contiguous()
-    normed, width = torch.empty_like(rows), rows.shape[-1]
-    found = getattr(library(), f"norm_{KINDS[rows.dtype]}")
-    found(weight.data_ptr(), eps, rows.data_ptr(), normed.data_ptr(), rows.numel() // width, width, _threads(rows))
+    normed = torch.empty_like(rows)
+    _call("norm", rows, normed.data_ptr(), byref(NormNumbers(weight.data_ptr(), None, eps)))
     return normed
 
 
-def _call(name: str, rows: Tensor, numbers: int, *rest: int) -> None:
-    found = getattr(library(), f"{name}_{KINDS[rows.dtype]}")
-    found(rows.data_ptr(), rows.numel() // numbers, numbers, *rest, _threads(rows))
-
-
-def _threads(rows: Tensor) -> int:
-    return torch.get_num_threads() if rows.numel() >= _FEW else 1
+def _call(name: str, rows: Tensor, *rest: Any) -> None:
+    found, width = getattr(library(), f"{name}_{KINDS[rows.dtype]}"), rows.shape[-1]
+    threads = torch.get_num_threads() if rows.numel() >= _FEW else 1
+    found(rows.data_ptr(), rows.numel() // width, width, *rest, threads)
 
 
 class Packed:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from methods.engine.causal_layers import FeedForward, Layer, LayerNorm, RMSNorm, Rows
-from methods.engine.cpu_kernels import KINDS, Matrix, Packed, library
+from methods.engine.cpu_kernels import KINDS, Matrix, NormNumbers, Packed, library
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear
 
@@ -34,11 +34,6 @@ _MEASURES: dict[Measure, int] = {
     "table": 3,
 }  # as the kernels number them
 
-
-class _Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float)]
-
-
 _MATRICES = ("qkv", "out", "source_query", "source_out", "up", "down")
 _NORMS = (
     *("before_attention", "after_attention", "before_source", "before_mlp", "after_mlp", "query", "key"),
@@ -49,7 +44,7 @@ _NORMS = (
 class _Layer(Structure):
     _fields_ = [
         *((name, Matrix) for name in _MATRICES),
-        *((name, _Norm) for name in _NORMS),
+        *((name, NormNumbers) for name in _NORMS),
         *((name, c_int64) for name in ("norm_heads", "rotary", "activation", "gated")),
     ]
 
@@ -87,7 +82,7 @@ class _Exits(Structure):
         ("stops", c_void_p),
         ("measure", c_int64),
         ("thresholds", c_void_p),
-        ("norm", _Norm),
+        ("norm", NormNumbers),
         ("maps", c_void_p),
         ("screen", Matrix),
         ("head", Matrix),
@@ -217,7 +212,7 @@ class FusedLayers:
         kind = {"activation": _activation(layer.activation), "gated": layer.gated}
         return _Layer(**matrices, **norms, **kind, norm_heads=layer.norm_heads, rotary=layer.rotary)
 
-    def _norm(self, norm: Norm) -> _Norm:
+    def _norm(self, norm: Norm) -> NormNumbers:
         described, numbers = _norm(norm)
         self._kept += numbers
         return described
@@ -386,12 +381,12 @@ def described(layer: Layer) -> Described:
     return Described(matrices, norms, mlp.activation, True, attention.norm_heads, attention.rotary)
 
 
-def _norm(norm: Norm) -> tuple[_Norm, list[Tensor]]:
+def _norm(norm: Norm) -> tuple[NormNumbers, list[Tensor]]:
     """A norm as the kernels are given it, and its numbers, which must be kept as long as that."""
     numbers = [norm.factor.float().contiguous()]
     if isinstance(norm, LayerNorm):
         numbers.append(norm.bias.float().contiguous())
-    return _Norm(numbers[0].data_ptr(), numbers[1].data_ptr() if numbers[1:] else None, norm.eps), numbers
+    return NormNumbers(numbers[0].data_ptr(), numbers[1].data_ptr() if numbers[1:] else None, norm.eps), numbers
 
 
 def _activation(activation: Rows) -> int | None:

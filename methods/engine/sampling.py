@@ -100,9 +100,10 @@ def top_candidates(logits: Float[Tensor, "*batch V"], k: int) -> Int[Tensor, "*b
     return best.gather(-1, places // _BLOCK) * _BLOCK + places % _BLOCK
 
 
-def log_sum_exp(logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch"]:
-    """log sum e^x of each row, of at least 32 bit."""
-    return cpu_kernels.log_totals(logits) if cpu_kernels.reads(logits) else in_float(logits).logsumexp(-1)
+def log_probs_of(logits: Float[Tensor, "*batch V"], ids: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
+    """Log-probabilities of some ids in each row, of at least 32 bit."""
+    total = cpu_kernels.log_totals(logits) if cpu_kernels.reads(logits) else in_float(logits).logsumexp(-1)
+    return in_float(logits.gather(-1, ids)) - total[..., None]
 
 
 def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from methods.drafting import Draft
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.sampling import in_float, log_sum_exp, top_candidates
+from methods.engine.sampling import log_probs_of, top_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ class RankedTree:
         self, vocabulary: DraftVocabulary, logits: Float[Tensor, "B m v"]
     ) -> tuple[Float[Tensor, "B m k"], Int[Tensor, "B m k"]]:
         places = top_candidates(logits, self._k)
-        gained = in_float(logits.gather(2, places)) - log_sum_exp(logits)[..., None]
-        return gained, vocabulary.tokens(places)
+        return log_probs_of(logits, places), vocabulary.tokens(places)
 
     def _best(
         self, scores: Float[Tensor, "B C"], tokens: Int[Tensor, "B C"], parents: Int[Tensor, "B C"], passes: int

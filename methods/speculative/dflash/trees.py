@@ -17,7 +17,7 @@ from torch import Tensor
 
 from methods.drafting import ABSENT, Context, Draft
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.sampling import Sampling, argmax, draw, in_float, log_sum_exp
+from methods.engine.sampling import Sampling, argmax, draw, log_probs_of
 from methods.speculative.ranked_tree import Beam, RankedTree, require_sizes
 
 TreeKind = Literal["chain", "dynamic"]
@@ -153,7 +153,7 @@ def _picked(
 
 
 def _likelihood(logits: Float[Tensor, "B n v"], places: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
-    return (in_float(logits.gather(2, places[:, :, None])[:, :, 0]) - log_sum_exp(logits)).exp()
+    return log_probs_of(logits, places[:, :, None])[:, :, 0].exp()
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------

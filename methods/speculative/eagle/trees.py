@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
-from methods.engine.sampling import Sampling, argmax, in_float, log_sum_exp, top_candidates
+from methods.engine.sampling import Sampling, argmax, log_probs_of, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.eagle.network import FixedReader, Reader
 from methods.speculative.ranked_tree import Beam, RankedTree
@@ -76,7 +76,7 @@ class Chain:
                 probs.append(network.vocabulary.everywhere(chances))
             else:
                 best = argmax(logits)
-                shares.append(in_float(logits.gather(2, best[..., None])[..., 0]) - log_sum_exp(logits))
+                shares.append(log_probs_of(logits, best[..., None])[..., 0])
             tokens.append(network.vocabulary.tokens(best))
             if level + 1 < self.levels:
                 feature = reader.guess(feature, tokens[-1], level)
