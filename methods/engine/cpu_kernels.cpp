@@ -45,15 +45,18 @@ constexpr bool PAIRS = false;
 #define MATRIX_TILES
 #endif
 constexpr int VECTORS = 2, PANEL = VECTORS * LANES, WIDE = 2 * VECTORS;  // of a panel, and of two side by side
-constexpr int TALL_ROWS = 2 * MOST_ROWS;                                // of a tile over one panel
+constexpr int TALL_ROWS = 2 * MOST_ROWS + (PAIRS ? 2 : 0);              // of a tile over one panel
+constexpr int TOGETHER = LANES == 16 ? 1 : 2;  // panels at a time: one of short registers has too few sums for one row
 constexpr int64_t CHUNK = 768;      // inputs that all tiles go through before the next ones are read
 constexpr int LINE = 64;            // bytes
+constexpr int LINES = 4 * PANEL / LINE;  // of a panel, of two 16-bit inputs or one of 32 bit
 constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
 constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
-constexpr int64_t AHEAD = 4096;     // bytes of a weight that are asked for before they are needed
+constexpr int64_t AHEAD = 8192;     // bytes of a weight that are asked for before they are needed
 constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes matrix tiles
 constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones
 constexpr int SPINS = 4096;
+constexpr int HELPED = 4;           // threads that one helps at most
 constexpr int BLOCK = 32;           // inputs that share a scale
 constexpr int FOURS = BLOCK / 4;    // words of a block of 8-bit numbers
 constexpr int WORDS = FOURS + 3;    // of a block of a rounded row: numbers, their sum times -offset, scale, scale times sum
@@ -171,7 +174,7 @@ inline Floats exponential(Floats x) {
 // One team runs a whole pass; between two steps all of its threads meet. Work within a step goes to whoever is free.
 class Team {
   public:
-    explicit Team(int size) : size_(size) {}
+    explicit Team(int size) : size_(size), parts_(size) {}
 
     int size() const { return size_; }
     int thread() const { return size_ == 1 ? 0 : omp_get_thread_num(); }
@@ -184,6 +187,29 @@ class Team {
             return;
         }
         for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;) work(item);
+        meet();
+    }
+
+    // As `each`, for items that lie side by side in memory: every thread goes through a part of its own from end to end,
+    // and then helps the next ones.
+    template <class Work>
+    void each_part(int64_t items, const Work& work) {
+        if (size_ == 1) {
+            for (int64_t item = 0; item < items; item++) work(item);
+            return;
+        }
+        const int64_t round = int64_t(round_.load(std::memory_order_relaxed)) << 32;
+        const int self = thread();
+        parts_[self].taken.store(round, std::memory_order_relaxed);
+        for (int i = 0; i < size_ && i <= HELPED; i++) {
+            const int64_t part = (self + i) % size_, first = items * part / size_;
+            const int64_t end = round + items * (part + 1) / size_ - first;
+            std::atomic<int64_t>& taken = parts_[part].taken;
+            for (int64_t at = taken.load(std::memory_order_relaxed); at >= round && at < end;) {
+                at = taken.fetch_add(1, std::memory_order_relaxed);
+                if (at < end) work(first + at - round);
+            }
+        }
         meet();
     }
 
@@ -214,7 +240,13 @@ class Team {
         }
     }
 
+    // The round in the upper half, and below it how many items are taken.
+    struct alignas(64) Part {
+        std::atomic<int64_t> taken{-1};
+    };
+
     const int size_;
+    std::vector<Part> parts_;
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> round_{0};
@@ -229,13 +261,13 @@ struct Columns {
     int64_t stride;
 
     const char* vector(int v, int64_t size) const { return at + v / VECTORS * stride + v % VECTORS * size; }
+};
 
-    // For what lies `ahead` bytes behind; 0: nothing.
-    void ask(int64_t ahead, int64_t size) const {
-        if (!ahead) return;
-        for (int v = 0; v < WIDTH; v++)
-            for (int64_t line = 0; line < size; line += LINE) __builtin_prefetch(vector(v, size) + ahead + line);
-    }
+// What is asked for while a tile is multiplied, so that it is near when it is needed: from `at` on, `step` bytes with each
+// vector of a panel or block.
+struct Ask {
+    const char* at;
+    int64_t step;
 };
 
 // The sums with the products of two vectors of pairs of 16-bit numbers.
@@ -268,24 +300,27 @@ inline Floats first(Floats sums, Words numbers, const float& x) {
 }
 
 // Add to the sums of ROWS rows the products with WIDTH vectors. x: [inputs, ROWS], or with PAIRS [inputs / 2, ROWS] of two
-// inputs each; total: [ROWS, WIDTH]; 16-bit weights have an even number of inputs.
-template <class T, int ROWS, int WIDTH>
-void tile(Columns<WIDTH> weight, int64_t inputs, const float* x, int64_t ahead, Floats* total) {
+// inputs each; total: [ROWS, WIDTH]; 16-bit weights have an even number of inputs. ASKED: lines that are asked for with
+// each vector, LINES of each panel, or one.
+template <class T, int ROWS, int WIDTH, int ASKED>
+void tile(Columns<WIDTH> weight, int64_t inputs, const float* x, Ask ask, Floats* total) {
     constexpr int each = sizeof(T) == 2 ? 2 : 1;  // inputs of a vector
     Floats sums[ROWS][WIDTH];
     memcpy(sums, total, sizeof sums);
-    for (int64_t k = 0; k < inputs; k += each, weight.at += PANEL * each * sizeof(T)) {
-        weight.ask(ahead, sizeof(Floats));
+    for (int64_t k = 0; k < inputs; k += each, weight.at += PANEL * each * sizeof(T), ask.at += ask.step) {
+#pragma GCC unroll 4
+        for (int line = 0; line < ASKED; line++)
+            __builtin_prefetch(ask.at + line / LINES * weight.stride + line % LINES * LINE);
         Words numbers[WIDTH];
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) memcpy(&numbers[v], weight.vector(v, sizeof(Words)), sizeof(Words));
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < WIDTH; v++) sums[r][v] = first<T>(sums[r][v], numbers[v], x[r]);
         x += ROWS;
         if constexpr (each == 2 && !PAIRS) {
-#pragma GCC unroll 12
+#pragma GCC unroll 14
             for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
                 for (int v = 0; v < WIDTH; v++)
@@ -504,11 +539,11 @@ struct Row {
 };
 
 // The tile of so many rows.
-template <class T, int WIDTH, int ROWS = WIDTH == WIDE ? MOST_ROWS : TALL_ROWS>
-void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x, int64_t ahead, Floats* total) {
+template <class T, int WIDTH, int ASKED, int ROWS = WIDTH == WIDE ? MOST_ROWS : TALL_ROWS>
+void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x, Ask ask, Floats* total) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return of_rows<T, WIDTH, ROWS - 1>(rows, weight, inputs, x, ahead, total);
-    tile<T, ROWS, WIDTH>(weight, inputs, x, ahead, total);
+        if (rows < ROWS) return of_rows<T, WIDTH, ASKED, ROWS - 1>(rows, weight, inputs, x, ask, total);
+    tile<T, ROWS, WIDTH, ASKED>(weight, inputs, x, ask, total);
 }
 
 // Sums of one or two panels, [rows, width], of at most `most` rows at a time. accumulate(panel, width, row, rows, total): those of
@@ -519,8 +554,8 @@ template <class T, class Accumulate, class Finish>
 void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t most, bool single, int64_t apart, float* sums,
                  const Accumulate& accumulate, const Finish& finish) {
     const int64_t panels = apart ? apart : (m.outputs + PANEL - 1) / PANEL;
-    const int64_t each = apart || single || panels < FEW_PANELS * team.size() ? 1 : 2;
-    team.each((panels + each - 1) / each, [&](int64_t item) {
+    const int64_t each = apart || single || panels < FEW_PANELS * team.size() ? 1 : TOGETHER;
+    team.each_part((panels + each - 1) / each, [&](int64_t item) {
         const int64_t panel = item * each, width = apart ? WIDE : panel + each <= panels ? each * VECTORS : VECTORS;
         Floats* total = reinterpret_cast<Floats*>(sums + team.thread() * rows * WIDE * LANES);
         for (int64_t first = 0; first < rows; first += most) {
@@ -570,25 +605,33 @@ void multiply_tiles(Team& team, const Matrix& m, const Rows& x, int64_t apart, f
 }
 #endif
 
+// What a tile of several asks for: its share of what all of them read next, which lies behind what they read now.
+inline Ask share(const char* weight, int64_t bytes, int64_t each, int64_t tile, int64_t tiles) {
+    return {weight + bytes + bytes * tile / tiles, each / tiles};
+}
+
 template <class T, class Finish>
 void multiply_plain(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, const Finish& finish) {
+    constexpr int64_t input = PANEL * sizeof(T), step = LINES * LINE;  // bytes of an input of a panel, of a vector
     const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
-    const int64_t distance = x.tiles == 1 ? AHEAD : CHUNK * PANEL * int64_t(sizeof(T));
-    const int64_t size = PANEL * m.inputs * int64_t(sizeof(T)), other = (apart ? apart : 1) * size;
+    const int64_t size = input * m.inputs, other = (apart ? apart : 1) * size;
     const auto accumulate = [&](int64_t panel, int64_t width, int64_t, int64_t rows, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
         for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
         for (int64_t k = 0; k < m.inputs; k += chunk) {
             const int64_t inputs = k + chunk < m.inputs ? chunk : m.inputs - k;
+            const char* from = weight + k * input;
             for (int64_t tile = 0; tile < x.tiles; tile++) {
                 const int64_t row = x.first(tile), some = x.count(tile);
-                const char* from = weight + k * PANEL * int64_t(sizeof(T));
                 const float* read = x.base + row * x.words + (x.pairs ? k / 2 : k) * some;
-                const int64_t ahead = tile ? 0 : distance;
+                Floats* into = total + row * width;
                 if (width == WIDE)
-                    of_rows<T, WIDE>(some, {from, other}, inputs, read, ahead, total + row * width);
+                    of_rows<T, WIDE, 2 * LINES>(some, {from, other}, inputs, read, {from + AHEAD, step}, into);
+                else if (x.tiles == 1)
+                    of_rows<T, VECTORS, LINES>(some, {from, other}, inputs, read, {from + AHEAD, step}, into);
                 else
-                    of_rows<T, VECTORS>(some, {from, other}, inputs, read, ahead, total + row * width);
+                    of_rows<T, VECTORS, 1>(some, {from, other}, inputs, read,
+                                           share(from, inputs * input, step, tile, x.tiles), into);
             }
         }
     };
@@ -629,12 +672,13 @@ inline Integers dot(Integers sums, Words numbers, int32_t four) {
 #endif
 }
 
-// x: [blocks, WORDS, ROWS]. `ahead`: bytes after a block that are asked for with it; 0: none.
+// x: [blocks, WORDS, ROWS].
 template <int BITS, int ROWS, int WIDTH>
-void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
+void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floats* total) {
     const Words low = Words{} + 0x0f0f0f0fu;
     for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight.at += VECTORS * sizeof(Block<BITS>)) {
-        weight.ask(ahead, sizeof(Block<BITS>));
+        for (const char* end = ask.at + ask.step; ask.at < end; ask.at += LINE)
+            for (int64_t v = 0; v < WIDTH; v += VECTORS) __builtin_prefetch(ask.at + v / VECTORS * weight.stride);
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) {
             const auto& block = *reinterpret_cast<const Block<BITS>*>(weight.vector(v, sizeof(Block<BITS>)));
@@ -669,10 +713,10 @@ void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, int64_t ahead
 }
 
 template <int BITS, int WIDTH, int ROWS = MOST_ROWS>
-void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t blocks, const int32_t* x, int64_t ahead, Floats* total) {
+void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floats* total) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return of_rows<BITS, WIDTH, ROWS - 1>(rows, weight, blocks, x, ahead, total);
-    tile<BITS, ROWS, WIDTH>(weight, blocks, x, ahead, total);
+        if (rows < ROWS) return of_rows<BITS, WIDTH, ROWS - 1>(rows, weight, blocks, x, ask, total);
+    tile<BITS, ROWS, WIDTH>(weight, blocks, x, ask, total);
 }
 
 // A row to 8 bits: x = q * scale, the largest number of a block being 127 or -127. to: [blocks, WORDS], a word every
@@ -717,22 +761,24 @@ void multiply_blocks(Team& team, const Matrix& m, const Rows& x, int64_t apart, 
         round_row(x.base + row * m.inputs, blocks, Block<BITS>::offset, into + first * blocks * WORDS + row - first,
                   tiles.count(tile));
     });
-    const int64_t distance = tiles.tiles == 1 ? AHEAD : chunk * VECTORS * int64_t(sizeof(Block<BITS>));
-    const int64_t size = blocks * VECTORS * int64_t(sizeof(Block<BITS>)), other = (apart ? apart : 1) * size;
+    constexpr int64_t step = VECTORS * sizeof(Block<BITS>);
+    const int64_t size = blocks * step, other = (apart ? apart : 1) * size;
     const auto accumulate = [&](int64_t panel, int64_t width, int64_t, int64_t rows, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
         for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
         for (int64_t b = 0; b < blocks; b += chunk) {
             const int64_t count = b + chunk < blocks ? chunk : blocks - b;
+            const char* from = weight + b * step;
             for (int64_t tile = 0; tile < tiles.tiles; tile++) {
                 const int64_t row = tiles.first(tile), some = tiles.count(tile);
-                const char* from = weight + b * VECTORS * int64_t(sizeof(Block<BITS>));
                 const int32_t* read = into + (row * blocks + b * some) * WORDS;
-                const int64_t ahead = tile ? 0 : distance;
+                Floats* totals = total + row * width;
+                const Ask ask = tiles.tiles == 1 ? Ask{from + AHEAD, step}
+                                                 : share(from, count * step, step, tile, tiles.tiles);
                 if (width == WIDE)
-                    of_rows<BITS, WIDE>(some, {from, other}, count, read, ahead, total + row * width);
+                    of_rows<BITS, WIDE>(some, {from, other}, count, read, ask, totals);
                 else
-                    of_rows<BITS, VECTORS>(some, {from, other}, count, read, ahead, total + row * width);
+                    of_rows<BITS, VECTORS>(some, {from, other}, count, read, ask, totals);
             }
         }
     };
