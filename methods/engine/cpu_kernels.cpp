@@ -41,7 +41,7 @@ constexpr bool PAIRS = true;  // products of 16-bit numbers two by two
 #else
 constexpr bool PAIRS = false;
 #endif
-#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define MATRIX_TILES
 #endif
 constexpr int VECTORS = 2, PANEL = VECTORS * LANES, WIDE = 2 * VECTORS;  // of a panel, and of two side by side
@@ -470,12 +470,6 @@ inline bool tiles_allowed() { return false; }
 template <class T>
 bool in_tiles(const Matrix& m) {
     return sizeof(T) == 2 && !m.bits && m.inputs % TILE_INPUTS == 0 && tiles_allowed();
-}
-
-// Whether attention with heads of this size does.
-template <class T>
-bool in_tiles(int64_t dim) {
-    return sizeof(T) == 2 && dim % TILE_INPUTS == 0 && dim <= MOST_DIM && tiles_allowed();
 }
 
 template <class T>
@@ -1071,7 +1065,7 @@ inline void attend_heads(int64_t groups, float* query, int64_t dim, Rest... rest
         attend_groups<T, 0>(groups, query, dim, rest...);
 }
 
-#ifdef MATRIX_TILES
+#ifdef __AVX512BF16__
 // Blocks of WIDTH columns and rows that lie across the diagonal change places.
 template <int WIDTH, int... lane>
 inline void exchange(Words* rows, std::integer_sequence<int, lane...>) {
@@ -1119,49 +1113,140 @@ struct Sight {
     int64_t farthest(int64_t node) const { return reach || seen + node > others ? others : seen + node; }
 };
 
-// What `attend_tiles` needs beside scores: queries or weights of a tile, tiles of values.
-constexpr int64_t ATTENTION_NUMBERS = TILE * (LANES + MOST_DIM / 2 + MOST_DIM);
+constexpr int MIXED = 4;  // vectors of values at a time
 
-// `count` queries from `first` on, at most TILE. A tile has the products of 16 keys with all of them, weights are summed
-// key by key, and a tile of values has 32 keys in the order in which a query sees them. So its sums have one order,
-// whatever tree it is in. scores: [slots, a multiple of 32, TILE]; own: [slots]; put_vector(query, d, values): a vector.
-template <class Put>
-void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BFloat16* keys, const BFloat16* values,
-                  int64_t capacity, const Sight& sight, float scale, float* scores, int32_t* own, float* room,
-                  const Put& put_vector) {
-    const int64_t dim = queries.dim, steps = dim / TILE_INPUTS, row = 2 * dim;  // bytes of a key
+// The two products of attention, of up to TILE queries. Both sum in one order for each query.
+struct ByPairs {
+    static constexpr int ROWS = MOST_ROWS;
+
+    // Of TILE keys, `row` bytes each. turned: [dim / 2, TILE] of two numbers; to: [TILE keys, TILE queries].
+    static void scores(const char* keys, int64_t row, const Words* turned, int64_t dim, float* to) {
+        Floats sums[TILE] = {};
+        for (int64_t pair = 0; pair < dim / 2; pair++, keys += 4) {
+            const Words two = turned[pair];
+#pragma GCC unroll 16
+            for (int key = 0; key < TILE; key++)
+                sums[key] = both(sums[key], two, repeated(*reinterpret_cast<const float*>(keys + key * row)));
+        }
+        memcpy(to, sums, sizeof sums);
+    }
+
+    // Sums start at 0, [TILE, MIXED] vectors.
+    static void begin(float* sums, int64_t count) { memset(sums, 0, count * MIXED * sizeof(Floats)); }
+    // weights: [TILE pairs of slots, TILE queries]; packed: [MIXED, TILE pairs of slots], the first `vectors` of MIXED.
+    static void add(Words* weights, const Words* packed, int64_t vectors, int64_t count, float* sums) {
+        Floats* into = reinterpret_cast<Floats*>(sums);
+        for (int64_t q = 0; q < count; q += ROWS)
+            if (vectors == MIXED)
+                of_rows<MIXED>(count - q, reinterpret_cast<float*>(weights) + q, packed, into + q * MIXED);
+            else
+                of_rows<MIXED / 2>(count - q, reinterpret_cast<float*>(weights) + q, packed, into + q * MIXED);
+    }
+    static void end(float*) {}
+
+  private:
+    template <int WIDTH, int COUNT = ROWS>
+    static void of_rows(int64_t rows, const float* weights, const Words* packed, Floats* into) {
+        if constexpr (COUNT > 1)
+            if (rows < COUNT) return of_rows<WIDTH, COUNT - 1>(rows, weights, packed, into);
+        Floats sums[COUNT][WIDTH];
+        for (int q = 0; q < COUNT; q++)
+            for (int v = 0; v < WIDTH; v++) sums[q][v] = into[q * MIXED + v];
+        for (int pair = 0; pair < TILE; pair++, weights += TILE) {
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDTH; v++) {
+                const Words two = packed[v * TILE + pair];
+#pragma GCC unroll 6
+                for (int q = 0; q < COUNT; q++) sums[q][v] = both(sums[q][v], two, repeated(weights[q]));
+            }
+        }
+        for (int q = 0; q < COUNT; q++)
+            for (int v = 0; v < WIDTH; v++) into[q * MIXED + v] = sums[q][v];
+    }
+};
+
+#ifdef MATRIX_TILES
+// The same by matrix tiles.
+struct ByTiles {
+    static void scores(const char* keys, int64_t row, const Words* turned, int64_t dim, float* to) {
+        Tiles::shape(TILE, TILE);
+        written();
+        _tile_zero(0);
+        for (int64_t step = 0; step < dim / TILE_INPUTS; step++) {
+            _tile_loadd(4, keys + step * LINE, row);
+            _tile_loadd(6, turned + step * TILE, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, to, LINE);
+        written();
+    }
+    static void begin(float*, int64_t) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    static void add(Words* weights, const Words* packed, int64_t vectors, int64_t, float*) {
+        transpose(weights);
+        written();
+        _tile_loadd(4, weights, LINE);
+        _tile_loadd(6, packed, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, packed + TILE, LINE);
+        _tile_dpbf16ps(1, 4, 7);
+        if (vectors == MIXED) {
+            _tile_loadd(6, packed + 2 * TILE, LINE);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, packed + 3 * TILE, LINE);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        written();
+    }
+    static void end(float* sums) {
+        _tile_stored(0, sums, MIXED * LINE);
+        _tile_stored(1, sums + LANES, MIXED * LINE);
+        _tile_stored(2, sums + 2 * LANES, MIXED * LINE);
+        _tile_stored(3, sums + 3 * LANES, MIXED * LINE);
+        written();
+    }
+};
+#endif
+
+// What `attend_queries` needs beside scores: queries of a tile, weights of a tile, values or the last keys, sums.
+constexpr int64_t TURNED = MOST_DIM / 2 * TILE, WEIGHTS = TILE * LANES, PACKED = MOST_DIM * TILE / 2;
+constexpr int64_t ATTENTION_NUMBERS = TURNED + WEIGHTS + PACKED + TILE * MIXED * LANES;
+
+// `count` queries from `first` on, at most TILE: lanes are queries. Weights are summed key by key, and values two keys by
+// two in the order in which a query sees them. So its sums have one order, whatever tree it is in. scores: [slots, a
+// multiple of 32, TILE]; own: [slots]; put_vector(query, d, values): a vector.
+template <class By, class Put>
+void attend_queries(const Queries& queries, int64_t first, int64_t count, const BFloat16* keys, const BFloat16* values,
+                    int64_t capacity, const Sight& sight, float scale, float* scores, int32_t* own, float* room,
+                    const Put& put_vector) {
+    const int64_t dim = queries.dim, row = 2 * dim;  // bytes of a key
     const int64_t begin = first / queries.groups, end = (first + count - 1) / queries.groups + 1;
     const int64_t slots = sight.prefix + sight.farthest(end - 1);
-    Words* turned = reinterpret_cast<Words*>(room);  // [dim / 2], of 16 queries
-    Words* weights = turned + MOST_DIM / 2;          // [TILE]: a query's weights of 32 keys
-    Words* packed = weights + TILE;                  // [4, TILE]: two keys' values side by side; the last keys; sums
-    Tiles::shape(TILE, TILE);
-    for (int64_t step = 0; step < steps; step++) {
-        Words* block = turned + step * TILE;
+    Words* turned = reinterpret_cast<Words*>(room);                     // [dim / 2, TILE] of two numbers
+    Words* weights = reinterpret_cast<Words*>(room + TURNED);           // [TILE, TILE], of two slots
+    Words* packed = reinterpret_cast<Words*>(room + TURNED + WEIGHTS);  // [MIXED, TILE], of two slots
+    float* sums = room + TURNED + WEIGHTS + PACKED;                     // [TILE, MIXED] vectors
+    for (int64_t i = 0; i < dim; i += TILE_INPUTS) {
+        Words* block = turned + i / 2;
         for (int64_t q = 0; q < TILE; q++) {
-            const float* from = queries.of(first + (q < count ? q : 0)) + step * TILE_INPUTS;
+            const float* from = queries.of(first + (q < count ? q : 0)) + i;
             put(reinterpret_cast<BFloat16*>(block + q), load(from));
             put(reinterpret_cast<BFloat16*>(block + q) + LANES, load(from + LANES));
         }
         transpose(block);
     }
-    written();
     for (int64_t i = 0; i < slots; i += TILE) {
         const char* from = reinterpret_cast<const char*>(keys) + i * row;
         if (i + TILE > capacity) {  // beyond it may be no memory
             memcpy(packed, from, (capacity - i) * row);
             from = reinterpret_cast<const char*>(packed);
-            written();
         }
-        _tile_zero(0);
-        for (int64_t step = 0; step < steps; step++) {
-            _tile_loadd(4, from + step * LINE, row);
-            _tile_loadd(6, turned + step * TILE, LINE);
-            _tile_dpbf16ps(0, 4, 6);
-        }
-        _tile_stored(0, scores + i * LANES, LINE);
+        By::scores(from, row, turned, dim, scores + i * LANES);
     }
-    written();
     // Scores, and which of the slots after `common` a query sees
     const int64_t common = sight.prefix + (sight.reach ? 0 : sight.farthest(begin));
     Floats most = all(-INFINITY);
@@ -1170,17 +1255,16 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
         store(scores + i * LANES, score);
         most = score > most ? score : most;
     }
-    const auto lanes = [&](int64_t other) {
-        __mmask16 seen = 0;
-        for (int64_t q = 0; q < count; q++)
-            seen = __mmask16(seen | uint32_t(sight.sees((first + q) / queries.groups, other)) << q);
-        return seen;
-    };
+    __mmask16 of_node[TILE] = {};  // which queries are
+    for (int64_t q = 0; q < count; q++) of_node[(first + q) / queries.groups - begin] |= __mmask16(1u << q);
     for (int64_t i = common; i < slots; i++) {
+        __mmask16 seen = 0;
+        for (int64_t node = begin; node < end; node++)
+            if (sight.sees(node, i - sight.prefix)) seen |= of_node[node - begin];
         const Floats score = load(scores + i * LANES) * scale;
-        const auto seen = (Floats)_mm512_mask_blend_ps(lanes(i - sight.prefix), (__m512)all(-INFINITY), (__m512)score);
-        store(scores + i * LANES, seen);
-        most = seen > most ? seen : most;
+        const auto left = (Floats)_mm512_mask_blend_ps(seen, (__m512)all(-INFINITY), (__m512)score);
+        store(scores + i * LANES, left);
+        most = left > most ? left : most;
     }
     Floats totals = Floats{};
     for (int64_t i = 0; i < slots; i++) {
@@ -1200,7 +1284,7 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
         for (int64_t j = 0; j < TILE_INPUTS; j += 2) {
             const char* a = reinterpret_cast<const char*>(values) + slot(j < size ? j : 0) * row + 2 * d;
             const char* b = reinterpret_cast<const char*>(values) + slot(j + 1 < size ? j + 1 : 0) * row + 2 * d;
-            for (int64_t half = 0; half < 4 && d + half * LANES < dim; half += 2) {
+            for (int64_t half = 0; half < MIXED && d + half * LANES < dim; half += 2) {
                 const __m512i x = j < size ? _mm512_loadu_si512(a + half * 2 * LANES) : _mm512_setzero_si512();
                 const __m512i y = j + 1 < size ? _mm512_loadu_si512(b + half * 2 * LANES) : _mm512_setzero_si512();
                 packed[half * TILE + j / 2] = (Words)_mm512_permutex2var_epi16(x, low, y);
@@ -1208,64 +1292,46 @@ void attend_tiles(const Queries& queries, int64_t first, int64_t count, const BF
             }
         }
     };
-    const auto add = [&](int64_t d) {
-        written();
-        _tile_loadd(4, weights, LINE);
-        _tile_loadd(6, packed, LINE);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, packed + TILE, LINE);
-        _tile_dpbf16ps(1, 4, 7);
-        if (d + 2 * LANES < dim) {
-            _tile_loadd(6, packed + 2 * TILE, LINE);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, packed + 3 * TILE, LINE);
-            _tile_dpbf16ps(3, 4, 7);
-        }
-        written();
-    };
-    for (int64_t d = 0; d < dim; d += 4 * LANES) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+    for (int64_t d = 0; d < dim; d += MIXED * LANES) {
+        const int64_t left = (dim - d) / LANES, vectors = left < MIXED ? left : MIXED;
+        By::begin(sums, count);
         for (int64_t i = 0; i < whole; i += TILE_INPUTS) {
             for (int64_t j = 0; j < TILE; j++) {
                 const float* two = scores + (i + 2 * j) * LANES;
                 weights[j] = side_by_side(load(two), load(two + LANES));
             }
-            transpose(weights);
             pack(slots - i, d, [&](int64_t j) { return i + j; });
-            add(d);
+            By::add(weights, packed, vectors, count, sums);
         }
         for (int64_t node = begin; sight.reach && node < end; node++) {
             int64_t size = 0;
             for (int64_t i = whole; i < sight.prefix; i++) own[size++] = int32_t(i);
             for (int64_t other = 0; other < sight.others; other++)
                 if (sight.sees(node, other)) own[size++] = int32_t(sight.prefix + other);
-            const int64_t from = node * queries.groups > first ? node * queries.groups - first : 0;
-            const int64_t to = (node + 1) * queries.groups < first + count ? (node + 1) * queries.groups - first : count;
+            const __m512i mask = _mm512_maskz_set1_epi32(of_node[node - begin], -1);
             for (int64_t i = 0; i < size; i += TILE_INPUTS) {
-                const int64_t left = size - i < TILE_INPUTS ? size - i : TILE_INPUTS;
-                memset(weights, 0, TILE * sizeof(Words));
-                for (int64_t q = from; q < to; q++)
-                    for (int64_t j = 0; j < left; j++)
-                        put_one(reinterpret_cast<BFloat16*>(weights + q) + j, scores[own[i + j] * LANES + q]);
-                pack(left, d, [&](int64_t j) { return int64_t(own[i + j]); });
-                add(d);
+                const int64_t some = size - i < TILE_INPUTS ? size - i : TILE_INPUTS;
+                const auto weight = [&](int64_t j) { return j < some ? load(scores + own[i + j] * LANES) : Floats{}; };
+                for (int64_t j = 0; j < TILE; j++)
+                    weights[j] = side_by_side(weight(2 * j), weight(2 * j + 1)) & (Words)mask;
+                pack(some, d, [&](int64_t j) { return int64_t(own[i + j]); });
+                By::add(weights, packed, vectors, count, sums);
             }
         }
-        float* sums = reinterpret_cast<float*>(packed);
-        _tile_stored(0, sums, 4 * LINE);
-        _tile_stored(1, sums + LANES, 4 * LINE);
-        _tile_stored(2, sums + 2 * LANES, 4 * LINE);
-        _tile_stored(3, sums + 3 * LANES, 4 * LINE);
-        written();
+        By::end(sums);
         for (int64_t q = 0; q < count; q++)
-            for (int64_t v = 0; v < 4 && d + v * LANES < dim; v++)
-                put_vector(first + q, d + v * LANES, rounded<BFloat16>(load(sums + (4 * q + v) * LANES) / totals[q]));
+            for (int64_t v = 0; v < vectors; v++)
+                put_vector(first + q, d + v * LANES, rounded<BFloat16>(load(sums + (MIXED * q + v) * LANES) / totals[q]));
     }
 }
 #endif
+
+// Whether attention takes several queries at a time: of several nodes, and of the heads that share keys. It depends on the
+// model alone, as it sums in another order than `attend`.
+template <class T>
+bool by_queries(int64_t dim, int64_t groups) {
+    return PAIRS && sizeof(T) == 2 && dim % TILE_INPUTS == 0 && dim <= MOST_DIM && (groups > 1 || tiles_allowed());
+}
 
 // -- a pass -------------------------------------------------------------------------------------------------------------
 
@@ -1348,10 +1414,10 @@ int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, fl
     const int64_t wide = qkv > 2 * m.mlp ? qkv : 2 * m.mlp;
     const int64_t groups = m.heads / m.kv_heads;
     int64_t room = padded(slots), of_thread = ((groups < MOST_GROUPS ? groups : MOST_GROUPS) + 1) * room;
-#ifdef MATRIX_TILES
+#ifdef __AVX512BF16__
     room = (slots + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
-    const int64_t of_tiles = (TILE + 1) * room + ATTENTION_NUMBERS;
-    of_thread = of_tiles > of_thread ? of_tiles : of_thread;
+    const int64_t of_queries = (TILE + 1) * room + ATTENTION_NUMBERS;
+    of_thread = of_queries > of_thread ? of_queries : of_thread;
 #endif
     const int64_t sizes[] = {padded(rows * m.hidden), padded(rows * narrow), padded(rows * wide),
                              padded(rows * m.hidden), threads * rows * WIDE * LANES,
@@ -1665,9 +1731,9 @@ class Runner {
         const T* cache = cache_of(place);
         const int64_t groups = m_.heads / m_.kv_heads;
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.out);
-#ifdef MATRIX_TILES
+#ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
-            if (in_tiles<T>(dim)) {
+            if (by_queries<T>(dim, groups)) {
                 const int64_t others = p_.earlier + p_.nodes;
                 over_queries(team, groups, width, cache, p_.begin, mixed, [&](int64_t b) {
                     const uint8_t* reach = p_.reach ? p_.reach + b * p_.nodes * others : nullptr;
@@ -1699,9 +1765,9 @@ class Runner {
         output(team, layer.out, layer.after_attention, mixed, layer.close_attention);
     }
 
-#ifdef MATRIX_TILES
-    // Attention by matrix tiles of queries in `wide`, `width` numbers from one node to the next, over the keys and values
-    // from slot `begin` on. sight(b): what those of a row see.
+#ifdef __AVX512BF16__
+    // Attention of queries in `wide`, `width` numbers from one node to the next, over the keys and values from slot `begin`
+    // on. sight(b): what those of a row see.
     template <class See>
     void over_queries(Team& team, int64_t groups, int64_t width, const T* cache, int64_t begin, const Rows& mixed,
                       const See& sight) {
@@ -1715,11 +1781,18 @@ class Runner {
             float* scores = buffers_.scores + team.thread() * buffers_.of_thread;
             float* room = scores + TILE * buffers_.room;
             const Queries queries{buffers_.wide + row * width + head * groups * dim, groups, width, dim};
-            attend_tiles(queries, first, left < TILE ? left : TILE, keys, values, p_.capacity - begin, sight(b), m_.scale,
-                         scores, reinterpret_cast<int32_t*>(room + ATTENTION_NUMBERS), room,
-                         [&](int64_t query, int64_t d, Floats value) {
-                             Row(mixed, row + query / groups).put((head * groups + query % groups) * dim + d, value);
-                         });
+            const auto run = [&](auto by) {
+                attend_queries<decltype(by)>(
+                    queries, first, left < TILE ? left : TILE, keys, values, p_.capacity - begin, sight(b), m_.scale,
+                    scores, reinterpret_cast<int32_t*>(room + ATTENTION_NUMBERS), room,
+                    [&](int64_t query, int64_t d, Floats value) {
+                        Row(mixed, row + query / groups).put((head * groups + query % groups) * dim + d, value);
+                    });
+            };
+#ifdef MATRIX_TILES
+            if (tiles_allowed()) return run(ByTiles());
+#endif
+            run(ByPairs());
         });
     }
 #endif
@@ -1733,9 +1806,9 @@ class Runner {
         });
         const T* cache = cache_of(place);
         const Rows mixed = rows_for<T>(buffers_.rows, rows_, layer.source_out);
-#ifdef MATRIX_TILES
+#ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
-            if (in_tiles<T>(dim)) {
+            if (by_queries<T>(dim, 1)) {
                 over_queries(team, 1, width, cache, 0, mixed,
                              [&](int64_t b) { return Sight{p_.sources[b], 0, 0, nullptr}; });
                 output(team, layer.source_out, Norm{}, mixed, layer.close_source);
