@@ -270,6 +270,10 @@ struct Ask {
     int64_t step;
 };
 
+__attribute__((always_inline)) inline void ask(const char* at, int64_t bytes) {
+    for (const char* end = at + bytes; at < end; at += LINE) __builtin_prefetch(at);
+}
+
 // The sums with the products of two vectors of pairs of 16-bit numbers.
 inline Floats both(Floats sums, Words a, Floats b) {
 #ifdef __AVX512BF16__
@@ -1245,6 +1249,7 @@ void attend_queries(const Queries& queries, int64_t first, int64_t count, const 
             memcpy(packed, from, (capacity - i) * row);
             from = reinterpret_cast<const char*>(packed);
         }
+        ask(from + AHEAD, TILE * row);
         By::scores(from, row, turned, dim, scores + i * LANES);
     }
     // Scores, and which of the slots after `common` a query sees
@@ -1301,6 +1306,7 @@ void attend_queries(const Queries& queries, int64_t first, int64_t count, const 
                 weights[j] = side_by_side(load(two), load(two + LANES));
             }
             pack(slots - i, d, [&](int64_t j) { return i + j; });
+            ask(reinterpret_cast<const char*>(values) + i * row + AHEAD, d ? 0 : TILE_INPUTS * row);
             By::add(weights, packed, vectors, count, sums);
         }
         for (int64_t node = begin; sight.reach && node < end; node++) {
