@@ -259,7 +259,7 @@ class Hybrid(HeadsDecoder):
         network: Literal["eagle", "p_eagle", "medusa", "hydra_heads", "dflash", "dspark"] = "eagle",
         lookup: Literal["suffix", "prompt_lookup"] = "suffix",
         policy: Policy = "match",
-        min_match: int = 2,
+        min_match: int = 1,
         budget: int | None = None,
         gamma: int = 24,
         factor: float = 1.0,
