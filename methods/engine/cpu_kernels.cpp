@@ -53,7 +53,7 @@ constexpr int LINES = 4 * PANEL / LINE;  // of a panel, of two 16-bit inputs or 
 constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
 constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
 constexpr int64_t AHEAD = 8192;     // bytes of a weight that are asked for before they are needed
-constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes matrix tiles
+constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes several queries at a time
 constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones
 constexpr int SPINS = 4096;
 constexpr int HELPED = 4;           // threads that one helps at most
@@ -270,6 +270,7 @@ struct Ask {
     int64_t step;
 };
 
+// GCC 12 drops calls of functions that do nothing but ask, unless they are inlined early.
 __attribute__((always_inline)) inline void ask(const char* at, int64_t bytes) {
     for (const char* end = at + bytes; at < end; at += LINE) __builtin_prefetch(at);
 }
