@@ -350,7 +350,8 @@ class Pace:
         else:
             gains = [[min(1.0, ratio.value * score) for score in row] for row in scores]
         self._runs_passes = self._runs_passes or draft.passes > 0
-        drafting = costs.draft if draft.passes or not self._runs_passes else 0.0
+        free = not draft.passes and (self._runs_passes or draft.source == "lookup")
+        drafting = 0.0 if free else costs.draft
         probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
         allowed = max(self._account.left, probe)
         passes = costs.nodes if self.fixed_passes else None
