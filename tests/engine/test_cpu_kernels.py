@@ -38,6 +38,13 @@ def test_a_product_is_that_of_torch(dtype: torch.dtype, inputs: int, outputs: in
             assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="its instructions are known")
+def test_weights_are_asked_for_ahead() -> None:
+    """Compilers drop a prefetch that stands in a function of its own; each shape of a tile has at least one."""
+    prefetch = b"\x0f\x18"
+    assert cpu_kernels._compiled().read_bytes().count(prefetch) > 50
+
+
 def test_no_rows_are_no_work_and_rows_have_any_shape() -> None:
     panels, x = cpu_kernels.Panels(torch.randn(3, 4), None), torch.randn(2, 5, 4)
     assert panels.times(torch.empty(0, 4)).shape == (0, 3)
