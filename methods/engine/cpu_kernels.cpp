@@ -194,10 +194,7 @@ class Team {
     // and then helps the next ones.
     template <class Work>
     void each_part(int64_t items, const Work& work) {
-        if (size_ == 1) {
-            for (int64_t item = 0; item < items; item++) work(item);
-            return;
-        }
+        if (size_ == 1) return each(items, work);
         const int64_t round = int64_t(round_.load(std::memory_order_relaxed)) << 32;
         const int self = thread();
         parts_[self].taken.store(round, std::memory_order_relaxed);
@@ -271,7 +268,7 @@ struct Ask {
 };
 
 // GCC 12 drops calls of functions that do nothing but ask, unless they are inlined early.
-__attribute__((always_inline)) inline void ask(const char* at, int64_t bytes) {
+__attribute__((always_inline)) inline void ask_for(const char* at, int64_t bytes) {
     for (const char* end = at + bytes; at < end; at += LINE) __builtin_prefetch(at);
 }
 
@@ -675,9 +672,8 @@ inline Integers dot(Integers sums, Words numbers, int32_t four) {
 template <int BITS, int ROWS, int WIDTH>
 void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floats* total) {
     const Words low = Words{} + 0x0f0f0f0fu;
-    for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight.at += VECTORS * sizeof(Block<BITS>)) {
-        for (const char* end = ask.at + ask.step; ask.at < end; ask.at += LINE)
-            for (int64_t v = 0; v < WIDTH; v += VECTORS) __builtin_prefetch(ask.at + v / VECTORS * weight.stride);
+    for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight.at += VECTORS * sizeof(Block<BITS>), ask.at += ask.step) {
+        for (int v = 0; v < WIDTH; v += VECTORS) ask_for(ask.at + v / VECTORS * weight.stride, ask.step);
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) {
             const auto& block = *reinterpret_cast<const Block<BITS>*>(weight.vector(v, sizeof(Block<BITS>)));
@@ -1122,8 +1118,6 @@ constexpr int MIXED = 4;  // vectors of values at a time
 
 // The two products of attention, of up to TILE queries. Both sum in one order for each query.
 struct ByPairs {
-    static constexpr int ROWS = MOST_ROWS;
-
     // Of TILE keys, `row` bytes each. turned: [dim / 2, TILE] of two numbers; to: [TILE keys, TILE queries].
     static void scores(const char* keys, int64_t row, const Words* turned, int64_t dim, float* to) {
         Floats sums[TILE] = {};
@@ -1141,7 +1135,7 @@ struct ByPairs {
     // weights: [TILE pairs of slots, TILE queries]; packed: [MIXED, TILE pairs of slots], the first `vectors` of MIXED.
     static void add(Words* weights, const Words* packed, int64_t vectors, int64_t count, float* sums) {
         Floats* into = reinterpret_cast<Floats*>(sums);
-        for (int64_t q = 0; q < count; q += ROWS)
+        for (int64_t q = 0; q < count; q += MOST_ROWS)
             if (vectors == MIXED)
                 of_rows<MIXED>(count - q, reinterpret_cast<float*>(weights) + q, packed, into + q * MIXED);
             else
@@ -1150,7 +1144,7 @@ struct ByPairs {
     static void end(float*) {}
 
   private:
-    template <int WIDTH, int COUNT = ROWS>
+    template <int WIDTH, int COUNT = MOST_ROWS>
     static void of_rows(int64_t rows, const float* weights, const Words* packed, Floats* into) {
         if constexpr (COUNT > 1)
             if (rows < COUNT) return of_rows<WIDTH, COUNT - 1>(rows, weights, packed, into);
@@ -1250,7 +1244,7 @@ void attend_queries(const Queries& queries, int64_t first, int64_t count, const 
             memcpy(packed, from, (capacity - i) * row);
             from = reinterpret_cast<const char*>(packed);
         }
-        ask(from + AHEAD, TILE * row);
+        ask_for(from + AHEAD, TILE * row);
         By::scores(from, row, turned, dim, scores + i * LANES);
     }
     // Scores, and which of the slots after `common` a query sees
@@ -1261,16 +1255,16 @@ void attend_queries(const Queries& queries, int64_t first, int64_t count, const 
         store(scores + i * LANES, score);
         most = score > most ? score : most;
     }
-    __mmask16 of_node[TILE] = {};  // which queries are
+    __mmask16 of_node[TILE] = {};  // its queries
     for (int64_t q = 0; q < count; q++) of_node[(first + q) / queries.groups - begin] |= __mmask16(1u << q);
     for (int64_t i = common; i < slots; i++) {
         __mmask16 seen = 0;
         for (int64_t node = begin; node < end; node++)
             if (sight.sees(node, i - sight.prefix)) seen |= of_node[node - begin];
         const Floats score = load(scores + i * LANES) * scale;
-        const auto left = (Floats)_mm512_mask_blend_ps(seen, (__m512)all(-INFINITY), (__m512)score);
-        store(scores + i * LANES, left);
-        most = left > most ? left : most;
+        const auto visible = (Floats)_mm512_mask_blend_ps(seen, (__m512)all(-INFINITY), (__m512)score);
+        store(scores + i * LANES, visible);
+        most = visible > most ? visible : most;
     }
     Floats totals = Floats{};
     for (int64_t i = 0; i < slots; i++) {
@@ -1283,14 +1277,14 @@ void attend_queries(const Queries& queries, int64_t first, int64_t count, const 
     const int64_t whole = sight.reach ? sight.prefix / TILE_INPUTS * TILE_INPUTS : slots;  // in one order for all queries
     for (int64_t i = slots; i % TILE_INPUTS; i++) store(scores + i * LANES, Floats{});
     // Values of 32 keys, slot(j) for 0 <= j < size, the others being 0
-    const auto pack = [&](int64_t size, int64_t d, const auto& slot) {
+    const auto pack = [&](int64_t size, int64_t d, int64_t vectors, const auto& slot) {
         const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
                                              37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
         for (int64_t j = 0; j < TILE_INPUTS; j += 2) {
             const char* a = reinterpret_cast<const char*>(values) + slot(j < size ? j : 0) * row + 2 * d;
             const char* b = reinterpret_cast<const char*>(values) + slot(j + 1 < size ? j + 1 : 0) * row + 2 * d;
-            for (int64_t half = 0; half < MIXED && d + half * LANES < dim; half += 2) {
+            for (int64_t half = 0; half < vectors; half += 2) {
                 const __m512i x = j < size ? _mm512_loadu_si512(a + half * 2 * LANES) : _mm512_setzero_si512();
                 const __m512i y = j + 1 < size ? _mm512_loadu_si512(b + half * 2 * LANES) : _mm512_setzero_si512();
                 packed[half * TILE + j / 2] = (Words)_mm512_permutex2var_epi16(x, low, y);
@@ -1306,8 +1300,8 @@ void attend_queries(const Queries& queries, int64_t first, int64_t count, const 
                 const float* two = scores + (i + 2 * j) * LANES;
                 weights[j] = side_by_side(load(two), load(two + LANES));
             }
-            pack(slots - i, d, [&](int64_t j) { return i + j; });
-            ask(reinterpret_cast<const char*>(values) + i * row + AHEAD, d ? 0 : TILE_INPUTS * row);
+            pack(slots - i, d, vectors, [&](int64_t j) { return i + j; });
+            if (!d) ask_for(reinterpret_cast<const char*>(values) + i * row + AHEAD, TILE_INPUTS * row);
             By::add(weights, packed, vectors, count, sums);
         }
         for (int64_t node = begin; sight.reach && node < end; node++) {
@@ -1315,13 +1309,13 @@ void attend_queries(const Queries& queries, int64_t first, int64_t count, const 
             for (int64_t i = whole; i < sight.prefix; i++) own[size++] = int32_t(i);
             for (int64_t other = 0; other < sight.others; other++)
                 if (sight.sees(node, other)) own[size++] = int32_t(sight.prefix + other);
-            const __m512i mask = _mm512_maskz_set1_epi32(of_node[node - begin], -1);
+            const Words mask = (Words)_mm512_maskz_set1_epi32(of_node[node - begin], -1);
             for (int64_t i = 0; i < size; i += TILE_INPUTS) {
                 const int64_t some = size - i < TILE_INPUTS ? size - i : TILE_INPUTS;
                 const auto weight = [&](int64_t j) { return j < some ? load(scores + own[i + j] * LANES) : Floats{}; };
                 for (int64_t j = 0; j < TILE; j++)
-                    weights[j] = side_by_side(weight(2 * j), weight(2 * j + 1)) & (Words)mask;
-                pack(some, d, [&](int64_t j) { return int64_t(own[i + j]); });
+                    weights[j] = side_by_side(weight(2 * j), weight(2 * j + 1)) & mask;
+                pack(some, d, vectors, [&](int64_t j) { return int64_t(own[i + j]); });
                 By::add(weights, packed, vectors, count, sums);
             }
         }

@@ -285,7 +285,6 @@ class Pace:
     _account: Account = field(default_factory=Account)
     _ratios: dict[str, Ratio] = field(default_factory=lambda: defaultdict(Ratio))
     _places: Places = field(default_factory=Places)
-    _runs_passes: bool = False
     _round: _Round | None = None
     _skips: bool = field(init=False)
     _trims: bool = field(init=False)
@@ -349,9 +348,7 @@ class Pace:
             gains = [self._places.gains(tree) for tree in trees]
         else:
             gains = [[min(1.0, ratio.value * score) for score in row] for row in scores]
-        self._runs_passes = self._runs_passes or draft.passes > 0
-        free = not draft.passes and (self._runs_passes or draft.source == "lookup")
-        drafting = 0.0 if free else costs.draft
+        drafting = 0.0 if draft.source == "lookup" else costs.draft  # that is the time of the network beside it
         probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
         allowed = max(self._account.left, probe)
         passes = costs.nodes if self.fixed_passes else None
