@@ -593,6 +593,11 @@ class CausalLM:
         """Input embeddings as the first layer receives them."""
         return F.embedding(tokens, self._embedding) * self._embed_scale
 
+    @property
+    def embedding_table(self) -> Float[Tensor, "V D"] | None:
+        """The rows that ``embed`` yields; None: it scales them."""
+        return self._embedding if self._embed_scale == 1.0 else None
+
     def output_rows(self, ids: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n D"], Float[Tensor, "n"] | None]:
         """Weight and bias of the output matrix for some tokens: ``hidden @ weight.T + bias`` are their logits.
 

@@ -49,7 +49,9 @@ class _Layer(Structure):
     ]
 
 
-class _Model(Structure):
+class ModelNumbers(Structure):
+    """Layers and their sizes as the kernels are given them."""
+
     _fields_ = [
         ("layers", c_void_p),
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "mlp", "beside")),
@@ -200,11 +202,11 @@ class FusedLayers:
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         out, down = self._layers[0].out, self._layers[0].down
         sizes = (out.outputs, heads, kv_heads, out.inputs // heads, down.inputs, beside)
-        self._model = _Model(ctypes.addressof(self._layers), *sizes, scale, residual)
+        self.model = ModelNumbers(ctypes.addressof(self._layers), *sizes, scale, residual)
         self._run: Callable[..., Any] = getattr(found, f"run_{KINDS[_panels(layers[0].matrices['out']).dtype]}")
-        self._run.argtypes = [POINTER(_Model), POINTER(_Pass)]
+        self._run.argtypes = [POINTER(ModelNumbers), POINTER(_Pass)]
         self._workspace: Callable[..., int] = found.workspace
-        found.workspace.restype, found.workspace.argtypes = c_int64, [POINTER(_Model), *[c_int64] * 3]
+        found.workspace.restype, found.workspace.argtypes = c_int64, [POINTER(ModelNumbers), *[c_int64] * 3]
 
     def _layer(self, layer: Described) -> _Layer:
         matrices = {name: _panels(product).matrix for name, product in layer.matrices.items()}
@@ -213,7 +215,7 @@ class FusedLayers:
         return _Layer(**matrices, **norms, **kind, norm_heads=layer.norm_heads, rotary=layer.rotary)
 
     def _norm(self, norm: Norm) -> NormNumbers:
-        described, numbers = _norm(norm)
+        described, numbers = norm_numbers(norm)
         self._kept += numbers
         return described
 
@@ -252,7 +254,7 @@ class FusedLayers:
         slots = max(cache.written) + earlier + nodes
         assert cache.begin + slots <= cache.capacity, f"{cache.begin + slots} slots in a cache of {cache.capacity}"
         slots = max(slots, *cache.sources) if cache.sources else slots
-        work = torch.empty(self._workspace(byref(self._model), batch * nodes, slots, threads))
+        work = torch.empty(self._workspace(byref(self.model), batch * nodes, slots, threads))
         arrays = (
             (c_int32 * count)(*(portion.layer for portion in portions)),
             (c_int32 * count)(*(cache.place.get(part.layer, 0) for part in portions)),
@@ -269,7 +271,7 @@ class FusedLayers:
             *(ctypes.addressof(array) for array in arrays), count,
             work.data_ptr(), threads, None if exits is None else ctypes.addressof(exits),
         )  # fmt: skip
-        self._run(byref(self._model), byref(described))
+        self._run(byref(self.model), byref(described))
         return result, taps
 
     def run_to_exits(
@@ -310,7 +312,7 @@ class FusedLayers:
         stops = (c_uint8 * count)(*(first + portion + 1 in rule.stops for portion in range(count)))
         depths = None if rule.depths is None else (c_int32 * batch)(*(depth - first for depth in rule.depths))
         weight, bias = rule.classifier or (None, 0.0)
-        normed, _kept = _norm(norm)
+        normed, _kept = norm_numbers(norm)
         exits = _Exits(
             run, rule.propagates, ctypes.addressof(stops), _MEASURES[rule.measure], ctypes.addressof(thresholds),
             normed, ctypes.addressof(maps), screen, head.panels.matrix,
@@ -381,7 +383,7 @@ def described(layer: Layer) -> Described:
     return Described(matrices, norms, mlp.activation, True, attention.norm_heads, attention.rotary)
 
 
-def _norm(norm: Norm) -> tuple[NormNumbers, list[Tensor]]:
+def norm_numbers(norm: Norm) -> tuple[NormNumbers, list[Tensor]]:
     """A norm as the kernels are given it, and its numbers, which must be kept as long as that."""
     numbers = [norm.factor.float().contiguous()]
     if isinstance(norm, LayerNorm):

@@ -150,6 +150,11 @@ class Weights:
         own = self.get("embed_tokens.weight")
         return self._target.embed if own is None else functools.partial(F.embedding, weight=own)
 
+    def embedding_table(self) -> Float[Tensor, "V D"] | None:
+        """What ``embedding`` looks up, where nothing is done to it."""
+        own = self.get("embed_tokens.weight")
+        return self._target.embedding_table if own is None else own
+
     def output(self, vocabulary: DraftVocabulary) -> tuple[Callable[[Float[Tensor, "R D"]], Float[Tensor, "R v"]], int]:
         """The output matrix over the draft vocabulary, its own or the target's; its bytes beside the target."""
         own = self.get("lm_head.weight")

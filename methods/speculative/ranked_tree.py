@@ -75,7 +75,8 @@ class RankedTree:
             start, tokens = k + level * k * k, tokens.expand(-1, k, -1).flatten(1)
             every.append((scores, tokens, columns.repeat_interleave(k, 1)))
             if level + 2 < self.levels:
-                scores, chosen = scores.topk(k)
+                chosen = top_candidates(scores, k)  # of equal ones the first, where the kernels find them
+                scores = scores.gather(1, chosen)
                 beam, columns = Beam(level + 1, tokens.gather(1, chosen), chosen // k), chosen + start
         scores, tokens, parents = (torch.cat(parts, 1) for parts in zip(*every, strict=True))
         return self._best(scores, tokens, parents, passes)
@@ -89,17 +90,23 @@ class RankedTree:
     def _best(
         self, scores: Float[Tensor, "B C"], tokens: Int[Tensor, "B C"], parents: Int[Tensor, "B C"], passes: int
     ) -> Draft:
-        kept = scores.topk(self.nodes).indices.sort(1).values
+        kept = top_candidates(scores, self.nodes).sort(1).values
         above = parents.gather(1, kept)
         columns = torch.searchsorted(kept, above.clamp(min=0))
-        return Draft(
-            tokens.gather(1, kept),
-            torch.where(above < 0, above, columns),
-            levels=self.levels,
-            width=self._k,
-            passes=passes,
-            gains=scores.gather(1, kept).exp(),
-        )
+        columns = torch.where(above < 0, above, columns)
+        return tree_of(tokens.gather(1, kept), columns, scores.gather(1, kept), self.levels, self._k, passes)
+
+
+def tree_of(
+    tokens: Int[Tensor, "B N"],
+    parents: Int[Tensor, "B N"],
+    scores: Float[Tensor, "B N"],
+    levels: int,
+    width: int,
+    passes: int,
+) -> Draft:
+    """The draft of such a tree; ``scores``: log-probabilities of the paths to its nodes."""
+    return Draft(tokens, parents, levels=levels, width=width, passes=passes, gains=scores.exp())
 
 
 def require_sizes(

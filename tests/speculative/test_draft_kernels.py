@@ -24,6 +24,7 @@ from methods.speculative.eagle.checkpoint import Part
 from methods.speculative.eagle.decoder import EagleDrafter
 from methods.speculative.eagle.training import spec_of
 from methods.speculative.eagle.trees import Chain as EagleChain
+from methods.speculative.eagle.trees import Dynamic
 from methods.speculative.p_eagle import network as p_eagle_network
 from methods.speculative.p_eagle.decoder import PEagleDrafter
 from tests.engine.test_causal_lm import tiny
@@ -226,3 +227,44 @@ def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernel
         drafter.skip(passed(1, torch.zeros(2, 1, dtype=torch.long), tokens))
     draft = drafter.propose(passed(1, torch.zeros(2, 1, dtype=torch.long), [tokens[0], tokens[1] + [9]]))
     assert draft.tokens.shape[0] == 2
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_before_residual": True}, {"norm_output": True}, {"fc_norm": True}], ids=lambda each: str(*each)
+)
+@pytest.mark.parametrize("sizes", [(5, 2, 3), (4, 1, 6), (24, 4, 5)], ids=str)
+@pytest.mark.parametrize("weights", ["full", "int8"])
+@pytest.mark.usefixtures("two_threads")
+def test_a_tree_of_eagle_in_one_call_has_the_bits_of_the_operators(
+    options: dict[str, bool], sizes: tuple[int, int, int], weights: Any, dtype: torch.dtype
+) -> None:
+    sixteens = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
+    target = CausalLM.from_hf(tiny("llama", **sixteens).to(dtype), linear="panels")
+    target.draft_weights = weights
+    part = eagle_part(target, 3, **options)
+    vocabulary = DraftVocabulary(torch.arange(97)[torch.arange(97) % 3 > 0], 97)
+    part = Part(part.spec, part.tensors, vocabulary)
+    growth = Dynamic(*sizes, torch.device("cpu"))
+    made = [EagleDrafter(eagle_network.Network(target, part), growth, target.n_layers - 1) for _ in range(2)]
+    assert all(drafter._tree is not None for drafter in made)
+    made[1]._tree = None
+    torch.manual_seed(3)
+    text, greedy, rng = torch.randint(0, 97, (200,)).tolist(), Sampling(), torch.Generator()
+    for drafter in made:
+        drafter.reset([text[:90]], 100)
+    place, new = 0, 90  # a prompt, and then what passes completed
+    drafted = set()
+    while place + new < len(text):
+        taps = {tap: torch.randn(1, new, 64).to(dtype) for tap in part.spec.taps}
+        place += new
+        output = Output(torch.empty(1, new, 0), torch.randn(1, new, 64).to(dtype), taps)
+        context = Context([text[: place + 1]], torch.tensor([text[place]]), output, None, greedy, rng)
+        found, wanted = (drafter.propose(context) for drafter in made)
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        assert found.parents.tolist() == wanted.parents.tolist()
+        assert isinstance(found.gains, Tensor) and isinstance(wanted.gains, Tensor)
+        assert torch.equal(found.gains, wanted.gains) and found.passes == wanted.passes == sizes[1]
+        drafted.add(tuple(found.tokens[0].tolist()))
+        new = 1 + place % 4
+    assert len(drafted) > 20

@@ -47,6 +47,8 @@ from methods.speculative.ranked_tree import require_sizes
 from methods.speculative.recorded_network import Drafted, KeptTokens, RecordedNetwork, tensors_of
 from methods.speculative.verification import rule_of_network
 
+_MOST_AT_ONCE = 64  # pairs that the call which drafts a tree reads; more come after a prompt, and are read before
+
 TreeKind = Literal["auto", "chain", "static", "dynamic"]
 
 
@@ -58,6 +60,7 @@ class EagleDrafter(NetworkDrafter[Network, Growth, Reader]):
         # row may be read late, beside one at its limit.
         spare = MOST_UNREAD + 2 * (growth.levels + 1) + growth.guesses
         super().__init__(network, growth, network.spec.taps or (last_layer,), spare)
+        self._tree = network.tree(growth.sizes) if isinstance(growth, Dynamic) else None
         if graphs is not None:
             self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, spare)
 
@@ -82,13 +85,26 @@ class EagleDrafter(NetworkDrafter[Network, Growth, Reader]):
         return [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]
 
     def _draft(self, reader: Reader, context: Context) -> Draft:
-        return self.growth.grow(reader, self._read(reader, context), context)
+        counts, feature = self._new_features()
+        if self._tree is not None and len(counts) == 1 and 0 < counts[0] <= _MOST_AT_ONCE:
+            start = reader.lengths[0] + 1
+            return reader.grow(self._tree, feature, context.tokens[0][start : start + counts[0]])
+        return self.growth.grow(reader, self._read_pairs(reader, context, feature, counts), context)
 
-    def _read(self, reader: Reader, context: Context) -> Float[Tensor, "B 1 D"]:
-        """Read the pairs that passes have completed; the feature after the one with the root."""
+    def _read(self, reader: Reader, context: Context) -> None:
+        counts, feature = self._new_features()
+        self._read_pairs(reader, context, feature, counts)
+
+    def _new_features(self) -> tuple[list[int], Float[Tensor, "B W D"]]:
+        """Of the pairs that passes have completed; how many each row has."""
         counts, states = self._unread.take()
-        tokens = tokens_after(context, reader.lengths, counts, self.network.device)
-        return reader.read(self.network.feature(states[0], states[1:]), tokens, counts)
+        return counts, self.network.feature(states[0], states[1:])
+
+    def _read_pairs(
+        self, reader: Reader, context: Context, feature: Float[Tensor, "B W D"], counts: list[int]
+    ) -> Float[Tensor, "B 1 D"]:
+        """The feature after the pair with the root."""
+        return reader.read(feature, tokens_after(context, reader.lengths, counts, self.network.device), counts)
 
 
 class Eagle(HeadsDecoder):

@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from methods.drafting import Draft
 from methods.engine.causal_lm import CausalLM, rotate_
 from methods.engine.fused_layers import Portion
+from methods.engine.fused_tree import FusedTree, TreeSizes
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
+from methods.engine.linear import KernelLinear
 from methods.speculative.draft_layers import (
     Weights,
     after_attention,
@@ -33,6 +36,7 @@ from methods.speculative.draft_layers import (
     slots_of,
 )
 from methods.speculative.eagle.checkpoint import Part
+from methods.speculative.ranked_tree import tree_of
 
 _MOST_ROWS = 256  # of a pass of the kernels, whose buffers take 25 kB a row
 
@@ -43,7 +47,7 @@ class Network:
     def __init__(self, target: CausalLM, part: Part) -> None:
         self.spec, weights = part.spec, Weights(target, part.tensors, part.spec.rms_eps)
         self.device, self.dtype = target.device, target.dtype
-        self._embed = weights.embedding()
+        self._embed, self._table = weights.embedding(), weights.embedding_table()
         self.vocabulary = part.vocabulary.to(target.device)
         self.rotary = rotary_table(self.spec, target.device, target.dtype)
         spec, name = self.spec, self.spec.layer
@@ -59,6 +63,15 @@ class Network:
         self._mixing_norm = weights.norm("input_norm") if spec.norm_before_fc else None
         self._score, own = weights.output(self.vocabulary)
         self.nbytes = {"draft_network": self._fc.nbytes + bytes_of(self.layer), "draft_output_matrix": own}
+
+    def tree(self, sizes: TreeSizes) -> FusedTree | None:
+        """A tree of the most probable paths in one call of the kernels; None: they lack something of this network."""
+        if self.fused is None or self.spec.version != 3 or self._table is None or not isinstance(self._score, KernelLinear):
+            return None
+        feature = self._feature_norm if self.spec.norm_before_residual else None
+        ids = None if self.vocabulary.full else self.vocabulary.ids
+        norms = (self._token_norm, feature, self._last_norm)
+        return FusedTree(self.fused, *norms, self._score, self._table, ids, self.spec.norm_output, sizes)
 
     def feature(self, hidden: Float[Tensor, "B M D"], taps: Sequence[Float[Tensor, "B M D"]]) -> Float[Tensor, "B M D"]:
         """The target's feature at some places: its last state, or version 3's mixture of three."""
@@ -171,6 +184,14 @@ class Reader:
             self._cache.advance(new)
             done += width
         return found
+
+    def grow(self, tree: FusedTree, feature: Float[Tensor, "1 W D"], tokens: Sequence[int]) -> Draft:
+        """Commit the pairs of a batch of one row, forget all guesses, and draft the tree after them."""
+        start, places = self._cache.lengths[0], len(tokens) + tree.sizes.levels - 1
+        ids, parents, scores = tree.grow(feature, tokens, *self.network.rotary.slice(start, start + places), self._cache)
+        self._cache.advance([len(tokens)])
+        self._guesses = 0
+        return tree_of(ids, parents, scores, tree.sizes.levels, tree.sizes.width, tree.sizes.levels)
 
     def _run(
         self,

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
+from methods.engine.fused_tree import TreeSizes
 from methods.engine.sampling import Sampling, argmax, log_probs_of, top_candidates
 from methods.engine.token_tree import Shape
 from methods.speculative.eagle.network import FixedReader, Reader
@@ -162,6 +163,7 @@ class Dynamic:
 
     def __init__(self, nodes: int, levels: int, top_k: int, device: torch.device) -> None:
         self.nodes, self.levels, self.guesses = nodes, levels, (levels - 1) * top_k
+        self.sizes = TreeSizes(nodes, levels, top_k)
         self._tree = RankedTree(nodes, levels, top_k, device)
         self._self = torch.eye(top_k, dtype=torch.bool, device=device)[None]
 
