@@ -231,7 +231,9 @@ def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernel
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    "options", [{}, {"norm_before_residual": True}, {"norm_output": True}, {"fc_norm": True}], ids=lambda each: str(*each)
+    "options",
+    [{}, {"norm_before_residual": True}, {"norm_output": True}, {"fc_norm": True}],
+    ids=lambda each: str(*each),
 )
 @pytest.mark.parametrize("sizes", [(5, 2, 3), (4, 1, 6), (24, 4, 5)], ids=str)
 @pytest.mark.parametrize("weights", ["full", "int8"])

@@ -37,7 +37,8 @@ from methods.speculative.eagle.training import (
 )
 from methods.speculative.eagle.trees import TREES, Chain, Dynamic, Static
 from methods.speculative.verification import ChainRejection, DeterministicTree, Greedy, TreeWithoutReplacement
-from methods.training.answers import AnswerRecipe
+from methods.training.answers import AnswerRecipe, Answers
+from methods.training.features import Features
 from methods.training.interface import Example, TrainingContext
 from methods.training.losses import DraftLoss
 from methods.training.trainer import TrainingConfig
@@ -645,6 +646,20 @@ def test_training_writes_a_network_that_decodes(options, target, shop):
 def test_training_refuses(options):
     with pytest.raises(ValueError, match=r"must be at least [01], got -?[01].*\. Set train\."):
         EagleTraining(**options)
+
+
+def test_training_goes_on_from_a_trained_network(target, tmp_path):
+    first = learner_of(target, 3)
+    first.part().save(tmp_path)
+    found = Part.load(tmp_path, target)
+    options = {"unroll": 2, "vocabulary": 40, "start": str(tmp_path)}
+    unread = Features(Answers((Example([1], [2]), Example([1], [3])), tmp_path, ""))
+    learner = EagleTraining(**options).learner(target, first.vocabulary, unread)
+    for name, parameter in learner.network.named_parameters():
+        assert parameter.requires_grad and torch.equal(parameter, found.tensors[name].float()), name
+    assert len(learner.start_sha256) == 64
+    with pytest.raises(ValueError, match=r"train\.start must be a network of the sizes.*norm_output \(False instead"):
+        EagleTraining(norm_output=True, **options).learner(target, first.vocabulary, unread)
 
 
 def test_norms_of_states_begin_as_none(target):

@@ -66,7 +66,12 @@ class Network:
 
     def tree(self, sizes: TreeSizes) -> FusedTree | None:
         """A tree of the most probable paths in one call of the kernels; None: they lack something of this network."""
-        if self.fused is None or self.spec.version != 3 or self._table is None or not isinstance(self._score, KernelLinear):
+        if (
+            self.fused is None
+            or self.spec.version != 3
+            or self._table is None
+            or not isinstance(self._score, KernelLinear)
+        ):
             return None
         feature = self._feature_norm if self.spec.norm_before_residual else None
         ids = None if self.vocabulary.full else self.vocabulary.ids
@@ -188,7 +193,9 @@ class Reader:
     def grow(self, tree: FusedTree, feature: Float[Tensor, "1 W D"], tokens: Sequence[int]) -> Draft:
         """Commit the pairs of a batch of one row, forget all guesses, and draft the tree after them."""
         start, places = self._cache.lengths[0], len(tokens) + tree.sizes.levels - 1
-        ids, parents, scores = tree.grow(feature, tokens, *self.network.rotary.slice(start, start + places), self._cache)
+        ids, parents, scores = tree.grow(
+            feature, tokens, *self.network.rotary.slice(start, start + places), self._cache
+        )
         self._cache.advance([len(tokens)])
         self._guesses = 0
         return tree_of(ids, parents, scores, tree.sizes.levels, tree.sizes.width, tree.sizes.levels)

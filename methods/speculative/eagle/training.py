@@ -21,8 +21,10 @@ Command: ``python -m bench train method=eagle model=smollm2``
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -326,8 +328,30 @@ class EagleLearner(PairLearner):
     ) -> None:
         super().__init__(target, vocabulary, DraftModule(spec), output, draft_loss, decay)
         self.unroll = self.depth = unroll
+        self.start_sha256: str | None = None
         self.noise, self.classification = noise, classification
         begin(self.network, target)
+
+    @torch.no_grad()
+    def begin_from(self, part: Part, where: str) -> None:
+        """Take the weights of a trained network; the rows of its own output matrix are not among them.
+
+        Raises:
+            ValueError: a network of other sizes.
+        """
+        if part.spec != self.spec:
+            theirs = asdict(part.spec)
+            other = {name: (theirs[name], mine) for name, mine in asdict(self.spec).items() if theirs[name] != mine}
+            raise ValueError(
+                f"train.start must be a network of the sizes that are trained, got {where}, which differs in "
+                + ", ".join(f"{name} ({found} instead of {mine})" for name, (found, mine) in other.items())
+                + ". Name another folder, or set these options as they are there."
+            )
+        digest = hashlib.sha256()
+        for name, parameter in self.network.named_parameters():
+            parameter.copy_(part.tensors[name])
+            digest.update(part.tensors[name].float().contiguous().numpy(force=True).tobytes())
+        self.start_sha256 = digest.hexdigest()
 
     def part(self) -> Part:
         """The current checkpoint."""
@@ -538,8 +562,12 @@ class EagleTraining(DraftTraining):
         output: ``shared``, the target's rows of the output matrix, or ``own``, trained and saved.
         noise, classification, decay: see ``EagleLearner``.
         fc_norm, norm_output: the two flags of EAGLE-3.1, for version 3: see ``Spec``.
+        start: folder of a trained network of the same sizes, from whose weights it begins instead of the target's.
         loss, top_k, top_k_weight: see ``DraftLoss``.
         vocabulary, answers, features, recipe: see ``HeadTraining``.
+
+    Raises:
+        ValueError: an option out of range, or a ``start`` of other sizes.
     """
 
     description = "a draft network of one layer that predicts the target's next features"
@@ -554,6 +582,7 @@ class EagleTraining(DraftTraining):
     decay: float = 0.8
     fc_norm: bool = False
     norm_output: bool = False
+    start: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -588,11 +617,13 @@ class EagleTraining(DraftTraining):
             self.draft_loss,
             self.decay,
         )
-        if self.fc_norm:
+        if self.start is not None:
+            learner.begin_from(Part.load(Path(self.start), target), self.start)
+        elif self.fc_norm:
             begin_state_norms(learner.network.fc_norm, spec.taps, found.batch(found.train[:MEASURED]))
         return learner
 
     def save(self, learner: EagleLearner, found: Features, context: TrainingContext) -> dict[str, Any]:
         """See ``HeadTraining``."""
         learner.part().save(context.output)
-        return {"version": learner.spec.version}
+        return {"version": learner.spec.version, "start_sha256": learner.start_sha256}
