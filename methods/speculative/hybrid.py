@@ -7,7 +7,8 @@ drafts everywhere, some tokens deep. In each round and row the policy chooses:
 - ``match``: the lookup, if it matched at least ``min_match`` tokens of the text's ending, else the network.
 - ``expected``: the lookup, if by the frequencies in the text more of its path will be kept than lately of the network's
   drafts (Arctic Inference, Snowflake 2025, compares that score with the number of tokens the network would draft).
-- ``union``: one tree of both, at most ``budget`` nodes; the lookup's path first.
+- ``union``: one tree of both, at most ``budget`` nodes; the lookup's path first. Where at least ``alone`` tokens
+  matched, the lookup drafts alone: its path is likely to be kept, and the network's time is saved.
 
 All drafts are deterministic, so greedy text is the target's and at a temperature the rule for trees that were not drawn
 is exact, whatever the policy does: it sees nothing that the target has yet to judge.
@@ -24,6 +25,7 @@ Command: ``python -m bench method=hybrid dataset=mtbench``
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,11 +66,18 @@ class HybridDrafter:
     """
 
     def __init__(
-        self, lookup: Lookup, network: SkippableDrafter, policy: Policy, min_match: int, budget: int | None
+        self,
+        lookup: Lookup,
+        network: SkippableDrafter,
+        policy: Policy,
+        min_match: int,
+        budget: int | None,
+        alone: int | None = None,
     ) -> None:
         self._lookup, self._network, self._policy, self._min_match = lookup, network, policy, min_match
         most = lookup.nodes + network.nodes
         self._budget = min(budget or most, most)
+        self._alone = min_match if policy != "union" else alone
         self.nodes = self._budget if policy == "union" else max(lookup.nodes, network.nodes)
         self.hidden_layers = network.hidden_layers
         self.rounds: Counter[str] = Counter()
@@ -108,15 +117,16 @@ class HybridDrafter:
         self._note_kept(context.tokens)
         found = [self._lookup.find(row, tokens) for row, tokens in enumerate(context.tokens)]
         taken = [self._takes(row, path) for row, path in enumerate(found)]
-        if all(taken) and self._policy != "union":
+        enough = math.inf if self._alone is None else self._alone
+        alone = [take and path.match >= enough for take, path in zip(taken, found, strict=True)]
+        if all(alone):
             self._network.skip(context)
             self._asked = [False] * len(taken)
             self._count(taken, taken)
             draft = Draft.chains([path.tokens for path in found], context.root.device)
             return replace(draft, gains=_gains_of(found), source="lookup")
         drafted = replace(self._network.propose(context), source="network")
-        union = self._policy == "union"
-        self._asked = [union or not take for take in taken]
+        self._asked = [not only for only in alone]
         self._count(taken, [not asked for asked in self._asked])
         if not any(taken):
             return drafted
@@ -237,6 +247,7 @@ class Hybrid(HeadsDecoder):
         policy: see the module.
         min_match: shortest ending of the text that is taken for a match.
         budget: of ``union``, the most nodes of a tree; None: all of both.
+        alone: of ``union``, tokens that must match for the lookup to draft alone; None: the network always drafts.
         gamma: most tokens that the lookup drafts.
         factor, min_prob: of ``lookup=suffix``, see ``methods.speculative.suffix_decoding.SuffixDecoding``.
         depth, top_k, nodes: of ``network=eagle``, its dynamic tree; dflash, dspark and p_eagle draft a chain.
@@ -261,6 +272,7 @@ class Hybrid(HeadsDecoder):
         policy: Policy = "match",
         min_match: int = 1,
         budget: int | None = None,
+        alone: int | None = None,
         gamma: int = 24,
         factor: float = 1.0,
         min_prob: float = 0.1,
@@ -276,6 +288,8 @@ class Hybrid(HeadsDecoder):
                 f"hybrid needs min_match, gamma and nodes >= 1, and budget >= 1 or null, got min_match={min_match}, "
                 f"gamma={gamma}, nodes={nodes}, budget={budget}. For the network alone use method={network}."
             )
+        if alone is not None and alone < 1:
+            raise ValueError(f"alone must be at least 1, or null, got {alone}. Set method.alone=4 or so.")
         self._draft = draft_model
         self._own: SpeculativeDecoder
         if draft_model is None:
@@ -289,7 +303,8 @@ class Hybrid(HeadsDecoder):
             rule = default_rule(sampling, "chain", drawn=False)
             self._own = SpeculativeDecoder(target, sampling, chain, rule, costs)
         found = _lookup(lookup, gamma, factor, min_match, min_prob)
-        self._join = partial(HybridDrafter, found, policy=policy, min_match=min_match, budget=budget)
+        options = {"policy": policy, "min_match": min_match, "budget": budget, "alone": alone}
+        self._join = partial(HybridDrafter, found, **options)
         drafter = self._join(self._network())
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs=costs)
         self.costs = self._own.costs

@@ -50,8 +50,27 @@ def test_rows_whose_lookup_drafts_are_read_beside_rows_whose_model_drafts(target
     assert decoder.stats()["rounds_by_lookup"] > 0
 
 
+@pytest.mark.parametrize(("alone", "names"), [(None, {"both", "network"}), (2, {"both", "network", "lookup"})])
+def test_in_a_union_the_lookup_drafts_alone_after_a_long_match(
+    target: CausalLM, alone: int | None, names: set[str]
+) -> None:
+    options = {"policy": "union", "min_match": 1, "gamma": 4, "nodes": 3}
+    decoder = Hybrid(target, Sampling(), draft_model=target, alone=alone, **options)
+    text = [9, 3, 4]
+    for step in decoder.decode([torch.tensor(text)], 60, torch.Generator()):
+        if alone is not None and step.drafted[0] and not step.draft_passes:
+            pairs = [tuple(text[place - alone : place]) for place in range(alone, len(text))]
+            assert tuple(text[-alone:]) in pairs, "the lookup drafted alone after a shorter match"
+        text += step.tokens[0]
+    assert {name.removeprefix("rounds_by_") for name in decoder.stats()} == names
+
+
 def test_what_does_not_fit_is_refused(target: CausalLM) -> None:
     with pytest.raises(ValueError, match="nodes >= 1, and budget >= 1 or null, got .* nodes=0"):
         Hybrid(target, Sampling(), draft_model=target, nodes=0)
+    with pytest.raises(ValueError, match=r"budget >= 1 or null, got .* budget=0"):
+        Hybrid(target, Sampling(), draft_model=target, budget=0)
+    with pytest.raises(ValueError, match=r"alone must be at least 1, or null, got 0"):
+        Hybrid(target, Sampling(), draft_model=target, alone=0)
     assert Hybrid.needs_checkpoint({"draft_model": None, "checkpoint": None})
     assert not Hybrid.needs_checkpoint({"draft_model": "x", "checkpoint": None})
