@@ -1,4 +1,4 @@
-"""The C++ kernels of ``cpu_kernels.cpp`` for a CPU: how they are compiled, matrix products with weights as they are
+"""The C++ kernels in the folder ``cpp`` for a CPU: how they are compiled, matrix products with weights as they are
 read there (in panels, or in blocks of 4 or 8-bit numbers), and what rows alone need: norms, the largest scores, sums.
 
 They are compiled at first use, with the compiler that torch's extensions use, for the processor at hand, and kept in
@@ -29,7 +29,7 @@ from torch.utils.cpp_extension import _get_build_directory, get_cxx_compiler
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCE = Path(__file__).parent / "cpp" / "cpu_kernels.cpp"
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 _QUIETLY: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 600}
 BLOCK = 32  # inputs that share a scale
@@ -82,7 +82,8 @@ def _compiled() -> Path:
 
 def _digest() -> str:
     """Of the source and of what it is compiled for, as a folder may be shared by different machines."""
-    facts = [_SOURCE.read_text(), *_FLAGS, torch.__version__, platform.machine(), _instructions()]
+    sources = [path.read_text() for path in sorted(_SOURCE.parent.glob("*.[hc]*"))]
+    facts = [*sources, *_FLAGS, torch.__version__, platform.machine(), _instructions()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
