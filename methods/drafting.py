@@ -58,6 +58,7 @@ class Draft:
         gains: [B, N] or ragged on the host: how likely the drafter takes each node to be kept, the product along its
             path; None: it does not say.
         source: what drafted, where a drafter has several parts; ``gains`` of each are calibrated apart.
+        sources: the same of each present node, where several parts drafted one tree; None: all are ``source``'s.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -71,6 +72,7 @@ class Draft:
     auxiliary: AuxiliaryNodes | None = None
     gains: Float[Tensor, "B N"] | Sequence[Sequence[float]] | None = None
     source: str = ""
+    sources: Sequence[Sequence[str]] | None = None
 
     @classmethod
     def chain(

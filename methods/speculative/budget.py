@@ -257,14 +257,14 @@ class _Round:
     Attributes:
         trees: per row, the parents of the drafted nodes.
         gains: per row, the probabilities that they are kept, as the drafter says; None: it does not.
+        sources: per row, what drafted each.
         extra: what the round takes longer than a pass over one node.
-        ratio: of the drafter's probabilities.
     """
 
     trees: list[list[int]]
     gains: list[list[float]] | None
+    sources: list[list[str]]
     extra: float
-    ratio: Ratio
 
 
 @dataclass(slots=True)
@@ -322,7 +322,12 @@ class Pace:
             for row in rows:
                 self._places.note(made.trees[row], paths[row])
         else:
-            made.ratio.note(kept, sum(sum(made.gains[row]) for row in rows) / len(rows))
+            for source, ratio in self._ratios.items():
+                columns = [[c for c, each in enumerate(made.sources[row]) if each == source] for row in rows]
+                if any(columns):
+                    expected = sum(made.gains[row][c] for row, own in zip(rows, columns, strict=True) for c in own)
+                    here = sum(len(set(paths[row]) & set(own)) for row, own in zip(rows, columns, strict=True))
+                    ratio.note(here / len(rows), expected / len(rows))
         self._account.book(kept - made.extra)
         self._round = None
 
@@ -342,12 +347,11 @@ class Pace:
         """The best nodes of a proposal, as many as pay."""
         most, beside = draft.tokens.shape[1], draft.auxiliary.tokens.shape[1] if draft.auxiliary else 0
         trees = _trees(draft)
-        ratio = self._ratios[draft.source]
-        scores = _scores(draft, trees)
+        scores, sources = _scores(draft, trees), _sources(draft, trees)
         if scores is None:
             gains = [self._places.gains(tree) for tree in trees]
         else:
-            gains = [[min(1.0, ratio.value * score) for score in row] for row in scores]
+            gains = [self._calibrated(*row) for row in zip(scores, sources, trees, strict=True)]
         drafting = 0.0 if draft.source == "lookup" else costs.draft  # that is the time of the network beside it
         probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
         allowed = max(self._account.left, probe)
@@ -356,8 +360,16 @@ class Pace:
         chosen = [_best(row, nodes) for row in gains]
         kept = [_subtree(tree, columns) for tree, columns in zip(trees, chosen, strict=True)]
         told = None if scores is None else [[row[c] for c in own] for row, own in zip(scores, chosen, strict=True)]
-        self._round = _Round(kept, told, drafting + costs.time(1 + beside + nodes) - 1.0, ratio)
+        names = [[row[c] for c in own] for row, own in zip(sources, chosen, strict=True)]
+        self._round = _Round(kept, told, names, drafting + costs.time(1 + beside + nodes) - 1.0)
         return draft if nodes == most else self._trimmed(draft, chosen, kept, nodes)
+
+    def _calibrated(self, scores: Sequence[float], sources: Sequence[str], parents: Sequence[int]) -> list[float]:
+        """Probabilities of a tree's nodes by what was kept of each source lately; none above its parent's."""
+        gains: list[float] = []
+        for score, source, parent in zip(scores, sources, parents, strict=True):
+            gains.append(min(gains[parent] if parent >= 0 else 1.0, self._ratios[source].value * score))
+        return gains
 
     def _trimmed(self, draft: Draft, chosen: list[list[int]], trees: list[list[int]], nodes: int) -> Draft:
         """Only the chosen columns; a row with fewer nodes than that keeps columns without a node."""
@@ -384,6 +396,7 @@ class Pace:
             width=max((tree.count(parent) for tree in trees for parent in set(tree)), default=0),
             auxiliary=draft.auxiliary and _moved(draft.auxiliary, draft.tokens.shape[1], nodes),
             gains=None,
+            sources=None,
         )
 
 
@@ -410,6 +423,13 @@ def _scores(draft: Draft, trees: Sequence[Sequence[int]]) -> list[list[float]] |
             scores.append(min(float(score), scores[parent] if parent >= 0 else 1.0))
         found.append(scores)
     return found
+
+
+def _sources(draft: Draft, trees: Sequence[Sequence[int]]) -> list[list[str]]:
+    """What drafted each node."""
+    if draft.sources is None:
+        return [[draft.source] * len(tree) for tree in trees]
+    return [list(row) for row in draft.sources]
 
 
 def _best(gains: Sequence[float], nodes: int) -> list[int]:

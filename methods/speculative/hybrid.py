@@ -162,16 +162,16 @@ class HybridDrafter:
             tree = _Tree()
             if take:
                 gains = path.gains or [1.0] * len(path.tokens)
-                tree.add(path.tokens, range(-1, len(path.tokens) - 1), gains, self.nodes)
+                tree.add("lookup", path.tokens, range(-1, len(path.tokens) - 1), gains, self.nodes)
             if self._asked[row]:
                 present = [token for token in nodes[row] if token != ABSENT]
-                tree.add(present, above[row], chances[row], self.nodes)
+                tree.add("network", present, above[row], chances[row], self.nodes)
             trees.append(tree)
         known = promised is not None and _gains_of(found) is not None
-        every = [tree.gains for tree in trees] if known else None
+        every, origins = [tree.gains for tree in trees] if known else None, [tree.sources for tree in trees]
         if all(tree.is_chain for tree in trees):
             chains = Draft.chains([tree.tokens for tree in trees], device)
-            return replace(chains, passes=drafted.passes, gains=every, source="both")
+            return replace(chains, passes=drafted.passes, gains=every, source="both", sources=origins)
         parents = ragged([tree.parents for tree in trees], device)  # padding is -1, as for children of the root
         return Draft(
             ragged([tree.tokens for tree in trees], device),
@@ -183,6 +183,7 @@ class HybridDrafter:
             passes=drafted.passes,
             gains=every,
             source="both",
+            sources=origins,
         )
 
 
@@ -200,10 +201,13 @@ class _Tree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.gains: list[float] = []
+        self.sources: list[str] = []  # what says that its node is as likely as that
         self._places: dict[tuple[int, int], int] = {}
         self._depths: list[int] = []
 
-    def add(self, tokens: Sequence[int], parents: Sequence[int], gains: Sequence[float], most: int) -> None:
+    def add(
+        self, source: str, tokens: Sequence[int], parents: Sequence[int], gains: Sequence[float], most: int
+    ) -> None:
         """Add a tree, parents first, until there are ``most`` nodes; what is there already is not added again, and is
         as likely as the likelier of both say.
         """
@@ -221,7 +225,9 @@ class _Tree:
                 self.tokens.append(token)
                 self.parents.append(here[parent])
                 self.gains.append(gain)
-            self.gains[place] = max(self.gains[place], gain)
+                self.sources.append(source)
+            if gain > self.gains[place]:
+                self.gains[place], self.sources[place] = gain, source
             here[number] = place
 
     @property

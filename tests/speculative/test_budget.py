@@ -190,6 +190,26 @@ def test_an_overconfident_drafter_drafts_less():
     assert modest.stats()["nodes_per_round"] < 3 < 8 < honest.stats()["nodes_per_round"]
 
 
+def test_parts_of_a_tree_are_calibrated_apart():
+    """One of two parts promises as much and nothing of it is kept; the other's nodes go on being drafted."""
+
+    class Parts(StatelessDrafter):
+        nodes = 4
+
+        def propose(self, context):
+            tokens, parents = torch.tensor([[10, 11, 20, 21]]), torch.tensor([[-1, 0, -1, 2]])
+            gains, sources = [[0.6, 0.5, 0.6, 0.5]], [["a", "a", "b", "b"]]
+            return Draft(tokens, parents, sizes=[4], depths=[2], levels=2, width=2, gains=gains, sources=sources)
+
+    pace, drafted = Pace(Parts(), Costs.of([[1, 1.0], [5, 1.4]]), Tally()), []
+    for _ in range(100):
+        tokens = pace.propose(context(), [True]).tokens[0].tolist()
+        pace.note([[tokens.index(token) for token in (20, 21) if token in tokens]], [True])
+        drafted.append(tokens)
+    assert drafted[0] == [10, 11, 20, 21]
+    assert drafted[50:] == [[20, 21]] * 50
+
+
 def test_rows_share_a_size_and_rows_that_ended_do_not_count():
     class Two(Chains):
         def propose(self, context):
