@@ -125,7 +125,7 @@ def run_bench(words, folder, fixture):
         assert cli.main(words) == (0 if "--help" in words else 2)
     elif words[0] == "acceptance":
         (folder / "metrics.json").write_text('{"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_tokens": 3}')
-        run = str(next((ROOT / "results" / "reference").glob("eagle-mtbench-*")))
+        run = str(next((ROOT / "results" / "reference").glob("eagle-mtbench-*/samples*")).parent)
         named = [word.replace("results/RUN", run).replace("out=", f"out={folder}/") for word in words]
         named = [word.replace("metrics.json", str(folder / "metrics.json")) for word in named]
         assert cli.main([*named, *(place if words[1] == "import" else [])]) == 0
@@ -140,7 +140,7 @@ def run_bench(words, folder, fixture):
     elif words[0] == "track":
         assert cli.main([*words, "mode=offline", *place]) == 0
     elif words[0] == "dashboard":
-        (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-32051956294f").mkdir(parents=True)
+        (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-21c6404901dd").mkdir(parents=True)
         assert cli.main([*words, f"out={folder}/x.json", *place]) == 0
     elif any(word.startswith("sweep=") for word in words):
         few = [] if "method." in str(swept(words)) else ["method=autoregressive"]  # test_plan.py plans all jobs of each

@@ -22,8 +22,8 @@ RESULTS = Path(__file__).parents[3] / "results" / "reference"
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Two comparable runs."""
-    found = [min(RESULTS.glob(f"{method}-spec_bench-*")) for method in ("prompt_lookup", "suffix")]
+    """Two comparable runs that kept their samples."""
+    found = [min(RESULTS.glob(f"{method}-spec_bench-*/samples*")).parent for method in ("prompt_lookup", "suffix")]
     return [Path(shutil.copytree(path, tmp_path / path.name)) for path in found]
 
 

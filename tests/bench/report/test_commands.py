@@ -220,7 +220,8 @@ def test_compare_wants_two_finished_runs(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_committed_records_can_be_compared() -> None:
     reference = ROOT / "results" / "reference"
-    names = [min(reference.glob(f"{method}-spec_bench-*")).name for method in ("prompt_lookup", "suffix")]
+    kept = [min(reference.glob(f"{method}-spec_bench-*/samples*")) for method in ("prompt_lookup", "suffix")]
+    names = [samples.parent.name for samples in kept]
     runs = [compare.Run.read(compare.find(name, reference)) for name in names]
     assert re.search(r"^RESULT: (B is faster|A is faster|no difference|none)", compare.compare(*runs), re.MULTILINE)
 

@@ -28,7 +28,7 @@ from tests.helpers.sweeps import COMMON, run_folders
 pytest.importorskip("wandb")
 
 ROOT = Path(__file__).resolve().parents[3]
-REFERENCE = ROOT / "results" / "reference" / "eagle-mtbench-smollm2-32051956294f"
+REFERENCE = ROOT / "results" / "reference" / "eagle-mtbench-smollm2-21c6404901dd"
 CONVERSATIONS, PROMPTS = 3, 4
 SECRET = "hf_0123456789abcdefghij"
 

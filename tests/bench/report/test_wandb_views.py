@@ -23,7 +23,7 @@ internal = pytest.importorskip("wandb_workspaces.workspaces.internal")
 from wandb_workspaces import workspaces as ws  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"
-EAGLE, GLAT = "eagle-mtbench-smollm2-32051956294f", "glat-multi30k-multi30k_4_4-e13b6851eec7"
+EAGLE, GLAT = "eagle-mtbench-smollm2-21c6404901dd", "glat-multi30k-multi30k_4_4-e13b6851eec7"
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_one_dashboard_survives_the_way_there_and_back(summaries: list[dict[str,
     scores = {name for name in summaries[1] if name.startswith("quality/")}
     assert "quality/bleu" in scores and fronts == dict.fromkeys(scores, "ms_per_prompt")
     (positions,) = [plot for plot in panels(back, "BarPlot") if plot.title == "acceptance by position"]
-    assert [metric.name for metric in positions.metrics] == ["acceptance_at/0", "acceptance_at/1"]
+    assert [metric.name for metric in positions.metrics] == ["acceptance_at/0", "acceptance_at/1", "acceptance_at/2"]
 
 
 def test_the_lines_are_of_what_is_sent_for_each_prompt(summaries: list[dict[str, Any]], tmp_path: Path) -> None:
