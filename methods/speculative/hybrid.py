@@ -309,8 +309,7 @@ class Hybrid(HeadsDecoder):
             rule = default_rule(sampling, "chain", drawn=False)
             self._own = SpeculativeDecoder(target, sampling, chain, rule, costs)
         found = _lookup(lookup, gamma, factor, min_match, min_prob)
-        options = {"policy": policy, "min_match": min_match, "budget": budget, "alone": alone}
-        self._join = partial(HybridDrafter, found, **options)
+        self._join = partial(HybridDrafter, found, policy=policy, min_match=min_match, budget=budget, alone=alone)
         drafter = self._join(self._network())
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs=costs)
         self.costs = self._own.costs
