@@ -258,12 +258,14 @@ class _Round:
         trees: per row, the parents of the drafted nodes.
         gains: per row, the probabilities that they are kept, as the drafter says; None: it does not.
         sources: per row, what drafted each.
+        offered: what the proposal came from; of a round that drafts none of its nodes the past of these fades.
         extra: what the round takes longer than a pass over one node.
     """
 
     trees: list[list[int]]
     gains: list[list[float]] | None
     sources: list[list[str]]
+    offered: set[str]
     extra: float
 
 
@@ -322,12 +324,13 @@ class Pace:
             for row in rows:
                 self._places.note(made.trees[row], paths[row])
         else:
-            for source, ratio in self._ratios.items():
-                columns = [[c for c, each in enumerate(made.sources[row]) if each == source] for row in rows]
-                if any(columns):
-                    expected = sum(made.gains[row][c] for row, own in zip(rows, columns, strict=True) for c in own)
-                    here = sum(len(set(paths[row]) & set(own)) for row, own in zip(rows, columns, strict=True))
-                    ratio.note(here / len(rows), expected / len(rows))
+            expected, found = defaultdict[str, float](float), defaultdict[str, int](int)
+            for row in rows:
+                for column, (source, gain) in enumerate(zip(made.sources[row], made.gains[row], strict=True)):
+                    expected[source] += gain
+                    found[source] += column in paths[row]
+            for source in expected or made.offered:
+                self._ratios[source].note(found[source] / len(rows), expected[source] / len(rows))
         self._account.book(kept - made.extra)
         self._round = None
 
@@ -361,7 +364,8 @@ class Pace:
         kept = [_subtree(tree, columns) for tree, columns in zip(trees, chosen, strict=True)]
         told = None if scores is None else [[row[c] for c in own] for row, own in zip(scores, chosen, strict=True)]
         names = [[row[c] for c in own] for row, own in zip(sources, chosen, strict=True)]
-        self._round = _Round(kept, told, names, drafting + costs.time(1 + beside + nodes) - 1.0)
+        offered = {name for row in draft.sources for name in row} if draft.sources else {draft.source}
+        self._round = _Round(kept, told, names, offered, drafting + costs.time(1 + beside + nodes) - 1.0)
         return draft if nodes == most else self._trimmed(draft, chosen, kept, nodes)
 
     def _calibrated(self, scores: Sequence[float], sources: Sequence[str], parents: Sequence[int]) -> list[float]:

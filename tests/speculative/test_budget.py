@@ -190,6 +190,20 @@ def test_an_overconfident_drafter_drafts_less():
     assert modest.stats()["nodes_per_round"] < 3 < 8 < honest.stats()["nodes_per_round"]
 
 
+def test_rounds_in_which_no_node_pays_let_the_past_fade():
+    """One node pays only while its probability is believed: after a miss again some rounds later."""
+
+    class One(Chains):
+        def propose(self, context):
+            return replace(Draft.chain(torch.zeros(1, 1, dtype=torch.long)), gains=[[0.6]])
+
+    pace, drafted = Pace(One(1), Costs.of([[1, 1.0], [2, 1.5]]), Tally()), []
+    for number in range(20):
+        drafted += [number] * pace.propose(context(), [True]).tokens.shape[1]
+        pace.note([[]], [True])
+    assert drafted[0] == 0 and len(drafted) > 1 and drafted[1] > 5
+
+
 def test_parts_of_a_tree_are_calibrated_apart():
     """One of two parts promises as much and nothing of it is kept; the other's nodes go on being drafted."""
 
