@@ -147,13 +147,17 @@ class Weights:
 
     def embedding(self) -> Callable[[Int[Tensor, "*b"]], Float[Tensor, "*b D"]]:
         """Its own, or the target's."""
-        own = self.get("embed_tokens.weight")
+        own = self._own_embedding
         return self._target.embed if own is None else functools.partial(F.embedding, weight=own)
 
     def embedding_table(self) -> Float[Tensor, "V D"] | None:
         """What ``embedding`` looks up, where nothing is done to it."""
-        own = self.get("embed_tokens.weight")
+        own = self._own_embedding
         return self._target.embedding_table if own is None else own
+
+    @functools.cached_property
+    def _own_embedding(self) -> Tensor | None:
+        return self.get("embed_tokens.weight")
 
     def output(self, vocabulary: DraftVocabulary) -> tuple[Callable[[Float[Tensor, "R D"]], Float[Tensor, "R v"]], int]:
         """The output matrix over the draft vocabulary, its own or the target's; its bytes beside the target."""

@@ -172,4 +172,24 @@ void multiply(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* 
         multiply_plain<T>(team, m, x, apart, sums, finish);
 }
 
+int64_t product_room(const Matrix& m, int64_t rows, int64_t threads) {
+    return rows * (m.inputs + threads * WIDE * LANES) + rounded_words(rows, m.inputs);
+}
+
+// The product with rows that fill(row, where it goes) writes, to [rows, outputs]; work: numbers of `product_room`.
+template <class T, class Fill>
+void multiply_rows(Team& team, const Matrix& m, int64_t rows, T* to, float* work, const Fill& fill) {
+    const Rows x = rows_for<T>(work, rows, m);
+    float* sums = work + rows * m.inputs;
+    int32_t* rounded = reinterpret_cast<int32_t*>(sums + team.size() * rows * WIDE * LANES);
+    team.each_row(rows, m.inputs, [&](int64_t row) { fill(row, Row(x, row)); });
+    multiply<T>(team, m, x, 0, sums, rounded, [&](int64_t row, int64_t at, Floats value, int count) {
+        T* into = to + row * m.outputs + at;
+        if (count == LANES)
+            put(into, value);
+        else
+            for (int i = 0; i < count; i++) put_one(into + i, value[i]);
+    });
+}
+
 }  // namespace

@@ -37,18 +37,9 @@ void run_pass(const Model* model, const Pass* pass) {
 
 template <class T>
 void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* work, int64_t threads) {
-    const Rows x = rows_for<T>(work, count, m);
-    float* sums = work + count * m.inputs;
-    int32_t* rounded = reinterpret_cast<int32_t*>(sums + threads * count * WIDE * LANES);
     with_team(threads, [&](Team& team) {
-        team.each_row(count, m.inputs, [&](int64_t row) { copy(rows + row * m.inputs, Row(x, row), m.inputs); });
-        multiply<T>(team, m, x, 0, sums, rounded, [&](int64_t row, int64_t at, Floats value, int width) {
-            T* into = to + row * m.outputs + at;
-            if (width == LANES)
-                put(into, value);
-            else
-                for (int i = 0; i < width; i++) put_one(into + i, value[i]);
-        });
+        multiply_rows(team, m, count, to, work,
+                      [&](int64_t row, const Row& into) { copy(rows + row * m.inputs, into, m.inputs); });
     });
 }
 
@@ -178,7 +169,7 @@ int64_t panel_outputs() { return PANEL; }
 
 // Numbers of `work` for a product.
 int64_t product_workspace(const Matrix* m, int64_t rows, int64_t threads) {
-    return rows * (m->inputs + threads * WIDE * LANES) + rounded_words(rows, m->inputs);
+    return product_room(*m, rows, threads);
 }
 
 // Between [outputs, inputs] and panels, which must be zero before.

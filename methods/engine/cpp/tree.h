@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <deque>
 #include <vector>
 
 #include "blocks.h"
@@ -53,6 +52,9 @@ std::vector<int64_t> best_of(const std::vector<float>& scores, int64_t count) {
     return places;
 }
 
+// Pairs of the largest pass.
+int64_t most(const Network& n, int64_t fresh) { return fresh > n.width ? fresh : n.width; }
+
 // The tree of the most probable paths, level by level, as `ranked_tree.py` grows it of torch's operators.
 template <class T>
 class Grower {
@@ -61,10 +63,10 @@ class Grower {
         : n_(n),
           g_(g),
           width_(n.model.hidden),
-          most_(g.fresh > n.width ? g.fresh : n.width),
-          residual_(most_ * width_),
-          beside_(most_ * width_),
-          states_(most_ * width_),
+          lengths_{g.length, g.length + g.fresh},
+          residual_(most(n, g.fresh) * width_),
+          beside_(most(n, g.fresh) * width_),
+          states_(most(n, g.fresh) * width_),
           fed_(n.width * width_),
           turns_(2 * n.width * g.rotary),
           logits_(n.width * n.score.outputs),
@@ -74,10 +76,11 @@ class Grower {
           totals_(n.width),
           wide_(g.threads * width_) {
         const T *cos = static_cast<const T*>(g.cos), *sin = static_cast<const T*>(g.sin);
-        passes_.push_back(pass(g.fresh, g.length, 0, cos, sin, g.rotary, nullptr));
+        passes_.push_back(pass(g.fresh, lengths_, 0, cos, sin, nullptr));
         for (int64_t level = 0; level + 1 < n.levels; level++)
-            passes_.push_back(pass(n.width, g.length + g.fresh, level * n.width, turns_.data(),
-                                   turns_.data() + n.width * g.rotary, g.rotary, reach_.data()));
+            passes_.push_back(pass(n.width, lengths_ + 1, level * n.width, turns_.data(),
+                                   turns_.data() + n.width * g.rotary, reach_.data()));
+        runners_.reserve(passes_.size());
         for (const Pass& each : passes_) runners_.emplace_back(n.model, each);
     }
 
@@ -95,18 +98,17 @@ class Grower {
     }
 
   private:
-    Pass pass(int64_t nodes, int64_t length, int64_t earlier, const T* cos, const T* sin, int64_t turn,
+    Pass pass(int64_t nodes, const int64_t* length, int64_t earlier, const T* cos, const T* sin,
               const uint8_t* reach) {
-        lengths_.push_back(length);
         Pass made{};
         made.hidden = residual_.data();
         made.beside = beside_.data();
         made.result = states_.data();
         made.cos = cos;
         made.sin = sin;
-        made.rotary = turn;
+        made.rotary = g_.rotary;
         made.reach = reach;
-        made.lengths = &lengths_.back();
+        made.lengths = length;
         made.begin = g_.begin;
         made.cache = g_.cache;
         made.batch = 1;
@@ -137,24 +139,14 @@ class Grower {
 
     // Logits after some states, their best tokens, and the features that pairs with these have.
     void score(Team& team, int64_t rows, const T* states) {
-        const Rows x = rows_for<T>(g_.work, rows, n_.score);
-        float* sums = g_.work + rows * width_;
-        int32_t* rounded = reinterpret_cast<int32_t*>(sums + g_.threads * rows * WIDE * LANES);
-        team.each(rows, [&](int64_t row) {
+        const int64_t outputs = n_.score.outputs;
+        multiply_rows(team, n_.score, rows, logits_.data(), g_.work, [&](int64_t row, const Row& to) {
             float* numbers = wide_.data() + team.thread() * width_;
             copy(states + row * width_, Plain{numbers}, width_);
             if (!n_.feeds_scored) narrow(numbers, fed_.data() + row * width_, width_);
             normalise<T>(n_.scored, numbers, Plain{numbers}, width_);
             if (n_.feeds_scored) narrow(numbers, fed_.data() + row * width_, width_);
-            copy(numbers, Row(x, row), width_);
-        });
-        const int64_t outputs = n_.score.outputs;
-        multiply<T>(team, n_.score, x, 0, sums, rounded, [&](int64_t row, int64_t at, Floats value, int count) {
-            T* into = logits_.data() + row * outputs + at;
-            if (count == LANES)
-                put(into, value);
-            else
-                for (int i = 0; i < count; i++) put_one(into + i, value[i]);
+            copy(numbers, to, width_);
         });
         team.each(2 * rows, [&](int64_t item) {
             const int64_t row = item / 2;
@@ -223,15 +215,15 @@ class Grower {
 
     const Network& n_;
     const Growth& g_;
-    const int64_t width_, most_;
+    const int64_t width_;
+    const int64_t lengths_[2];  // of the row, before the new pairs and after them
     std::vector<T> residual_, beside_, states_;  // of the pairs of a pass
     std::vector<T> fed_, turns_, logits_;  // features of the nodes of a level, their rotary positions, and logits after them
     std::vector<uint8_t> reach_;
     std::vector<int64_t> places_;
     std::vector<float> best_, totals_, wide_;
-    std::deque<int64_t> lengths_;
     std::vector<Pass> passes_;
-    std::deque<Runner<T>> runners_;
+    std::vector<Runner<T>> runners_;
     std::vector<float> every_;                  // scores of all candidates
     std::vector<int64_t> ids_, parents_;        // of these
     std::vector<int64_t> tokens_, columns_;     // of the nodes of a level that have children
@@ -242,9 +234,9 @@ class Grower {
 };
 
 int64_t growing_room(const Network& n, int64_t fresh, int64_t length, int64_t threads) {
-    const int64_t most = fresh > n.width ? fresh : n.width, slots = length + fresh + n.levels * n.width;
-    const int64_t of_pass = lay_out(n.model, most, slots, threads, nullptr, nullptr);
-    const int64_t of_scores = most * (n.model.hidden + threads * WIDE * LANES) + rounded_words(most, n.model.hidden);
+    const int64_t rows = most(n, fresh), slots = length + fresh + n.levels * n.width;
+    const int64_t of_pass = lay_out(n.model, rows, slots, threads, nullptr, nullptr);
+    const int64_t of_scores = product_room(n.score, n.width, threads);
     return of_pass > of_scores ? of_pass : of_scores;
 }
 
