@@ -38,7 +38,7 @@ METHODS = {
     "nat": ("non_autoregressive.nat.Nat", "INDEPENDENT_MODEL"),
 }
 CONFIG = """
-method: {name: eagle, _target_: methods.speculative.eagle.Eagle, depth: 3}
+method: {name: eagle, _target_: methods.speculative.eagle.Eagle, depth: 4}
 model: {name: smollm2}
 dataset: {name: jsonl, path: .../prompts.jsonl}
 sampling: {temperature: 0.0, top_k: 0, top_p: 1.0}
@@ -351,7 +351,7 @@ def test_a_run_opens_to_its_command_agreement_samples_and_manifest(browser: Any)
     WebDriverWait(browser, 5).until(lambda _: details.find_elements(By.TAG_NAME, "summary"))
     for fold in details.find_elements(By.TAG_NAME, "summary"):
         fold.click()
-    command = "python -m bench method=eagle dataset=jsonl method.depth=3 dataset.path=prompts.jsonl max_new_tokens=64"
+    command = "python -m bench method=eagle dataset=jsonl method.depth=4 dataset.path=prompts.jsonl max_new_tokens=64"
     command += " method.top_k=10 method.nodes=59 method.costs=null"  # not stored, so those of the class
     for text in (command, "near-ties\n1.00 %", "99.37 %", "mean 12.3 ms", "baseline, 5 tokens", "finished", MARKUP):
         assert text in details.text, text
