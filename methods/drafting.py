@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
@@ -310,6 +310,21 @@ class SkippableDrafter(Drafter, Protocol):
 
     def skip(self, context: Context) -> None:
         """Read what the last pass committed, in the place of ``propose``."""
+        ...
+
+
+@runtime_checkable
+class PartedDrafter(SkippableDrafter, Protocol):
+    """A drafter of several parts, each of which may sit out a round.
+
+    Attributes:
+        parts: their names, as in ``Draft.source``; the last one is the one that takes time.
+    """
+
+    parts: Sequence[str]
+
+    def propose_by(self, context: Context, parts: Collection[str]) -> Draft:
+        """Propose by these parts, at least one; the others read what the last pass committed."""
         ...
 
 

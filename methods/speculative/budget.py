@@ -11,10 +11,12 @@ decodes, ``size`` finds the number, and ``Pace`` applies both to the drafts of o
 - An account (``Account``) books what each round gains over rounds without a draft, in passes over one node. Once
   ``ALLOWANCE`` is lost, rounds go without a draft, except for probes after 8, 16, 32, ... rounds. No round risks more
   than is left of the allowance, and a probe the time p of drafting and of one node, or ``RISK`` if nodes cost less.
+  Each part of a drafter of several has an account of its own, so a network that does not pay sits out rounds in which
+  a lookup drafts.
 
-So over n rounds at most ALLOWANCE + p * (1 + log2(1 + n / 8)) passes over one node are lost, with a probe in 128 rounds
-once waits are that long: 2 passes in 128 rounds where p is a quarter of one. Drafting includes nodes that are scored
-beside a draft. The bound counts by ``Costs``, not by a clock.
+So over n rounds at most ALLOWANCE + p * (1 + log2(1 + n / 8)) passes over one node are lost by each part, with a probe
+in 128 rounds once waits are that long: 2 passes in 128 rounds where p is a quarter of one. Drafting includes nodes that
+are scored beside a draft. The bound counts by ``Costs``, not by a clock.
 
 Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
 the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
@@ -33,7 +35,15 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from methods.drafting import AuxiliaryNodes, Context, Draft, Drafter, SkippableDrafter, TrimmableDrafter
+from methods.drafting import (
+    AuxiliaryNodes,
+    Context,
+    Draft,
+    Drafter,
+    PartedDrafter,
+    SkippableDrafter,
+    TrimmableDrafter,
+)
 from methods.engine.host_copies import from_host
 
 ALLOWANCE = 0.75  # passes over one node that may be lost before rounds go without a draft
@@ -258,15 +268,13 @@ class _Round:
         trees: per row, the parents of the drafted nodes.
         gains: per row, the probabilities that they are kept, as the drafter says; None: it does not.
         sources: per row, what drafted each.
-        offered: what the proposal came from; of a round that drafts none of its nodes the past of these fades.
-        extra: what the round takes longer than a pass over one node.
+        extra: what the round takes longer than a pass over one node, by what proposed.
     """
 
     trees: list[list[int]]
     gains: list[list[float]] | None
     sources: list[list[str]]
-    offered: set[str]
-    extra: float
+    extra: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -284,14 +292,16 @@ class Pace:
     costs: Costs | None
     tally: Tally
     fixed_passes: bool = False
-    _account: Account = field(default_factory=Account)
+    _accounts: dict[str, Account] = field(default_factory=lambda: defaultdict(Account))
     _ratios: dict[str, Ratio] = field(default_factory=lambda: defaultdict(Ratio))
     _places: Places = field(default_factory=Places)
     _round: _Round | None = None
+    _parts: Sequence[str] = field(init=False)
     _skips: bool = field(init=False)
     _trims: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self._parts = self.drafter.parts if isinstance(self.drafter, PartedDrafter) else ("",)
         self._skips = isinstance(self.drafter, SkippableDrafter)  # asked once: a protocol is slow to ask
         self._trims = isinstance(self.drafter, TrimmableDrafter)
 
@@ -303,42 +313,52 @@ class Pace:
         """
         if self.costs is None:
             return self.drafter.propose(context)
-        if self._skips and self._account.pause():
+        paused = [part for part in self._parts if self._skips and self._accounts[part].pause()]
+        self._fade(paused)
+        if len(paused) == len(self._parts):
             cast(SkippableDrafter, self.drafter).skip(context)
             self._round = None
-            self._fade()
-            empty = Draft.chain(context.root.new_empty(len(context.tokens), 0))
-            self._count(empty)
-            return empty
-        draft = self._cut(self.drafter.propose(context), open_rows, self.costs)
+            draft = Draft.chain(context.root.new_empty(len(context.tokens), 0))
+        else:
+            draft = self._cut(self._proposed(context, paused), open_rows, self.costs)
         self._count(draft)
         return draft
+
+    def _proposed(self, context: Context, paused: Collection[str]) -> Draft:
+        if not paused:
+            return self.drafter.propose(context)
+        asked = [part for part in self._parts if part not in paused]
+        return cast(PartedDrafter, self.drafter).propose_by(context, asked)
 
     def note(self, paths: Sequence[Sequence[int]], open_rows: Sequence[bool]) -> None:
         """What was kept of the last proposal: per row, the columns of the nodes."""
         if self._round is None:
             return
         made, rows = self._round, [row for row, is_open in enumerate(open_rows) if is_open]
-        kept = sum(len(paths[row]) for row in rows) / len(rows)
+        kept = defaultdict[str, float](float)
+        for row in rows:
+            for column in paths[row]:
+                kept[made.sources[row][column]] += 1.0 / len(rows)
         if made.gains is None:
             for row in rows:
                 self._places.note(made.trees[row], paths[row])
         else:
-            expected, found = defaultdict[str, float](float), defaultdict[str, int](int)
+            expected = defaultdict[str, float](float)
             for row in rows:
-                for column, (source, gain) in enumerate(zip(made.sources[row], made.gains[row], strict=True)):
-                    expected[source] += gain
-                    found[source] += column in paths[row]
-            for source in expected or made.offered:
-                self._ratios[source].note(found[source] / len(rows), expected[source] / len(rows))
-        self._account.book(kept - made.extra)
+                for source, gain in zip(made.sources[row], made.gains[row], strict=True):
+                    expected[source] += gain / len(rows)
+            for source in expected or made.extra:  # of a round that drafts no node the past of all fades
+                self._ratios[source].note(kept[source], expected[source])
+        for part, extra in made.extra.items():
+            gained = kept[part] if len(made.extra) > 1 else sum(kept.values())
+            self._accounts[part].book(gained - extra)
         self._round = None
 
-    def _fade(self) -> None:
+    def _fade(self, parts: Iterable[str]) -> None:
         """What was kept before a pause says less about what is kept after it."""
-        self._places.fade()
-        for ratio in self._ratios.values():
-            ratio.note(0.0, 0.0)
+        for part in parts:
+            self._places.fade()
+            self._ratios[part].note(0.0, 0.0)
 
     def _count(self, draft: Draft) -> None:
         nodes = draft.tokens.shape[1]
@@ -355,17 +375,17 @@ class Pace:
             gains = [self._places.gains(tree) for tree in trees]
         else:
             gains = [self._calibrated(*row) for row in zip(scores, sources, trees, strict=True)]
-        drafting = 0.0 if draft.source == "lookup" else costs.draft  # that is the time of the network beside it
+        offered = [draft.source] if draft.sources is None else self._parts
+        drafting = costs.draft if self._parts[-1] in offered else 0.0
         probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
-        allowed = max(self._account.left, probe)
+        allowed = max(sum(self._accounts[part].left for part in offered), probe)
         passes = costs.nodes if self.fixed_passes else None
         nodes = size(_mean_gains(gains, open_rows, most), costs, drafting, 1 + beside, allowed, passes)
         chosen = [_best(row, nodes) for row in gains]
         kept = [_subtree(tree, columns) for tree, columns in zip(trees, chosen, strict=True)]
         told = None if scores is None else [[row[c] for c in own] for row, own in zip(scores, chosen, strict=True)]
         names = [[row[c] for c in own] for row, own in zip(sources, chosen, strict=True)]
-        offered = {name for row in draft.sources for name in row} if draft.sources else {draft.source}
-        self._round = _Round(kept, told, names, offered, drafting + costs.time(1 + beside + nodes) - 1.0)
+        self._round = _Round(kept, told, names, _extra(offered, names, costs, drafting, 1 + beside, nodes))
         return draft if nodes == most else self._trimmed(draft, chosen, kept, nodes)
 
     def _calibrated(self, scores: Sequence[float], sources: Sequence[str], parents: Sequence[int]) -> list[float]:
@@ -434,6 +454,21 @@ def _sources(draft: Draft, trees: Sequence[Sequence[int]]) -> list[list[str]]:
     if draft.sources is None:
         return [[draft.source] * len(tree) for tree in trees]
     return [list(row) for row in draft.sources]
+
+
+def _extra(
+    parts: Sequence[str], sources: Sequence[Sequence[str]], costs: Costs, drafting: float, base: int, nodes: int
+) -> dict[str, float]:
+    """What a round takes longer than a pass over one node, by what proposed: the nodes of each part after those of the
+    parts before it; the last one pays the time of drafting.
+    """
+    extra, before = {}, 1.0
+    for last, part in enumerate(parts, start=1):
+        own = max(sum(source in parts[:last] for source in row) for row in sources)
+        after = costs.time(base + (own if last < len(parts) else nodes))
+        extra[part], before = after - before, after
+    extra[parts[-1]] += drafting
+    return extra
 
 
 def _best(gains: Sequence[float], nodes: int) -> list[int]:

@@ -13,8 +13,8 @@ drafts everywhere, some tokens deep. In each round and row the policy chooses:
 All drafts are deterministic, so greedy text is the target's and at a temperature the rule for trees that were not drawn
 is exact, whatever the policy does: it sees nothing that the target has yet to judge.
 
-With ``costs`` a round drafts as many of these nodes as pay, and nothing where none does (``budget.py``); what lookup
-and network promise is corrected by what was kept of each.
+With ``costs`` a round drafts as many of these nodes as pay, and nothing where none does (``budget.py``). What lookup
+and network promise is corrected by what was kept of each, and each sits out rounds while it does not pay.
 
 Published: SuffixDecoding with a neural speculator 179 tokens/s on ShareGPT, where the speculator alone has 172 and
 suffixes alone 113, and 302 against 294 and 286 on SWE-bench (documentation of Arctic Inference). SAM decoding (Hu et
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ from methods.speculative.verification import default_rule
 
 Policy = Literal["match", "expected", "union"]
 _MEMORY = 0.1  # weight of the latest round in the number of tokens that the network's drafts have kept
+_NOTHING = Continuation([])
 _PRIOR = 1.0  # what they are taken to keep before the first round
 
 
@@ -62,8 +63,11 @@ class HybridDrafter:
     """Asks the lookup first and the network where the policy wants it.
 
     Attributes:
-        rounds: counted for each row, by what drafted: lookup, network or both.
+        parts: see ``PartedDrafter``.
+        rounds: those of each row with a draft, by what drafted: lookup, network or both.
     """
+
+    parts = ("lookup", "network")
 
     def __init__(
         self,
@@ -114,20 +118,26 @@ class HybridDrafter:
         self._network.skip(context)
 
     def propose(self, context: Context) -> Draft:
+        return self.propose_by(context, self.parts)
+
+    def propose_by(self, context: Context, parts: Collection[str]) -> Draft:
+        """See ``PartedDrafter``."""
         self._note_kept(context.tokens)
-        found = [self._lookup.find(row, tokens) for row, tokens in enumerate(context.tokens)]
+        looks = "lookup" in parts
+        found = [self._lookup.find(row, text) if looks else _NOTHING for row, text in enumerate(context.tokens)]
         taken = [self._takes(row, path) for row, path in enumerate(found)]
         enough = math.inf if self._alone is None else self._alone
         alone = [take and path.match >= enough for take, path in zip(taken, found, strict=True)]
-        if all(alone):
+        if all(alone) or "network" not in parts:
             self._network.skip(context)
             self._asked = [False] * len(taken)
-            self._count(taken, taken)
+            self._count(taken)
+            found = [path if take else _NOTHING for path, take in zip(found, taken, strict=True)]
             draft = Draft.chains([path.tokens for path in found], context.root.device)
             return replace(draft, gains=_gains_of(found), source="lookup")
         drafted = replace(self._network.propose(context), source="network")
         self._asked = [not only for only in alone]
-        self._count(taken, [not asked for asked in self._asked])
+        self._count(taken)
         if not any(taken):
             return drafted
         return self._merged(found, taken, drafted, context.root.device)
@@ -146,9 +156,10 @@ class HybridDrafter:
             return False
         return self._policy != "expected" or path.expected > self._kept[row]
 
-    def _count(self, taken: Sequence[bool], alone: Sequence[bool]) -> None:
-        names = ("lookup" if only else "both" if take else "network" for take, only in zip(taken, alone, strict=True))
-        self.rounds.update(names)
+    def _count(self, taken: Sequence[bool]) -> None:
+        for take, asked in zip(taken, self._asked, strict=True):
+            if take or asked:
+                self.rounds["both" if take and asked else "lookup" if take else "network"] += 1
 
     def _merged(
         self, found: Sequence[Continuation], taken: Sequence[bool], drafted: Draft, device: torch.device

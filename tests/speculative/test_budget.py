@@ -224,6 +224,40 @@ def test_parts_of_a_tree_are_calibrated_apart():
     assert drafted[50:] == [[20, 21]] * 50
 
 
+def test_a_part_that_does_not_pay_sits_out_rounds_in_which_the_other_drafts():
+    """Nothing of the network is kept, everything of the lookup; its gain does not pay for the network."""
+
+    class Parts(StatelessDrafter):
+        parts, nodes = ("lookup", "network"), 2
+
+        def propose(self, context):
+            return self.propose_by(context, self.parts)
+
+        def propose_by(self, context, parts):
+            asked.append(list(parts))
+            if parts == ["lookup"]:
+                return replace(Draft.chain(torch.tensor([[20]])), gains=[[0.6]], source="lookup")
+            tokens, parents, sources = torch.tensor([[20, 10]]), torch.tensor([[-1, -1]]), [["lookup", "network"]]
+            shape = {"sizes": [2], "depths": [1], "levels": 1, "width": 2, "source": "both"}
+            return Draft(tokens, parents, gains=[[0.6, 0.5]], sources=sources, **shape)
+
+    asked, rounds, costs = [], 1000, Costs.of([[0, 0.15], [1, 1.0], [3, 1.2]])
+    pace = Pace(Parts(), costs, Tally())
+    for _ in range(rounds):
+        tokens = pace.propose(context(), [True]).tokens[0].tolist()
+        assert tokens[0] == 20, "the lookup paused"
+        pace.note([[0]], [True])
+    most = budget.ALLOWANCE + 0.25 * (1 + math.log2(1 + rounds / 8))
+    assert 4 < sum(len(parts) == 2 for parts in asked) < most / 0.15
+
+
+def test_nodes_of_a_part_are_those_beyond_the_parts_before_it():
+    costs, sources = Costs.of([[1, 1.0], [2, 1.1], [4, 1.4]]), [["lookup", "network", "network"]]
+    extra = budget._extra(["lookup", "network"], sources, costs, 0.2, 1, 3)
+    assert extra == pytest.approx({"lookup": 0.1, "network": 0.3 + 0.2})
+    assert budget._extra(["network"], [["network"]], costs, 0.2, 2, 1) == pytest.approx({"network": 0.25 + 0.2})
+
+
 def test_rows_share_a_size_and_rows_that_ended_do_not_count():
     class Two(Chains):
         def propose(self, context):

@@ -65,6 +65,19 @@ def test_in_a_union_the_lookup_drafts_alone_after_a_long_match(
     assert {name.removeprefix("rounds_by_") for name in decoder.stats()} == names
 
 
+def test_a_network_that_does_not_pay_sits_out_while_the_lookup_drafts(target: CausalLM) -> None:
+    """Of the drafts of another model nothing is kept, and the greedy text repeats itself."""
+    options = {"policy": "union", "min_match": 1, "gamma": 6, "nodes": 3, "costs": [[0, 0.2], [1, 1.0], [8, 1.3]]}
+    decoder = Hybrid(target, Sampling(), draft_model=checks.tiny_target(vocab_size=61, seed=7), **options)
+    prompt, limit = torch.tensor([9, 3, 4]), 200
+    text, by = list[int](), {"lookup": 0, "network": 0}
+    for step in decoder.decode([prompt], limit, torch.Generator()):
+        text += step.tokens[0]
+        by["network" if step.draft_passes else "lookup"] += bool(step.drafted[0])
+    assert text[:limit] == checks.greedy_reference(target, prompt, limit)
+    assert by["lookup"] > 3 * by["network"] > 0, by
+
+
 def test_what_does_not_fit_is_refused(target: CausalLM) -> None:
     with pytest.raises(ValueError, match="nodes >= 1, and budget >= 1 or null, got .* nodes=0"):
         Hybrid(target, Sampling(), draft_model=target, nodes=0)
