@@ -28,7 +28,7 @@ from methods.engine.causal_layers import (
     UnsupportedModel,
 )
 from methods.engine.expert_layers import ClampedSwish, expected_experts
-from methods.engine.fused_layers import Exited, ExitRule, FusedLayers, Norm, Portion
+from methods.engine.fused_layers import Ending, Exited, ExitRule, FusedLayers, Norm, Portion
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import (
     DraftWeights,
@@ -66,18 +66,21 @@ class Output:
         hidden_layers: hidden states after the layers asked for, over the same positions.
         memory: [B, S, D] encoder states of the sources, rows padded at the end; only after a prefill of an
             encoder-decoder.
+        best: [B, M] the first of the largest logits of every node; None: the pass did not look for it.
     """
 
     logits: Float[Tensor, "B M V"]
     hidden: Float[Tensor, "B P D"]
     hidden_layers: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
     memory: Float[Tensor, "B S D"] | None = None
+    best: Int[Tensor, "B M"] | None = None
 
     def of_rows(self, rows: list[int]) -> Output:
         """The result of these rows, in this order."""
         layers = {layer: states[rows] for layer, states in self.hidden_layers.items()}
         memory = None if self.memory is None else self.memory[rows]
-        return Output(self.logits[rows], self.hidden[rows], layers, memory)
+        best = None if self.best is None else self.best[rows]
+        return Output(self.logits[rows], self.hidden[rows], layers, memory, best)
 
 
 @dataclass(slots=True)
@@ -164,6 +167,7 @@ class CausalLM:
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._logit_cap = getattr(config, "final_logit_softcapping", None)
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
+        self._ending: Ending | None = None  # the same
         self.weights = weights
         self._read(model, linear, keep_hf)
         if type(self) is CausalLM:
@@ -629,9 +633,20 @@ class CausalLM:
             levels: depth of the tree, if known; a smaller bound is cheaper.
             hidden_layers: layers whose outputs are wanted.
         """
+        if self.exits_fused and type(self._final_norm) is RMSNorm:
+            return self._forward_fused(self.begin(tokens, parents, cache, levels), hidden_layers)
         last, seen = self.forward_layers(tokens, parents, cache, levels, hidden_layers)
         hidden = self.norm(last)
         return Output(self.head(hidden), hidden, seen)
+
+    def _forward_fused(self, state: Pass, hidden_layers: Collection[int]) -> Output:
+        assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
+        assert isinstance(self._final_norm, RMSNorm)
+        if self._ending is None or self._ending.head is not self._head:  # a view may have another one
+            self._ending = Ending(self._final_norm, self._head)
+        where = (state.hidden, state.cos, state.sin, state.reach, state.cache, self._portions(range(self.n_layers)))
+        made = self._fused.run_to_logits(*where, self._ending, hidden_layers)
+        return Output(made.logits, made.hidden, made.seen, best=made.best)
 
     def forward_layers(
         self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None, hidden_layers: Collection[int]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.engine.causal_layers import FeedForward, Layer, LayerNorm, RMSNorm, Rows
@@ -74,6 +74,7 @@ class _Pass(Structure):
         ("work", c_void_p),
         ("threads", c_int64),
         ("exits", c_void_p),
+        ("ending", c_void_p),
     ]
 
 
@@ -92,6 +93,38 @@ class _Exits(Structure):
         ("bias", c_float),
         *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "confidence", "columns", "room")),
     ]
+
+
+class _Ending(Structure):
+    _fields_ = [
+        ("norm", NormNumbers),
+        ("head", Matrix),
+        *((name, c_void_p) for name in ("normed", "logits", "best")),
+    ]
+
+
+class Ending:
+    """The final norm and the output matrix, in the kernels' terms."""
+
+    def __init__(self, norm: Norm, head: KernelLinear) -> None:
+        self.head = head
+        self.norm, self._kept = norm_numbers(norm)
+
+
+class Scored(NamedTuple):
+    """A pass with the final norm and the output matrix.
+
+    Attributes:
+        hidden: after the norm.
+        logits: of the output matrix.
+        best: the first of the largest logits of each node.
+        seen: states after the layers wanted.
+    """
+
+    hidden: Float[Tensor, "B M D"]
+    logits: Float[Tensor, "B M V"]
+    best: Int[Tensor, "B M"]
+    seen: dict[int, Float[Tensor, "B M D"]]
 
 
 @dataclass(frozen=True)
@@ -237,6 +270,7 @@ class FusedLayers:
         earlier: int = 0,
         beside: Float[Tensor, "B M E"] | None = None,
         exits: _Exits | None = None,
+        ending: _Ending | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
         """States after some layers, and after those ``wanted``; keys and values go after the cache's lengths.
 
@@ -246,6 +280,7 @@ class FusedLayers:
             earlier: nodes that were run before and are not part of the cache's lengths.
             beside: what the first product of attention reads before the state, if the layers do.
             exits: where rows leave, see ``run_to_exits``.
+            ending: what follows the layers, see ``run_to_logits``.
         """
         hidden, beside = hidden.contiguous(), None if beside is None else beside.contiguous()
         batch, nodes, _ = hidden.shape
@@ -270,9 +305,29 @@ class FusedLayers:
             cache.store.data_ptr(), batch, nodes, cache.capacity, earlier,
             *(ctypes.addressof(array) for array in arrays), count,
             work.data_ptr(), threads, None if exits is None else ctypes.addressof(exits),
+            None if ending is None else ctypes.addressof(ending),
         )  # fmt: skip
         self._run(byref(self.model), byref(described))
         return result, taps
+
+    def run_to_logits(
+        self,
+        hidden: Float[Tensor, "B M D"],
+        cos: Float[Tensor, "b M 1 r"] | None,
+        sin: Float[Tensor, "b M 1 r"] | None,
+        reach: Bool[Tensor, "B M G"] | None,
+        cache: Cache,
+        portions: Sequence[Portion],
+        after: Ending,
+        wanted: Collection[int] = (),
+    ) -> Scored:
+        """``run``, and after it the final norm, the output matrix and the best token of each node."""
+        nodes, matrix = hidden.shape[:2], after.head.panels.matrix
+        normed, logits = torch.empty_like(hidden), hidden.new_empty(*nodes, matrix.outputs)
+        best = torch.empty(nodes, dtype=torch.long)
+        ending = _Ending(after.norm, matrix, normed.data_ptr(), logits.data_ptr(), best.data_ptr())
+        _, seen = self.run(hidden, cos, sin, reach, cache, portions, wanted, ending=ending)
+        return Scored(normed, logits, best, seen)
 
     def run_to_exits(
         self,

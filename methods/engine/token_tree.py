@@ -29,8 +29,10 @@ def ancestors(parents: Int[Tensor, "B N"], levels: int) -> Bool[Tensor, "B M M"]
 
     Args:
         parents: draft columns of the parents, -1 for the root.
-        levels: an upper bound of the depth; the closure takes log2(levels) products.
+        levels: an upper bound of the depth; on a GPU the closure takes log2(levels) products.
     """
+    if parents.device.type == "cpu":
+        return _ancestors_on_host(parents.tolist())
     nodes = with_root(parents)
     batch, count = nodes.shape
     reach = torch.eye(count, device=nodes.device).expand(batch, count, count).clone()
@@ -38,6 +40,20 @@ def ancestors(parents: Int[Tensor, "B N"], levels: int) -> Bool[Tensor, "B M M"]
     for _ in range(closure_steps(levels)):
         reach = torch.bmm(reach, reach).clamp_(max=1.0)
     return reach.bool()
+
+
+def _ancestors_on_host(parents: Sequence[Sequence[int]]) -> Bool[Tensor, "B M M"]:
+    """See ``ancestors``: a node sees itself and what its parent sees. A few operators would take longer."""
+    lines: list[bytearray] = []
+    count = len(parents[0]) + 1
+    for row in parents:
+        first = len(lines) + 1  # the place of node 0 among the lines, and one more: parents are counted from -1
+        lines.append(bytearray([1, *[0] * (count - 1)]))
+        for node, parent in enumerate(row, start=1):
+            line = lines[first + parent].copy()
+            line[node] = 1
+            lines.append(line)
+    return torch.frombuffer(bytearray().join(lines), dtype=torch.bool).view(len(parents), count, count)
 
 
 def closure_steps(levels: int) -> int:

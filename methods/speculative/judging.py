@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from methods.drafting import AcceptanceRule, Draft
+from methods.engine.causal_lm import Output
 from methods.engine.greedy_round import Round
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
@@ -66,15 +67,15 @@ class Judged:
             cache.set_lengths([length + count for length, count in zip(cache.lengths, counts, strict=True)])
 
 
-def judge(
-    draft: Draft, logits: Float[Tensor, "B M V"], rule: AcceptanceRule, sampling: Sampling, rng: Generator
-) -> Judged:
+def judge(draft: Draft, output: Output, rule: AcceptanceRule, sampling: Sampling, rng: Generator) -> Judged:
     """Judge a draft by the target's logits after its nodes and the auxiliary ones."""
-    asked = draft.auxiliary.asked if draft.auxiliary else 0
+    asked, logits = draft.auxiliary.asked if draft.auxiliary else 0, output.logits
+    greedy = sampling.greedy and type(rule) is Greedy
     if not draft.tokens.shape[1] and not asked:
-        return _without_draft(rule.bonus(logits[:, 0], sampling, rng))
-    if logits.device.type == "cpu" and sampling.greedy and type(rule) is Greedy:
-        return _on_host(draft, argmax(logits), asked)
+        known = greedy and output.best is not None
+        return _without_draft(output.best[:, 0] if known else rule.bonus(logits[:, 0], sampling, rng))
+    if logits.device.type == "cpu" and greedy:
+        return _on_host(draft, argmax(logits) if output.best is None else output.best, asked)
     return _on_device(draft, logits, rule, sampling, rng, asked)
 
 

@@ -165,7 +165,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                 return made.hidden.shape[1], output, Judged.of(made)
         nodes, parents, levels = _nodes_of_pass(context.root, draft)
         output = target.forward(nodes, parents, cache, levels=levels, hidden_layers=layers)
-        judged = judge(draft, output.logits, self.rule, self.sampling, context.rng)
+        judged = judge(draft, output, self.rule, self.sampling, context.rng)
         if not draft.is_chain:
             judged.pack(cache)
         return nodes.shape[1], output, judged

@@ -8,6 +8,7 @@ import platform
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from methods.engine import cpu_kernels
 from methods.engine.causal_layers import RMSNorm
@@ -106,7 +107,7 @@ def panels(dtype: torch.dtype, head_dim: int = 16, linear: LinearForm = "panels"
 @pytest.mark.usefixtures("two_threads")
 def test_heads_of_any_size_attend_as_those_of_torch(dtype: torch.dtype, head_dim: int) -> None:
     lm, plain = panels(dtype, head_dim), panels(dtype, head_dim, "plain")
-    tokens, parents = torch.randint(3, 97, (2, 20)), torch.arange(19).repeat(2, 1) // 2
+    tokens, parents = torch.randint(3, 97, (2, 20)), (torch.arange(19).repeat(2, 1) - 1) // 2
     logits = []
     for model in (lm, plain):
         cache = model.new_cache(2, 80)
@@ -148,6 +149,20 @@ def test_a_path_of_a_tree_has_the_bits_of_the_chain_and_stays_so_when_it_is_pack
         each.advance([5])
     root = torch.tensor([[5]])
     assert torch.equal(lm.forward(root, None, cache).logits, lm.forward(root, None, own).logits)
+
+
+@pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 1]])])
+@pytest.mark.usefixtures("two_threads")
+def test_a_pass_with_norm_and_output_matrix_has_the_bits_of_its_parts(lm: CausalLM, parents: Tensor | None) -> None:
+    cache = lm.new_cache(2, 40)
+    lm.prefill([torch.arange(3, 20), torch.arange(3, 8)], cache)
+    tokens = torch.randint(3, 97, (2, 5))
+    whole = lm.forward(tokens, parents, cache, hidden_layers=(0, lm.n_layers - 1))
+    last, seen = lm.forward_layers(tokens, parents, cache, None, (0, lm.n_layers - 1))
+    assert torch.equal(whole.hidden, lm.norm(last)) and torch.equal(whole.logits, lm.head(whole.hidden))
+    assert whole.best is not None and torch.equal(whole.best, whole.logits.argmax(-1))
+    assert all(torch.equal(whole.hidden_layers[layer], state) for layer, state in seen.items())
+    assert whole.of_rows([1]).best.tolist() == whole.best[1:].tolist()
 
 
 def test_taps_and_portions_of_layers_are_those_of_the_whole(lm: CausalLM) -> None:

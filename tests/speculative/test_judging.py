@@ -7,6 +7,7 @@ import torch
 
 from bench.contract import checks
 from methods.drafting import ABSENT, Draft
+from methods.engine.causal_lm import Output
 from methods.engine.greedy_round import kept_path, settled
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import ancestors
@@ -41,12 +42,22 @@ def test_the_host_keeps_what_the_rule_keeps(shape, rows):
     for seed in range(40 // rows):
         draft, logits = made(shape, rows, seed)
         rule, sampling, rng = Greedy(), Sampling(), torch.Generator()
-        host = judging.judge(draft, logits, rule, sampling, rng)
         device = judging._on_device(draft, logits, rule, sampling, rng, 0)
-        assert host.columns == device.columns and host.tokens == device.tokens
-        assert torch.equal(host.bonus, device.bonus)
-        width = host.path.shape[1]
-        assert torch.equal(host.path, device.path[:, :width]) and (device.path[:, width:] == ABSENT).all()
+        for best in (None, logits.argmax(-1)):
+            host = judging.judge(draft, Output(logits, logits, best=best), rule, sampling, rng)
+            assert host.columns == device.columns and host.tokens == device.tokens
+            assert torch.equal(host.bonus, device.bonus)
+            width = host.path.shape[1]
+            assert torch.equal(host.path, device.path[:, :width]) and (device.path[:, width:] == ABSENT).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_best_tokens_of_a_pass_are_the_bonus_of_greedy_rounds_only(temperature):
+    """Of a pass that claims others than its logits, to tell the two apart."""
+    logits, empty = torch.tensor([[[0.0, 40.0]], [[0.0, 40.0]]]), Draft.chain(torch.empty(2, 0, dtype=torch.long))
+    output = Output(logits, logits, best=torch.zeros(2, 1, dtype=torch.long))
+    judged = judging.judge(empty, output, Greedy(), Sampling(temperature), torch.Generator().manual_seed(0))
+    assert judged.bonus.tolist() == ([0, 0] if temperature == 0.0 else [1, 1])
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

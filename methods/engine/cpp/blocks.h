@@ -184,11 +184,7 @@ void multiply_rows(Team& team, const Matrix& m, int64_t rows, T* to, float* work
     int32_t* rounded = reinterpret_cast<int32_t*>(sums + team.size() * rows * WIDE * LANES);
     team.each_row(rows, m.inputs, [&](int64_t row) { fill(row, Row(x, row)); });
     multiply<T>(team, m, x, 0, sums, rounded, [&](int64_t row, int64_t at, Floats value, int count) {
-        T* into = to + row * m.outputs + at;
-        if (count == LANES)
-            put(into, value);
-        else
-            for (int i = 0; i < count; i++) put_one(into + i, value[i]);
+        put_some(to + row * m.outputs + at, value, count);
     });
 }
 

@@ -116,6 +116,15 @@ inline void put_one(BFloat16* to, float value) {
     to->bits = uint16_t(bits >> 16);
 }
 
+// The first `count` of them.
+template <class T>
+inline void put_some(T* to, Floats value, int count) {
+    if (count == LANES)
+        put(to, value);
+    else
+        for (int i = 0; i < count; i++) put_one(to + i, value[i]);
+}
+
 inline float sum(Floats v) {
     float at[LANES];
     store(at, v);

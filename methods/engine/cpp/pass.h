@@ -12,6 +12,7 @@
 #include "norms.h"
 #include "numbers.h"
 #include "products.h"
+#include "scores.h"
 #include "team.h"
 
 namespace {
@@ -55,6 +56,16 @@ struct Pass {
     float* work;
     int64_t threads;
     const struct Exits* exits;  // null: every row runs all
+    const struct Ending* ending;  // null: nothing follows the layers
+};
+
+// The final norm and the output matrix after a pass.
+struct Ending {
+    Norm norm;
+    Matrix head;
+    void* normed;    // [batch, nodes, hidden]
+    void* logits;    // [batch, nodes, outputs of head]
+    int64_t* best;   // [batch, nodes]: the first of the largest
 };
 
 enum Measure : int64_t { SOFTMAX, COSINE, CLASSIFIER, TABLE };
@@ -168,6 +179,7 @@ class Runner {
         }
         copy_out(team, static_cast<T*>(p_.result));
         if (p_.exits && p_.exits->propagates) fill(team);
+        if (p_.ending) end(team, *p_.ending);
     }
 
   private:
@@ -182,6 +194,25 @@ class Runner {
     void copy_out(Team& team, T* to) {
         over_rows(team, [&](int64_t row) {
             narrow(buffers_.hidden + row * m_.hidden, to + source(row) * m_.hidden, m_.hidden);
+        });
+    }
+
+    void end(Team& team, const Ending& ending) {
+        T* logits = static_cast<T*>(ending.logits);
+        const int64_t outputs = ending.head.outputs;
+        const Rows x = rows_for<T>(buffers_.rows, rows_, ending.head);
+        over_rows(team, [&](int64_t row) {
+            float* state = buffers_.hidden + row * m_.hidden;
+            normalise<T>(ending.norm, state, Plain{state}, m_.hidden);
+            copy(state, Row(x, row), m_.hidden);
+        });
+        copy_out(team, static_cast<T*>(ending.normed));
+        product(team, ending.head, x, [&](int64_t row, int64_t at, Floats value, int count) {
+            put_some(logits + row * outputs + at, value, count);
+        });
+        team.each(rows_, [&](int64_t row) {
+            float most;
+            largest(logits + row * outputs, outputs, 1, ending.best + row, &most);
         });
     }
 
