@@ -8,10 +8,11 @@ yields its nodes: the same bits as the operators (``methods.speculative.ranked_t
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, byref, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -32,6 +33,7 @@ class _Network(Structure):
         ("embedding", c_void_p),
         ("ids", c_void_p),
         *((name, c_int64) for name in ("feeds_scored", "nodes", "levels", "width")),
+        ("least", c_float),
     ]
 
 
@@ -45,7 +47,7 @@ class _Growth(Structure):
         ("rotary", c_int64),
         ("cache", c_void_p),
         *((name, c_int64) for name in ("begin", "length", "capacity")),
-        *((name, c_void_p) for name in ("ids", "parents", "scores", "work")),
+        *((name, c_void_p) for name in ("ids", "parents", "scores", "found", "grown", "work")),
         ("threads", c_int64),
     ]
 
@@ -58,11 +60,29 @@ class TreeSizes:
         nodes: the best of all candidates.
         levels: of the tree.
         width: candidates of a node, and nodes of a level that get children.
+        least: log-probability of a level's best path below which no further level grows.
     """
 
     nodes: int
     levels: int
     width: int
+    least: float = -math.inf
+
+
+class Grown(NamedTuple):
+    """A tree of one row.
+
+    Attributes:
+        ids: of the nodes.
+        parents: columns of their parents (-1: the root).
+        scores: log-probabilities of their paths.
+        levels: that have grown.
+    """
+
+    ids: Int[Tensor, "1 N"]
+    parents: Int[Tensor, "1 N"]
+    scores: Float[Tensor, "1 N"]
+    levels: int
 
 
 class FusedTree:
@@ -101,6 +121,7 @@ class FusedTree:
         self._network = _Network(
             layers.model, norms[0], of_feature, norms[1], score.panels.matrix, embedding.data_ptr(),
             None if ids is None else ids.data_ptr(), feeds_scored, sizes.nodes, sizes.levels, sizes.width,
+            sizes.least,
         )  # fmt: skip
         self._grow: Callable[..., Any] = getattr(found, f"grow_{KINDS[embedding.dtype]}")
         self._grow.argtypes = [POINTER(_Network), POINTER(_Growth)]
@@ -115,7 +136,7 @@ class FusedTree:
         cos: Float[Tensor, "1 P 1 r"],
         sin: Float[Tensor, "1 P 1 r"],
         cache: Cache,
-    ) -> tuple[Int[Tensor, "1 N"], Int[Tensor, "1 N"], Float[Tensor, "1 N"]]:
+    ) -> Grown:
         """Read the pairs that are new, and draft after the last of them; the cache's length does not change.
 
         Args:
@@ -123,9 +144,6 @@ class FusedTree:
             tokens: of these pairs.
             cos, sin: of their places and those of all levels of the tree but the last, P = W + levels - 1.
             cache: of one row, with slots for these pairs and the nodes that get children after its length.
-
-        Returns:
-            Ids of the nodes, columns of their parents (-1: the root), log-probabilities of their paths.
         """
         feature, sizes, fresh = feature.contiguous(), self.sizes, len(tokens)
         length, threads = cache.written[0], torch.get_num_threads()
@@ -134,11 +152,13 @@ class FusedTree:
         ids, parents = torch.empty(2, 1, sizes.nodes, dtype=torch.long)
         scores = torch.empty(1, sizes.nodes)
         work = torch.empty(self._room(byref(self._network), fresh, length, threads))
-        given = (c_int64 * fresh)(*tokens)
+        given, found, grown = (c_int64 * fresh)(*tokens), c_int64(), c_int64()
         described = _Growth(
             feature.data_ptr(), ctypes.addressof(given), fresh, cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
             cache.store.data_ptr(), cache.begin, length, cache.capacity,
-            ids.data_ptr(), parents.data_ptr(), scores.data_ptr(), work.data_ptr(), threads,
+            ids.data_ptr(), parents.data_ptr(), scores.data_ptr(), ctypes.addressof(found), ctypes.addressof(grown),
+            work.data_ptr(), threads,
         )  # fmt: skip
         self._grow(byref(self._network), byref(described))
-        return ids, parents, scores
+        nodes = found.value
+        return Grown(ids[:, :nodes], parents[:, :nodes], scores[:, :nodes], grown.value)

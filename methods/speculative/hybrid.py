@@ -267,7 +267,8 @@ class Hybrid(HeadsDecoder):
         alone: of ``union``, tokens that must match for the lookup to draft alone; None: the network always drafts.
         gamma: most tokens that the lookup drafts.
         factor, min_prob: of ``lookup=suffix``, see ``methods.speculative.suffix_decoding.SuffixDecoding``.
-        depth, top_k, nodes: of ``network=eagle``, its dynamic tree; dflash, dspark and p_eagle draft a chain.
+        depth, top_k, nodes, confidence: of ``network=eagle``, its dynamic tree; dflash, dspark and p_eagle draft a
+            chain.
         costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
         checkpoint: folder of the network; None: the one prepared for this model.
 
@@ -296,6 +297,7 @@ class Hybrid(HeadsDecoder):
         depth: int = 2,
         top_k: int = 3,
         nodes: int = 5,
+        confidence: float = 0.0,
         costs: CostsOption = None,
         checkpoint: str | Path | None = None,
         draft_model: CausalLM | None = None,
@@ -312,7 +314,7 @@ class Hybrid(HeadsDecoder):
         if draft_model is None:
             options: dict[str, Any] = {"checkpoint": checkpoint, "costs": costs}
             if network == "eagle":
-                options |= {"tree": "dynamic", "depth": depth, "top_k": top_k, "nodes": nodes}
+                options |= {"tree": "dynamic", "depth": depth, "top_k": top_k, "nodes": nodes, "confidence": confidence}
             self._own = _METHODS[network](target, sampling, **options)
         else:
             require_vocabulary(draft_model, target)

@@ -1,12 +1,13 @@
 """A draft tree of the most probable paths, grown level by level (EAGLE-2, Li et al. 2024, arXiv 2406.16858, sec. 4).
 
 On each level the best nodes by the product of their probabilities get children, and the best of all candidates become
-the draft. A node's score is below its parent's, so no node is without its parent. Sizes are fixed: nothing is read from
-the device.
+the draft. A node's score is below its parent's, so no node is without its parent. On a GPU sizes are fixed and nothing
+is read from the device; on a CPU, where that costs nothing, a tree may end at a level whose paths are unlikely.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,10 +42,12 @@ class RankedTree:
         nodes: of the tree: the best of all candidates.
         levels: most levels.
         top_k: candidates of a node, and nodes of a level that get children.
+        least: on a CPU, log-probability of a level's best path below which no further level grows, in any row.
     """
 
-    def __init__(self, nodes: int, levels: int, top_k: int, device: torch.device) -> None:
+    def __init__(self, nodes: int, levels: int, top_k: int, device: torch.device, least: float = -math.inf) -> None:
         self.nodes, self.levels, self._k = nodes, levels, top_k
+        self._least = least if device.type == "cpu" else -math.inf
         self._roots = torch.full((1, top_k), -1, device=device)
         self._columns = torch.arange(top_k, device=device)[None]
 
@@ -62,14 +65,17 @@ class RankedTree:
             logits: after the root.
             expand: the logits after the nodes of a beam, or one row that all of them share; called for each level but
                 the last.
-            passes: of the draft network, which the draft reports.
+            passes: of the draft network for all levels; the draft reports one less for each that did not grow.
         """
         batch, k = len(logits), self._k
         scores, tokens = (found[:, 0] for found in self._candidates(vocabulary, logits))
         parents, columns = self._roots.expand(batch, -1), self._columns.expand(batch, -1)
         every = [(scores, tokens, parents)]
-        beam = Beam(0, tokens, None)
+        beam, levels = Beam(0, tokens, None), 1
         for level in range(self.levels - 1):
+            if self._ends(scores):
+                break
+            levels += 1
             gained, tokens = self._candidates(vocabulary, expand(beam))
             scores = _below(scores)[:, :, None].minimum(scores[:, :, None] + gained).flatten(1)
             start, tokens = k + level * k * k, tokens.expand(-1, k, -1).flatten(1)
@@ -79,7 +85,11 @@ class RankedTree:
                 scores = scores.gather(1, chosen)
                 beam, columns = Beam(level + 1, tokens.gather(1, chosen), chosen // k), chosen + start
         scores, tokens, parents = (torch.cat(parts, 1) for parts in zip(*every, strict=True))
-        return self._best(scores, tokens, parents, passes)
+        return self._best(scores, tokens, parents, levels, passes - self.levels + levels)
+
+    def _ends(self, scores: Float[Tensor, "B n"]) -> bool:
+        """Whether paths of these scores are too unlikely for another level."""
+        return self._least > -math.inf and bool((scores.amax(1) < self._least).all())
 
     def _candidates(
         self, vocabulary: DraftVocabulary, logits: Float[Tensor, "B m v"]
@@ -88,13 +98,18 @@ class RankedTree:
         return log_probs_of(logits, places), vocabulary.tokens(places)
 
     def _best(
-        self, scores: Float[Tensor, "B C"], tokens: Int[Tensor, "B C"], parents: Int[Tensor, "B C"], passes: int
+        self,
+        scores: Float[Tensor, "B C"],
+        tokens: Int[Tensor, "B C"],
+        parents: Int[Tensor, "B C"],
+        levels: int,
+        passes: int,
     ) -> Draft:
-        kept = top_candidates(scores, self.nodes).sort(1).values
+        kept = top_candidates(scores, min(self.nodes, scores.shape[1])).sort(1).values
         above = parents.gather(1, kept)
         columns = torch.searchsorted(kept, above.clamp(min=0))
         columns = torch.where(above < 0, above, columns)
-        return tree_of(tokens.gather(1, kept), columns, scores.gather(1, kept), self.levels, self._k, passes)
+        return tree_of(tokens.gather(1, kept), columns, scores.gather(1, kept), levels, self._k, passes)
 
 
 def tree_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from methods.drafting import Context
+from methods.drafting import Context, Draft
 from methods.engine import cpu_kernels
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.draft_vocabulary import DraftVocabulary
@@ -229,6 +230,45 @@ def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernel
     assert draft.tokens.shape[0] == 2
 
 
+def drafts_of_eagle(
+    sizes: tuple[Any, ...], dtype: torch.dtype, weights: Any = "full", **options: bool
+) -> list[tuple[Draft, Draft]]:
+    """Round by round the tree in one call of the kernels, and that of the operators; sizes: see ``Dynamic``."""
+    sixteens = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
+    target = CausalLM.from_hf(tiny("llama", **sixteens).to(dtype), linear="panels")
+    target.draft_weights = weights
+    part = eagle_part(target, 3, **options)
+    vocabulary = DraftVocabulary(torch.arange(97)[torch.arange(97) % 3 > 0], 97)
+    part = Part(part.spec, part.tensors, vocabulary)
+    growth = Dynamic(*sizes[:3], torch.device("cpu"), *sizes[3:])
+    made = [EagleDrafter(eagle_network.Network(target, part), growth, target.n_layers - 1) for _ in range(2)]
+    assert all(drafter._tree is not None for drafter in made)
+    made[1]._tree = None
+    torch.manual_seed(3)
+    text, greedy, rng = torch.randint(0, 97, (200,)).tolist(), Sampling(), torch.Generator()
+    for drafter in made:
+        drafter.reset([text[:90]], 100)
+    place, new = 0, 90  # a prompt, and then what passes completed
+    rounds = []
+    while place + new < len(text):
+        taps = {tap: torch.randn(1, new, 64).to(dtype) for tap in part.spec.taps}
+        place += new
+        output = Output(torch.empty(1, new, 0), torch.randn(1, new, 64).to(dtype), taps)
+        context = Context([text[: place + 1]], torch.tensor([text[place]]), output, None, greedy, rng)
+        rounds.append((made[0].propose(context), made[1].propose(context)))
+        new = 1 + place % 4
+    assert len({tuple(found.tokens[0].tolist()) for found, _ in rounds}) > 20
+    return rounds
+
+
+def require_same(found: Draft, wanted: Draft) -> None:
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    assert found.parents.tolist() == wanted.parents.tolist()
+    assert isinstance(found.gains, Tensor) and isinstance(wanted.gains, Tensor)
+    assert torch.equal(found.gains, wanted.gains)
+    assert found.levels == wanted.levels == found.passes == wanted.passes
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     "options",
@@ -241,32 +281,25 @@ def test_a_row_waits_for_one_that_sits_out_rounds_at_its_limit(kind: str, kernel
 def test_a_tree_of_eagle_in_one_call_has_the_bits_of_the_operators(
     options: dict[str, bool], sizes: tuple[int, int, int], weights: Any, dtype: torch.dtype
 ) -> None:
-    sixteens = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
-    target = CausalLM.from_hf(tiny("llama", **sixteens).to(dtype), linear="panels")
-    target.draft_weights = weights
-    part = eagle_part(target, 3, **options)
-    vocabulary = DraftVocabulary(torch.arange(97)[torch.arange(97) % 3 > 0], 97)
-    part = Part(part.spec, part.tensors, vocabulary)
-    growth = Dynamic(*sizes, torch.device("cpu"))
-    made = [EagleDrafter(eagle_network.Network(target, part), growth, target.n_layers - 1) for _ in range(2)]
-    assert all(drafter._tree is not None for drafter in made)
-    made[1]._tree = None
-    torch.manual_seed(3)
-    text, greedy, rng = torch.randint(0, 97, (200,)).tolist(), Sampling(), torch.Generator()
-    for drafter in made:
-        drafter.reset([text[:90]], 100)
-    place, new = 0, 90  # a prompt, and then what passes completed
-    drafted = set()
-    while place + new < len(text):
-        taps = {tap: torch.randn(1, new, 64).to(dtype) for tap in part.spec.taps}
-        place += new
-        output = Output(torch.empty(1, new, 0), torch.randn(1, new, 64).to(dtype), taps)
-        context = Context([text[: place + 1]], torch.tensor([text[place]]), output, None, greedy, rng)
-        found, wanted = (drafter.propose(context) for drafter in made)
-        assert found.tokens.tolist() == wanted.tokens.tolist()
-        assert found.parents.tolist() == wanted.parents.tolist()
-        assert isinstance(found.gains, Tensor) and isinstance(wanted.gains, Tensor)
-        assert torch.equal(found.gains, wanted.gains) and found.passes == wanted.passes == sizes[1]
-        drafted.add(tuple(found.tokens[0].tolist()))
-        new = 1 + place % 4
-    assert len(drafted) > 20
+    for found, wanted in drafts_of_eagle(sizes, dtype, weights, **options):
+        require_same(found, wanted)
+        assert found.levels == sizes[1]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.usefixtures("two_threads")
+def test_a_tree_of_eagle_grows_no_level_after_unlikely_paths(dtype: torch.dtype) -> None:
+    """Below a probability that half of the second levels have there is no third one; the nodes are those of a tree of
+    as many levels.
+    """
+    whole = [draft for draft, _ in drafts_of_eagle((24, 4, 5), dtype)]
+    second = [float(draft.gains[draft.parents >= 0].max()) for draft in whole]  # type: ignore[index, union-attr]
+    between = math.sqrt(sorted(second)[len(second) // 2 - 1] * sorted(second)[len(second) // 2])
+    short, levels = [draft for draft, _ in drafts_of_eagle((24, 2, 5), dtype)], set()
+    for (found, wanted), most, both in zip(drafts_of_eagle((24, 4, 5, between), dtype), second, short, strict=True):
+        require_same(found, wanted)
+        assert (found.levels == 2) == (most < between)
+        if found.levels == 2:
+            assert found.tokens.tolist() == both.tokens.tolist() and found.parents.tolist() == both.parents.tolist()
+        levels.add(found.levels)
+    assert 2 in levels and len(levels) > 1

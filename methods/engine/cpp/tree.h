@@ -27,6 +27,7 @@ struct Network {
     const int64_t* ids;      // of the draft vocabulary; null: all tokens
     int64_t feeds_scored;    // whether the next pair has the feature after its norm
     int64_t nodes, levels, width;  // of the tree; children of a node, and nodes of a level that have children
+    float least;             // the best score of a level below which there is no further one
 };
 
 // Pairs that the network has not read, after `length` of one row, and where the tree goes.
@@ -40,6 +41,7 @@ struct Growth {
     int64_t begin, length, capacity;
     int64_t *ids, *parents;  // [nodes] of the tree
     float* scores;           // [nodes]: log-probabilities of their paths
+    int64_t *found, *grown;  // nodes and levels that there are
     float* work;             // see `growing_workspace`
     int64_t threads;
 };
@@ -88,8 +90,13 @@ class Grower {
         enter(team, g_.fresh, static_cast<const T*>(g_.feature), g_.tokens);
         runners_[0].run(team);
         score(team, 1, states_.data() + (g_.fresh - 1) * width_);
-        for (int64_t level = 0; level + 1 < n_.levels; level++) {
-            team.each(1, [&](int64_t) { choose(level); });
+        for (int64_t level = 0;; level++) {
+            team.each(1, [&](int64_t) {
+                add();
+                *g_.grown = level + 1;
+                further_ = level + 1 < n_.levels && choose(level);
+            });
+            if (!further_) break;
             enter(team, n_.width, fed_.data(), tokens_.data());
             runners_[level + 1].run(team);
             score(team, n_.width, states_.data());
@@ -177,11 +184,11 @@ class Grower {
             }
     }
 
-    // The nodes of a level that get children, and what their pass reads.
-    void choose(int64_t level) {
-        add();
+    // The nodes of a level that get children, and what their pass reads; false if it is not worth another level.
+    bool choose(int64_t level) {
         const int64_t k = n_.width, seen = level * k;
         const std::vector<int64_t> chosen = best_of({every_.begin() + newest_, every_.end()}, k);
+        if (every_[newest_ + chosen[0]] < n_.least) return false;
         const std::vector<T> states(fed_);
         const std::vector<uint8_t> reach(reach_);
         tokens_.resize(k);
@@ -198,14 +205,16 @@ class Grower {
             memcpy(turns_.data() + i * g_.rotary, static_cast<const T*>(g_.cos) + at, g_.rotary * sizeof(T));
             memcpy(turns_.data() + (k + i) * g_.rotary, static_cast<const T*>(g_.sin) + at, g_.rotary * sizeof(T));
         }
+        return true;
     }
 
     // The best of all candidates, parents before their children.
     void finish() {
-        add();
-        std::vector<int64_t> kept = best_of(every_, n_.nodes);
+        const int64_t nodes = std::min(n_.nodes, int64_t(every_.size()));
+        std::vector<int64_t> kept = best_of(every_, nodes);
         std::sort(kept.begin(), kept.end());
-        for (int64_t i = 0; i < n_.nodes; i++) {
+        *g_.found = nodes;
+        for (int64_t i = 0; i < nodes; i++) {
             const int64_t parent = parents_[kept[i]];
             g_.ids[i] = ids_[kept[i]];
             g_.scores[i] = every_[kept[i]];
@@ -228,6 +237,7 @@ class Grower {
     std::vector<int64_t> ids_, parents_;        // of these
     std::vector<int64_t> tokens_, columns_;     // of the nodes of a level that have children
     int64_t newest_ = 0, scored_ = 0;           // first candidate of the last level; rows of the last logits
+    bool further_ = true;                       // whether another level grows
     const int32_t first_ = 0;
     const uint8_t whole_ = 1 + 4;
     void* const nowhere_ = nullptr;

@@ -119,6 +119,7 @@ class Eagle(HeadsDecoder):
         depth: levels of a dynamic tree.
         top_k: of a dynamic tree: candidates of a node, and nodes that are expanded on a level.
         nodes: of a dynamic tree.
+        confidence: of a dynamic tree on a CPU: it grows no further level once no path to one is as probable.
         draw: at a temperature, draw the nodes of a chain or a static tree.
         block: at a temperature, judge a drawn chain as a block (Sun et al. 2024, arXiv 2403.10444).
         layers_counted: of a published version 3: what its numbers of layers are, see ``published.eagle.read_eagle3``.
@@ -144,6 +145,7 @@ class Eagle(HeadsDecoder):
         depth: int = 6,
         top_k: int = 10,
         nodes: int = 59,
+        confidence: float = 0.0,
         draw: bool = False,
         block: bool = False,
         layers_counted: LayersCounted = "auto",
@@ -154,7 +156,8 @@ class Eagle(HeadsDecoder):
         found = _part(folder, checkpoint, target, layers_counted)
         _require_version(version, found.spec.version)
         kind = tree if tree != "auto" else ("static" if version == 1 else "dynamic")
-        growth = _growth(kind, gamma, shape, (nodes, depth, top_k), draw, len(found.vocabulary), target.device)
+        dynamic = (nodes, depth, top_k, confidence)
+        growth = _growth(kind, gamma, shape, dynamic, draw, len(found.vocabulary), target.device)
         found.require_taps("eagle", target)
         drafter = EagleDrafter(Network(target, found), growth, target.n_layers - 1, graphs_of(target, sampling))
         rule = rule_of_network(sampling, tree, kind == "chain", draw, block)
@@ -165,7 +168,7 @@ def _growth(
     kind: str,
     gamma: int,
     shape: str | list[list[int]],
-    dynamic: tuple[int, int, int],
+    dynamic: tuple[int, int, int, float],
     draw: bool,
     vocabulary: int,
     device: torch.device,
@@ -176,9 +179,11 @@ def _growth(
         return Chain(gamma, draw)
     if kind == "static":
         return Static(Shape.chosen("shape", shape, TREES, vocabulary), draw, device)
-    nodes, depth, top_k = dynamic
+    nodes, depth, top_k, confidence = dynamic
     require_sizes(nodes, depth, top_k, vocabulary, draw)
-    return Dynamic(nodes, depth, top_k, device)
+    if not 0.0 <= confidence < 1.0:
+        raise ValueError(f"confidence must be from 0 to below 1, got {confidence}. Set method.confidence=0.2 or so.")
+    return Dynamic(nodes, depth, top_k, device, confidence)
 
 
 # -- where the network comes from -------------------------------------------------------------------------------------

@@ -193,12 +193,10 @@ class Reader:
     def grow(self, tree: FusedTree, feature: Float[Tensor, "1 W D"], tokens: Sequence[int]) -> Draft:
         """Commit the pairs of a batch of one row, forget all guesses, and draft the tree after them."""
         start, places = self._cache.lengths[0], len(tokens) + tree.sizes.levels - 1
-        ids, parents, scores = tree.grow(
-            feature, tokens, *self.network.rotary.slice(start, start + places), self._cache
-        )
+        grown = tree.grow(feature, tokens, *self.network.rotary.slice(start, start + places), self._cache)
         self._cache.advance([len(tokens)])
         self._guesses = 0
-        return tree_of(ids, parents, scores, tree.sizes.levels, tree.sizes.width, tree.sizes.levels)
+        return tree_of(grown.ids, grown.parents, grown.scores, grown.levels, tree.sizes.width, grown.levels)
 
     def _run(
         self,

@@ -7,6 +7,7 @@ from the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -161,10 +162,11 @@ class Static:
 class Dynamic:
     """A tree shaped by the network's confidence (EAGLE-2, sec. 4): see ``methods.speculative.ranked_tree``."""
 
-    def __init__(self, nodes: int, levels: int, top_k: int, device: torch.device) -> None:
+    def __init__(self, nodes: int, levels: int, top_k: int, device: torch.device, confidence: float = 0.0) -> None:
         self.nodes, self.levels, self.guesses = nodes, levels, (levels - 1) * top_k
-        self.sizes = TreeSizes(nodes, levels, top_k)
-        self._tree = RankedTree(nodes, levels, top_k, device)
+        least = math.log(confidence) if confidence else -math.inf
+        self.sizes = TreeSizes(nodes, levels, top_k, least)
+        self._tree = RankedTree(nodes, levels, top_k, device, least)
         self._self = torch.eye(top_k, dtype=torch.bool, device=device)[None]
 
     def grow(self, reader: Pairs, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
