@@ -395,7 +395,11 @@ class CausalLM:
             mask = None if nodes == 1 else causal_mask(nodes, start, groups, self.dtype, self.device)
             near = None if self.window is None else self._near_chain(cos, sin, mask, nodes, cache)
             return Pass(hidden, cos, sin, mask, None, end, cache, near)
-        reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
+        reach = None
+        if parents is not None and by_kernels and self.fused:
+            reach = token_tree.ancestors_on_host(parents.tolist())
+        elif parents is not None:
+            reach = token_tree.ancestors(parents, levels or nodes)
         offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
         self._rope.reserve(end)
         cos, sin = self._rope.gather(cache.length[:, None] + offsets)

@@ -29,10 +29,8 @@ def ancestors(parents: Int[Tensor, "B N"], levels: int) -> Bool[Tensor, "B M M"]
 
     Args:
         parents: draft columns of the parents, -1 for the root.
-        levels: an upper bound of the depth; on a GPU the closure takes log2(levels) products.
+        levels: an upper bound of the depth; the closure takes log2(levels) products.
     """
-    if parents.device.type == "cpu":
-        return _ancestors_on_host(parents.tolist())
     nodes = with_root(parents)
     batch, count = nodes.shape
     reach = torch.eye(count, device=nodes.device).expand(batch, count, count).clone()
@@ -42,8 +40,8 @@ def ancestors(parents: Int[Tensor, "B N"], levels: int) -> Bool[Tensor, "B M M"]
     return reach.bool()
 
 
-def _ancestors_on_host(parents: Sequence[Sequence[int]]) -> Bool[Tensor, "B M M"]:
-    """See ``ancestors``: a node sees itself and what its parent sees. A few operators would take longer."""
+def ancestors_on_host(parents: Sequence[Sequence[int]]) -> Bool[Tensor, "B M M"]:
+    """``ancestors`` on a CPU, where a few operators take longer: a node sees itself and what its parent sees."""
     lines: list[bytearray] = []
     count = len(parents[0]) + 1
     for row in parents:

@@ -1,7 +1,8 @@
 """From the scores of a pass to what is committed: the tokens on the host, and the kept nodes where drafters read them.
 
 A round reads from the device once. On a CPU a read costs nothing and an operator as much as walking a small tree, so
-the host judges greedy drafts there; elsewhere the rule does, on the device. Both keep the same nodes.
+the host judges greedy drafts there, and at a temperature those that were not drawn; elsewhere the rule does, on the
+device. Both keep the same nodes, or the same with the same probability.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from methods.engine.greedy_round import Round
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax
-from methods.speculative.verification import Greedy, walk_on_host
+from methods.speculative.verification import DeterministicTree, Greedy, walk_on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,12 @@ def judge(draft: Draft, output: Output, rule: AcceptanceRule, sampling: Sampling
     asked, logits = draft.auxiliary.asked if draft.auxiliary else 0, output.logits
     greedy = sampling.greedy and type(rule) is Greedy
     if not draft.tokens.shape[1] and not asked:
-        known = greedy and output.best is not None
-        return _without_draft(output.best[:, 0] if known else rule.bonus(logits[:, 0], sampling, rng))
+        best = output.best if greedy else None
+        return _without_draft(rule.bonus(logits[:, 0], sampling, rng) if best is None else best[:, 0])
     if logits.device.type == "cpu" and greedy:
         return _on_host(draft, argmax(logits) if output.best is None else output.best, asked)
+    if logits.device.type == "cpu" and type(rule) is DeterministicTree and not asked:
+        return _drawn_on_host(draft, logits, sampling, rng)
     return _on_device(draft, logits, rule, sampling, rng, asked)
 
 
@@ -103,6 +106,22 @@ def _on_host(draft: Draft, wanted: Int[Tensor, "B M"], asked: int) -> Judged:
     ends = [kept[-1] + 1 if kept else 0 for kept in columns]
     bonus = wanted[:, ends[0]] if len(ends) == 1 else wanted.gather(1, from_host(ends, wanted.device)[:, None])[:, 0]
     return Judged(columns, tokens, bonus, _path(columns, wanted.device), auxiliary if asked else [])
+
+
+def _drawn_on_host(draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Judged:
+    """``DeterministicTree`` at a temperature: only nodes on the kept path are drawn after."""
+    columns, tokens = [], []
+    for row, (drafted, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
+        every = [*zip(parents, drafted, range(len(parents)), strict=True)]
+        children = {(parent, token): column for parent, token, column in reversed(every)}  # of equal ones the first
+        kept, new = list[int](), [int(sampling.pick(logits[row, 0], rng))]
+        while (column := children.get((kept[-1] if kept else -1, new[-1]))) is not None:
+            kept.append(column)
+            new.append(int(sampling.pick(logits[row, 1 + column], rng)))
+        columns.append(kept)
+        tokens.append(new)
+    bonus = from_host([new[-1] for new in tokens], logits.device)
+    return Judged(columns, tokens, bonus, _path(columns, logits.device), [])
 
 
 def _path(columns: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B P"]:

@@ -406,6 +406,8 @@ def test_ancestors_and_depths():
     reach = token_tree.ancestors(parents, levels=3)
     assert token_tree.depths(reach).tolist() == [[0, 1, 2, 2, 3, 1]]
     assert reach[0, 4].tolist() == [True, True, False, True, True, False]
+    rows = [[-1, 0, 0, 2, -1], [-1, -1, 1, 1, 3]]
+    assert torch.equal(token_tree.ancestors_on_host(rows), token_tree.ancestors(torch.tensor(rows), levels=4))
 
 
 def test_caches_refuse_to_overflow():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from bench.contract import checks
 from methods.drafting import ABSENT, Draft
@@ -12,7 +15,7 @@ from methods.engine.greedy_round import kept_path, settled
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import ancestors
 from methods.speculative import judging
-from methods.speculative.verification import Greedy, Typical
+from methods.speculative.verification import DeterministicTree, Greedy, Typical
 
 VOCAB, NODES = 2, 9
 
@@ -58,6 +61,33 @@ def test_the_best_tokens_of_a_pass_are_the_bonus_of_greedy_rounds_only(temperatu
     output = Output(logits, logits, best=torch.zeros(2, 1, dtype=torch.long))
     judged = judging.judge(empty, output, Greedy(), Sampling(temperature), torch.Generator().manual_seed(0))
     assert judged.bonus.tolist() == ([0, 0] if temperature == 0.0 else [1, 1])
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_what_the_host_draws_has_the_law_of_the_rule(shape):
+    """Cold, it keeps what the greedy rule keeps; warm, texts are as frequent as the target makes them."""
+    draft, logits = made(shape, 40, 2)
+    wanted = judging._on_device(draft, logits, Greedy(), Sampling(), torch.Generator(), 0)
+    cold = judging.judge(draft, Output(logits, logits), DeterministicTree(), Sampling(1e-5), torch.Generator())
+    assert (cold.columns, cold.tokens) == (wanted.columns, wanted.tokens) and torch.equal(cold.bonus, wanted.bonus)
+    count, rng = 6000, torch.Generator().manual_seed(0)
+    one = Draft(draft.tokens[:1].repeat(count, 1), draft.parents[:1].repeat(count, 1), levels=draft.levels)
+    same, probs = logits[:1].expand(count, -1, -1), logits[0].softmax(-1)
+    seen = Counter(map(tuple, judging.judge(one, Output(same, same), DeterministicTree(), Sampling(1.0), rng).tokens))
+    expected, walks = {}, [((), -1, 1.0)]
+    for text, node, chance in walks:
+        for token in range(VOCAB):
+            child = [c for c in range(NODES) if (draft.tokens[0, c], draft.parents[0, c]) == (token, node)]
+            further = chance * float(probs[1 + node, token])
+            if child:
+                walks.append(((*text, token), child[0], further))
+            else:
+                expected[(*text, token)] = further
+    assert set(seen) <= set(expected) and sum(expected.values()) == pytest.approx(1.0)
+    common = [text for text, chance in expected.items() if chance * count > 5]
+    counts = [seen[text] for text in common]
+    share = sum(counts) / sum(expected[text] for text in common)
+    assert len(common) > 3 and chisquare(counts, [expected[text] * share for text in common]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
