@@ -73,7 +73,7 @@ def passes(digest: str, nodes: int, context: int) -> Source:
 
 
 N = r"(\d+(?:\.\d+)?)"
-CALM, SUFFIX, HYBRID = "49218f191797", "e71bedc5c4c1", "520b670864af"
+CALM, SUFFIX, HYBRID = "49218f191797", "e71bedc5c4c1", "faf84b9a1ca6"
 LENSES = "calm-multi30k_4_4_distilled_calm"
 CLAIMS: list[tuple[str, str, list[Source]]] = [
     (

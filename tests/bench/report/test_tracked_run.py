@@ -28,7 +28,7 @@ from tests.helpers.sweeps import COMMON, run_folders
 pytest.importorskip("wandb")
 
 ROOT = Path(__file__).resolve().parents[3]
-REFERENCE = ROOT / "results" / "reference" / "eagle-mtbench-smollm2-21c6404901dd"
+REFERENCE = ROOT / "results" / "reference" / "eagle-mtbench-smollm2-682b6766d032"
 CONVERSATIONS, PROMPTS = 3, 4
 SECRET = "hf_0123456789abcdefghij"
 
