@@ -352,7 +352,7 @@ def test_a_run_opens_to_its_command_agreement_samples_and_manifest(browser: Any)
     for fold in details.find_elements(By.TAG_NAME, "summary"):
         fold.click()
     command = "python -m bench method=eagle dataset=jsonl method.depth=4 dataset.path=prompts.jsonl max_new_tokens=64"
-    command += " method.top_k=10 method.nodes=59 method.costs=null"  # not stored, so those of the class
+    command += " method.top_k=10 method.nodes=59 method.confidence=0.0 method.costs=null"  # not stored: of the class
     for text in (command, "near-ties\n1.00 %", "99.37 %", "mean 12.3 ms", "baseline, 5 tokens", "finished", MARKUP):
         assert text in details.text, text
     assert "0.993713" not in details.text and "{" not in details.text, "raw data"
