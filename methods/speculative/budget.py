@@ -375,7 +375,7 @@ class Pace:
             gains = [self._places.gains(tree) for tree in trees]
         else:
             gains = [self._calibrated(*row) for row in zip(scores, sources, trees, strict=True)]
-        offered = [draft.source] if draft.sources is None else self._parts
+        offered = [draft.source] if draft.source in self._parts else self._parts
         drafting = costs.draft if self._parts[-1] in offered else 0.0
         probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
         allowed = max(sum(self._accounts[part].left for part in offered), probe)
