@@ -167,7 +167,7 @@ class CausalLM:
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._logit_cap = getattr(config, "final_logit_softcapping", None)
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
-        self._ending: Ending | None = None  # the same
+        self._ending: Ending | None = None  # made by the first pass that ends by the kernels
         self.weights = weights
         self._read(model, linear, keep_hf)
         if type(self) is CausalLM:
@@ -637,7 +637,7 @@ class CausalLM:
             levels: depth of the tree, if known; a smaller bound is cheaper.
             hidden_layers: layers whose outputs are wanted.
         """
-        if self.exits_fused and type(self._final_norm) is RMSNorm:
+        if self.exits_fused and type(self._final_norm) is RMSNorm:  # of other norms ``norm`` has other bits
             return self._forward_fused(self.begin(tokens, parents, cache, levels), hidden_layers)
         last, seen = self.forward_layers(tokens, parents, cache, levels, hidden_layers)
         hidden = self.norm(last)

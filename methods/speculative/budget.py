@@ -314,10 +314,12 @@ class Pace:
         if self.costs is None:
             return self.drafter.propose(context)
         paused = [part for part in self._parts if self._skips and self._accounts[part].pause()]
-        self._fade(paused)
+        for part in paused:  # what was kept before a pause says less about what is kept after it
+            self._ratios[part].note(0.0, 0.0)
         if len(paused) == len(self._parts):
             cast(SkippableDrafter, self.drafter).skip(context)
             self._round = None
+            self._places.fade()
             draft = Draft.chain(context.root.new_empty(len(context.tokens), 0))
         else:
             draft = self._cut(self._proposed(context, paused), open_rows, self.costs)
@@ -353,12 +355,6 @@ class Pace:
             gained = kept[part] if len(made.extra) > 1 else sum(kept.values())
             self._accounts[part].book(gained - extra)
         self._round = None
-
-    def _fade(self, parts: Iterable[str]) -> None:
-        """What was kept before a pause says less about what is kept after it."""
-        for part in parts:
-            self._places.fade()
-            self._ratios[part].note(0.0, 0.0)
 
     def _count(self, draft: Draft) -> None:
         nodes = draft.tokens.shape[1]

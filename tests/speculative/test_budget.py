@@ -242,13 +242,15 @@ def test_a_part_that_does_not_pay_sits_out_rounds_in_which_the_other_drafts():
             return Draft(tokens, parents, gains=[[0.6, 0.5]], sources=sources, **shape)
 
     asked, rounds, costs = [], 1000, Costs.of([[0, 0.15], [1, 1.0], [3, 1.2]])
-    pace = Pace(Parts(), costs, Tally())
+    pace, faded = Pace(Parts(), costs, Tally()), []
+    pace._places.fade = lambda: faded.append(len(asked))
     for _ in range(rounds):
         tokens = pace.propose(context(), [True]).tokens[0].tolist()
         assert tokens[0] == 20, "the lookup paused"
         pace.note([[0]], [True])
     most = budget.ALLOWANCE + 0.25 * (1 + math.log2(1 + rounds / 8))
     assert 4 < sum(len(parts) == 2 for parts in asked) < most / 0.15
+    assert not faded, "every round had a draft"
 
 
 def test_nodes_of_a_part_are_those_beyond_the_parts_before_it():
