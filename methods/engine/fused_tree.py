@@ -47,7 +47,7 @@ class _Growth(Structure):
         ("rotary", c_int64),
         ("cache", c_void_p),
         *((name, c_int64) for name in ("begin", "length", "capacity")),
-        *((name, c_void_p) for name in ("ids", "parents", "scores", "found", "grown", "work")),
+        *((name, c_void_p) for name in ("ids", "parents", "scores", "grown", "work")),
         ("threads", c_int64),
     ]
 
@@ -152,13 +152,12 @@ class FusedTree:
         ids, parents = torch.empty(2, 1, sizes.nodes, dtype=torch.long)
         scores = torch.empty(1, sizes.nodes)
         work = torch.empty(self._room(byref(self._network), fresh, length, threads))
-        given, found, grown = (c_int64 * fresh)(*tokens), c_int64(), c_int64()
+        given, grown = (c_int64 * fresh)(*tokens), c_int64()
         described = _Growth(
             feature.data_ptr(), ctypes.addressof(given), fresh, cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
             cache.store.data_ptr(), cache.begin, length, cache.capacity,
-            ids.data_ptr(), parents.data_ptr(), scores.data_ptr(), ctypes.addressof(found), ctypes.addressof(grown),
-            work.data_ptr(), threads,
+            ids.data_ptr(), parents.data_ptr(), scores.data_ptr(), ctypes.addressof(grown), work.data_ptr(), threads,
         )  # fmt: skip
         self._grow(byref(self._network), byref(described))
-        nodes = found.value
+        nodes = min(sizes.nodes, sizes.width + (grown.value - 1) * sizes.width**2)
         return Grown(ids[:, :nodes], parents[:, :nodes], scores[:, :nodes], grown.value)

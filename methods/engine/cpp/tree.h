@@ -41,7 +41,7 @@ struct Growth {
     int64_t begin, length, capacity;
     int64_t *ids, *parents;  // [nodes] of the tree
     float* scores;           // [nodes]: log-probabilities of their paths
-    int64_t *found, *grown;  // nodes and levels that there are
+    int64_t* grown;          // levels that there are; of fewer candidates than nodes the tree has all
     float* work;             // see `growing_workspace`
     int64_t threads;
 };
@@ -213,7 +213,6 @@ class Grower {
         const int64_t nodes = std::min(n_.nodes, int64_t(every_.size()));
         std::vector<int64_t> kept = best_of(every_, nodes);
         std::sort(kept.begin(), kept.end());
-        *g_.found = nodes;
         for (int64_t i = 0; i < nodes; i++) {
             const int64_t parent = parents_[kept[i]];
             g_.ids[i] = ids_[kept[i]];
