@@ -151,7 +151,7 @@ void multiply_blocks(Team& team, const Matrix& m, const Rows& x, int64_t apart, 
             }
         }
     };
-    over_panels<T>(team, m, x.rows, x.rows, false, apart, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, x.rows, false, apart, false, sums, accumulate, finish);
 }
 
 int64_t rounded_words(int64_t rows, int64_t inputs) { return rows * ((inputs + BLOCK - 1) / BLOCK) * WORDS; }

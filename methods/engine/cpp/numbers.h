@@ -25,14 +25,14 @@ constexpr bool PAIRS = false;
 #define MATRIX_TILES
 #endif
 constexpr int VECTORS = 2, PANEL = VECTORS * LANES, WIDE = 2 * VECTORS;  // of a panel, and of two side by side
-constexpr int TALL_ROWS = LANES == 16 ? 7 : 5;  // of a tile over one panel: higher ones are slower
-constexpr int TALLEST = TALL_ROWS + (PAIRS ? 1 : 0);  // of one that holds all rows
+constexpr int TALL_ROWS = PAIRS ? 8 : LANES == 16 ? 7 : 5;  // of a tile over one panel: higher ones are slower
 constexpr int TOGETHER = LANES == 16 ? 1 : 2;  // panels at a time: one of short registers has too few sums for one row
 constexpr int64_t CHUNK = 768;      // inputs that all tiles go through before the next ones are read
+constexpr int64_t SHORT_CHUNK = 192;  // of two tiles, which then find a weight in the nearest cache
 constexpr int LINE = 64;            // bytes
 constexpr int LINES = 4 * PANEL / LINE;  // of a panel, of two 16-bit inputs or one of 32 bit
 constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
-constexpr int64_t ELEMENTS = 4096;  // of element-wise work that a thread takes at a time
+constexpr int64_t ELEMENTS = 4608;  // of element-wise work that a thread takes at a time
 constexpr int64_t AHEAD = 8192;     // bytes of a weight that are asked for before they are needed
 constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes several queries at a time
 constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones

@@ -551,9 +551,7 @@ class Runner {
     void feed_forward(Team& team, const Layer& layer) {
         const int64_t width = layer.up.outputs;
         const Rows x = input(team, layer.before_mlp, layer.up, 0);
-        // both halves of the product at once, where a tile of so many rows has room for two panels
-        const bool together = in_tiles<T>(layer.up) || layer.up.bits || rows_ <= MOST_ROWS;
-        if (layer.gated && together && m_.mlp % PANEL == 0) {
+        if (layer.gated && m_.mlp % PANEL == 0) {  // both halves of the product at once
             const Rows ready = rows_for<T>(buffers_.wide, rows_, layer.down);
             const auto gate = [&](int64_t row, int64_t at, Floats value, Floats factor) {
                 Row(ready, row).put(at, rounded<T>(activated<T>(layer.activation, value) * factor));

@@ -242,7 +242,7 @@ bool in_tiles(const Matrix& m) {
 template <class T>
 Rows rows_for(float* base, int64_t rows, const Matrix& m) {
     if (in_tiles<T>(m)) return Rows(base, rows, m.inputs, 1, true);
-    const int64_t most = m.bits ? 1 : rows <= MOST_ROWS ? MOST_ROWS : rows <= TALLEST ? TALLEST : TALL_ROWS;
+    const int64_t most = m.bits ? 1 : rows <= MOST_ROWS ? MOST_ROWS : TALL_ROWS;
     return Rows(base, rows, m.inputs, most, PAIRS && sizeof(T) == 2 && !m.bits);
 }
 
@@ -300,20 +300,20 @@ struct Row {
 };
 
 // The tile of so many rows.
-template <class T, int WIDTH, int ASKED, int ROWS = WIDTH == WIDE ? MOST_ROWS : TALLEST>
+template <class T, int WIDTH, int ASKED, int ROWS = WIDTH == WIDE ? MOST_ROWS : TALL_ROWS>
 void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x, Ask ask, Floats* total) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return of_rows<T, WIDTH, ASKED, ROWS - 1>(rows, weight, inputs, x, ask, total);
     tile<T, ROWS, WIDTH, ASKED>(weight, inputs, x, ask, total);
 }
 
-// Sums of one or two panels, [rows, width], of at most `most` rows at a time. accumulate(panel, width, row, rows, total): those of
+// Sums of one or two panels, [rows, width] or with `halves` [panel, rows, VECTORS], of at most `most` rows at a time. accumulate(panel, width, row, rows, total): those of
 // some rows from `row` on, `width` vectors from a panel on; finish(row, output, values, count): `count` outputs of one row,
 // from `output` on. sums: [threads, rows, WIDE * LANES]. With `apart` a panel and the one so many panels after it are
 // together: finish(row, output, values, values of the other).
 template <class T, class Accumulate, class Finish>
-void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t most, bool single, int64_t apart, float* sums,
-                 const Accumulate& accumulate, const Finish& finish) {
+void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t most, bool single, int64_t apart, bool halves,
+                 float* sums, const Accumulate& accumulate, const Finish& finish) {
     const int64_t panels = apart ? apart : (m.outputs + PANEL - 1) / PANEL;
     const int64_t each = apart || single || panels < FEW_PANELS * team.size() ? 1 : TOGETHER;
     team.each_part((panels + each - 1) / each, [&](int64_t item) {
@@ -323,7 +323,8 @@ void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t most, bool s
             const int64_t count = first + most < rows ? most : rows - first;
             accumulate(panel, width, first, count, total);
             const auto value = [&](int64_t row, int64_t v, int64_t at) {
-                return rounded<T>(m.bias ? total[row * width + v] + load(m.bias + at) : total[row * width + v]);
+                const Floats sum = total[halves ? (v / VECTORS * count + row) * VECTORS + v % VECTORS : row * width + v];
+                return rounded<T>(m.bias ? sum + load(m.bias + at) : sum);
             };
             for (int64_t row = 0; row < count; row++)
                 if constexpr (std::is_invocable_v<Finish, int64_t, int64_t, Floats, Floats>) {
@@ -362,7 +363,7 @@ void multiply_tiles(Team& team, const Matrix& m, const Rows& x, int64_t apart, f
                     tile_of_one<false>(weight, m.inputs, from, step, into, width);
         written();
     };
-    over_panels<T>(team, m, x.rows, 2 * TILE, false, apart, sums, accumulate, finish);
+    over_panels<T>(team, m, x.rows, 2 * TILE, false, apart, false, sums, accumulate, finish);
 }
 #endif
 
@@ -374,8 +375,9 @@ inline Ask share(const char* weight, int64_t bytes, int64_t each, int64_t tile, 
 template <class T, class Finish>
 void multiply_plain(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, const Finish& finish) {
     constexpr int64_t input = PANEL * sizeof(T), step = LINES * LINE;  // bytes of an input of a panel, of a vector
-    const int64_t chunk = x.tiles == 1 ? m.inputs : CHUNK;
+    const int64_t chunk = x.tiles == 1 ? m.inputs : x.tiles == 2 ? SHORT_CHUNK : CHUNK;
     const int64_t size = input * m.inputs, other = (apart ? apart : 1) * size;
+    const bool halves = apart && x.rows > MOST_ROWS;  // one panel and then the other: registers cannot hold all sums
     const auto accumulate = [&](int64_t panel, int64_t width, int64_t, int64_t rows, Floats* total) {
         const char* weight = static_cast<const char*>(m.panels) + panel * size;
         for (int64_t i = 0; i < rows * width; i++) total[i] = Floats{};
@@ -385,18 +387,26 @@ void multiply_plain(Team& team, const Matrix& m, const Rows& x, int64_t apart, f
             for (int64_t tile = 0; tile < x.tiles; tile++) {
                 const int64_t row = x.first(tile), some = x.count(tile);
                 const float* read = x.base + row * x.words + (x.pairs ? k / 2 : k) * some;
-                Floats* into = total + row * width;
-                if (width == WIDE)
-                    of_rows<T, WIDE, 2 * LINES>(some, {from, other}, inputs, read, {from + AHEAD, step}, into);
-                else if (x.tiles == 1)
-                    of_rows<T, VECTORS, LINES>(some, {from, other}, inputs, read, {from + AHEAD, step}, into);
-                else
-                    of_rows<T, VECTORS, 1>(some, {from, other}, inputs, read,
-                                           share(from, inputs * input, step, tile, x.tiles), into);
+                if (width == WIDE && !halves) {
+                    of_rows<T, WIDE, 2 * LINES>(some, {from, other}, inputs, read, {from + AHEAD, step},
+                                                total + row * WIDE);
+                    continue;
+                }
+                for (int half = 0; half <= halves; half++) {
+                    const char* at = from + half * other;
+                    Floats* into = total + (half * rows + row) * VECTORS;
+                    if (x.tiles == 1)
+                        of_rows<T, VECTORS, LINES>(some, {at, other}, inputs, read, {at + AHEAD, step}, into);
+                    else
+                        of_rows<T, VECTORS, 1>(some, {at, other}, inputs, read,
+                                               share(at, inputs * input, step, tile, x.tiles), into);
+                }
             }
         }
     };
-    over_panels<T>(team, m, x.rows, x.rows, x.rows > MOST_ROWS, apart, sums, accumulate, finish);
+    // another thread may have written them
+    if (team.size() > 1) ask_for(reinterpret_cast<const char*>(x.base), x.rows * x.words * int64_t(sizeof(float)));
+    over_panels<T>(team, m, x.rows, x.rows, x.rows > MOST_ROWS, apart, halves, sums, accumulate, finish);
 }
 
 }  // namespace
