@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
@@ -59,6 +59,7 @@ class Draft:
             path; None: it does not say.
         source: what drafted, where a drafter has several parts; ``gains`` of each are calibrated apart.
         sources: the same of each present node, where several parts drafted one tree; None: all are ``source``'s.
+        listed: ``tokens`` and ``parents`` on the host, where they are known there; see ``lists``.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -73,6 +74,7 @@ class Draft:
     gains: Float[Tensor, "B N"] | Sequence[Sequence[float]] | None = None
     source: str = ""
     sources: Sequence[Sequence[str]] | None = None
+    listed: tuple[list[list[int]], list[list[int]]] | None = None
 
     @classmethod
     def chain(
@@ -89,7 +91,14 @@ class Draft:
     @classmethod
     def chains(cls, rows: Sequence[list[int]], device: torch.device) -> Draft:
         """One path per row from ids on the host, ragged; a row may be empty."""
-        return cls.chain(ragged(rows, device), sizes=[len(row) for row in rows])
+        tokens = padded(rows)
+        parents = [list(range(-1, len(row) - 1)) for row in tokens]
+        made = cls.chain(from_host(tokens, device).view(len(rows), len(tokens[0])), sizes=[len(row) for row in rows])
+        return replace(made, listed=(tokens, parents))
+
+    def lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """``tokens`` and ``parents`` on the host; to be read from the device where they are not known."""
+        return self.listed or (self.tokens.tolist(), self.parents.tolist())
 
     @property
     def is_chain(self) -> bool:
@@ -117,9 +126,14 @@ def _chain_parents(nodes: int, device: torch.device) -> Int[Tensor, "N"]:
 
 def ragged(rows: Sequence[list[int]], device: torch.device) -> Int[Tensor, "B N"]:
     """Rows from the host, ``ABSENT`` after their ends; all may be empty."""
+    found = padded(rows)
+    return from_host(found, device).view(len(rows), len(found[0]))
+
+
+def padded(rows: Sequence[list[int]]) -> list[list[int]]:
+    """Rows of one length, ``ABSENT`` after their ends."""
     width = max(map(len, rows))
-    padded = [row + [ABSENT] * (width - len(row)) for row in rows]
-    return from_host(padded, device).view(len(rows), width)
+    return [row + [ABSENT] * (width - len(row)) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class _Network(Structure):
     _fields_ = [
         ("model", ModelNumbers),
         *((name, NormNumbers) for name in ("token", "feature", "scored")),
+        ("mix", Matrix),
+        ("taps", c_int64),
         ("score", Matrix),
         ("embedding", c_void_p),
         ("ids", c_void_p),
@@ -39,7 +41,8 @@ class _Network(Structure):
 
 class _Growth(Structure):
     _fields_ = [
-        ("feature", c_void_p),
+        *((name, c_void_p) for name in ("taps", "rows")),
+        ("mixed", c_int64),
         ("tokens", c_void_p),
         ("fresh", c_int64),
         ("cos", c_void_p),
@@ -93,11 +96,15 @@ class FusedTree:
         token: norm of embeddings.
         feature: norm of the residual; None: the residual is the feature as it is.
         scored: norm before the scores.
+        mix: makes a feature of the target's states side by side; None: these come mixed.
         score: output matrix over the draft vocabulary.
         embedding: of all tokens.
         ids: of the draft vocabulary; None: all tokens.
         feeds_scored: the next pair has the feature after the norm before the scores.
         sizes: of the tree.
+
+    Attributes:
+        mixes: whether ``grow`` takes states that are not mixed.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class FusedTree:
         token: RMSNorm,
         feature: RMSNorm | None,
         scored: RMSNorm,
+        mix: KernelLinear | None,
         score: KernelLinear,
         embedding: Float[Tensor, "V D"],
         ids: Int[Tensor, "v"] | None,
@@ -116,10 +124,12 @@ class FusedTree:
         assert found is not None, "no kernels"
         norms, kept = zip(*(norm_numbers(norm) for norm in (token, scored)), strict=True)
         of_feature, more = (NormNumbers(), []) if feature is None else norm_numbers(feature)
-        self._kept = [*kept, more, layers, score, embedding, ids]  # whose addresses are in the structure
-        self.sizes = sizes
+        self._kept = [*kept, more, layers, mix, score, embedding, ids]  # whose addresses are in the structure
+        self.sizes, self.mixes = sizes, mix is not None
+        mixing = Matrix() if mix is None else mix.panels.matrix
         self._network = _Network(
-            layers.model, norms[0], of_feature, norms[1], score.panels.matrix, embedding.data_ptr(),
+            layers.model, norms[0], of_feature, norms[1], mixing, mixing.inputs // embedding.shape[1],
+            score.panels.matrix, embedding.data_ptr(),
             None if ids is None else ids.data_ptr(), feeds_scored, sizes.nodes, sizes.levels, sizes.width,
             sizes.least,
         )  # fmt: skip
@@ -131,30 +141,37 @@ class FusedTree:
 
     def grow(
         self,
-        feature: Float[Tensor, "1 W D"],
+        states: Sequence[Float[Tensor, "1 N D"]],
+        rows: Sequence[int],
         tokens: Sequence[int],
         cos: Float[Tensor, "1 P 1 r"],
         sin: Float[Tensor, "1 P 1 r"],
         cache: Cache,
+        mixed: bool,
     ) -> Grown:
         """Read the pairs that are new, and draft after the last of them; the cache's length does not change.
 
         Args:
-            feature: of these pairs.
-            tokens: of these pairs.
+            states: the target's states after each tap.
+            rows: those of these pairs.
+            tokens: of these pairs, W.
             cos, sin: of their places and those of all levels of the tree but the last, P = W + levels - 1.
             cache: of one row, with slots for these pairs and the nodes that get children after its length.
+            mixed: ``states`` are features already, a single tensor of them.
         """
-        feature, sizes, fresh = feature.contiguous(), self.sizes, len(tokens)
+        assert mixed or self.mixes, "the mixture is not part of the call"
+        read, sizes, fresh = [each.contiguous() for each in states], self.sizes, len(tokens)
         length, threads = cache.written[0], torch.get_num_threads()
         slots = cache.begin + length + fresh + (sizes.levels - 1) * sizes.width
         assert slots <= cache.capacity, f"{slots} slots in a cache of {cache.capacity}"
         ids, parents = torch.empty(2, 1, sizes.nodes, dtype=torch.long)
         scores = torch.empty(1, sizes.nodes)
         work = torch.empty(self._room(byref(self._network), fresh, length, threads))
-        given, grown = (c_int64 * fresh)(*tokens), c_int64()
+        given, places, grown = (c_int64 * fresh)(*tokens), (c_int64 * fresh)(*rows), c_int64()
+        taps = (c_void_p * len(read))(*(each.data_ptr() for each in read))
         described = _Growth(
-            feature.data_ptr(), ctypes.addressof(given), fresh, cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
+            ctypes.addressof(taps), ctypes.addressof(places), mixed, ctypes.addressof(given), fresh,
+            cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
             cache.store.data_ptr(), cache.begin, length, cache.capacity,
             ids.data_ptr(), parents.data_ptr(), scores.data_ptr(), ctypes.addressof(grown), work.data_ptr(), threads,
         )  # fmt: skip

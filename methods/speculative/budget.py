@@ -376,13 +376,17 @@ class Pace:
         probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
         allowed = max(sum(self._accounts[part].left for part in offered), probe)
         passes = costs.nodes if self.fixed_passes else None
-        nodes = size(_mean_gains(gains, open_rows, most), costs, drafting, 1 + beside, allowed, passes)
-        chosen = [_best(row, nodes) for row in gains]
+        ranked = [_ranked(row) for row in gains]
+        nodes = size(_mean_gains(gains, ranked, open_rows, most), costs, drafting, 1 + beside, allowed, passes)
+        if nodes == most:
+            self._round = _Round(trees, scores, sources, _extra(offered, sources, costs, drafting, 1 + beside, nodes))
+            return draft
+        chosen = [sorted(row[:nodes]) for row in ranked]  # no gain is above that of a parent, which comes first
         kept = [_subtree(tree, columns) for tree, columns in zip(trees, chosen, strict=True)]
         told = None if scores is None else [[row[c] for c in own] for row, own in zip(scores, chosen, strict=True)]
         names = [[row[c] for c in own] for row, own in zip(sources, chosen, strict=True)]
         self._round = _Round(kept, told, names, _extra(offered, names, costs, drafting, 1 + beside, nodes))
-        return draft if nodes == most else self._trimmed(draft, chosen, kept, nodes)
+        return self._trimmed(draft, chosen, kept, nodes)
 
     def _calibrated(self, scores: Sequence[float], sources: Sequence[str], parents: Sequence[int]) -> list[float]:
         """Probabilities of a tree's nodes by what was kept of each source lately; none above its parent's."""
@@ -394,21 +398,29 @@ class Pace:
     def _trimmed(self, draft: Draft, chosen: list[list[int]], trees: list[list[int]], nodes: int) -> Draft:
         """Only the chosen columns; a row with fewer nodes than that keeps columns without a node."""
         filled = [own + list(range(len(own), nodes)) for own in chosen]
-        columns = from_host(filled, draft.tokens.device).view(len(filled), nodes)
+        parents, listed, device = [tree + [-1] * (nodes - len(tree)) for tree in trees], None, draft.tokens.device
+        if draft.listed is not None:
+            rows = [[row[c] for c in own] for row, own in zip(draft.listed[0], filled, strict=True)]
+            listed = rows, parents
+        if draft.listed is None or draft.probs is not None or self._trims:
+            columns = from_host(filled, device).view(len(filled), nodes)
         if self._trims:
             cast(TrimmableDrafter, self.drafter).trim(columns)
-        tokens, probs = draft.tokens.gather(1, columns), draft.probs
+        if listed is None:
+            tokens = draft.tokens.gather(1, columns)
+        else:
+            tokens = from_host(listed[0], device).view(len(filled), nodes)
+        probs = draft.probs
         if probs is not None:
             probs = probs.gather(1, columns[:, :, None].expand(-1, -1, probs.shape[2]))
         sizes = [len(tree) for tree in trees]
         if draft.auxiliary is None and all(_is_chain(tree) for tree in trees):
-            return Draft.chain(tokens, probs, sizes, draft.passes)
-        parents = [tree + [-1] * (nodes - len(tree)) for tree in trees]
+            return replace(Draft.chain(tokens, probs, sizes, draft.passes), listed=listed)
         depths = [max((depth + 1 for depth, _ in _places(tree)), default=0) for tree in trees]
         return replace(
             draft,
             tokens=tokens,
-            parents=from_host(parents, columns.device).view(len(trees), nodes),
+            parents=from_host(parents, device).view(len(trees), nodes),
             probs=probs,
             sizes=sizes,
             depths=depths,
@@ -417,6 +429,7 @@ class Pace:
             auxiliary=draft.auxiliary and _moved(draft.auxiliary, draft.tokens.shape[1], nodes),
             gains=None,
             sources=None,
+            listed=listed,
         )
 
 
@@ -426,7 +439,8 @@ def _trees(draft: Draft) -> list[list[int]]:
     sizes = [most] * rows if draft.sizes is None else draft.sizes
     if draft.is_chain:
         return [list(range(-1, count - 1)) for count in sizes]
-    return [parents[:count] for parents, count in zip(draft.parents.tolist(), sizes, strict=True)]
+    parents = draft.parents.tolist() if draft.listed is None else draft.listed[1]
+    return [row[:count] for row, count in zip(parents, sizes, strict=True)]
 
 
 def _scores(draft: Draft, trees: Sequence[Sequence[int]]) -> list[list[float]] | None:
@@ -467,14 +481,19 @@ def _extra(
     return extra
 
 
-def _best(gains: Sequence[float], nodes: int) -> list[int]:
-    """Columns of the best nodes, in order; no gain is above that of a parent, which comes first."""
-    return sorted(sorted(range(len(gains)), key=lambda column: -gains[column])[:nodes])
+def _ranked(gains: Sequence[float]) -> list[int]:
+    """Columns of a row, the best first, and of equal ones the first."""
+    return sorted(range(len(gains)), key=lambda column: -gains[column])
 
 
-def _mean_gains(gains: Sequence[Sequence[float]], open_rows: Sequence[bool], nodes: int) -> list[float]:
+def _mean_gains(
+    gains: Sequence[Sequence[float]], ranked: Sequence[Sequence[int]], open_rows: Sequence[bool], nodes: int
+) -> list[float]:
     """Of the n-th best node, the mean over the rows of which more is wanted."""
-    ordered = [sorted(row, reverse=True) for row, is_open in zip(gains, open_rows, strict=True) if is_open]
+    rows = zip(gains, ranked, open_rows, strict=True)
+    ordered = [[row[column] for column in columns] for row, columns, is_open in rows if is_open]
+    if len(ordered) == 1:
+        return ordered[0]
     return [sum(row[place] for row in ordered if place < len(row)) / len(ordered) for place in range(nodes)]
 
 

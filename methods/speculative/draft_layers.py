@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -214,21 +214,20 @@ class Unread:
         """Keep what the last pass committed, all before the root; ``states`` are those of its nodes."""
         counts = [len(row) - 1 - seen for row, seen in zip(context.tokens, self._seen, strict=True)]
         self._seen = [len(row) - 1 for row in context.tokens]
-        width = max(counts)
-        path = context.path
-        path = None if path is None or _leads(context, width) else path[:, :width].clamp(min=0)
-        found = [_at(each, path, width) for each in states]
-        lasting = path is not None or context.report is None  # a recorded round overwrites those of the one before
-        self._passes.append(_Passed(counts, found if lasting else [each.clone() for each in found]))
+        path = None if _leads(context, max(counts)) else context.path
+        passed = _Passed(counts, states, path, context.kept)
+        if context.report is not None:  # a recorded round overwrites the states of the one before
+            passed = passed.copied()
+        self._passes = [*(earlier.compact() for earlier in self._passes), passed]
 
     def read_by(self, context: Context) -> None:
         """Count what the last pass committed as read: a recorded draft reads it on the device."""
         assert not self._passes, "earlier passes come first"
         self._seen = [len(row) - 1 for row in context.tokens]
 
-    def take(self) -> tuple[list[int], list[Float[Tensor, "B W D"]]]:
+    def take(self) -> tuple[list[int], Sequence[Float[Tensor, "B W D"]]]:
         """All that was noted, as if by one pass: how many places each row has, and the states there; then forget it."""
-        passes, self._passes = self._passes, []
+        passes, self._passes = [passed.compact() for passed in self._passes], []
         if len(passes) == 1:
             return passes[0].counts, passes[0].states
         counts = [sum(row) for row in zip(*(passed.counts for passed in passes), strict=True)]
@@ -241,29 +240,73 @@ class Unread:
         states = [torch.cat(parts, 1) for parts in zip(*(passed.states for passed in passes), strict=True)]
         width = max(counts)
         path = from_host([row + [0] * (width - len(row)) for row in columns], states[0].device)
-        return counts, [_at(each, path, width) for each in states]
+        return counts, [_at(each, path) for each in states]
+
+    def take_row(self, most: int) -> tuple[Sequence[Float[Tensor, "1 P D"]], Sequence[int]] | None:
+        """What one pass of one row committed: the states of its nodes, and which of them; then forget it.
+
+        None, and nothing is forgotten: that is of several passes or rows, of none or more than ``most`` nodes, or these
+        are not known on the host.
+        """
+        if len(self._passes) != 1:
+            return None
+        passed = self._passes[0]
+        nodes = passed.nodes if len(passed.counts) == 1 and 0 < passed.counts[0] <= most else None
+        if nodes is None:
+            return None
+        self._passes = []
+        return passed.states, nodes
 
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """States of a pass at kept nodes: the first ``counts[b]`` of each row."""
+    """States of the nodes of a pass, of which the first ``counts[b]`` of ``path`` are kept in each row.
+
+    Attributes:
+        path: None: the first nodes.
+        kept: the same on the host; None: it is not known there, or there is no path.
+    """
 
     counts: list[int]
-    states: list[Float[Tensor, "B W D"]]
+    states: Sequence[Float[Tensor, "B P D"]]
+    path: Int[Tensor, "B Q"] | None
+    kept: Sequence[Sequence[int]] | None
+
+    @property
+    def nodes(self) -> Sequence[int] | None:
+        """Of the first row; None: not known on the host."""
+        if self.path is None:
+            return range(self.counts[0])
+        return None if self.kept is None else self.kept[0][: self.counts[0]]
+
+    def compact(self) -> _Passed:
+        """With the states of kept nodes only."""
+        width = max(self.counts)
+        if self.path is None:
+            return _Passed(self.counts, [states[:, :width] for states in self.states], None, None)
+        path = self.path[:, :width].clamp(min=0)
+        return _Passed(self.counts, [_at(states, path) for states in self.states], None, None)
+
+    def copied(self) -> _Passed:
+        """``compact``, in memory of its own."""
+        found = self.compact()
+        return found if self.path is not None else replace(found, states=[states.clone() for states in found.states])
 
     def of_rows(self, rows: Sequence[int]) -> _Passed:
-        return _Passed(of_rows(self.counts, rows), [states[list(rows)] for states in self.states])
+        found = self.compact()
+        states = [each[list(rows)] for each in found.states]
+        return replace(found, counts=of_rows(found.counts, rows), states=states)
 
 
 def _leads(context: Context, width: int) -> bool:
     """Whether what was kept are the first nodes of the pass, as far as is known on the host."""
-    return context.kept is not None and all(nodes[:width] == list(range(len(nodes[:width]))) for nodes in context.kept)
+    if context.path is None or context.kept is None:
+        return context.path is None
+    return all(nodes[:width] == list(range(len(nodes[:width]))) for nodes in context.kept)
 
 
-def _at(states: Float[Tensor, "B P D"], path: Int[Tensor, "B W"] | None, width: int) -> Float[Tensor, "B W D"]:
-    """The states of a pass at some nodes; None: at the first ``width``."""
-    if path is None:
-        return states[:, :width]
+def _at(states: Float[Tensor, "B P D"], path: Int[Tensor, "B W"]) -> Float[Tensor, "B W D"]:
+    """The states of a pass at some nodes."""
     return states.gather(1, path[:, :, None].expand(-1, -1, states.shape[2]))
 
 

@@ -36,8 +36,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from methods.drafting import ABSENT, Context, Continuation, Draft, Lookup, SkippableDrafter, ragged
+from methods.drafting import ABSENT, Context, Continuation, Draft, Lookup, SkippableDrafter, padded
 from methods.engine.causal_lm import CausalLM
+from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
 from methods.speculative.budget import CostsOption
@@ -165,7 +166,7 @@ class HybridDrafter:
         self, found: Sequence[Continuation], taken: Sequence[bool], drafted: Draft, device: torch.device
     ) -> Draft:
         """Per row the tree of those that draft; the network's nodes come to the host."""
-        nodes, above = drafted.tokens.tolist(), drafted.parents.tolist()
+        nodes, above = drafted.lists()
         promised, sure = drafted.gains, [[1.0] * len(row) for row in nodes]
         chances = sure if promised is None else promised.tolist() if isinstance(promised, Tensor) else promised
         trees = []
@@ -183,10 +184,11 @@ class HybridDrafter:
         if all(tree.is_chain for tree in trees):
             chains = Draft.chains([tree.tokens for tree in trees], device)
             return replace(chains, passes=drafted.passes, gains=every, source="both", sources=origins)
-        parents = ragged([tree.parents for tree in trees], device)  # padding is -1, as for children of the root
+        tokens, parents = padded([tree.tokens for tree in trees]), padded([tree.parents for tree in trees])
+        size = (len(trees), len(tokens[0]))
         return Draft(
-            ragged([tree.tokens for tree in trees], device),
-            parents,
+            from_host(tokens, device).view(size),
+            from_host(parents, device).view(size),  # padding is -1, as for children of the root
             sizes=[len(tree.tokens) for tree in trees],
             depths=[tree.depth for tree in trees],
             levels=max(tree.depth for tree in trees),
@@ -195,6 +197,7 @@ class HybridDrafter:
             gains=every,
             source="both",
             sources=origins,
+            listed=(tokens, parents),
         )
 
 

@@ -7,7 +7,7 @@ device. Both keep the same nodes, or the same with the same probability.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -93,25 +93,31 @@ def _on_host(draft: Draft, wanted: Int[Tensor, "B M"], asked: int) -> Judged:
     Args:
         wanted: the target's token after every node.
     """
-    nodes, chain = draft.tokens.shape[1], draft.is_chain
-    parts = [wanted, draft.tokens] if chain else [wanted, draft.tokens, draft.parents]
-    scored = wanted.shape[1]
     columns, tokens, auxiliary = [], [], []
-    for row in torch.cat(parts, dim=1).tolist():
-        drafted = row[scored : scored + nodes]
-        kept = walk_on_host(drafted, None if chain else row[scored + nodes :], row)
+    for row, drafted, parents in _read(draft, wanted):
+        kept = walk_on_host(drafted, None if draft.is_chain else parents, row)
         columns.append(kept)
         tokens.append([*(drafted[column] for column in kept), row[kept[-1] + 1 if kept else 0]])
-        auxiliary.append(row[scored - asked : scored])
+        auxiliary.append(row[len(row) - asked :])
     ends = [kept[-1] + 1 if kept else 0 for kept in columns]
     bonus = wanted[:, ends[0]] if len(ends) == 1 else wanted.gather(1, from_host(ends, wanted.device)[:, None])[:, 0]
     return Judged(columns, tokens, bonus, _path(columns, wanted.device), auxiliary if asked else [])
 
 
+def _read(draft: Draft, wanted: Int[Tensor, "B M"]) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Of each row what is wanted, the drafted tokens and their parents, in one read."""
+    if draft.listed is not None:
+        yield from zip(wanted.tolist(), *draft.listed, strict=True)
+        return
+    first, second = wanted.shape[1], wanted.shape[1] + draft.tokens.shape[1]
+    for row in torch.cat([wanted, draft.tokens, draft.parents], dim=1).tolist():
+        yield row[:first], row[first:second], row[second:]
+
+
 def _drawn_on_host(draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Judged:
     """``DeterministicTree`` at a temperature: only nodes on the kept path are drawn after."""
     columns, tokens = [], []
-    for row, (drafted, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
+    for row, (drafted, parents) in enumerate(zip(*draft.lists(), strict=True)):
         every = [*zip(parents, drafted, range(len(parents)), strict=True)]
         children = {(parent, token): column for parent, token, column in reversed(every)}  # of equal ones the first
         kept, new = list[int](), [int(sampling.pick(logits[row, 0], rng))]

@@ -39,7 +39,7 @@ __all__ = [
     "read_lines",
 ]
 
-HEADS_CORPUS = "dolly,gsm8k,own_requests,wikitext2_requests"  # requests of many kinds, and some mathematics
+HEADS_CORPUS = "dolly,gsm8k,own_requests,wikitext2_requests,wikitext2_passages,multi30k_requests"  # of many kinds
 _TOKENS = 480_000  # of answers that have to be decoded
 _WINDOW = 8  # times the batch: prompts that are decoded one after the other, by length
 
@@ -59,7 +59,7 @@ class AnswerRecipe:
 
     tokens: int | None = None
     limit: int = 256
-    longest_prompt: int = 320
+    longest_prompt: int = 1024
     batch: int = 64
     temperature: float = 0.0
 

@@ -7,6 +7,7 @@ computed for every batch (``LiveFeatures``).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from methods.training.answers import AnswerRecipe, Answers, locked, own_answers
 from methods.training.interface import Example, TrainingContext
 
 FeatureForm = Literal["cached", "live"]
-_HELD_OUT = 20  # every twentieth dialogue is held out
+_HELD_OUT = 20  # one dialogue in so many is held out
 _PASS_TOKENS = 4096  # of one forward pass of the target
 _STORED = {torch.bfloat16: np.uint16, torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
@@ -81,7 +82,8 @@ class Features:
 
     Attributes:
         answers: the dialogues.
-        train, held_out: their numbers.
+        train, held_out: their numbers. A dialogue is held out by its prompt, whatever others there are: a network that
+            goes on with more answers is not judged by what it has learnt.
 
     Raises:
         ValueError: fewer than two dialogues.
@@ -92,9 +94,9 @@ class Features:
         count = len(answers.rows)
         if count < 2:
             raise ValueError(f"A corpus must have at least 2 dialogues, got {count}. Choose another one (corpus=...).")
-        held_out = range(_HELD_OUT - 1, count, _HELD_OUT) if count >= _HELD_OUT else range(count - 1, count)
-        self.held_out: Sequence[int] = held_out
-        self.train: Sequence[int] = [row for row in range(count) if row not in held_out]
+        drawn = [row for row, each in enumerate(answers.rows) if _drawn(each)][: count - 1]
+        self.held_out: Sequence[int] = drawn or [count - 1]
+        self.train: Sequence[int] = sorted({*range(count)} - {*self.held_out})
 
     def batch(self, rows: Sequence[int], dtype: torch.dtype = torch.float32) -> Batch:
         """Some dialogues, on the target's device."""
@@ -269,6 +271,11 @@ def _compute(context: TrainingContext, answers: Answers, files: dict[int | None,
         stores[tap].flush()
         drafts[tap].replace(path)
         path.with_suffix(".json").write_text(json.dumps({"answers": answers.sha256}) + "\n", encoding="utf-8")
+
+
+def _drawn(row: Example) -> bool:
+    """Whether a dialogue is held out."""
+    return int(hashlib.sha256(json.dumps(row.prompt).encode()).hexdigest(), 16) % _HELD_OUT == 0
 
 
 def _portions(rows: Sequence[Example]) -> list[list[int]]:

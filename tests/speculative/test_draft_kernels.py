@@ -249,15 +249,21 @@ def drafts_of_eagle(
     for drafter in made:
         drafter.reset([text[:90]], 100)
     place, new = 0, 90  # a prompt, and then what passes completed
-    rounds = []
+    rounds, skipped = [], list[None]()
     while place + new < len(text):
-        taps = {tap: torch.randn(1, new, 64).to(dtype) for tap in part.spec.taps}
+        nodes = 2 * new if place else new  # of a tree, of which every other node was kept
+        taps = {tap: torch.randn(1, nodes, 64).to(dtype) for tap in part.spec.taps}
+        path, kept = (torch.arange(0, nodes, 2)[None], [[*range(0, nodes, 2)]]) if place else (None, None)
         place += new
-        output = Output(torch.empty(1, new, 0), torch.randn(1, new, 64).to(dtype), taps)
-        context = Context([text[: place + 1]], torch.tensor([text[place]]), output, None, greedy, rng)
-        rounds.append((made[0].propose(context), made[1].propose(context)))
+        output = Output(torch.empty(1, nodes, 0), torch.randn(1, nodes, 64).to(dtype), taps)
+        context = Context([text[: place + 1]], torch.tensor([text[place]]), output, path, greedy, rng, kept=kept)
+        if len(rounds) % 3 == 2 and not skipped:  # the next one reads two passes
+            skipped = [drafter.skip(context) for drafter in made]
+        else:
+            rounds.append((made[0].propose(context), made[1].propose(context)))
+            skipped = []
         new = 1 + place % 4
-    assert len({tuple(found.tokens[0].tolist()) for found, _ in rounds}) > 20
+    assert len({tuple(found.tokens[0].tolist()) for found, _ in rounds}) > 15
     return rounds
 
 

@@ -22,6 +22,8 @@ namespace {
 struct Network {
     Model model;             // of one layer, which reads the token's norm beside the feature
     Norm token, feature, scored;  // feature: of the residual; without weight it is the feature itself
+    Matrix mix;              // of the target's states side by side to a feature; without panels: these come mixed
+    int64_t taps;            // of these states
     Matrix score;            // of the draft vocabulary
     const void* embedding;   // [tokens, hidden]
     const int64_t* ids;      // of the draft vocabulary; null: all tokens
@@ -32,7 +34,9 @@ struct Network {
 
 // Pairs that the network has not read, after `length` of one row, and where the tree goes.
 struct Growth {
-    const void* feature;     // [fresh, hidden]
+    const void* const* taps; // states, [nodes of a pass, hidden] each
+    const int64_t* rows;     // [fresh] of these nodes
+    int64_t mixed;           // whether these are features already, of one tap
     const int64_t* tokens;   // [fresh]
     int64_t fresh;
     const void *cos, *sin;   // [fresh + levels - 1, rotary], of the places from the first of them on
@@ -66,6 +70,7 @@ class Grower {
           g_(g),
           width_(n.model.hidden),
           lengths_{g.length, g.length + g.fresh},
+          features_(g.fresh * width_),
           residual_(most(n, g.fresh) * width_),
           beside_(most(n, g.fresh) * width_),
           states_(most(n, g.fresh) * width_),
@@ -87,7 +92,8 @@ class Grower {
     }
 
     void run(Team& team) {
-        enter(team, g_.fresh, static_cast<const T*>(g_.feature), g_.tokens);
+        begin(team);
+        enter(team, g_.fresh, features_.data(), g_.tokens);
         runners_[0].run(team);
         score(team, 1, states_.data() + (g_.fresh - 1) * width_);
         for (int64_t level = 0;; level++) {
@@ -129,6 +135,22 @@ class Grower {
         made.work = g_.work;
         made.threads = g_.threads;
         return made;
+    }
+
+    // The features of the pairs that are new.
+    void begin(Team& team) {
+        const auto state = [&](int64_t tap, int64_t row) {
+            return static_cast<const T*>(g_.taps[tap]) + g_.rows[row] * width_;
+        };
+        if (g_.mixed) {
+            team.each(g_.fresh, [&](int64_t row) {
+                memcpy(features_.data() + row * width_, state(0, row), width_ * sizeof(T));
+            });
+            return;
+        }
+        multiply_rows(team, n_.mix, g_.fresh, features_.data(), g_.work, [&](int64_t row, const Row& to) {
+            for (int64_t tap = 0; tap < n_.taps; tap++) copy(state(tap, row), to.after(tap * width_), width_);
+        });
     }
 
     // The layer's inputs for pairs of features and tokens.
@@ -225,6 +247,7 @@ class Grower {
     const Growth& g_;
     const int64_t width_;
     const int64_t lengths_[2];  // of the row, before the new pairs and after them
+    std::vector<T> features_;                    // of the pairs that are new
     std::vector<T> residual_, beside_, states_;  // of the pairs of a pass
     std::vector<T> fed_, turns_, logits_;  // features of the nodes of a level, their rotary positions, and logits after them
     std::vector<uint8_t> reach_;
@@ -246,7 +269,8 @@ int64_t growing_room(const Network& n, int64_t fresh, int64_t length, int64_t th
     const int64_t rows = most(n, fresh), slots = length + fresh + n.levels * n.width;
     const int64_t of_pass = lay_out(n.model, rows, slots, threads, nullptr, nullptr);
     const int64_t of_scores = product_room(n.score, n.width, threads);
-    return of_pass > of_scores ? of_pass : of_scores;
+    const int64_t of_mixing = n.mix.panels ? product_room(n.mix, fresh, threads) : 0;
+    return std::max({of_pass, of_scores, of_mixing});
 }
 
 template <class T>

@@ -85,10 +85,14 @@ class EagleDrafter(NetworkDrafter[Network, Growth, Reader]):
         return [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]
 
     def _draft(self, reader: Reader, context: Context) -> Draft:
+        tree, start = self._tree, reader.lengths[0] + 1
+        if tree is not None and tree.mixes and (one := self._unread.take_row(_MOST_AT_ONCE)) is not None:
+            states, rows = one
+            return reader.grow(tree, states[1:], rows, context.tokens[0][start : start + len(rows)], mixed=False)
         counts, feature = self._new_features()
-        if self._tree is not None and len(counts) == 1 and 0 < counts[0] <= _MOST_AT_ONCE:
-            start = reader.lengths[0] + 1
-            return reader.grow(self._tree, feature, context.tokens[0][start : start + counts[0]])
+        if tree is not None and len(counts) == 1 and 0 < counts[0] <= _MOST_AT_ONCE:
+            tokens = context.tokens[0][start : start + counts[0]]
+            return reader.grow(tree, [feature], range(counts[0]), tokens, mixed=True)
         return self.growth.grow(reader, self._read_pairs(reader, context, feature, counts), context)
 
     def _read(self, reader: Reader, context: Context) -> None:

@@ -12,6 +12,7 @@ gives the layer both halves of the pair side by side, and does not require its o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +77,9 @@ class Network:
         feature = self._feature_norm if self.spec.norm_before_residual else None
         ids = None if self.vocabulary.full else self.vocabulary.ids
         norms = (self._token_norm, feature, self._last_norm)
-        return FusedTree(self.fused, *norms, self._score, self._table, ids, self.spec.norm_output, sizes)
+        normed = self.spec.fc_norm or self.spec.norm_before_fc
+        mix = self._fc if isinstance(self._fc, KernelLinear) and not normed else None
+        return FusedTree(self.fused, *norms, mix, self._score, self._table, ids, self.spec.norm_output, sizes)
 
     def feature(self, hidden: Float[Tensor, "B M D"], taps: Sequence[Float[Tensor, "B M D"]]) -> Float[Tensor, "B M D"]:
         """The target's feature at some places: its last state, or version 3's mixture of three."""
@@ -190,13 +193,24 @@ class Reader:
             done += width
         return found
 
-    def grow(self, tree: FusedTree, feature: Float[Tensor, "1 W D"], tokens: Sequence[int]) -> Draft:
-        """Commit the pairs of a batch of one row, forget all guesses, and draft the tree after them."""
+    def grow(
+        self,
+        tree: FusedTree,
+        states: Sequence[Float[Tensor, "1 N D"]],
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        mixed: bool,
+    ) -> Draft:
+        """Commit the pairs of a batch of one row, forget all guesses, and draft the tree after them; see
+        ``FusedTree.grow``.
+        """
         start, places = self._cache.lengths[0], len(tokens) + tree.sizes.levels - 1
-        grown = tree.grow(feature, tokens, *self.network.rotary.slice(start, start + places), self._cache)
+        turned = self.network.rotary.slice(start, start + places)
+        grown = tree.grow(states, rows, tokens, *turned, self._cache, mixed)
         self._cache.advance([len(tokens)])
         self._guesses = 0
-        return tree_of(grown.ids, grown.parents, grown.scores, grown.levels, tree.sizes.width, grown.levels)
+        made = tree_of(grown.ids, grown.parents, grown.scores, grown.levels, tree.sizes.width, grown.levels)
+        return replace(made, listed=(grown.ids.tolist(), grown.parents.tolist()))
 
     def _run(
         self,
