@@ -43,8 +43,11 @@ class Prepared:
         return digest(files(self.folder))
 
     def facts(self) -> dict[str, Any]:
-        """For the manifest of a run."""
-        return {"origin": self.origin, "sha256": self.sha256, "warning": self.warning, "card": self.card}
+        """For the manifest of a run; of the card all but the curve of its training."""
+        card = None if self.card is None else dict(self.card)
+        if card and isinstance(facts := card.get("facts"), dict):
+            card["facts"] = {name: value for name, value in facts.items() if name != "curve"}
+        return {"origin": self.origin, "sha256": self.sha256, "warning": self.warning, "card": card}
 
 
 def find(method: Mapping[str, Any], model: str, revision: str | None, paths: PathsConfig) -> Prepared | None:

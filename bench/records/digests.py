@@ -15,6 +15,7 @@ from typing import Any
 from bench.errors import UserError
 from bench.records import run_folder
 from bench.records.run_folder import CALIBRATION, CONFIG, DIGEST, MANIFEST, PAIRS, SAMPLES, SUMMARY
+from bench.utils import files
 from bench.utils.files import json_sha256, sha256
 
 ADDED = "added_at"  # beside the files: when a record got its digests that was made before there were any
@@ -35,7 +36,7 @@ def sealed(folder: Path, manifest: Mapping[str, Any], **more: Any) -> dict[str, 
 
 def resealed(folder: Path, manifest: Mapping[str, Any], **more: Any) -> str:
     """The text of the manifest with new digests of all files."""
-    return json.dumps(sealed(folder, manifest, **more), indent=2) + "\n"
+    return files.entry_per_line(sealed(folder, manifest, **more))
 
 
 def changed(folder: Path, manifest: Mapping[str, Any], *, data: bool = True) -> list[str]:

@@ -230,7 +230,7 @@ class RunFolder:
     def update(self, **facts: Any) -> None:
         """Change the manifest; a reader sees the old one or the new one, never a half."""
         self.manifest |= facts
-        _replace(self.path / MANIFEST, _json(self.manifest))
+        _replace(self.path / MANIFEST, files.entry_per_line(self.manifest))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json; it derives from the samples and can be made again."""
@@ -269,12 +269,12 @@ def restore(path: Path) -> None:
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Replace the summary of a run folder, which need not be the run being written, and its digest if it has one."""
-    content = _json(summary)
+    content = files.entry_per_line(summary)
     _replace(path / SUMMARY, content)
     manifest = read_manifest(path) or {}
     if DIGEST in manifest:
         manifest[DIGEST] |= {SUMMARY: files.sha256(content)}
-        _replace(path / MANIFEST, _json(manifest))
+        _replace(path / MANIFEST, files.entry_per_line(manifest))
 
 
 @contextmanager
@@ -525,10 +525,6 @@ def _faults(sample: Sample, eos: set[int]) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------------- writing
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def _line(sample: Sample) -> str:

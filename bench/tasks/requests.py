@@ -94,7 +94,7 @@ def _drawn(choices: Sequence[str], text: str) -> str:
 
 def _passages(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Title of an article and a passage of it, without headings; what is left of an article is dropped."""
-    title, passage, words = "", [], 0
+    title, passage, words = "", list[str](), 0
     for line in lines:
         if re.fullmatch("= [^=].*[^=] =", line):
             title, passage, words = _cleaned(line.strip("= ")), [], 0

@@ -88,6 +88,12 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     atomic_write(file, json.dumps(content, indent=1, ensure_ascii=False, default=plain) + "\n")
 
 
+def entry_per_line(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry: short, and a comparison shows what changed; unknown values are text."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(value, default=str)}" for name, value in content.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def plain(value: Any) -> Any:
     """For ``json.dumps``: numbers of numpy and torch as Python's, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

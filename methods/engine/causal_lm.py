@@ -396,13 +396,16 @@ class CausalLM:
             near = None if self.window is None else self._near_chain(cos, sin, mask, nodes, cache)
             return Pass(hidden, cos, sin, mask, None, end, cache, near)
         reach = None
-        if parents is not None and by_kernels and self.fused:
-            reach = token_tree.ancestors_on_host(parents.tolist())
-        elif parents is not None:
-            reach = token_tree.ancestors(parents, levels or nodes)
-        offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
         self._rope.reserve(end)
-        cos, sin = self._rope.gather(cache.length[:, None] + offsets)
+        if parents is not None and by_kernels and self.fused:
+            rows = parents.tolist()
+            reach = token_tree.ancestors_on_host(rows)
+            cos, sin = self._rope.gather(torch.tensor(token_tree.places_on_host(rows, cache.lengths)))
+        else:
+            if parents is not None:
+                reach = token_tree.ancestors(parents, levels or nodes)
+            offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
+            cos, sin = self._rope.gather(cache.length[:, None] + offsets)
         slots = None if cache.uniform and not fixed else cache.slots(nodes)
         if by_kernels:
             return Pass(hidden, cos, sin, None, slots, end, cache, fused=True, reach=reach)

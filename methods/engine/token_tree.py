@@ -54,6 +54,17 @@ def ancestors_on_host(parents: Sequence[Sequence[int]]) -> Bool[Tensor, "B M M"]
     return torch.frombuffer(bytearray().join(lines), dtype=torch.bool).view(len(parents), count, count)
 
 
+def places_on_host(parents: Sequence[Sequence[int]], roots: Sequence[int]) -> list[list[int]]:
+    """Positions of the nodes of each row, from that of its root: [b, i] is ``roots[b]`` and the depth of node i."""
+    places = []
+    for row, root in zip(parents, roots, strict=True):
+        line = [root]
+        for parent in row:
+            line.append(line[parent + 1] + 1)
+        places.append(line)
+    return places
+
+
 def closure_steps(levels: int) -> int:
     """Products that the closure over so many levels takes."""
     return max(levels - 1, 0).bit_length()

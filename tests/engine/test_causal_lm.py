@@ -407,7 +407,10 @@ def test_ancestors_and_depths():
     assert token_tree.depths(reach).tolist() == [[0, 1, 2, 2, 3, 1]]
     assert reach[0, 4].tolist() == [True, True, False, True, True, False]
     rows = [[-1, 0, 0, 2, -1], [-1, -1, 1, 1, 3]]
-    assert torch.equal(token_tree.ancestors_on_host(rows), token_tree.ancestors(torch.tensor(rows), levels=4))
+    every = token_tree.ancestors(torch.tensor(rows), levels=4)
+    assert torch.equal(token_tree.ancestors_on_host(rows), every)
+    places = torch.tensor([[7], [30]]) + token_tree.depths(every)
+    assert token_tree.places_on_host(rows, [7, 30]) == places.tolist()
 
 
 def test_caches_refuse_to_overflow():

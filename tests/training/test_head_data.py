@@ -200,6 +200,17 @@ def test_held_out_dialogues_are_not_learnt(made) -> None:
     assert sorted({*made.train, *made.held_out}) == list(range(len(made.answers.rows)))
 
 
+def test_a_dialogue_is_held_out_whatever_others_there_are() -> None:
+    rows = [Example([n, n // 7, 3], [1, 2]) for n in range(400)]
+    every, some = (features.Features(own.Answers(tuple(few), Path(), "")) for few in (rows, rows[::-2]))
+    prompts = [{tuple(made.answers.rows[row].prompt) for row in made.held_out} for made in (every, some)]
+    assert 10 < len(prompts[0]) < 30 and prompts[1] == prompts[0] & {tuple(row.prompt) for row in rows[::-2]}
+    for count in (2, 3, 5):  # where none is drawn, and where all are, there is one of each kind
+        for first in range(300):
+            made = features.Features(own.Answers(tuple(rows[first : first + count]), Path(), ""))
+            assert made.train and made.held_out and not {*made.train} & {*made.held_out}
+
+
 def test_features_are_computed_once(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = context(target, tmp_path)
     features.features(shop, hidden_layers=(1,), recipe=RECIPE)

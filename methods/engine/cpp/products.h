@@ -404,8 +404,9 @@ void multiply_plain(Team& team, const Matrix& m, const Rows& x, int64_t apart, f
             }
         }
     };
-    // another thread may have written them
-    if (team.size() > 1) ask_for(reinterpret_cast<const char*>(x.base), x.rows * x.words * int64_t(sizeof(float)));
+    // another thread may have written them; many more do not fit into the nearest cache
+    if (team.size() > 1 && x.tiles <= 2)
+        ask_for(reinterpret_cast<const char*>(x.base), x.rows * x.words * int64_t(sizeof(float)));
     over_panels<T>(team, m, x.rows, x.rows, x.rows > MOST_ROWS, apart, halves, sums, accumulate, finish);
 }
 

@@ -88,14 +88,41 @@ def test_a_line_without_an_answer_is_a_request_where_none_is_needed(tmp_path: Pa
             corpus.read(name)
 
 
-def test_paragraphs_with_a_task_are_those_whose_answers_ship(data_root: Path, tmp_path: Path) -> None:
+SHIPPED = {
+    "wikitext2_requests": (1101, "c3dac12cb3d99df06fa3ac18a3f9a918d8bacee4184ff4f8141c564531024583"),
+    "wikitext2_passages": (808, "4957f7eb86b6d4cd8ab2eb5192639e34b674fc116faa9fe3974a1046398b1713"),
+    "multi30k_requests": (2000, "41efc34e916ff5f16423a2ebf03ea93d8fe76d913433071421dabff70d5d62b0"),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_given_texts_with_a_task_are_those_whose_answers_ship(name: str, data_root: Path, tmp_path: Path) -> None:
     """Byte for byte: an answer is found by the ids of its prompt."""
-    texts = corpus.read("wikitext2_requests", sources=Sources(data_root, tmp_path), unanswered=True)
+    texts = corpus.read(name, sources=Sources(data_root, tmp_path), unanswered=True)
     said = [dialogue.said[0] for dialogue in texts.dialogues]
-    assert len(said) == 1101 and not any(dialogue.answer for dialogue in texts.dialogues)
-    digest = hashlib.sha256("\0".join(said).encode()).hexdigest()
-    assert digest == "c3dac12cb3d99df06fa3ac18a3f9a918d8bacee4184ff4f8141c564531024583"
-    assert not any(" @-@ " in text or " ," in text for text in said)
+    assert not any(dialogue.answer for dialogue in texts.dialogues)
+    assert (len(said), hashlib.sha256("\0".join(said).encode()).hexdigest()) == SHIPPED[name]
+    if name.startswith("wikitext2"):
+        assert not any(" @-@ " in text or " ," in text for text in said)
+
+
+def test_a_passage_is_of_one_article_and_comes_with_two_tasks(data_root: Path, tmp_path: Path) -> None:
+    lines = [
+        *("= First =", "a " * 100, "= = Part = =", "b " * 90, "c " * 10),  # the last one is too short
+        *("= Second =", "d " * 179, "e " * 400),  # the second paragraph makes it too long
+        *("= Third @-@ place =", "f , " * 100),
+        *("= <unk> of a title =", "g " * 200),
+    ]
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "valid.txt").write_text("\n".join(f" {line} " for line in lines))
+    found, _ = requests.passages(Sources(tmp_path, tmp_path / "cache"))
+    assert len(found) == 4 == len(set(found))
+    for first, second in (found[::2], found[1::2]):
+        assert ("a a" in first) == ("a a" in second)
+    of_first = [text for text in found if "a a" in text]
+    assert len(of_first) == 2 and all("a\nb b" in text and "c" not in text.split("b b b")[1][:300] for text in of_first)
+    assert all("f, f" in text for text in found if "a a" not in text)
+    assert not any(letter * 2 in text.replace(" ", "") for text in found for letter in "deg")
 
 
 # ------------------------------------------------------------------------------------------------- what really is there
@@ -111,6 +138,7 @@ def evaluated(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Eval
 def test_counts_of_the_documentation(evaluated: Evaluated, data_root: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
     wanted = {"dolly": 12, "gsm8k": 98, "own_requests": 0, "wikitext2_requests": 5}
+    wanted |= {"wikitext2_passages": 8, "multi30k_requests": 0}
     for name, count in wanted.items():
         texts = corpus.read(name, sources=Sources(data_root, tmp_path), evaluated=evaluated, unanswered=True)
         assert texts.left_out == {name: count}

@@ -662,6 +662,14 @@ def test_the_users_own_comes_before_all(cfg: RunConfig, make: Callable[..., None
     assert artifacts.Prepared(file, "checkpoint").sha256 == parts.prepared.sha256, "a file alone will do"
 
 
+def test_a_manifest_has_the_card_without_the_curve(tmp_path: Path) -> None:
+    learnt = {"facts": {"steps": 2, "curve": [{"step": 1}]}, "seed": 0}
+    part = artifacts.Prepared(tmp_path, "shipped", learnt)
+    assert part.facts()["card"] == {"facts": {"steps": 2}, "seed": 0} and "curve" in learnt["facts"]
+    assert artifacts.Prepared(tmp_path, "shipped", {"seed": 0}).facts()["card"] == {"seed": 0}
+    assert artifacts.Prepared(tmp_path, "checkpoint").facts()["card"] is None
+
+
 def test_another_part_is_another_run(cfg: RunConfig, make: Callable[..., None], folder: Path) -> None:
     make()
     first = identity(cfg)

@@ -1,8 +1,9 @@
-"""Places that the user names with out=."""
+"""Places that the user names with out=, and the text of files."""
 
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,10 @@ def test_a_folder_is_named_as_one_and_a_full_disk_is_no_matter_of_the_name(tmp_p
         (tmp_path / "file").mkdir(exist_ok=True)
     with pytest.raises(OSError, match="full"), files.output(tmp_path, "folder"):
         raise OSError(errno.ENOSPC, "full")
+
+
+def test_a_line_for_each_entry_is_read_back_as_it_was() -> None:
+    content = {"a": {"b": [1, 2.5, None], "c": "x\ny"}, "d": Path("e"), "f": []}
+    text = files.entry_per_line(content)
+    assert text.splitlines()[1:-1] == ['  "a": {"b": [1, 2.5, null], "c": "x\\ny"},', '  "d": "e",', '  "f": []']
+    assert json.loads(text) == content | {"d": "e"}
