@@ -67,9 +67,8 @@ def passages(sources: Sources) -> tuple[list[str], Revision]:
     found = list(_passages([row["text"].strip() for row in table.rows]))
     half = len(_OF_PASSAGES) // 2
     tasks = (_OF_PASSAGES, _OF_PASSAGES[half:] + _OF_PASSAGES[:half])
-    return [
-        _drawn(each, text).format(text=text, title=title) for each in tasks for title, text in found
-    ], table.revision
+    texts = [_drawn(each, text).format(text=text, title=title) for each in tasks for title, text in found]
+    return texts, table.revision
 
 
 def translations(sources: Sources) -> tuple[list[str], Revision]:

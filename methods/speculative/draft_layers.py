@@ -218,7 +218,9 @@ class Unread:
         passed = _Passed(counts, states, path, context.kept)
         if context.report is not None:  # a recorded round overwrites the states of the one before
             passed = passed.copied()
-        self._passes = [*(earlier.compact() for earlier in self._passes), passed]
+        if self._passes:  # of one alone the nodes may be asked for
+            self._passes[-1] = self._passes[-1].compact()
+        self._passes.append(passed)
 
     def read_by(self, context: Context) -> None:
         """Count what the last pass committed as read: a recorded draft reads it on the device."""

@@ -307,10 +307,10 @@ void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x
     tile<T, ROWS, WIDTH, ASKED>(weight, inputs, x, ask, total);
 }
 
-// Sums of one or two panels, [rows, width] or with `halves` [panel, rows, VECTORS], of at most `most` rows at a time. accumulate(panel, width, row, rows, total): those of
-// some rows from `row` on, `width` vectors from a panel on; finish(row, output, values, count): `count` outputs of one row,
-// from `output` on. sums: [threads, rows, WIDE * LANES]. With `apart` a panel and the one so many panels after it are
-// together: finish(row, output, values, values of the other).
+// Sums of one or two panels, [rows, width] or with `halves` [panel, rows, VECTORS], of at most `most` rows at a time.
+// accumulate(panel, width, row, rows, total): those of some rows from `row` on, `width` vectors from a panel on;
+// finish(row, output, values, count): `count` outputs of one row, from `output` on. sums: [threads, rows, WIDE * LANES].
+// With `apart` a panel and the one so many panels after it are together: finish(row, output, values, values of the other).
 template <class T, class Accumulate, class Finish>
 void over_panels(Team& team, const Matrix& m, int64_t rows, int64_t most, bool single, int64_t apart, bool halves,
                  float* sums, const Accumulate& accumulate, const Finish& finish) {
