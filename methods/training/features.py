@@ -82,8 +82,8 @@ class Features:
 
     Attributes:
         answers: the dialogues.
-        train, held_out: their numbers. A dialogue is held out by its prompt, whatever others there are: a network that
-            goes on with more answers is not judged by what it has learnt.
+        train, held_out: their numbers. A dialogue is held out by its prompt, whatever others there are, so that no
+            network is judged by what it has learnt from fewer of them.
 
     Raises:
         ValueError: fewer than two dialogues.
