@@ -211,9 +211,9 @@ def test_hits_follow_blocks(options: dict[str, Any], target: CausalLM) -> None:
 
 
 def context(target: CausalLM, folder: Path, points: list[Any] | None = None) -> TrainingContext:
-    """Prompts of a target whose answers count on from them."""
+    """Different prompts of a target whose answers count on from them; copies would all be held out together."""
     folder.mkdir(parents=True, exist_ok=True)
-    corpus = [Example([(7 * n) % 29, (5 * n + 3) % 29], []) for n in range(200)]
+    corpus = [Example([(7 * n) % 29, (5 * n + 2 * (n // 29) + 3) % 29], []) for n in range(200)]
     log = [].append if points is None else points.append
     return TrainingContext(
         output=folder, shared_cache=folder.parent / "common", model=target, examples=corpus, seed=3, log=log
