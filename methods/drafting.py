@@ -93,7 +93,7 @@ class Draft:
         """One path per row from ids on the host, ragged; a row may be empty."""
         tokens = padded(rows)
         parents = [list(range(-1, len(row) - 1)) for row in tokens]
-        made = cls.chain(from_host(tokens, device).view(len(rows), len(tokens[0])), sizes=[len(row) for row in rows])
+        made = cls.chain(from_host(tokens, device), sizes=[len(row) for row in rows])
         return replace(made, listed=(tokens, parents))
 
     def lists(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -126,8 +126,7 @@ def _chain_parents(nodes: int, device: torch.device) -> Int[Tensor, "N"]:
 
 def ragged(rows: Sequence[list[int]], device: torch.device) -> Int[Tensor, "B N"]:
     """Rows from the host, ``ABSENT`` after their ends; all may be empty."""
-    found = padded(rows)
-    return from_host(found, device).view(len(rows), len(found[0]))
+    return from_host(padded(rows), device)
 
 
 def padded(rows: Sequence[list[int]]) -> list[list[int]]:

@@ -15,8 +15,7 @@ from typing import Any
 from bench.errors import UserError
 from bench.records import run_folder
 from bench.records.run_folder import CALIBRATION, CONFIG, DIGEST, MANIFEST, PAIRS, SAMPLES, SUMMARY
-from bench.utils import files
-from bench.utils.files import json_sha256, sha256
+from bench.utils.files import entry_per_line, json_sha256, sha256
 
 ADDED = "added_at"  # beside the files: when a record got its digests that was made before there were any
 _RESTORE = "Restore it, or measure again with --fresh"
@@ -36,7 +35,7 @@ def sealed(folder: Path, manifest: Mapping[str, Any], **more: Any) -> dict[str, 
 
 def resealed(folder: Path, manifest: Mapping[str, Any], **more: Any) -> str:
     """The text of the manifest with new digests of all files."""
-    return files.entry_per_line(sealed(folder, manifest, **more))
+    return entry_per_line(sealed(folder, manifest, **more))
 
 
 def changed(folder: Path, manifest: Mapping[str, Any], *, data: bool = True) -> list[str]:

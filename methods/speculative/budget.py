@@ -398,21 +398,15 @@ class Pace:
     def _trimmed(self, draft: Draft, chosen: list[list[int]], trees: list[list[int]], nodes: int) -> Draft:
         """Only the chosen columns; a row with fewer nodes than that keeps columns without a node."""
         filled = [own + list(range(len(own), nodes)) for own in chosen]
-        parents, listed, device = [tree + [-1] * (nodes - len(tree)) for tree in trees], None, draft.tokens.device
-        if draft.listed is not None:
-            rows = [[row[c] for c in own] for row, own in zip(draft.listed[0], filled, strict=True)]
-            listed = rows, parents
-        if draft.listed is None or draft.probs is not None or self._trims:
-            columns = from_host(filled, device).view(len(filled), nodes)
+        columns = from_host(filled, draft.tokens.device).view(len(filled), nodes)
         if self._trims:
             cast(TrimmableDrafter, self.drafter).trim(columns)
-        if listed is None:
-            tokens = draft.tokens.gather(1, columns)
-        else:
-            tokens = from_host(listed[0], device).view(len(filled), nodes)
-        probs = draft.probs
+        tokens, probs, listed = draft.tokens.gather(1, columns), draft.probs, None
         if probs is not None:
             probs = probs.gather(1, columns[:, :, None].expand(-1, -1, probs.shape[2]))
+        parents = [tree + [-1] * (nodes - len(tree)) for tree in trees]
+        if draft.listed is not None:
+            listed = [[row[c] for c in own] for row, own in zip(draft.listed[0], filled, strict=True)], parents
         sizes = [len(tree) for tree in trees]
         if draft.auxiliary is None and all(_is_chain(tree) for tree in trees):
             return replace(Draft.chain(tokens, probs, sizes, draft.passes), listed=listed)
@@ -420,7 +414,7 @@ class Pace:
         return replace(
             draft,
             tokens=tokens,
-            parents=from_host(parents, device).view(len(trees), nodes),
+            parents=from_host(parents, columns.device).view(len(trees), nodes),
             probs=probs,
             sizes=sizes,
             depths=depths,

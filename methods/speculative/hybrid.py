@@ -184,11 +184,11 @@ class HybridDrafter:
         if all(tree.is_chain for tree in trees):
             chains = Draft.chains([tree.tokens for tree in trees], device)
             return replace(chains, passes=drafted.passes, gains=every, source="both", sources=origins)
+        # padding is -1, in parents too, as for children of the root
         tokens, parents = padded([tree.tokens for tree in trees]), padded([tree.parents for tree in trees])
-        size = (len(trees), len(tokens[0]))
         return Draft(
-            from_host(tokens, device).view(size),
-            from_host(parents, device).view(size),  # padding is -1, as for children of the root
+            from_host(tokens, device),
+            from_host(parents, device),
             sizes=[len(tree.tokens) for tree in trees],
             depths=[tree.depth for tree in trees],
             levels=max(tree.depth for tree in trees),
