@@ -97,8 +97,9 @@ def load(
     if name is None and (device, dtype) != ("auto", "auto"):
         raise UserError("A model in memory keeps its device and dtype. Convert it before: model.to(...).")
     machine.set_threads(cfg.hardware.threads)
-    loading.import_libraries()
-    before, hardware = instruments.settled_bytes() or 0, asdict(cfg.hardware)
+    hardware = asdict(cfg.hardware)
+    loading.settle_libraries(hardware)
+    before = instruments.settled_bytes() or 0
     if name is None:
         loaded = loading.load_module(target, tokenizer, hardware)
         lm, size = loaded.lm, _grown(before) + _size(loaded.lm.hf)

@@ -93,7 +93,7 @@ def run(cfg: RunConfig, grid: Grid, *, method: bool, fresh: bool, clock: Clock =
     if method:
         preconditions.require(preconditions.check(cfg, speed_only=True))
     machine.set_threads(cfg.hardware.threads)
-    loading.import_libraries()
+    loading.settle_libraries(asdict(cfg.hardware))
     loaded = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths)
     _check_model(loaded, grid)
     path = Path(cfg.paths.results) / "costs" / folder_id(cfg, loaded)

@@ -224,7 +224,8 @@ def _prepare(cfgs: Sequence[RunConfig], given: Given) -> tuple[Shared, list[Part
     machine.set_threads(cfg.hardware.threads)
     named = [each.method["name"] for each, reason in zip(cfgs, refused, strict=True) if reason is None]
     stage(f"loading model {cfg.model['name']} and {'method' if len(named) == 1 else 'methods'} {', '.join(named)}")
-    loading.import_libraries()
+    loading.settle_libraries(asdict(cfg.hardware))
+    task.load_scorers()
     if given.loaded is None:
         memory_plan.require_before(cfg, examples)
     floor_bytes = instruments.settled_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import sys
 from collections.abc import Mapping
@@ -30,11 +31,28 @@ _BY_NAME = {"smollm2": "bench.models.embedded.EmbeddedModel", "random": "bench.m
 _ELSE = "bench.models.hub.HubModel"
 
 
-def import_libraries() -> None:
-    """Import what loading imports, so that its memory is not counted as the model's."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+def settle_libraries(hardware: Mapping[str, Any]) -> None:
+    """Import what loading imports and, on a CPU, let a small model read a prompt.
 
-    import methods.engine.causal_lm  # noqa: F401
+    Otherwise the memory of code, which is read into memory at its first use, would count as the model's.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+    device, dtype = resolve_hardware(hardware)
+    if device.type == "cpu":
+        _read_a_prompt(dtype)
+
+
+@functools.cache
+def _read_a_prompt(dtype: torch.dtype) -> None:
+    import torch
+
+    from bench.models.random_weights import RandomModel
+    from methods.engine.causal_lm import CausalLM
+
+    lm = CausalLM.from_hf(RandomModel(layers=1).read(dtype, Path()).model.requires_grad_(False))
+    with torch.inference_mode():
+        lm.prefill([torch.arange(32)], lm.new_cache(1, 32))
 
 
 def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConfig, *, keep_hf: bool = False) -> Loaded:

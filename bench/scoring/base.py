@@ -20,6 +20,9 @@ class Scorer(ABC):
 
     metrics: ClassVar[tuple[str, ...]]
 
+    def load(self) -> None:  # noqa: B027 - most need nothing
+        """Import what scoring takes, if it is not there yet."""
+
     @abstractmethod
     def score(self, reference: Any, answer: str) -> dict[str, float]:
         """Percentages of one answer by metric; a metric that was not measured is absent."""

@@ -20,6 +20,9 @@ class RougeScorer(Scorer):
 
         return rouge_scorer.RougeScorer(list(self.metrics), use_stemmer=True)
 
+    def load(self) -> None:
+        self._rouge.score("a", "a")
+
     def score(self, reference: Any, answer: str) -> dict[str, float]:
         found = self._rouge.score(str(reference), answer)
         return {metric: percent(found[metric].fmeasure) for metric in self.metrics}

@@ -40,6 +40,9 @@ class TranslationScorer(Scorer):
             metric.corpus_score(["a"], [["a"]])  # a signature names the number of references, known after a first use
         return metrics
 
+    def load(self) -> None:
+        _ = self._sentence, self._corpus
+
     def score(self, reference: Any, answer: str) -> dict[str, float]:
         line = one_line(answer)
         return {name: float(m.sentence_score(line, [str(reference)]).score) for name, m in self._sentence.items()}

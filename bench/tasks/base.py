@@ -244,6 +244,11 @@ class Task(ABC):
             found |= judge.change(*([pair for pair in pairs if pair[0] is not None] for pairs in judged))
         return found
 
+    def load_scorers(self) -> None:
+        """Import what scoring takes, before the memory of a run is measured."""
+        for judge in self._judges():
+            judge.load()
+
     def notes(self) -> dict[str, str]:
         """How each metric is computed, or why it is absent."""
         return {metric: note for judge in self._judges() for metric, note in judge.notes().items()}

@@ -51,7 +51,7 @@ States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # aft
 
 _PREFILL_CHUNK = 512
 _SCORE_CHUNK = 256
-_LEAST_CHUNK, _MOST_ROWS = 16, 4096
+_LEAST_CHUNK, _MOST_CHUNK, _MOST_ROWS = 16, 256, 1024
 _SPARSE = 0.75
 
 
@@ -706,7 +706,7 @@ class CausalLM:
         if not self.fused:
             return _PREFILL_CHUNK
         # kernels: their buffers of 32 bit take 25 kB a row, and a short pass fills them as well
-        return min(_PREFILL_CHUNK, max(_LEAST_CHUNK, _MOST_ROWS // rows))
+        return min(_MOST_CHUNK, max(_LEAST_CHUNK, _MOST_ROWS // rows))
 
     def prefill_rows(self, prompts: Mapping[int, Int[Tensor, "_"]], cache: Cache) -> Output:
         """Read whole prompts, by row, into some rows of a cache, in place of their content; the others do not change.

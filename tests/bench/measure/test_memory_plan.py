@@ -104,8 +104,8 @@ def test_with_the_model_loaded_only_what_is_to_come_must_fit(cfg: RunConfig, mon
     monkeypatch.setattr(loading, "_require_memory", lambda *_: None)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 160 * MIB)
     prepare(cfg)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 100 * MIB)
-    with pytest.raises(UserError, match=r"needs [\d.]+ MiB beside what is loaded, and 100\.0 MiB are free"):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 50 * MIB)
+    with pytest.raises(UserError, match=r"needs [\d.]+ MiB beside what is loaded, and 50\.0 MiB are free"):
         prepare(cfg)
 
 
