@@ -95,7 +95,7 @@ def generate(
     made = decoder(target, cfg, drafts)
     if isinstance(made, Calibrated) and made.calibrator is not None:
         raise UserError(f"method={method} with a calibration chooses its threshold in benchmark. Pass threshold=VALUE.")
-    size = batch_size or min(ROWS, made.max_batch or ROWS)
+    size = batch_size or min(ROWS, made.most_rows(cfg.method) or ROWS)
     _hand_over_costs(target, made, min(size, len(rows)), max(map(len, rows)))
     found: list[Generation] = []
     for start in range(0, len(rows), size):

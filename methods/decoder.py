@@ -100,7 +100,7 @@ class Decoder(ABC):
     Attributes:
         guarantee: what the method promises; on the class with default settings, on an object with its own.
         family: kind of method.
-        max_batch: most rows; None: any number.
+        max_batch: most rows; None: any number, or ``most_rows`` says it.
         needs_gpu: runs on CUDA only.
         needs_hf: decodes with the Hugging Face model, which then stays loaded.
         continuous_batching: rows can be given new prompts (``Refillable``).
@@ -166,6 +166,11 @@ class Decoder(ABC):
     def needs_checkpoint(cls, settings: Mapping[str, Any]) -> bool:
         """Whether a ``method`` group that names no checkpoint requires one."""
         return cls.trainable and all(settings.get(key) is None for key in ("checkpoint", *cls.instead_of_checkpoint))
+
+    @classmethod
+    def most_rows(cls, settings: Mapping[str, Any]) -> int | None:
+        """Most rows of a ``method`` group; None: any number."""
+        return cls.max_batch
 
     @classmethod
     def needs_draft_model(cls, settings: Mapping[str, Any]) -> bool:

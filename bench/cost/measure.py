@@ -406,7 +406,7 @@ def measure_drafts(cost: CostRun) -> None:
 
 
 def _batches(cost: CostRun) -> list[int]:
-    most = instantiate.method_class(cost.cfg.method).max_batch
+    most = instantiate.method_class(cost.cfg.method).most_rows(cost.cfg.method)
     return [batch for batch in sorted(set(cost.grid.batches)) if most is None or batch <= most]
 
 

@@ -128,7 +128,7 @@ def _module(cfg: RunConfig) -> str | None:
 
 
 def _batch(cfg: RunConfig) -> str | None:
-    most = _method(cfg).max_batch
+    most = _method(cfg).most_rows(cfg.method)
     if most is None or cfg.batch_size <= most:
         return None
     return f"batch_size must be at most {most} for method={cfg.method['name']}, got {cfg.batch_size}."

@@ -9,6 +9,9 @@ does.
 logits for every token of a prompt, not only for the last one. A draft model is a second model behind the library's
 interface for drafters, which writes ``gamma`` tokens greedily.
 
+The library's loop takes one row. A batch has a sequence of llama.cpp for each, in a context of its own, and a round is one
+pass over the last token of every row that is not done. Drafts are for one row.
+
 Differences from our engine: keys and values have 16 bit (``kv``); products multiply weights of bfloat16 with inputs
 rounded to it, and quantised ones with inputs of 8 bit. So texts differ in near-ties, and every run reports how often.
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -32,18 +35,20 @@ from gguf import GGMLQuantizationType as Type
 from jaxtyping import Int, Int32
 from torch import Generator, Tensor
 
-from methods.decoder import Decoder, Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Rounds, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.external import gguf_file
+from methods.rows import ComputedRows
 
 _KINDS = {"f32": (Type.F32, torch.float32), "f16": (Type.F16, torch.float16), "bf16": (Type.BF16, torch.bfloat16)}
+_SLOTS = 256  # llama.cpp rounds the room of a sequence up to a multiple of it
 _GREEDY = {"temp": 0.0, "repeat_penalty": 1.0}
 
 
 class LlamaCpp(Decoder):
-    """llama-cpp-python's ``Llama.generate``, greedy, one row at a time.
+    """llama-cpp-python's ``Llama.generate``, greedy, or for several rows llama.cpp's passes over a batch.
 
     Args:
         target: a causal model of the types in ``gguf_file.ARCHITECTURES``.
@@ -65,7 +70,6 @@ class LlamaCpp(Decoder):
 
     guarantee = Guarantee.EXACT
     family = "external"
-    max_batch = 1
     model_kind = "causal"
     greedy_only = True
     libraries = {"llama-cpp-python": "rivals"}
@@ -120,12 +124,24 @@ class LlamaCpp(Decoder):
         self._draft_file = None if draft_model is None else gguf_file.write(draft_model, folder)
         self._model: Any = None
         self._drafter: _Drafter | None = None
+        self._sequences: _Sequences | None = None
         self._build(min(context, target.max_positions))
 
-    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
+    @classmethod
+    def most_rows(cls, settings: Mapping[str, Any]) -> int | None:
+        """See ``methods.decoder.Decoder.most_rows``: with drafts one, else any number."""
+        return None if settings.get("draft", "none") == "none" and settings.get("draft_model") is None else 1
+
+    def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Rounds:
         """See ``methods.decoder.Decoder.decode``; a round is a pass of llama.cpp and what the library keeps of it."""
-        if len(prompts) != 1:
-            raise ValueError(f"batch_size must be 1 for llama_cpp, got {len(prompts)}. Set batch_size=1.")
+        if len(prompts) > 1:
+            if self._drafter is not None:
+                raise ValueError(
+                    f"batch_size must be 1 for llama_cpp with drafts, got {len(prompts)}. Set batch_size=1, or "
+                    "method.draft=none."
+                )
+            yield from self._decode_rows(prompts, limit)
+            return
         longest = len(prompts[0]) + limit + self._gamma + 1
         if longest > self._context:
             self._build(self._context * 2 ** math.ceil(math.log2(longest / self._context)))
@@ -144,6 +160,27 @@ class LlamaCpp(Decoder):
                 if done >= limit:
                     return
 
+    def _decode_rows(self, prompts: list[Int[Tensor, "_"]], limit: int) -> Rounds:
+        sequences = self._sequences_for(len(prompts), max(map(len, prompts)) + limit)
+        rows, counts = ComputedRows(len(prompts)), [1] * len(prompts)
+        last = sequences.read(dict(enumerate(prompt.tolist() for prompt in prompts)))
+        rows.take((yield Step.undrafted([[token] for token in last.values()], rows=len(last))))
+        while any(open_rows := rows.below(limit, counts)):
+            last = sequences.read({row: [last[row]] for row, is_open in enumerate(open_rows) if is_open})
+            counts = [count + is_open for count, is_open in zip(counts, open_rows, strict=True)]
+            tokens = [[last[row]] if is_open else [] for row, is_open in enumerate(open_rows)]
+            rows.take((yield Step.undrafted(tokens, rows=len(last))))
+
+    def _sequences_for(self, rows: int, slots: int) -> _Sequences:
+        """Empty ones."""
+        if self._sequences is None or self._sequences.rows != rows or self._sequences.slots < slots:
+            if self._sequences is not None:
+                self._sequences.close()
+            self._sequences = _Sequences(self._library, self._model, rows, slots)
+            self._made += 1
+        self._sequences.clear()
+        return self._sequences
+
     def memory(self) -> dict[str, int | None]:
         """See ``methods.decoder.Decoder.memory``; weights are counted by their files."""
         files = [file for file in (self._file, self._draft_file) if file is not None]
@@ -151,7 +188,7 @@ class LlamaCpp(Decoder):
         tokens = sum(2 * model.n_layers * model.kv_heads * model.head_dim for model in models)
         return {
             "weights": sum(file.stat().st_size for file in files),
-            "cache": self._context * tokens * self._kv_bytes,
+            "cache": (self._context + (self._sequences.all_slots if self._sequences else 0)) * tokens * self._kv_bytes,
         }
 
     def stats(self) -> dict[str, Any]:
@@ -160,6 +197,9 @@ class LlamaCpp(Decoder):
         return {"system": system, "context": self._context, "contexts_made": self._made}
 
     def _build(self, context: int) -> None:
+        if self._sequences is not None:
+            self._sequences.close()
+            self._sequences = None
         for old in self._models():
             old.close()
         # With a drafter the library keeps the scores of every position, but makes room for one batch of them only.
@@ -177,6 +217,65 @@ class LlamaCpp(Decoder):
 
     def _models(self) -> list[Any]:
         return [model for model in (self._model, self._drafter and self._drafter.model) if model is not None]
+
+
+class _Sequences:
+    """A context of llama.cpp with a sequence for each row of a batch, over the weights of a ``Llama``.
+
+    Attributes:
+        rows: of the batch.
+        slots: tokens that each has room for.
+    """
+
+    def __init__(self, library: Any, model: Any, rows: int, slots: int) -> None:
+        from llama_cpp import _internals
+
+        self.rows, self.slots = rows, -(-slots // _SLOTS) * _SLOTS
+        options = type(model.context_params).from_buffer_copy(model.context_params)
+        options.n_seq_max, options.n_ctx, options.kv_unified = rows, self.all_slots, False
+        options.n_batch = max(rows, options.n_batch)
+        self._library, self._most, self._vocabulary = library, int(options.n_batch), int(model.n_vocab())
+        self._context = _internals.LlamaContext(model=model._model, params=options, verbose=False)
+        self._batch = _internals.LlamaBatch(n_tokens=self._most, embd=0, n_seq_max=1, verbose=False)
+        self._lengths = [0] * rows
+
+    @property
+    def all_slots(self) -> int:
+        return self.rows * self.slots
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._library.llama_memory_clear(self._context.memory, False)
+        self._lengths = [0] * self.rows
+
+    def read(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """Append tokens to some rows; the likeliest next one of each."""
+        each = [(row, id, place == len(ids)) for row, ids in tokens.items() for place, id in enumerate(ids, start=1)]
+        found: dict[int, int] = {}
+        for start in range(0, len(each), self._most):
+            found |= self._pass(each[start : start + self._most])
+        return found
+
+    def _pass(self, tokens: Sequence[tuple[int, int, bool]]) -> dict[int, int]:
+        """Over tokens of rows; the likeliest next one where it is asked for."""
+        batch = self._batch.batch
+        batch.n_tokens = len(tokens)
+        for place, (row, id, asked) in enumerate(tokens):
+            batch.token[place], batch.pos[place], batch.logits[place] = id, self._lengths[row], asked
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
+            self._lengths[row] += 1
+        if failed := self._library.llama_decode(self._context.ctx, batch):
+            raise RuntimeError(f"llama.cpp could not decode a batch of {self.rows} rows: it returned {failed}.")
+        return {row: self._likeliest(place) for place, (row, _, asked) in enumerate(tokens) if asked}
+
+    def _likeliest(self, place: int) -> int:
+        logits = self._library.llama_get_logits_ith(self._context.ctx, place)
+        return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+    def close(self) -> None:
+        """Free the context; the weights stay."""
+        self._batch.close()
+        self._context.close()
 
 
 class _Passes:

@@ -57,8 +57,37 @@ def test_the_contract_of_decoders(draft, target, folder):
     used = make(target, Sampling())
     checks.outputs(used, [first], 12)
     assert checks.outputs(used, [second], 12) == checks.outputs(make(target, Sampling()), [second], 12)
-    with pytest.raises(ValueError, match="batch_size=1"):
+    if draft == "none":
         checks.check_batch(make, target)
+    else:
+        with pytest.raises(ValueError, match="batch_size must be 1 for llama_cpp with drafts, got "):
+            checks.check_batch(make, target)
+
+
+@installed
+def test_rows_of_a_batch_leave_it_and_the_others_do_not_change(target, folder):
+    batch = checks.prompts(target.vocab_size, (600, 3, 40))  # more tokens than the library reads at once
+    rival = LlamaCpp(target, Sampling(), kv="f32", storage=folder)
+    alone = [checks.outputs(rival, [prompt], 12)[0] for prompt in batch]
+    rounds, texts, computed = rival.decode(batch, 12, torch.Generator()), [[], [], []], []
+    step = next(rounds)
+    while step is not None:
+        computed.append(step.rows)
+        for text, new in zip(texts, step.tokens, strict=True):
+            text += new
+        try:
+            step = rounds.send({1: None} if len(computed) == 4 else {})
+        except StopIteration:
+            step = None
+    assert computed == [3] * 4 + [2] * 8
+    assert texts == [alone[0], alone[1][:4], alone[2]]
+
+
+def test_a_batch_with_drafts_is_refused_before_anything_is_loaded(tmp_path):
+    words = ["method=llama_cpp", "dataset=demo", "batch_size=4", f"paths.results={tmp_path}"]
+    asked = "batch_size must be at most 1 for method=llama_cpp, got 4."
+    assert asked in preconditions.check(compose.compose([*words, "method.draft=prompt_lookup"]))
+    assert asked not in preconditions.check(compose.compose(words))
 
 
 @installed
