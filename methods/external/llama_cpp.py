@@ -9,8 +9,8 @@ does.
 logits for every token of a prompt, not only for the last one. A draft model is a second model behind the library's
 interface for drafters, which writes ``gamma`` tokens greedily.
 
-The library's loop takes one row. A batch has a sequence of llama.cpp for each, in a context of its own, and a round is one
-pass over the last token of every row that is not done. Drafts are for one row.
+The library's loop takes one row. A batch has a sequence of llama.cpp for each row, in a context of its own, and a round
+is one pass over the last token of every row that is not done. Drafts are for one row.
 
 Differences from our engine: keys and values have 16 bit (``kv``); products multiply weights of bfloat16 with inputs
 rounded to it, and quantised ones with inputs of 8 bit. So texts differ in near-ties, and every run reports how often.
