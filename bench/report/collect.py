@@ -105,6 +105,7 @@ def row(record: Record) -> FlatRow:
         "source": record.source,
         "status": manifest.get("status"),
         **named,
+        "weights": (manifest.get("model") or {}).get("weights") or "full",
         "result": None if summary is None else result(summary),
         "valid": None if summary is None else is_valid(summary),
         "reasons": record.problem or "; ".join(audit.explained(summary or {})),
