@@ -147,6 +147,7 @@ class Runner:
         task: writes prompts and scores answers.
         examples: what is measured, in order.
         spare: examples that are not measured; warm-up prefers them.
+        between: called between prompts while measuring.
     """
 
     baseline: Decoder
@@ -159,6 +160,7 @@ class Runner:
     spare: Sequence[Any] = ()
     wall: Callable[[], float] = time.perf_counter
     seconds: Seconds = field(default_factory=Seconds)
+    between: Callable[[], None] | None = None
     _answers: dict[str, str] = field(default_factory=dict)
     _spent_ns: dict[str, tuple[int, int]] = field(default_factory=dict)  # by baseline and method, in this process
     _scores: dict[tuple[str, str], tuple[dict[str, float], str | None]] = field(default_factory=dict)
@@ -212,6 +214,7 @@ class Runner:
                         self._decode_all(self._unit(batch, repeat), self._missing(batch, repeat))
                         progress.advance(len(batch.examples), self._so_far())
                         self.instruments.clocks.note()
+                        self._between()
                         _settle()
                 self._measure_stalled_again(units)
             except KeyboardInterrupt as interrupt:
@@ -219,6 +222,15 @@ class Runner:
                 raise
             finally:
                 self.seconds.loop += self.wall() - begin
+
+    def _between(self) -> None:
+        """Its time is that of costs and not of the loop."""
+        if self.between is not None:
+            begin = self.wall()
+            self.between()
+            took = self.wall() - begin
+            self.seconds.cost_curve += took
+            self.seconds.loop -= took
 
     def decode_for(self, decoder: Decoder, least_s: float) -> tuple[float, int]:
         """Decode measured prompts, from the first one on and over and over, for at least so many seconds.

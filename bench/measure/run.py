@@ -23,6 +23,7 @@ from bench.errors import RunFailed, UserError, explain
 from bench.measure import (
     acceptance_check,
     agreement,
+    cost_watch,
     draft_costs,
     instruments,
     manifest,
@@ -32,6 +33,7 @@ from bench.measure import (
     threshold_calibration,
     verify_cost,
 )
+from bench.measure.cost_watch import CostWatch
 from bench.measure.interleave import MethodArm, Runner, Seconds
 from bench.measure.manifest import Parts, Shared
 from bench.measure.threshold_calibration import Choice, Writer
@@ -422,7 +424,12 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
             stage("capturing the passes that the prompts may need")
             GraphedLM.prepare(_longest(shared))
         ahead = manifest.made_ahead(shared)
-        runner.measure()
+        watch = _cost_watch(arms, shared, runner)
+        try:
+            runner.measure()
+        finally:
+            if watch is not None:
+                watch.record()
         in_all = manifest.made_ahead(shared)
         with _clocked(spent, "device"):
             observation.observe(runner.open, runner, arms[0][0].measure)
@@ -494,6 +501,18 @@ def _confirm_costs(fresh: Sequence[MethodArm], shared: Shared, spent: Seconds, *
             first = arm.folder.manifest["draft_costs"]
             arm.folder.update(draft_costs=draft_costs.settled(first, own[id(arm)], again))
             _use_costs(arm)
+
+
+def _cost_watch(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, runner: Runner) -> CostWatch | None:
+    """What looks at the costs of passes between prompts, where there are costs."""
+    lm, settings = shared.loaded.lm, shared.settings
+    kept = [arm for _, _, arm in arms if {"cost_curve", "draft_costs"} & arm.folder.manifest.keys()]
+    if not kept or lm.device.type != "cpu" or shared.loaded.denoises:
+        return None
+    context = max(1, min(_middle(shared), settings.context - cost_watch.MOST))
+    watch = CostWatch(lm, kept, _batch_of_costs(shared), context, runner.wall)
+    runner.between = watch.look
+    return watch
 
 
 def _use_costs(arm: MethodArm) -> None:

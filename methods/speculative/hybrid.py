@@ -336,10 +336,13 @@ class Hybrid(HeadsDecoder):
         return drafter
 
     def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        known, before = self.costs is not None, self.drafter
         super().use_costs(costs)
         self._own.use_costs(costs)
         self.costs = self._own.costs
         self.drafter = self._heads = self._join(self._network())
+        if known and isinstance(before, HybridDrafter):
+            self.drafter.rounds = before.rounds
 
     def forget_costs(self) -> None:
         super().forget_costs()

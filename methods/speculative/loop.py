@@ -83,7 +83,9 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         return 1 + self.drafter.nodes if self._costs_option == "auto" and self.costs is None else 0
 
     def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
-        self.costs, self._tally = Costs.of(costs), Tally()
+        if self.costs is None:  # others come while a run goes on
+            self._tally = Tally()
+        self.costs = Costs.of(costs)
 
     def forget_costs(self) -> None:
         self.costs, self._tally = Costs.given(self._costs_option), Tally()

@@ -1,0 +1,124 @@
+"""Costs of passes while a run goes on: what decoders get, what the record says, and a run that was cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.analysis.cost_curve import CostCurve, CostSurface
+from bench.config import compose
+from bench.config.schema import PathsConfig, RunConfig
+from bench.measure import cost_watch, draft_costs, verify_cost
+from bench.measure.run import run
+from bench.records.run_folder import read_manifest, read_samples
+from methods.speculative.token_recycling import TokenRecycling
+
+PROMPTS = [{"question_id": i, "category": "any", "turns": [f"Say {i} {i} {i} again."]} for i in range(4)]
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> RunConfig:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    words = ["model=random", "dataset=jsonl", f"dataset.path={file}", "hardware=cpu_fp32", "hardware.threads=1"]
+    more = ["max_new_tokens=12", "measure.bootstrap_samples=100", "measure.warmup=1"]
+    composed = compose.compose(["method=token_recycling", "method.costs=auto", *words, *more])
+    return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
+
+
+def test_costs_have_the_passes_of_the_moment_and_larger_ones_change_as_the_largest() -> None:
+    costs = [[0.0, 0.1], [1.0, 1.0], [4.0, 1.2], [16.0, 1.5], [32.0, 2.0]]
+    found = cost_watch.scaled_costs(costs, {1: 0.010, 4: 0.015, 16: 0.030})
+    assert found == [[0.0, 0.1], [1.0, 1.0], [4.0, 1.5], [16.0, 3.0], [32.0, 4.0]]
+    noisy = cost_watch.scaled_costs(costs, {1: 0.010, 4: 0.015, 16: 0.012})
+    assert noisy == [[0.0, 0.1], [1.0, 1.0], [4.0, 1.5], [16.0, 1.5], [32.0, 1.6]], "no larger pass takes less"
+
+
+def test_a_curve_is_scaled_at_all_contexts_alike() -> None:
+    curve = CostCurve((1, 2, 4), 1, (10, 30), ((1.0, 1.5, 2.0), (2.0, 2.5, 3.0)))
+    scaled = cost_watch.scaled_curve(CostSurface((curve,)), 1, 20, {1: 3.0, 4: 5.0})
+    assert scaled.seconds(1, 1, 20) == pytest.approx(3.0) and scaled.seconds(4, 1, 20) == pytest.approx(5.0)
+    assert scaled.seconds(1, 1, 10) == pytest.approx(2.0) and scaled.seconds(4, 1, 30) == pytest.approx(6.0)
+
+
+def _another_machine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From the second look on a pass over n nodes takes n seconds; returns the costs that decoders get."""
+    handed: list[Any] = []
+    use = TokenRecycling.use_costs
+
+    def use_costs(self: TokenRecycling, costs: Any) -> None:
+        handed.append([list(pair) for pair in costs])
+        use(self, costs)
+
+    monkeypatch.setattr(TokenRecycling, "use_costs", use_costs)
+    looks, measure = [0], verify_cost.measure
+
+    def measured(target: Any, batch: int, nodes: Any, contexts: Any, repeats: int = 7, **more: Any) -> CostCurve:
+        looks[0] += repeats == cost_watch.REPEATS
+        if repeats != cost_watch.REPEATS:
+            return measure(target, batch, nodes, contexts, 1, **more)
+        share = 1.0 if looks[0] > 1 else 0.01
+        return CostCurve(tuple(nodes), batch, tuple(contexts), (tuple(1.0 + share * (n - 1) for n in nodes),))
+
+    monkeypatch.setattr(verify_cost, "measure", measured)
+    monkeypatch.setattr(draft_costs, "TOLERANCE", float("inf"))  # costs are not measured twice
+    monkeypatch.setattr(cost_watch, "EVERY_S", 0.0)
+    monkeypatch.setattr(cost_watch, "SELDOM", 0)
+    return handed
+
+
+def test_decoders_get_costs_that_changed_and_the_curve_is_that_of_the_run(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(cfg)
+    handed = _another_machine(monkeypatch)
+    outcome = run(replace(cfg, seed=1))
+    manifest = read_manifest(outcome.path) or {}
+    assert handed[0] == manifest["draft_costs"]
+    assert dict(map(tuple, handed[-1]))[8.0] == pytest.approx(8.0), "a pass over 8 nodes takes 8 times as long now"
+    assert len(handed) == 3, "the costs of a moment are not handed over again"
+    assert manifest["cost_watch"]["moments"] == 4
+    assert manifest["cost_watch"]["seconds"]["16"] == pytest.approx((1.15 + 3 * 16.0) / 4)
+    curve = CostSurface.from_manifest(manifest["cost_curve"])
+    middle = (min(map(len, _prompts(plain))) + max(map(len, _prompts(plain))) + 12) // 2
+    assert curve.seconds(8, 1, middle) == pytest.approx((1.07 + 3 * 8.0) / 4, rel=0.01)
+    assert manifest["cost_curve_before"] != manifest["cost_curve"]
+    assert manifest["method_facts"]["nodes_per_round"] > 0.0
+    assert [s.text for s in read_samples(outcome.path)] == [s.text for s in read_samples(plain.path)]
+
+
+def _prompts(outcome: Any) -> list[list[int]]:
+    return [sample.prompt_ids for sample in read_samples(outcome.path) if sample.phase == "measure"]
+
+
+def test_a_run_that_was_cut_has_the_mean_of_its_parts(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    _another_machine(monkeypatch)
+    look, looks = cost_watch.CostWatch.look, [0]
+
+    def cut(self: cost_watch.CostWatch) -> None:
+        look(self)
+        looks[0] += 1
+        if looks[0] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cost_watch.CostWatch, "look", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg)
+    (path,) = Path(cfg.paths.results).iterdir()
+    first = read_manifest(path) or {}
+    assert first["cost_watch"]["moments"] == 2
+    manifest = read_manifest(run(cfg).path) or {}
+    assert manifest["cost_watch"]["moments"] == 4
+    assert manifest["cost_watch"]["seconds"]["16"] == pytest.approx((1.15 + 3 * 16.0) / 4)
+    assert manifest["cost_curve_before"] == first["cost_curve_before"]
+
+
+def test_between_two_looks_is_a_while(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed = _another_machine(monkeypatch)
+    monkeypatch.setattr(cost_watch, "EVERY_S", 3600.0)
+    manifest = read_manifest(run(cfg).path) or {}
+    assert "cost_watch" not in manifest and handed == [manifest["draft_costs"]]
