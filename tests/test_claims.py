@@ -73,13 +73,13 @@ def passes(digest: str, nodes: int, context: int) -> Source:
 
 
 N = r"(\d+(?:\.\d+)?)"
-CALM, SUFFIX, HYBRID = "49218f191797", "e71bedc5c4c1", "faf84b9a1ca6"
+CALM, SUFFIX, HYBRID = "49218f191797", "2137e5e69667", "34b2ef92b1eb"
 LENSES = "calm-multi30k_4_4_distilled_calm"
 CLAIMS: list[tuple[str, str, list[Source]]] = [
     (
         "README.md",
         rf"`hybrid` writes {N} times as fast as llama\.cpp's own plain decoding, and {N} times as fast",
-        [ratio(HYBRID, "7a4b225904f8"), ratio(HYBRID, "08793646c1cb")],
+        [ratio(HYBRID, "5ae55f972a55"), ratio(HYBRID, "567f566362f2")],
     ),
     (
         "docs/cost.md",

@@ -140,7 +140,7 @@ def run_bench(words, folder, fixture):
     elif words[0] == "track":
         assert cli.main([*words, "mode=offline", *place]) == 0
     elif words[0] == "dashboard":
-        (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-682b6766d032").mkdir(parents=True)
+        (folder / "wandb" / "run-20260101_120000-eagle-mtbench-smollm2-af3d73676629").mkdir(parents=True)
         assert cli.main([*words, f"out={folder}/x.json", *place]) == 0
     elif any(word.startswith("sweep=") for word in words):
         few = [] if "method." in str(swept(words)) else ["method=autoregressive"]  # test_plan.py plans all jobs of each

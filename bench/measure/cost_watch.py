@@ -1,4 +1,4 @@
-"""What passes cost while a run goes on: a shared machine changes within minutes, memory and arithmetic apart.
+"""What passes cost during a run: a shared machine changes within minutes, memory and arithmetic apart.
 
 Between prompts a few passes are timed, every ``EVERY_S`` seconds, or so seldom that it takes a fiftieth of the time.
 Decoders that size their drafts get costs that have changed, and the run's cost curve, which was measured before, is

@@ -83,7 +83,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         return 1 + self.drafter.nodes if self._costs_option == "auto" and self.costs is None else 0
 
     def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
-        if self.costs is None:  # others come while a run goes on
+        if self.costs is None:  # others come during a run
             self._tally = Tally()
         self.costs = Costs.of(costs)
 

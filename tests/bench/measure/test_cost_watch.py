@@ -1,4 +1,4 @@
-"""Costs of passes while a run goes on: what decoders get, what the record says, and a run that was cut."""
+"""Costs of passes during a run: what decoders get, what the record says, and a run that was cut."""
 
 from __future__ import annotations
 
