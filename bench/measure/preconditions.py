@@ -131,7 +131,8 @@ def _batch(cfg: RunConfig) -> str | None:
     most = _method(cfg).most_rows(cfg.method)
     if most is None or cfg.batch_size <= most:
         return None
-    return f"batch_size must be at most {most} for method={cfg.method['name']}, got {cfg.batch_size}."
+    text = f"batch_size must be at most {most} for method={cfg.method['name']}, got {cfg.batch_size}."
+    return text if _method(cfg).max_batch is not None else f"{text} That is due to its other settings."
 
 
 def _refill(cfg: RunConfig) -> str | None:

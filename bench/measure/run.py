@@ -396,7 +396,7 @@ def _measure_all(arms: Sequence[_Arm], shared: Shared, done: dict[int, RunResult
 
 def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared) -> None:
     """Warm-up, cost curve, the loop, quality, agreement; each writes its results into the manifests."""
-    spent = Seconds()
+    spent, watch = Seconds(), None
     runner = Runner(
         shared.baseline,
         [arm for _, _, arm in arms],
@@ -425,11 +425,7 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
             GraphedLM.prepare(_longest(shared))
         ahead = manifest.made_ahead(shared)
         watch = _cost_watch(arms, shared, runner)
-        try:
-            runner.measure()
-        finally:
-            if watch is not None:
-                watch.record()
+        runner.measure()
         in_all = manifest.made_ahead(shared)
         with _clocked(spent, "device"):
             observation.observe(runner.open, runner, arms[0][0].measure)
@@ -447,8 +443,11 @@ def _measure(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared)
                 with _clocked(spent, "agreement"):
                     folder.update(agreement=_agreement(cfg, parts, folder.samples, judged))
     finally:
-        for _, _, arm in arms:
+        if watch is not None:
             with suppress(RunFailed):  # the disk may be full: that message is on its way already
+                watch.record()
+        for _, _, arm in arms:
+            with suppress(RunFailed):
                 _note_time(arm.folder, spent.share(len(arms)))
 
 

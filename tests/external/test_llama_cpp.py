@@ -85,7 +85,7 @@ def test_rows_of_a_batch_leave_it_and_the_others_do_not_change(target, folder):
 
 def test_a_batch_with_drafts_is_refused_before_anything_is_loaded(tmp_path):
     words = ["method=llama_cpp", "dataset=demo", "batch_size=4", f"paths.results={tmp_path}"]
-    asked = "batch_size must be at most 1 for method=llama_cpp, got 4."
+    asked = "batch_size must be at most 1 for method=llama_cpp, got 4. That is due to its other settings."
     assert asked in preconditions.check(compose.compose([*words, "method.draft=prompt_lookup"]))
     assert asked not in preconditions.check(compose.compose(words))
 

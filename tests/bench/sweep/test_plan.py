@@ -534,7 +534,7 @@ def test_the_named_sweeps() -> None:
             "league",
             "noise",
         }
-        | {"rivals", "rivals_openvino", "rivals_translation"}
+        | {"rivals", "rivals_openvino", "rivals_translation", "rivals_int4", "rivals_batch"}
         | {"translation_draft_model", "contexts", "full_chat", "full_spec_bench"}
         | {"temperatures", "temperatures_block", "temperatures_block_eagle"}
         | early_exit
