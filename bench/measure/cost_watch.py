@@ -8,7 +8,6 @@ On a CPU only: a GPU is rarely shared.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +25,6 @@ EVERY_S = 20.0
 CHANGE = 0.05  # by which the time of a pass, over that of one node, must differ
 MOST, REPEATS = 16, 5
 SELDOM = 50  # times as long as a look took, at least, until the next one
-_DIGITS = 4
 
 Times = Mapping[int, float]  # seconds of passes by their nodes
 
@@ -95,13 +93,11 @@ class CostWatch:
 
 def scaled_costs(costs: Pairs, moment: Times) -> list[list[float]]:
     """Costs of drafts with the passes of another moment; those of larger passes change as the largest one timed."""
-    passes = {int(nodes): time for nodes, time in costs if nodes}
-    known = [*passes]
-    shares = [moment[nodes] / moment[1] / np.interp(nodes, known, [*passes.values()]) for nodes in moment]
-    times = [time * float(np.interp(nodes, [*moment], shares)) for nodes, time in passes.items()]
-    rising = itertools.accumulate(times, max)
-    drafting = [[0.0, costs[0][1]]] if costs[0][0] == 0 else []
-    return [*drafting, *([float(nodes), round(time, _DIGITS)] for nodes, time in zip(known, rising, strict=True))]
+    (_, drafting), *passes = costs
+    known, before = zip(*passes, strict=True)
+    shares = [moment[nodes] / moment[1] / np.interp(nodes, known, before) for nodes in moment]
+    times = {int(nodes): time * float(np.interp(nodes, [*moment], shares)) for nodes, time in passes}
+    return [[0.0, drafting], *draft_costs.rising(times)]
 
 
 def scaled_curve(surface: CostSurface, batch: int, context: int, times: Times) -> CostSurface:

@@ -85,10 +85,15 @@ def settled(first: Pairs, own: Mapping[int, float], again: Pairs) -> list[list[f
     times = {
         int(nodes): [time, *(each[int(nodes)] for each in (own, third) if int(nodes) in each)] for nodes, time in first
     }
-    middle = [(nodes, statistics.median_low(found)) for nodes, found in times.items() if nodes]
-    rising = itertools.accumulate((time for _, time in middle), max)
-    passes = [[float(nodes), round(time, _DIGITS)] for (nodes, _), time in zip(middle, rising, strict=True)]
-    return [[0.0, min(first[0][1], third[0]) if third.keys() >= times.keys() else first[0][1]], *passes]
+    middle = {nodes: statistics.median_low(found) for nodes, found in times.items() if nodes}
+    drafting = min(first[0][1], third[0]) if third.keys() >= times.keys() else first[0][1]
+    return [[0.0, drafting], *rising(middle)]
+
+
+def rising(times: Mapping[int, float]) -> list[list[float]]:
+    """Pairs of times by nodes in ascending order; no larger pass takes less."""
+    most = itertools.accumulate(times.values(), max)
+    return [[float(nodes), round(time, _DIGITS)] for nodes, time in zip(times, most, strict=True)]
 
 
 def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:

@@ -128,11 +128,12 @@ def _module(cfg: RunConfig) -> str | None:
 
 
 def _batch(cfg: RunConfig) -> str | None:
-    most = _method(cfg).most_rows(cfg.method)
+    method = _method(cfg)
+    most = method.most_rows(cfg.method)
     if most is None or cfg.batch_size <= most:
         return None
-    text = f"batch_size must be at most {most} for method={cfg.method['name']}, got {cfg.batch_size}."
-    return text if _method(cfg).max_batch is not None else f"{text} That is due to its other settings."
+    why = " That is due to its other settings." if method.max_batch is None else ""
+    return f"batch_size must be at most {most} for method={cfg.method['name']}, got {cfg.batch_size}.{why}"
 
 
 def _refill(cfg: RunConfig) -> str | None:

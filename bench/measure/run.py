@@ -504,12 +504,11 @@ def _confirm_costs(fresh: Sequence[MethodArm], shared: Shared, spent: Seconds, *
 
 def _cost_watch(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shared, runner: Runner) -> CostWatch | None:
     """What looks at the costs of passes between prompts, where there are costs."""
-    lm, settings = shared.loaded.lm, shared.settings
+    lm = shared.loaded.lm
     kept = [arm for _, _, arm in arms if {"cost_curve", "draft_costs"} & arm.folder.manifest.keys()]
     if not kept or lm.device.type != "cpu" or shared.loaded.denoises:
         return None
-    context = max(1, min(_middle(shared), settings.context - cost_watch.MOST))
-    watch = CostWatch(lm, kept, _batch_of_costs(shared), context, runner.wall)
+    watch = CostWatch(lm, kept, _batch_of_costs(shared), _middle(shared, cost_watch.MOST), runner.wall)
     runner.between = watch.look
     return watch
 
@@ -530,9 +529,9 @@ def _measured_costs(
     asking: Sequence[MethodArm], shared: Shared, *, alone: bool
 ) -> Iterator[tuple[MethodArm, list[list[float]]]]:
     """The costs of each arm, at a length in the middle of the texts'; one that fails has none."""
-    lm, settings, decoders = shared.loaded.lm, shared.settings, [arm.decoder for arm in asking]
-    room = settings.context - draft_costs.ROUNDS - 2 * max(map(draft_costs.wanted, decoders))
-    curve = draft_costs.passes(lm, decoders, _batch_of_costs(shared), max(1, min(_middle(shared), room)))
+    lm, decoders = shared.loaded.lm, [arm.decoder for arm in asking]
+    beyond = draft_costs.ROUNDS + 2 * max(map(draft_costs.wanted, decoders))
+    curve = draft_costs.passes(lm, decoders, _batch_of_costs(shared), _middle(shared, beyond))
     for arm in asking:
         try:
             yield arm, draft_costs.measure(lm, arm.decoder, curve)
@@ -543,8 +542,10 @@ def _measured_costs(
             print(f"warning: {arm.name} is given up, the others go on: {error}", file=sys.stderr)
 
 
-def _middle(shared: Shared) -> int:
-    return (min(shared.lengths) + max(shared.lengths) + shared.settings.limit) // 2
+def _middle(shared: Shared, beyond: int = 0) -> int:
+    """Tokens of a text in the middle of the run's, fewer where the context has no room for ``beyond`` more."""
+    middle = (min(shared.lengths) + max(shared.lengths) + shared.settings.limit) // 2
+    return max(1, min(middle, shared.settings.context - beyond))
 
 
 def _batch_of_costs(shared: Shared) -> int:

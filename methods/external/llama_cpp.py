@@ -174,12 +174,16 @@ class LlamaCpp(Decoder):
     def _sequences_for(self, rows: int, slots: int) -> _Sequences:
         """Empty ones."""
         if self._sequences is None or self._sequences.rows != rows or self._sequences.slots < slots:
-            if self._sequences is not None:
-                self._sequences.close()
+            self._close_sequences()
             self._sequences = _Sequences(self._library, self._model, rows, slots)
             self._made += 1
         self._sequences.clear()
         return self._sequences
+
+    def _close_sequences(self) -> None:
+        if self._sequences is not None:
+            self._sequences.close()
+            self._sequences = None
 
     def memory(self) -> dict[str, int | None]:
         """See ``methods.decoder.Decoder.memory``; weights are counted by their files."""
@@ -197,9 +201,7 @@ class LlamaCpp(Decoder):
         return {"system": system, "context": self._context, "contexts_made": self._made}
 
     def _build(self, context: int) -> None:
-        if self._sequences is not None:
-            self._sequences.close()
-            self._sequences = None
+        self._close_sequences()
         for old in self._models():
             old.close()
         # With a drafter the library keeps the scores of every position, but makes room for one batch of them only.

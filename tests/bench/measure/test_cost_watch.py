@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,17 @@ from typing import Any
 import pytest
 
 from bench.analysis.cost_curve import CostCurve, CostSurface
-from bench.config import compose
-from bench.config.schema import PathsConfig, RunConfig
+from bench.config.schema import RunConfig
 from bench.measure import cost_watch, draft_costs, verify_cost
 from bench.measure.run import run
 from bench.records.run_folder import read_manifest, read_samples
 from methods.speculative.token_recycling import TokenRecycling
-
-PROMPTS = [{"question_id": i, "category": "any", "turns": [f"Say {i} {i} {i} again."]} for i in range(4)]
+from tests.helpers.costed_runs import costed_run
 
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> RunConfig:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    words = ["model=random", "dataset=jsonl", f"dataset.path={file}", "hardware=cpu_fp32", "hardware.threads=1"]
-    more = ["max_new_tokens=12", "measure.bootstrap_samples=100", "measure.warmup=1"]
-    composed = compose.compose(["method=token_recycling", "method.costs=auto", *words, *more])
-    return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
+    return costed_run(tmp_path, prompts=4)
 
 
 def test_costs_have_the_passes_of_the_moment_and_larger_ones_change_as_the_largest() -> None:

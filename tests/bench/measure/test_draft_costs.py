@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 
 from bench.analysis.cost_curve import CostCurve, CostSurface
-from bench.config import compose
-from bench.config.schema import PathsConfig, RunConfig
+from bench.config.schema import RunConfig
 from bench.contract import checks
 from bench.measure import draft_costs
 from bench.measure import run as program
@@ -24,19 +22,13 @@ from methods.speculative.budget import Costs
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
+from tests.helpers.costed_runs import costed_run
 from tests.helpers.fakes import FakeClock
-
-PROMPTS = [{"question_id": i, "category": "any", "turns": [f"Say {i} {i} {i} again."]} for i in range(3)]
 
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> RunConfig:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    words = ["model=random", "dataset=jsonl", f"dataset.path={file}", "hardware=cpu_fp32", "hardware.threads=1"]
-    more = ["max_new_tokens=12", "measure.bootstrap_samples=100", "measure.warmup=1"]
-    composed = compose.compose(["method=token_recycling", "method.costs=auto", *words, *more])
-    return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
+    return costed_run(tmp_path, prompts=3)
 
 
 def test_only_those_are_asked_that_want_costs() -> None:
