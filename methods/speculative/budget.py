@@ -18,6 +18,9 @@ So over n rounds at most ALLOWANCE + p * (1 + log2(1 + n / 8)) passes over one n
 in 128 rounds once waits are that long: 2 passes in 128 rounds where p is a quarter of one. Drafting includes nodes that
 are scored beside a draft. The bound counts by ``Costs``, not by a clock.
 
+A trained drafter that could not pay even if ``_MOST_KEPT`` of its nodes were kept, as in large batches on a CPU, is
+not asked at all, and the target keeps no states for it (``affordable``).
+
 Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
 the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
 verified in one pass, so they share one size and one account.
@@ -30,7 +33,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from itertools import accumulate
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +46,7 @@ from methods.drafting import (
     Drafter,
     PartedDrafter,
     SkippableDrafter,
+    StatelessDrafter,
     TrimmableDrafter,
 )
 from methods.engine.host_copies import from_host
@@ -54,6 +59,7 @@ _MEMORY = 0.9  # weight of the past in a ratio, per round
 _PLACES_MEMORY = 0.98
 _PLACES_WEIGHT = 4.0  # rounds that the first guess about a place counts for
 _MOST_RATIO = 2.0
+_MOST_KEPT = 0.9  # of the nodes whose parents are kept, by the best of trained drafters
 
 CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
 """``auto``: as measured for the run (``methods.decoder.CostAware``), all nodes before that; pairs: see ``Costs.of``;
@@ -150,6 +156,32 @@ def size(
         if tokens / time > best_rate and (passes is None or base + nodes in passes):
             best, best_rate = nodes, tokens / time
     return best
+
+
+class Unasked(StatelessDrafter):
+    """Drafts nothing.
+
+    Args:
+        nodes: of the drafter in whose place it stands.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def propose(self, context: Context) -> Draft:
+        return Draft.chain(context.root.new_empty(len(context.tokens), 0))
+
+
+D = TypeVar("D", bound=Drafter)
+
+
+def affordable(drafter: D, costs: Costs | None) -> D | Unasked:
+    """A trained drafter, or one that drafts nothing where its drafts cannot pay, however good they are."""
+    if costs is None:
+        return drafter
+    tokens = accumulate(_MOST_KEPT**depth for depth in range(drafter.nodes + 1))
+    pays = any(found > costs.draft + costs.time(nodes) for nodes, found in enumerate(tokens, start=1))
+    return drafter if pays else Unasked(drafter.nodes)
 
 
 class Account:

@@ -14,7 +14,8 @@ All drafts are deterministic, so greedy text is the target's and at a temperatur
 is exact, whatever the policy does: it sees nothing that the target has yet to judge.
 
 With ``costs`` a round drafts as many of these nodes as pay, and nothing where none does (``budget.py``). What lookup
-and network promise is corrected by what was kept of each, and each sits out rounds while it does not pay.
+and network promise is corrected by what was kept of each, and each sits out rounds while it does not pay. A
+network that cannot pay, as in large batches, is not asked, and no states are kept for it.
 
 Published: SuffixDecoding with a neural speculator 179 tokens/s on ShareGPT, where the speculator alone has 172 and
 suffixes alone 113, and 302 against 294 and 286 on SWE-bench (documentation of Arctic Inference). SAM decoding (Hu et
@@ -41,7 +42,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
-from methods.speculative.budget import CostsOption
+from methods.speculative.budget import CostsOption, Unasked
 from methods.speculative.dflash.decoder import DFlash, DSpark
 from methods.speculative.draft_model import LikeliestChain, require_vocabulary, weights_of
 from methods.speculative.eagle.decoder import Eagle
@@ -64,28 +65,30 @@ class HybridDrafter:
     """Asks the lookup first and the network where the policy wants it.
 
     Attributes:
-        parts: see ``PartedDrafter``.
+        parts: see ``PartedDrafter``; the lookup alone beside an ``Unasked`` network.
         rounds: those of each row with a draft, by what drafted: lookup, network or both.
     """
 
-    parts = ("lookup", "network")
+    parts: Sequence[str]
 
     def __init__(
         self,
         lookup: Lookup,
         network: SkippableDrafter,
+        rounds: Counter[str],
         policy: Policy,
         min_match: int,
         budget: int | None,
         alone: int | None = None,
     ) -> None:
+        self.parts = ("lookup",) if isinstance(network, Unasked) else ("lookup", "network")
+        self.rounds = rounds
         self._lookup, self._network, self._policy, self._min_match = lookup, network, policy, min_match
         most = lookup.nodes + network.nodes
         self._budget = min(budget or most, most)
         self._alone = min_match if policy != "union" else alone
         self.nodes = self._budget if policy == "union" else max(lookup.nodes, network.nodes)
         self.hidden_layers = network.hidden_layers
-        self.rounds: Counter[str] = Counter()
         self._kept: list[float] = []
         self._lengths: list[int] = []
         self._asked: list[bool] = []
@@ -326,9 +329,9 @@ class Hybrid(HeadsDecoder):
             self._own = SpeculativeDecoder(target, sampling, chain, rule, costs)
         found = _lookup(lookup, gamma, factor, min_match, min_prob)
         self._join = partial(HybridDrafter, found, policy=policy, min_match=min_match, budget=budget, alone=alone)
-        drafter = self._join(self._network())
+        self._rounds: Counter[str] = Counter()
+        drafter = self._join(self._network(), self._rounds)
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs=costs)
-        self.costs = self._own.costs
 
     def _network(self) -> SkippableDrafter:
         drafter = self._own.drafter
@@ -336,17 +339,21 @@ class Hybrid(HeadsDecoder):
         return drafter
 
     def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
-        known, before = self.costs is not None, self.drafter
-        super().use_costs(costs)
+        if self.costs is None:  # others come during a run
+            self._rounds.clear()
         self._own.use_costs(costs)
-        self.costs = self._own.costs
-        self.drafter = self._heads = self._join(self._network())
-        if known and isinstance(before, HybridDrafter):
-            self.drafter.rounds = before.rounds
+        super().use_costs(costs)
 
     def forget_costs(self) -> None:
-        super().forget_costs()
+        self._rounds.clear()
         self._own.forget_costs()
+        super().forget_costs()
+
+    def _settle(self) -> None:
+        """Join lookup and network; drafting takes no time where the network is not asked."""
+        network, costs = self._network(), self._own.costs
+        self.costs = replace(costs, draft=0.0) if costs and isinstance(network, Unasked) else costs
+        self.drafter = self._heads = self._join(network, self._rounds)
 
     def memory(self) -> dict[str, int | None]:
         """Memory of the network, or of the draft model."""
@@ -354,7 +361,7 @@ class Hybrid(HeadsDecoder):
 
     def stats(self) -> dict[str, Any]:
         """Share of the rounds of all rows by what drafted, beside those of the budget."""
-        rounds = self.drafter.rounds if isinstance(self.drafter, HybridDrafter) else Counter[str]()
+        rounds = self._rounds
         shares = {f"rounds_by_{name}": round(count / rounds.total(), 4) for name, count in sorted(rounds.items())}
         return shares | super().stats()
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from bench.contract import checks
+from methods.autoregressive import Autoregressive
+from methods.decoder import generate
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
+from methods.speculative.eagle.decoder import Eagle
+from methods.speculative.heads.base import HeadsDecoder
 from methods.speculative.hybrid import Hybrid
 
 REPEATED = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
@@ -76,6 +82,25 @@ def test_a_network_that_does_not_pay_sits_out_while_the_lookup_drafts(target: Ca
         by["network" if step.draft_passes else "lookup"] += bool(step.drafted[0])
     assert text[:limit] == checks.greedy_reference(target, prompt, limit)
     assert by["lookup"] > 3 * by["network"] > 0, by
+
+
+@pytest.mark.parametrize("make", [Hybrid, Eagle])
+def test_a_network_that_cannot_pay_is_not_asked_and_no_states_are_kept_for_it(make: Any) -> None:
+    """With a pass over two nodes twice as long as over one, and drafting half a pass, no chain pays."""
+    target = checks.tiny_target(layers=8)
+    prompts = [torch.tensor(REPEATED)]
+    decoder: HeadsDecoder = make(target, Sampling(), checkpoint="random:eagle3", costs="auto")
+
+    def drafted() -> int:
+        with torch.inference_mode():
+            return sum(step.draft_passes for step in decoder.decode(prompts, 40, torch.Generator()))
+
+    expected = generate(Autoregressive(target, Sampling()), prompts, 40)
+    assert drafted() and decoder.states_read
+    decoder.use_costs([[0, 0.5], [1, 1.0], [2, 2.0], [8, 8.0]])
+    assert not decoder.states_read and not drafted() and generate(decoder, prompts, 40) == expected
+    decoder.use_costs([[0, 0.1], [1, 1.0], [2, 1.1], [8, 1.5]])
+    assert decoder.states_read and drafted() and generate(decoder, prompts, 40) == expected
 
 
 def test_what_does_not_fit_is_refused(target: CausalLM) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from methods.drafting import AcceptanceRule, Drafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.speculative.budget import CostsOption
+from methods.speculative.budget import CostsOption, affordable
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.published.formats import check_plausible
 
@@ -44,6 +44,19 @@ class HeadsDecoder(SpeculativeDecoder):
     ) -> None:
         self._heads, self._published = drafter, published
         super().__init__(target, sampling, drafter, rule, costs)
+        self._settle()
+
+    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        super().use_costs(costs)
+        self._settle()
+
+    def forget_costs(self) -> None:
+        super().forget_costs()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Draft with the heads, or not at all where the costs say that they cannot pay."""
+        self.drafter = affordable(self._heads, self.costs)
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's, such as the heads, and the rows of its output matrix that they use."""
