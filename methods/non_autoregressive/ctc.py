@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
@@ -47,6 +46,7 @@ from methods.non_autoregressive.ngram_model import FILE, NgramModel
 from methods.non_autoregressive.student import Batch, Candidates, Objective, Student
 from methods.non_autoregressive.training import Progress, StudentTraining
 from methods.training.interface import TrainingContext, require
+from methods.training.losses import ctc_loss
 from methods.training.translation import Pair, padded
 
 _PENALTIES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # that are tried after the training
@@ -82,7 +82,7 @@ class CtcStudent(Student):
         blank = (states @ self.blank_vector.to(states.dtype)).unsqueeze(-1)
         where = torch.tensor([self.blank], device=states.device)
         found = self.network.logits(states)
-        return found.index_copy(-1, where, blank.to(found.dtype))
+        return found.index_copy_(-1, where, blank.to(found.dtype))
 
     def places(self, memory: Memory) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B"]]:
         """The decoder's input, and its length."""
@@ -95,11 +95,9 @@ class CtcStudent(Student):
         """See ``Student``; per token of the target, over all its alignments."""
         memory = self.read(batch)
         inputs, lengths = self.places(memory)
-        states = self.network.decode(inputs, present_up_to(lengths, inputs.shape[1]), memory)
-        log_probs = self.logits(states).float().log_softmax(-1).transpose(0, 1)
-        losses = F.ctc_loss(
-            log_probs, batch.targets, lengths, batch.lengths, self.blank, reduction="none", zero_infinity=True
-        )
+        present = present_up_to(lengths, inputs.shape[1])
+        states = self.network.decode(inputs, present, memory)
+        losses = ctc_loss(self.logits(states[present]), present, batch.targets, batch.lengths, self.blank)
         return losses.sum() / batch.lengths.sum(), {"unreachable": (losses == 0).float().mean()}
 
 

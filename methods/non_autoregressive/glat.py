@@ -89,7 +89,7 @@ class GlatStudent(LengthStudent):
         ):  # the same dropout in both passes
             states = self.network.decode(inputs, present, memory)
         wrong = torch.zeros_like(present)
-        wrong[present] = self.logits(states[present]).argmax(-1) != batch.targets[present]
+        wrong[present] = self.logits(states[present]).max(-1).indices != batch.targets[present]
         return lowest(lots.masked_fill(~present, torch.inf), (ratio * wrong.sum(1)).floor().long())
 
 

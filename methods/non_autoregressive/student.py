@@ -143,7 +143,7 @@ class Student(nn.Module):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Smoothed cross-entropy per token, and the share of the tokens that are right."""
         logits = self.logits(states)
-        return cross_entropy(logits, wanted, smoothing), (logits.argmax(-1) == wanted).float().mean()
+        return cross_entropy(logits, wanted, smoothing), (logits.max(-1).indices == wanted).float().mean()
 
     def do_without(self, stored: Collection[str]) -> None:
         """Drop networks that only some ways to decode need, if none of their tensors is among the stored ones."""

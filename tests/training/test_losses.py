@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from methods.training import losses
-from methods.training.losses import DraftLoss, LossKind, cross_entropy, draft_loss, draft_loss_of_states
+from methods.training.losses import (
+    DraftLoss,
+    LossKind,
+    cross_entropy,
+    ctc_loss,
+    draft_loss,
+    draft_loss_of_states,
+    log_probs_at,
+)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
@@ -34,6 +42,38 @@ def test_no_rows_lose_nothing() -> None:
     loss = cross_entropy(logits, torch.zeros(0, dtype=torch.long), 0.1)
     loss.backward()
     assert loss == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_some_log_probabilities_and_their_gradient_are_those_of_the_whole_softmax(rows: int) -> None:
+    torch.manual_seed(0)
+    logits, places = 3 * torch.randn(rows, 11, dtype=torch.float64), torch.randint(11, (rows, 4))
+    weights = torch.randn(rows, 4, dtype=torch.float64)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found, expected = log_probs_at(ours, places), theirs.log_softmax(-1).gather(1, places)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_alignments_cost_and_teach_what_pytorchs_function_says() -> None:
+    torch.manual_seed(0)
+    targets = torch.tensor([[3, 3, 5, 3], [4, 1, 0, 0], [2, 2, 2, 7], [6, 6, 9, 9]])
+    lengths, places = torch.tensor([4, 2, 4, 3]), torch.tensor([8, 6, 5, 7])  # the third does not fit: it needs 6
+    present = torch.arange(8) < places[:, None]
+    logits = torch.randn(4, 8, 11, dtype=torch.float64)
+    ours, theirs = logits[present].requires_grad_(), logits.clone().requires_grad_()
+    found = ctc_loss(ours, present, targets, lengths, 10)
+    log_probs = theirs.log_softmax(-1).transpose(0, 1)
+    expected = F.ctc_loss(log_probs, targets, places, lengths, 10, reduction="none", zero_infinity=True)
+    weights = torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(found, expected)
+    assert found[2] == 0
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad, theirs.grad[present])
 
 
 # -- losses of drafts -------------------------------------------------------------------------------------------------

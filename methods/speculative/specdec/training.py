@@ -130,7 +130,7 @@ class BlockLearner:
         labels = self.vocabulary.of(blocks.wanted.clamp(min=0))[learnt]
         known = labels >= 0
         loss = cross_entropy(logits[known], labels[known], self.label_smoothing)
-        right = (logits.argmax(-1) == labels).sum() / known.sum().clamp(min=1)
+        right = (logits.max(-1).indices == labels).sum() / known.sum().clamp(min=1)
         return loss, {"right": right, "revealed": 1 - learnt.sum() / blocks.present.sum()}
 
     def fill(self, blocks: Blocks, sources: Sources) -> Int[Tensor, "B k"]:
