@@ -18,8 +18,9 @@ So over n rounds at most ALLOWANCE + p * (1 + log2(1 + n / 8)) passes over one n
 in 128 rounds once waits are that long: 2 passes in 128 rounds where p is a quarter of one. Drafting includes nodes that
 are scored beside a draft. The bound counts by ``Costs``, not by a clock.
 
-A trained drafter that could not pay even if ``_MOST_KEPT`` of its nodes were kept, as in large batches on a CPU, is
-not asked at all, and the target keeps no states for it (``affordable``).
+In large batches on a CPU a trained drafter takes as long as a pass, and so does a probe. One that could not pay even if
+``_MOST_KEPT`` of its nodes were kept is not asked at all (``affordable``), and one that did not pay in a text sits out
+the next 1, 2, 4, ... 16 texts (``Texts``); the target then keeps no states for it.
 
 Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
 the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
@@ -34,7 +35,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +61,8 @@ _PLACES_MEMORY = 0.98
 _PLACES_WEIGHT = 4.0  # rounds that the first guess about a place counts for
 _MOST_RATIO = 2.0
 _MOST_KEPT = 0.9  # of the nodes whose parents are kept, by the best of trained drafters
+_DEAR = 0.4  # passes over one node that drafting takes, from which on losing in every text matters
+_MOST_TEXTS = 16
 
 CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
 """``auto``: as measured for the run (``methods.decoder.CostAware``), all nodes before that; pairs: see ``Costs.of``;
@@ -172,16 +175,32 @@ class Unasked(StatelessDrafter):
         return Draft.chain(context.root.new_empty(len(context.tokens), 0))
 
 
-D = TypeVar("D", bound=Drafter)
+def affordable(costs: Costs, nodes: int) -> bool:
+    """Whether a trained drafter of so many nodes may pay."""
+    tokens = accumulate(_MOST_KEPT**depth for depth in range(nodes + 1))
+    return any(found > costs.draft + costs.time(passed) for passed, found in enumerate(tokens, start=1))
 
 
-def affordable(drafter: D, costs: Costs | None) -> D | Unasked:
-    """A trained drafter, or one that drafts nothing where its drafts cannot pay, however good they are."""
-    if costs is None:
-        return drafter
-    tokens = accumulate(_MOST_KEPT**depth for depth in range(drafter.nodes + 1))
-    pays = any(found > costs.draft + costs.time(nodes) for nodes, found in enumerate(tokens, start=1))
-    return drafter if pays else Unasked(drafter.nodes)
+class Texts:
+    """Which texts a trained drafter sits out, where drafting takes ``_DEAR`` passes over one node or more."""
+
+    def __init__(self) -> None:
+        self._wait, self._left = 1, 0
+
+    def sits_out(self, costs: Costs, gained: float | None) -> bool:
+        """Whether it sits out the next one; to be asked once a text.
+
+        Args:
+            gained: by the last one, in passes over one node; None: it did not draft there.
+        """
+        if costs.draft < _DEAR:
+            return False
+        if gained is not None:
+            lost = gained < 0.0
+            self._left = self._wait if lost else 0
+            self._wait = min(2 * self._wait, _MOST_TEXTS) if lost else 1
+        self._left -= 1
+        return self._left >= 0
 
 
 class Account:
@@ -277,11 +296,16 @@ def _places(parents: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Tally:
-    """Counted over the rounds of a decoder: all, those without a draft, and the nodes per row of their passes."""
+    """Counted over the rounds of a decoder: all, those without a draft, and the nodes per row of their passes.
+
+    Attributes:
+        gained: by each part, as its account books it, until it is taken out.
+    """
 
     rounds: int = 0
     undrafted: int = 0
     nodes: int = 0
+    gained: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def stats(self) -> dict[str, float]:
         """Mean number of drafted nodes per round, and the share of the rounds without a draft."""
@@ -329,11 +353,13 @@ class Pace:
     _places: Places = field(default_factory=Places)
     _round: _Round | None = None
     _parts: Sequence[str] = field(init=False)
+    _idle: bool = field(init=False)
     _skips: bool = field(init=False)
     _trims: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._parts = self.drafter.parts if isinstance(self.drafter, PartedDrafter) else ("",)
+        self._idle = isinstance(self.drafter, Unasked)
         self._skips = isinstance(self.drafter, SkippableDrafter)  # asked once: a protocol is slow to ask
         self._trims = isinstance(self.drafter, TrimmableDrafter)
 
@@ -345,7 +371,7 @@ class Pace:
         """
         if self.costs is None:
             return self.drafter.propose(context)
-        paused = [part for part in self._parts if self._skips and self._accounts[part].pause()]
+        paused = [part for part in self._parts if self._idle or (self._skips and self._accounts[part].pause())]
         for part in paused:  # what was kept before a pause says less about what is kept after it
             self._ratios[part].note(0.0, 0.0)
         if len(paused) == len(self._parts):
@@ -386,6 +412,7 @@ class Pace:
         for part, extra in made.extra.items():
             gained = kept[part] if len(made.extra) > 1 else sum(kept.values())
             self._accounts[part].book(gained - extra)
+            self.tally.gained[part] += gained - extra
         self._round = None
 
     def _count(self, draft: Draft) -> None:

@@ -343,6 +343,7 @@ class Hybrid(HeadsDecoder):
             self._rounds.clear()
         self._own.use_costs(costs)
         super().use_costs(costs)
+        self.costs = self._own.costs
 
     def forget_costs(self) -> None:
         self._rounds.clear()
@@ -350,9 +351,13 @@ class Hybrid(HeadsDecoder):
         super().forget_costs()
 
     def _settle(self) -> None:
-        """Join lookup and network; drafting takes no time where the network is not asked."""
+        """Before a text: join lookup and network, or let the lookup draft alone, which takes no time."""
         network, costs = self._network(), self._own.costs
-        self.costs = replace(costs, draft=0.0) if costs and isinstance(network, Unasked) else costs
+        if self._pays(costs, network.nodes, "network"):
+            self.costs = costs
+        else:
+            assert costs is not None, "without costs every drafter is asked"
+            network, self.costs = Unasked(network.nodes), replace(costs, draft=0.0)
         self.drafter = self._heads = self._join(network, self._rounds)
 
     def memory(self) -> dict[str, int | None]:

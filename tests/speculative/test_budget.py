@@ -15,7 +15,7 @@ from bench.contract import checks
 from methods.drafting import ABSENT, Context, Draft, StatelessDrafter
 from methods.engine.sampling import Sampling
 from methods.speculative import budget
-from methods.speculative.budget import Costs, Pace, Places, Ratio, Tally, size
+from methods.speculative.budget import Costs, Pace, Places, Ratio, Tally, Texts, affordable, size
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.verification import DeterministicTree, Greedy
@@ -81,6 +81,27 @@ def test_a_round_risks_no_more_than_allowed():
 
 
 # -- what was kept ----------------------------------------------------------------------------------------------------
+
+
+def test_longer_and_longer_pauses_between_texts_end_with_one_that_gains():
+    costs, cheap, texts = Costs.of([[0, 0.5], [1, 1], [2, 1]]), Costs.of([[0, 0.1], [1, 1], [2, 1]]), Texts()
+    assert not any(texts.sits_out(cheap, -1.0) for _ in range(5))
+    gained, drafted = None, []
+    for text in range(60):
+        out = texts.sits_out(costs, gained)
+        gained = None if out else -1.0
+        if not out:
+            drafted.append(text)
+    assert drafted == [0, 2, 5, 10, 19, 36, 53]
+    assert not texts.sits_out(costs, 1.0)
+    assert texts.sits_out(costs, -1.0) and not texts.sits_out(costs, None), "the pause begins at one text again"
+
+
+def test_a_drafter_is_affordable_if_good_drafts_would_pay():
+    assert affordable(Costs.of([[0, 0.5], [1, 1], [2, 1.3], [8, 2.5]]), 5)
+    assert affordable(Costs.of([[0, 2.0], [1, 1], [8, 1.1]]), 7), "a long chain pays where one node does not"
+    assert not affordable(Costs.of([[0, 2.0], [1, 1], [8, 1.1]]), 2)
+    assert not affordable(Costs.of([[0, 0.5], [1, 1], [2, 2], [8, 8]]), 7)
 
 
 def test_a_ratio_follows_what_is_kept_and_fades():

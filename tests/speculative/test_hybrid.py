@@ -98,9 +98,28 @@ def test_a_network_that_cannot_pay_is_not_asked_and_no_states_are_kept_for_it(ma
     expected = generate(Autoregressive(target, Sampling()), prompts, 40)
     assert drafted() and decoder.states_read
     decoder.use_costs([[0, 0.5], [1, 1.0], [2, 2.0], [8, 8.0]])
-    assert not decoder.states_read and not drafted() and generate(decoder, prompts, 40) == expected
+    assert not drafted() and not decoder.states_read and generate(decoder, prompts, 40) == expected
     decoder.use_costs([[0, 0.1], [1, 1.0], [2, 1.1], [8, 1.5]])
-    assert decoder.states_read and drafted() and generate(decoder, prompts, 40) == expected
+    assert drafted() and decoder.states_read and generate(decoder, prompts, 40) == expected
+
+
+@pytest.mark.parametrize("make", [Hybrid, Eagle])
+def test_a_network_as_dear_as_a_pass_sits_out_texts_after_one_in_which_it_lost(make: Any) -> None:
+    """Random weights guess nothing: it drafts in texts 1, 3, 6, 11, and in each of them where drafting costs little."""
+    target, prompts = checks.tiny_target(layers=8), [torch.tensor([9, 3, 4])]
+    decoder: HeadsDecoder = make(target, Sampling(), checkpoint="random:eagle3", costs="auto")
+
+    def drafts() -> list[int]:
+        with torch.inference_mode():
+            texts = [list(decoder.decode(prompts, 20, torch.Generator())) for _ in range(12)]
+        return [number for number, steps in enumerate(texts, 1) if sum(step.draft_passes for step in steps)]
+
+    passes = [[1, 1.0], [2, 1.01], [8, 1.07]]
+    decoder.use_costs([[0, 1.0], *passes])
+    assert drafts() == [1, 3, 6, 11]
+    decoder.forget_costs()
+    decoder.use_costs([[0, 0.1], *passes])
+    assert drafts() == list(range(1, 13))
 
 
 def test_what_does_not_fit_is_refused(target: CausalLM) -> None:

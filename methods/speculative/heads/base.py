@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Int
+from torch import Generator, Tensor
+
+from methods.decoder import Rounds
 from methods.drafting import AcceptanceRule, Drafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.speculative.budget import CostsOption, affordable
+from methods.speculative.budget import Costs, CostsOption, Texts, Unasked, affordable
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.published.formats import check_plausible
 
@@ -43,20 +47,31 @@ class HeadsDecoder(SpeculativeDecoder):
         costs: CostsOption = None,
     ) -> None:
         self._heads, self._published = drafter, published
+        self._texts = Texts()
         super().__init__(target, sampling, drafter, rule, costs)
-        self._settle()
 
-    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
-        super().use_costs(costs)
+    def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
         self._settle()
+        return super().decode_refilled(prompts, limit, rng, longest)
 
     def forget_costs(self) -> None:
         super().forget_costs()
-        self._settle()
+        self._texts = Texts()
 
     def _settle(self) -> None:
-        """Draft with the heads, or not at all where the costs say that they cannot pay."""
-        self.drafter = affordable(self._heads, self.costs)
+        """Before a text: draft with the heads, or not at all."""
+        self.drafter = self._heads if self._pays(self.costs, self._heads.nodes) else Unasked(self._heads.nodes)
+
+    def _pays(self, costs: Costs | None, nodes: int, part: str = "") -> bool:
+        """Whether a drafter of so many nodes drafts in the next text; see ``methods.speculative.budget``.
+
+        Args:
+            part: of the drafter.
+        """
+        gained = self._tally.gained.pop(part, None)
+        if costs is None:
+            return True
+        return affordable(costs, nodes) and not self._texts.sits_out(costs, gained)
 
     def memory(self) -> dict[str, int | None]:
         """Memory beside the target's, such as the heads, and the rows of its output matrix that they use."""

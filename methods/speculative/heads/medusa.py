@@ -313,17 +313,15 @@ class StaticTreeDecoder(HeadsDecoder):
         super().__init__(target, sampling, make(self.tree), rule, published, costs)
         if given is not None:
             self.costs = self._for_tree(given)
-            self._settle()
 
     def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
         super().use_costs(costs)
         assert self.costs is not None
         if self._make is not None:
             self.tree = self._choice.tree(self.costs)
-            self._heads = self._make(self.tree)
+            self.drafter = self._heads = self._make(self.tree)
             self._make = None
         self.costs = self._for_tree(self.costs)
-        self._settle()
 
     def _for_tree(self, costs: Costs) -> Costs:
         """With the time of drafting this tree, of those for the one that is drafted without costs."""
