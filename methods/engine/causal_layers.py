@@ -137,7 +137,7 @@ class RMSNorm:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         if self._wide is None:
             self._wide = self.weight.float().contiguous()
-        return cpu_kernels.rms_norm(x, self._wide, self.eps)
+        return cpu_kernels.norm(x, self._wide, None, self.eps)
 
 
 class LayerNorm:
@@ -145,9 +145,14 @@ class LayerNorm:
 
     def __init__(self, weight: Float[Tensor, "D"], bias: Float[Tensor, "D"], eps: float) -> None:
         self.factor, self.bias, self.eps = weight.detach(), bias.detach(), eps
+        self._wide: tuple[Tensor, Tensor] | None = None  # both of 32 bit, for the CPU kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.factor.shape, self.factor, self.bias, self.eps)
+        if x.dtype != self.factor.dtype or not cpu_kernels.reads(x):
+            return F.layer_norm(x, self.factor.shape, self.factor, self.bias, self.eps)
+        if self._wide is None:
+            self._wide = self.factor.float().contiguous(), self.bias.float().contiguous()
+        return cpu_kernels.norm(x, *self._wide, self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -22,6 +22,7 @@ from methods.engine.causal_layers import (
     Attention,
     FeedForward,
     Layer,
+    LayerNorm,
     RMSNorm,
     Rows,
     SparseFeedForward,
@@ -142,6 +143,7 @@ class CausalLM:
     weights: Weights = "full"
     draft_weights: DraftWeights = "auto"
     _fused: FusedLayers | TritonLayers | None = None
+    _ending: Ending | None = None  # made by the first pass that ends by the kernels
     window: int | None = None
     _logit_cap: float | None = None
 
@@ -167,7 +169,6 @@ class CausalLM:
         self._logit_divisor = float(getattr(config, "logits_scaling", 1.0))
         self._logit_cap = getattr(config, "final_logit_softcapping", None)
         self._key_value: dict[int, Linear] = {}  # made when first asked for, see ``fill``
-        self._ending: Ending | None = None  # made by the first pass that ends by the kernels
         self.weights = weights
         self._read(model, linear, keep_hf)
         if type(self) is CausalLM:
@@ -640,15 +641,15 @@ class CausalLM:
             levels: depth of the tree, if known; a smaller bound is cheaper.
             hidden_layers: layers whose outputs are wanted.
         """
-        if self.exits_fused and type(self._final_norm) is RMSNorm:  # of other norms ``norm`` has other bits
+        if self.exits_fused and type(self._final_norm) in (RMSNorm, LayerNorm):  # others have other bits in ``norm``
             return self._forward_fused(self.begin(tokens, parents, cache, levels), hidden_layers)
         last, seen = self.forward_layers(tokens, parents, cache, levels, hidden_layers)
         hidden = self.norm(last)
         return Output(self.head(hidden), hidden, seen)
 
-    def _forward_fused(self, state: Pass, hidden_layers: Collection[int]) -> Output:
+    def _forward_fused(self, state: Any, hidden_layers: Collection[int]) -> Output:
         assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
-        assert isinstance(self._final_norm, RMSNorm)
+        assert isinstance(self._final_norm, Norm)
         if self._ending is None or self._ending.head is not self._head:  # a view may have another one
             self._ending = Ending(self._final_norm, self._head)
         where = (state.hidden, state.cos, state.sin, state.reach, state.cache, self._portions(range(self.n_layers)))

@@ -121,7 +121,7 @@ def blocks_usable(device: torch.device, dtype: torch.dtype, inputs: int) -> bool
 
 
 def reads(rows: Tensor) -> bool:
-    """Whether ``largest``, ``log_totals`` and ``rms_norm`` take rows; nothing is differentiated or traced there."""
+    """Whether ``largest``, ``log_totals`` and ``norm`` take rows; nothing is differentiated or traced there."""
     traced = torch.compiler.is_compiling() or (rows.requires_grad and torch.is_grad_enabled())
     return rows.device.type == "cpu" and rows.dtype in KINDS and not traced and library() is not None
 
@@ -142,11 +142,17 @@ def log_totals(rows: Float[Tensor, "*b V"]) -> Float[Tensor, "*b"]:
     return totals
 
 
-def rms_norm(rows: Float[Tensor, "*b D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "*b D"]:
-    """x / rms(x) * w of each row, in 32 bit and rounded once; the weight is of 32 bit."""
+def norm(
+    rows: Float[Tensor, "*b D"], weight: Float[Tensor, "D"], bias: Float[Tensor, "D"] | None, eps: float
+) -> Float[Tensor, "*b D"]:
+    """x / rms(x) * w of each row, or with a bias b, (x - mean) / deviation * w + b, in 32 bit and rounded once.
+
+    Weight and bias are of 32 bit.
+    """
     rows = rows.contiguous()
     normed = torch.empty_like(rows)
-    _call("norm", rows, normed.data_ptr(), byref(NormNumbers(weight.data_ptr(), None, eps)))
+    numbers = NormNumbers(weight.data_ptr(), None if bias is None else bias.data_ptr(), eps)
+    _call("norm", rows, normed.data_ptr(), byref(numbers))
     return normed
 
 

@@ -349,15 +349,16 @@ class Seq2SeqLM(CausalLM):
         if parents is None and cache.uniform:
             positions = torch.arange(written[0], end, device=self.device)[None]
             mask = None if nodes == 1 or fused else causal_mask(nodes, written[0], 1, self.dtype, self.device)
-            slots, keys = None, torch.arange(end, device=self.device)[None]
+            slots, keys = None, None
         else:
             before = cache.length - cache.source
             offsets = torch.arange(nodes, device=self.device)[None] if reach is None else token_tree.depths(reach)
             positions = before[:, None] + offsets
             mask = None if fused else ragged_mask(before, reach, nodes, end, 1, self.dtype)
             slots = None if cache.uniform else cache.slots(nodes)
-            keys = _key_positions(before, offsets, end)
+            keys = None if self._decoder.bias is None else _key_positions(before, offsets, end)
         if self._decoder.bias is not None:
+            keys = torch.arange(end, device=self.device)[None] if keys is None else keys
             bias = self._decoder.bias(positions, keys)
             mask = bias if mask is None else bias + mask
         hidden = self._decoder.place(self._decoder.embed(tokens), positions)

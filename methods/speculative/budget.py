@@ -165,7 +165,7 @@ class Unasked(StatelessDrafter):
     """Drafts nothing.
 
     Args:
-        nodes: of the drafter in whose place it stands.
+        nodes: most of a draft, those of the drafter that it replaces.
     """
 
     def __init__(self, nodes: int) -> None:

@@ -70,13 +70,11 @@ def require_rows(dtype: torch.dtype) -> None:
         torch.testing.assert_close(cpu_kernels.log_totals(scores).double(), wanted, rtol=1e-6, atol=1e-6)
     assert cpu_kernels.log_totals(torch.full((2, 40), -torch.inf, dtype=dtype)).tolist() == [-torch.inf] * 2
     rows, weight = torch.randn(70, 3, 200).to(dtype)[:, ::2], torch.rand(200)
-    exact = F.rms_norm(rows.double(), (200,), weight.double(), 1e-5)
-    torch.testing.assert_close(
-        cpu_kernels.rms_norm(rows, weight, 1e-5).double(),
-        exact,
-        rtol=1e-5 if dtype == torch.float32 else 4e-3,
-        atol=1e-6,
-    )
+    bias, wide = torch.randn(200), (rows.double(), (200,), weight.double())
+    norms = [(None, F.rms_norm(*wide, 1e-5)), (bias, F.layer_norm(*wide, bias.double(), 1e-5))]
+    for added, exact in norms:
+        found = cpu_kernels.norm(rows, weight, added, 1e-5).double()
+        torch.testing.assert_close(found, exact, rtol=1e-5 if dtype == torch.float32 else 4e-3, atol=2e-6)
 
 
 def test_rows_that_are_differentiated_or_of_other_types_are_left_to_torch() -> None:
