@@ -330,7 +330,8 @@ class Hybrid(HeadsDecoder):
         found = _lookup(lookup, gamma, factor, min_match, min_prob)
         self._join = partial(HybridDrafter, found, policy=policy, min_match=min_match, budget=budget, alone=alone)
         self._rounds: Counter[str] = Counter()
-        drafter = self._join(self._network(), self._rounds)
+        self._joined: SkippableDrafter = self._network()
+        drafter = self._join(self._joined, self._rounds)
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs=costs)
 
     def _network(self) -> SkippableDrafter:
@@ -357,8 +358,11 @@ class Hybrid(HeadsDecoder):
             self.costs = costs
         else:
             assert costs is not None, "without costs every drafter is asked"
-            network, self.costs = Unasked(network.nodes), replace(costs, draft=0.0)
-        self.drafter = self._heads = self._join(network, self._rounds)
+            network = self._joined if isinstance(self._joined, Unasked) else Unasked(network.nodes)
+            self.costs = replace(costs, draft=0.0)
+        if network is not self._joined:
+            self._joined = network
+            self.drafter = self._heads = self._join(network, self._rounds)
 
     def memory(self) -> dict[str, int | None]:
         """Memory of the network, or of the draft model."""
