@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, argmax
 from methods.non_autoregressive.decoder_inputs import Copy, copy_of
 from methods.non_autoregressive.loop import NonAutoregressive
 from methods.non_autoregressive.network import Memory, Network
@@ -89,7 +89,7 @@ class GlatStudent(LengthStudent):
         ):  # the same dropout in both passes
             states = self.network.decode(inputs, present, memory)
         wrong = torch.zeros_like(present)
-        wrong[present] = self.logits(states[present]).max(-1).indices != batch.targets[present]
+        wrong[present] = argmax(self.logits(states[present])) != batch.targets[present]
         return lowest(lots.masked_fill(~present, torch.inf), (ratio * wrong.sum(1)).floor().long())
 
 

@@ -28,6 +28,7 @@ from methods.engine.checkpoint_files import (
     target_sizes,
     write_part,
 )
+from methods.engine.sampling import argmax
 from methods.non_autoregressive.length_predictor import LengthHead
 from methods.non_autoregressive.network import Memory, Network, Shape, present_up_to
 from methods.training.losses import cross_entropy
@@ -143,7 +144,7 @@ class Student(nn.Module):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Smoothed cross-entropy per token, and the share of the tokens that are right."""
         logits = self.logits(states)
-        return cross_entropy(logits, wanted, smoothing), (logits.max(-1).indices == wanted).float().mean()
+        return cross_entropy(logits, wanted, smoothing), (argmax(logits.detach()) == wanted).float().mean()
 
     def do_without(self, stored: Collection[str]) -> None:
         """Drop networks that only some ways to decode need, if none of their tensors is among the stored ones."""

@@ -344,7 +344,6 @@ class Hybrid(HeadsDecoder):
             self._rounds.clear()
         self._own.use_costs(costs)
         super().use_costs(costs)
-        self.costs = self._own.costs
 
     def forget_costs(self) -> None:
         self._rounds.clear()

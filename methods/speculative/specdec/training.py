@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.sampling import argmax
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.specdec.decoder import translates
 from methods.speculative.specdec.network import BlockDecoder, Layout, Shape, Sources, save
@@ -130,7 +131,7 @@ class BlockLearner:
         labels = self.vocabulary.of(blocks.wanted.clamp(min=0))[learnt]
         known = labels >= 0
         loss = cross_entropy(logits[known], labels[known], self.label_smoothing)
-        right = (logits.max(-1).indices == labels).sum() / known.sum().clamp(min=1)
+        right = (argmax(logits.detach()) == labels).sum() / known.sum().clamp(min=1)
         return loss, {"right": right, "revealed": 1 - learnt.sum() / blocks.present.sum()}
 
     def fill(self, blocks: Blocks, sources: Sources) -> Int[Tensor, "B k"]:
