@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
@@ -89,12 +89,15 @@ class Draft:
         return cls(tokens, parents, probs, sizes=sizes, passes=passes)
 
     @classmethod
-    def chains(cls, rows: Sequence[list[int]], device: torch.device) -> Draft:
+    def chains(
+        cls, rows: Sequence[list[int]], device: torch.device, gains: Sequence[Sequence[float]] | None = None
+    ) -> Draft:
         """One path per row from ids on the host, ragged; a row may be empty."""
-        tokens = padded(rows)
-        parents = [list(range(-1, len(row) - 1)) for row in tokens]
-        made = cls.chain(from_host(tokens, device), sizes=[len(row) for row in rows])
-        return replace(made, listed=(tokens, parents))
+        listed = padded(rows)
+        tokens, above = from_host(listed, device), list(range(-1, len(listed[0]) - 1))
+        parents = _chain_parents(len(above), device).expand(len(rows), -1)
+        sizes = [len(row) for row in rows]
+        return cls(tokens, parents, sizes=sizes, gains=gains, listed=(listed, [above] * len(rows)))
 
     def lists(self) -> tuple[list[list[int]], list[list[int]]]:
         """``tokens`` and ``parents`` on the host; to be read from the device where they are not known."""
@@ -338,6 +341,23 @@ class PartedDrafter(SkippableDrafter, Protocol):
 
     def propose_by(self, context: Context, parts: Collection[str]) -> Draft:
         """Propose by these parts, at least one; the others read what the last pass committed."""
+        ...
+
+
+@runtime_checkable
+class LaunchedDrafter(SkippableDrafter, Protocol):
+    """A drafter that can draft on the device before the host knows what the last pass kept."""
+
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+        """Begin the draft that ``propose`` returns next, or that ``skip`` drops.
+
+        Args:
+            report, output: of a recorded round of the target, see ``methods.engine.greedy_round``.
+            context: of that round; the host does not know yet what follows it.
+
+        Returns:
+            Whether it has begun; False: ``propose`` does all.
+        """
         ...
 
 

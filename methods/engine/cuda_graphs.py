@@ -187,6 +187,19 @@ class Pooled:
         return handle
 
 
+class _Latest(NamedTuple):
+    """What was replayed the last time; it serves rows of at least ``shortest`` and at most ``longest`` tokens."""
+
+    replay: Replay
+    cache: Cache
+    shortest: int
+    longest: int
+
+    def serves(self, cache: Cache, tokens: int) -> bool:
+        own = self.cache
+        return own.store is cache.store and own.length is cache.length and self.shortest <= tokens <= self.longest
+
+
 class Graphs:
     """The graphs of one model, or of one view of it.
 
@@ -207,6 +220,7 @@ class Graphs:
         self._lm, self.capture = weakref.ref(lm), capture
         self._pooled: list[Pooled] = []
         self._shapes: dict[Shape, int] = {}  # of passes and rounds: their most nodes
+        self._latest: dict[tuple[Shape, int], _Latest] = {}  # by nodes that were given
         self.prepared = False
         self.drafts: weakref.WeakSet[RecordedDrafts] = weakref.WeakSet()
         self.captured, self.seconds, self.missed = 0, 0.0, 0
@@ -228,6 +242,7 @@ class Graphs:
         with torch.inference_mode(False):  # a cache made within it could not be used outside of it
             made = Pooled(make(batch, bucket(capacity)), aside=Aside.made(self.capture))
         self._pooled = [*kept[-_MOST_CACHES:], made]
+        self._latest.clear()  # it may hold a cache that is none of these
         return made
 
     def prepare(self, longest: Mapping[int, int], make: Callable[[int, int], Cache]) -> None:
@@ -296,9 +311,12 @@ class Graphs:
 
     def _replay(self, shape: Shape, given: int, cache: Cache) -> Replay | None:
         """Of a pass over so many nodes; at its second use it is captured."""
+        longest, latest = max(cache.lengths), self._latest.get((shape, given))
+        if latest is not None and latest.serves(cache, longest):
+            return latest.replay
         pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
         nodes = padded(given)
-        least = max(cache.lengths) + nodes
+        least = longest + nodes
         end = max(cache.capacity, least) if self._reads_lengths(nodes) else bucket(least)
         if pooled is None or end > cache.capacity or cache.length is not pooled.cache.length:
             self.missed += 1
@@ -310,6 +328,8 @@ class Graphs:
             replay = self._make(pooled, form)
         if replay is None:
             self.missed += 1
+        else:
+            self._latest[shape, given] = _Latest(replay, pooled.cache, longest, end - nodes)
         return replay
 
     def _reads_lengths(self, nodes: int) -> bool:
@@ -474,7 +494,6 @@ class GraphedLM(CausalLM):
         """Whether rounds are recorded, or may still be: those that are sampled are not."""
         return not self.graphs.prepared or self.graphs.has_rounds
 
-    @torch.inference_mode()
     def round(
         self,
         columns: Sequence[Int[Tensor, "B _"]],

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from methods.engine.host_copies import Reading
 from methods.engine.token_tree import ABSENT, Parents, with_root
 
 
@@ -33,10 +34,14 @@ class Round:
     report: Int[Tensor, "B R"]
     hidden_layers: dict[int, Float[Tensor, "B M D"]] = field(default_factory=dict)
 
-    def read(self) -> list[tuple[list[int], list[int]]]:
-        """Per row, the columns of the kept draft nodes, and the tokens committed. The one read of a round."""
+    def read(self, reading: Reading | None = None) -> list[tuple[list[int], list[int]]]:
+        """Per row, the columns of the kept draft nodes, and the tokens committed. The one read of a round.
+
+        Args:
+            reading: of the report, if it is under way.
+        """
         levels, found = self.path.shape[1] - 1, []
-        for bonus, *row in self.report.tolist():
+        for bonus, *row in (reading or Reading(self.report)).read():
             columns = [node - 1 for node in row[1 : 1 + levels] if node != ABSENT]
             found.append((columns, [*row[1 + levels : 1 + levels + len(columns)], bonus]))
         return found

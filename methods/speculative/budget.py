@@ -38,6 +38,7 @@ from itertools import accumulate
 from typing import Literal, cast
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from methods.drafting import (
@@ -45,11 +46,13 @@ from methods.drafting import (
     Context,
     Draft,
     Drafter,
+    LaunchedDrafter,
     PartedDrafter,
     SkippableDrafter,
     StatelessDrafter,
     TrimmableDrafter,
 )
+from methods.engine.causal_lm import Output
 from methods.engine.host_copies import from_host
 
 ALLOWANCE = 0.75  # passes over one node that may be lost before rounds go without a draft
@@ -220,6 +223,11 @@ class Account:
         """Of what may be lost."""
         return self.balance + ALLOWANCE
 
+    @property
+    def pausing(self) -> bool:
+        """Whether the next round goes without a draft, by what was booked so far."""
+        return self._left > 0
+
     def book(self, gain: float) -> None:
         """Tokens of a round beyond the first, less its time beyond that of a pass over one node."""
         self.balance = min(self.balance + gain, _RESERVE)
@@ -356,12 +364,14 @@ class Pace:
     _idle: bool = field(init=False)
     _skips: bool = field(init=False)
     _trims: bool = field(init=False)
+    _launches: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._parts = self.drafter.parts if isinstance(self.drafter, PartedDrafter) else ("",)
         self._idle = isinstance(self.drafter, Unasked)
         self._skips = isinstance(self.drafter, SkippableDrafter)  # asked once: a protocol is slow to ask
         self._trims = isinstance(self.drafter, TrimmableDrafter)
+        self._launches = isinstance(self.drafter, LaunchedDrafter)
 
     def propose(self, context: Context, open_rows: Sequence[bool]) -> Draft:
         """A draft for every row.
@@ -383,6 +393,15 @@ class Pace:
             draft = self._cut(self._proposed(context, paused), open_rows, self.costs)
         self._count(draft)
         return draft
+
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+        """Let the drafter begin its next draft before the host has read a round; see ``LaunchedDrafter``.
+
+        A draft that is then not asked for, because that round ends in a pause, is lost.
+        """
+        if not self._launches or any(self._accounts[part].pausing for part in self._parts):
+            return False
+        return cast(LaunchedDrafter, self.drafter).launch(report, output, context)
 
     def _proposed(self, context: Context, paused: Collection[str]) -> Draft:
         if not paused:

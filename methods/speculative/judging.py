@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 from methods.drafting import AcceptanceRule, Draft
 from methods.engine.causal_lm import Output
 from methods.engine.greedy_round import Round
-from methods.engine.host_copies import from_host
+from methods.engine.host_copies import Reading, from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax
 from methods.speculative.verification import DeterministicTree, Greedy, walk_on_host
@@ -45,9 +45,9 @@ class Judged:
     report: Int[Tensor, "B R"] | None = None
 
     @classmethod
-    def of(cls, made: Round) -> Judged:
-        """What a recorded round kept."""
-        rows = made.read()
+    def of(cls, made: Round, reading: Reading | None = None) -> Judged:
+        """What a recorded round kept; ``reading``: of its report, if it is under way."""
+        rows = made.read(reading)
         columns, tokens = [row[0] for row in rows], [row[1] for row in rows]
         return cls(columns, tokens, made.bonus, made.path, [], made.report)
 

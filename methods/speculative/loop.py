@@ -13,12 +13,15 @@ any prefill. Other rows wait meanwhile: prompts are not read in pieces together 
 A row whose text has ended leaves the batch between two rounds (``methods.rows``): target and drafter compute only the
 others from then on. Their texts are what they would be with it, up to the rounding of passes over fewer rows; with a
 temperature they draw other numbers from the same distribution.
+
+Recorded rounds (``methods.engine.cuda_graphs``) leave on the device all that the next draft of a network reads, or the
+next round where nothing is drafted. Either is launched before the host reads the last round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +32,8 @@ from methods.decoder import CostAware, Decoder, Family, Guarantee, Prompts, Refi
 from methods.drafting import AcceptanceRule, Context, Draft, Drafter, RowDrafter
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.cuda_graphs import GraphedLM
+from methods.engine.greedy_round import Round
+from methods.engine.host_copies import Reading
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.stopwatch import Stopwatch
@@ -120,7 +125,9 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         ends = [len(row) + limit for row in committed]
         cache = target.new_cache(len(prompts), self._slots(longest, limit))
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
-        watch, passing = Stopwatch(target.device), Stopwatch(target.device)
+        watch, ahead, passing = (Stopwatch(target.device) for _ in range(3))
+        launched = False  # the next draft, while the host read the last round
+        runs_ahead = self._recorded and not drafter.nodes and isinstance(target, GraphedLM)
 
         passing.start()
         output = target.prefill(
@@ -136,14 +143,31 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
 
         while any(open_rows := batch.open):
+            if runs_ahead:
+                yield from self._rounds_ahead(batch)
+                if not any(open_rows := batch.open):
+                    return
             if self._drop(batch):
                 open_rows = batch.open
-            watch.start()
-            draft = pace.propose(context, open_rows)
-            watch.stop()
+            if launched:
+                draft = pace.propose(context, open_rows)
+            else:
+                watch.start()
+                draft = pace.propose(context, open_rows)
+                watch.stop()
             passing.start()
-            nodes, output, judged = self._verify(draft, context, cache)
-            passing.stop()
+            made = self._launch(draft, context, cache)
+            if made is None:
+                nodes, output, judged = self._verify(draft, context, cache)
+                passing.stop()
+                launched = False
+            else:
+                passing.stop()
+                nodes, output, reading = made.hidden.shape[1], _output(made), Reading(made.report)
+                ahead.start()
+                launched = any(batch.open_after(1)) and pace.launch(made.report, output, context)
+                ahead.stop()
+                judged = Judged.of(made, reading)
             pace.note(judged.columns, open_rows)
             tokens = [new if is_open else [] for new, is_open in zip(judged.tokens, open_rows, strict=True)]
             judged.advance(cache, [len(new) for new in tokens])
@@ -153,20 +177,61 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             context.root = judged.bonus
             accepted = [len(row) for row in judged.columns]
             times = (watch.ns(), passing.ns())
+            if launched:
+                watch, ahead = ahead, watch
             yield from self._answered(_step(draft, tokens, accepted, open_rows, times, nodes), batch)
+
+    def _launch(self, draft: Draft, context: Context, cache: Cache) -> Round | None:
+        """A recorded round over a draft, to be read; None: it has none (yet)."""
+        target = self.target
+        if not self._recorded or draft.auxiliary is not None or not isinstance(target, GraphedLM):
+            return None
+        given = [context.root[:, None], *([draft.tokens] if draft.tokens.shape[1] else [])]
+        parents = None if draft.is_chain else draft.parents
+        layers = self.drafter.hidden_layers
+        return target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers)
+
+    def _rounds_ahead(self, batch: _Batch) -> Rounds:
+        """Recorded rounds without drafts, each launched before the host reads the one before it.
+
+        They end where a round is not recorded (yet), at the latest with the texts. A text that ends by a token takes
+        one round more than it needs.
+        """
+        draft = self.drafter.propose(batch.context)
+        watch, other = Stopwatch(self.target.device), Stopwatch(self.target.device)
+        last: _Launched | None = None
+        while True:
+            watch.start()
+            following = self._launched(draft, batch) if any(batch.open_after(int(last is not None))) else None
+            watch.stop()
+            if last is not None:
+                open_rows = [is_open and row not in last.left for row, is_open in enumerate(batch.open)]
+                rows = last.made.read(last.reading)
+                tokens = [new if is_open else [] for (_, new), is_open in zip(rows, open_rows, strict=True)]
+                _extend(batch.context.tokens, tokens)
+                step = _step(draft, tokens, [0] * len(tokens), open_rows, (0, other.ns()), 1)
+                yield from self._answered(step, batch, following)
+            if following is None:
+                return
+            last, watch, other = following, other, watch
+
+    def _launched(self, draft: Draft, batch: _Batch) -> _Launched | None:
+        """A round without a draft, and its read under way; what it commits is the next root."""
+        context, cache = batch.context, batch.cache
+        made = self._launch(draft, context, cache)
+        if made is None:
+            return None
+        context.root = made.bonus
+        if all(open_rows := batch.open):
+            cache.advanced([1] * len(open_rows))
+        else:
+            cache.set_lengths([length + is_open for length, is_open in zip(cache.lengths, open_rows, strict=True)])
+        return _Launched(made, Reading(made.report))
 
     def _verify(self, draft: Draft, context: Context, cache: Cache) -> tuple[int, Output, Judged]:
         """A pass over a draft, of how many nodes, and what is kept of it; ``Judged.advance`` is to follow."""
-        target, layers = self.target, self.drafter.hidden_layers
-        if self._recorded and draft.auxiliary is None and isinstance(target, GraphedLM):
-            given = [context.root[:, None], *([draft.tokens] if draft.tokens.shape[1] else [])]
-            parents = None if draft.is_chain else draft.parents
-            made = target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers)
-            if made is not None:
-                output = Output(made.hidden[:, :, :0], made.hidden, made.hidden_layers)
-                return made.hidden.shape[1], output, Judged.of(made)
         nodes, parents, levels = _nodes_of_pass(context.root, draft)
-        output = target.forward(nodes, parents, cache, levels=levels, hidden_layers=layers)
+        output = self.target.forward(nodes, parents, cache, levels=levels, hidden_layers=self.drafter.hidden_layers)
         judged = judge(draft, output, self.rule, self.sampling, context.rng)
         if not draft.is_chain:
             judged.pack(cache)
@@ -177,10 +242,16 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         """Whether rounds are as ``GraphedLM.round`` has them."""
         return self.sampling.greedy and type(self.rule) is Greedy and not self.reads_logits
 
-    def _answered(self, step: Step, batch: _Batch) -> Rounds:
-        """Yield a step, and one more for each set of prompts that is sent in return."""
+    def _answered(self, step: Step, batch: _Batch, launched: _Launched | None = None) -> Rounds:
+        """Yield a step, and one more for each set of prompts that is sent in return.
+
+        Args:
+            launched: a round of the texts that these prompts replace.
+        """
         prompts = batch.rows.take((yield batch.rows.step(step)))
         while prompts:
+            if launched is not None:
+                launched.left.update(prompts)
             prompts = batch.rows.take((yield batch.rows.step(self._admit(prompts, batch))))
 
     @torch.inference_mode()
@@ -224,8 +295,26 @@ class _Batch:
     @property
     def open(self) -> list[bool]:
         """Per row, whether more of it is wanted."""
+        return self.open_after(0)
+
+    def open_after(self, tokens: int) -> list[bool]:
+        """The same once so many more tokens are committed."""
         texts = zip(self.context.tokens, self.ends, self.rows.ended, strict=True)
-        return [len(text) < end and not ended for text, end, ended in texts]
+        return [len(text) + tokens < end and not ended for text, end, ended in texts]
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A round that the host has not read; ``left``: rows that had another text then."""
+
+    made: Round
+    reading: Reading
+    left: set[int] = field(default_factory=set)
+
+
+def _output(made: Round) -> Output:
+    """Its states; a recorded round keeps no logits."""
+    return Output(made.hidden[:, :, :0], made.hidden, made.hidden_layers)
 
 
 def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
@@ -278,12 +367,16 @@ def _step(
     """The counters of a round; ``times``: of the draft, and of the pass with the rule, in nanoseconds."""
     sizes = draft.sizes if draft.sizes is not None else [draft.tokens.shape[1]] * len(tokens)
     depths = draft.depths if draft.depths is not None else ([draft.max_depth] * len(tokens) if draft.levels else sizes)
+    if not all(open_rows):
+        sizes, accepted, depths = (
+            [n * row for n, row in zip(counts, open_rows, strict=True)] for counts in (sizes, accepted, depths)
+        )
     return Step(
         tokens,
-        drafted=[n * row for n, row in zip(sizes, open_rows, strict=True)],
-        accepted=[n * row for n, row in zip(accepted, open_rows, strict=True)],
+        drafted=sizes,
+        accepted=accepted,
         layers=[1.0] * len(tokens),
-        depth=[n * row for n, row in zip(depths, open_rows, strict=True)],
+        depth=depths,
         rows=len(tokens),
         nodes=nodes,
         draft_passes=draft.passes,

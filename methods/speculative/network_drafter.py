@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.cuda_graphs import GraphedLM, Graphs
 from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
@@ -83,6 +83,7 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         self._reader: R | None = None
         self._unread = Unread(0)
         self._recorded: RecordedNetwork[Any] | None = None
+        self._launched: Draft | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -94,22 +95,43 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         make = self._new_reader if self._recorded is None else self._recorded.reader
         self._reader = make(len(prompts), max(map(len, prompts)) + limit + self._spare)
         self._unread = Unread(len(prompts))
+        self._launched = None
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._made_reader().keep_rows(rows)
         self._unread.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
-        reader = self._made_reader()
-        if self._recorded is not None and context.report is not None and not len(self._unread):
-            self._unread.read_by(context)
-            return self._recorded.draft(reader, context)
-        self._unread.note(context, self._states(context))
-        return self._draft(reader, context)
+        draft = self._recorded_draft(context)
+        if draft is not None:
+            return draft
+        self._unread.note(context, self._states(context.output))
+        return self._draft(self._made_reader(), context)
+
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+        """See ``LaunchedDrafter``."""
+        if self._recorded is None or len(self._unread):
+            return False
+        self._launched = self._recorded.launch(self._made_reader(), report, output, context.sampling, context.rng)
+        return True
+
+    def _recorded_draft(self, context: Context) -> Draft | None:
+        """The one that was launched, or one by a recorded call; None: the last pass must be read without."""
+        if self._recorded is None or context.report is None or len(self._unread):
+            return None
+        if self._launched is None:
+            self.launch(context.report, context.output, context)
+        draft, self._launched = self._launched, None
+        self._unread.read_by(context)
+        self._recorded.note_read(self._made_reader(), context.tokens)
+        return draft
 
     def skip(self, context: Context) -> None:
         """Keep the states of the committed tokens, as they are not in the next context; read them once in a while."""
-        self._unread.note(context, self._states(context))
+        if self._launched is not None:  # it has read them
+            self._recorded_draft(context)
+            return
+        self._unread.note(context, self._states(context.output))
         if len(self._unread) > MOST_UNREAD:
             self._read(self._made_reader(), context)
 
@@ -117,9 +139,9 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         assert self._reader is not None, "reset comes before drafting"
         return self._reader
 
-    def _states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
-        """What the network reads of the last pass."""
-        return [context.output.hidden_layers[tap] for tap in self.hidden_layers]
+    def _states(self, output: Output) -> list[Float[Tensor, "B P D"]]:
+        """What the network reads of a pass."""
+        return [output.hidden_layers[tap] for tap in self.hidden_layers]
 
     @abstractmethod
     def _new_reader(self, batch: int, capacity: int) -> R:

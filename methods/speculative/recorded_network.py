@@ -96,7 +96,7 @@ class RecordedNetwork(Generic[R]):
         graphs: Graphs,
         make: Callable[[int, int], R],
         work: Callable[[R, Sampling, Generator], Work],
-        states: Callable[[Context], Sequence[Tensor]],
+        states: Callable[[Output], Sequence[Tensor]],
         spare: int,
     ) -> None:
         self._graphs, self._make, self._work, self._states, self._spare = graphs, make, work, states, spare
@@ -115,18 +115,24 @@ class RecordedNetwork(Generic[R]):
         known[0].cache.reset()
         return known[0]
 
-    def draft(self, reader: R, context: Context) -> Draft:
-        """Read what the last round kept, and draft."""
-        assert context.report is not None, "the last round was not a recorded one"
-        self._sampled, cache = (context.sampling, context.rng), reader.cache
-        counts = [len(text) - 1 - length for text, length in zip(context.tokens, cache.lengths, strict=True)]
-        calls, inputs = self._readers[cache.batch][1], [context.report, *self._states(context)]
+    def launch(
+        self, reader: R, report: Int[Tensor, "B R"], output: Output, sampling: Sampling, rng: Generator
+    ) -> Draft:
+        """Read what a round kept, and draft; ``note_read`` must follow once the host knows what that was."""
+        self._sampled, cache = (sampling, rng), reader.cache
+        calls, inputs = self._readers[cache.batch][1], [report, *self._states(output)]
         draft: Draft = calls(self._work(reader, *self._sampled), inputs, [cache.length])
+        return draft
+
+    @staticmethod
+    def note_read(reader: R, texts: Sequence[Sequence[int]]) -> None:
+        """The reader has read all tokens of these texts but their roots."""
+        cache = reader.cache
+        counts = [len(text) - 1 - length for text, length in zip(texts, cache.lengths, strict=True)]
         if all(counts):
             cache.advanced(counts)
         else:  # a row at its limit has read what is not part of its text
             cache.set_lengths([length + count for length, count in zip(cache.lengths, counts, strict=True)])
-        return draft
 
     def prepare(self, longest: Mapping[int, int]) -> None:
         """See ``methods.engine.cuda_graphs.RecordedDrafts``."""

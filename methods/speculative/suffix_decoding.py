@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from methods.drafting import Context, Continuation, Draft
@@ -155,8 +154,8 @@ class SuffixDrafter:
 
     def propose(self, context: Context) -> Draft:
         found = [self.find(row, tokens) for row, tokens in enumerate(context.tokens)]
-        draft = Draft.chains([path.tokens for path in found], context.root.device)
-        return replace(draft, gains=[path.gains or [] for path in found])
+        gains = [path.gains or [] for path in found]
+        return Draft.chains([path.tokens for path in found], context.root.device, gains)
 
     def skip(self, context: Context) -> None:
         """Nothing to do: the next search reads what was committed."""

@@ -43,15 +43,23 @@ def check_few_calls() -> None:
 def _few_calls(function: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
     calls = test = 0
 
-    @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def chosen() -> Callable[..., Any]:
         nonlocal calls, test
         if jaxtyping.config.jaxtyping_disable:
-            return function(*arguments, **options)
+            return function
         calls = calls + 1 if test == _test else 1
         test = _test
-        few = calls <= FIRST or calls & (calls - 1) == 0
-        return (checked if few else function)(*arguments, **options)
+        return checked if calls <= FIRST or calls & (calls - 1) == 0 else function
 
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return chosen()(*arguments, **options)
+
+    @functools.wraps(function)
+    def generate(*arguments: Any, **options: Any) -> Any:
+        return (yield from chosen()(*arguments, **options))
+
+    if inspect.isgeneratorfunction(function):  # other decorators look for it: torch.inference_mode
+        call = generate
     call.checks_few_calls = True  # type: ignore[attr-defined]
     return call

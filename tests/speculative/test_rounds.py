@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.engine.cuda_graphs import GraphedLM
+from methods.engine.cuda_graphs import Calls, GraphedLM
+from methods.engine.host_copies import Reading
 from methods.engine.sampling import Sampling
 from methods.speculative.heads.candidate_tree import TREES
 from methods.speculative.prompt_lookup import PromptLookup
@@ -49,6 +52,45 @@ def test_a_recorded_round_takes_three_launches_one_read_and_no_copy_that_waits(n
     assert counts.rounds > 20 and counts.reads == counts.rounds and counts.copies == 0
     assert launches.total() <= 3 * counts.rounds, launches
     assert target.graphs.missed < 20, "after the first rounds all are recorded"
+
+
+def events(make, texts, limit=24):
+    """What a decode asks of the device, in order, after other decodes have recorded it."""
+    target = GraphedLM.of(checks.tiny_target(), capture=False)
+    decoder, found = make(target, Sampling()), []
+    for _ in range(3):
+        for _ in decoder.decode(prompts(texts), limit, torch.Generator().manual_seed(0)):
+            pass
+
+    def noted(owner, name, event):
+        plain = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            made = plain(*args, **kwargs)
+            found.append(event if made is not None else "missed")
+            return made
+
+        return mock.patch.object(owner, name, call)
+
+    with noted(GraphedLM, "round", "launch"), noted(Calls, "__call__", "draft"), noted(Reading, "read", "read"):
+        for _ in decoder.decode(prompts(texts), limit, torch.Generator().manual_seed(0)):
+            found.append("step")
+    return found
+
+
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+def test_the_next_round_of_the_baseline_is_launched_before_the_last_one_is_read(texts):
+    found = events(Autoregressive, texts)
+    assert found == ["step", "launch", *["launch", "read", "step"] * 22, "read", "step"]
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTED if name.startswith(("eagle", "dflash", "dspark"))])
+def test_the_next_draft_of_a_network_is_launched_before_the_last_round_is_read(name):
+    _, *found, last, end = events(DRAFTED[name], PROMPTS[:1])
+    first = found.index("draft") - 1  # the draft after the prompt is none of a fixed shape
+    rounds = [found[start : start + 4] for start in range(first, len(found), 4)]
+    assert len(rounds) > 4 and all(each == ["launch", "draft", "read", "step"] for each in rounds[:-1])
+    assert [last, end] == ["read", "step"]
 
 
 @pytest.mark.parametrize("name, exposed, hidden", [("autoregressive", 1, 6), ("suffix", 2, 7), ("medusa", 20, 8)])

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from methods.drafting import Context, Draft
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.cuda_graphs import Graphs, Work
 from methods.engine.sampling import Sampling
@@ -79,9 +79,8 @@ class EagleDrafter(NetworkDrafter[Network, Growth, Reader]):
 
         return work
 
-    def _states(self, context: Context) -> list[Float[Tensor, "B P D"]]:
+    def _states(self, output: Output) -> list[Float[Tensor, "B P D"]]:
         """The last ones, and those of the layers that the network names."""
-        output = context.output
         return [output.hidden, *(output.hidden_layers[tap] for tap in self.network.spec.taps)]
 
     def _draft(self, reader: Reader, context: Context) -> Draft:
