@@ -50,10 +50,10 @@ def shape_of(lm: Seq2SeqLM, **changes: int) -> Shape:
     return Shape(**{"block": 6, "depth": 2, "inner": 40, "positions": 60, **known, **changes})
 
 
-def random_network(lm: Seq2SeqLM) -> BlockDecoder:
+def random_network(lm: Seq2SeqLM, **changes: int) -> BlockDecoder:
     """Every weight away from its initial value."""
     torch.manual_seed(3)
-    network = BlockDecoder(shape_of(lm))
+    network = BlockDecoder(shape_of(lm, **changes))
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
     return network
@@ -140,6 +140,17 @@ def naive(lm: Seq2SeqLM, network: BlockDecoder, source: Tensor, text: Sequence[i
 
     read = [norm("enter", lm.embed(token).double()) for token in source]
     memory = list(lm.encode([source]).states[0].double())
+    if shape.encoder_layers:
+        memory = [e + position(i) for i, e in enumerate(read)]
+    for layer in range(shape.encoder_layers):
+        name = f"encoder.{layer}"
+        qkv = [linear(f"{name}.qkv", norm(f"{name}.own_norm", state)).chunk(3) for state in memory]
+        looked = [attend(query, [k for _, k, _ in qkv], [v for _, _, v in qkv]) for query, _, _ in qkv]
+        memory = [state + linear(f"{name}.out", seen) for state, seen in zip(memory, looked, strict=True)]
+        inner = [linear(f"{name}.up", norm(f"{name}.mlp_norm", state)).clamp(min=0) for state in memory]
+        memory = [state + linear(f"{name}.down", units) for state, units in zip(memory, inner, strict=True)]
+    if shape.encoder_layers:
+        memory = [norm("encoded", state) for state in memory]
     nodes = [norm("enter", lm.embed(torch.tensor(token)).double()) + position(i) for i, token in enumerate(given)]
     for place in range(block):
         own = position(len(given) + place)
@@ -160,11 +171,12 @@ def naive(lm: Seq2SeqLM, network: BlockDecoder, source: Tensor, text: Sequence[i
     return torch.stack([norm("leave", node) for node in nodes[len(given) :]])
 
 
-def test_passes_over_a_cache_are_the_computation_node_by_node(pair: tuple[Any, Seq2SeqLM]) -> None:
+@pytest.mark.parametrize("own", [0, 2], ids=["targets_encoder", "own_encoder"])
+def test_passes_over_a_cache_are_the_computation_node_by_node(pair: tuple[Any, Seq2SeqLM], own: int) -> None:
     """Ragged sources and texts, over several rounds that commit different numbers of tokens, and blocks of any size."""
     _, lm = pair
-    network = random_network(lm).double()
-    slow = random_network(lm).double()
+    network = random_network(lm, encoder_layers=own).double()
+    slow = random_network(lm, encoder_layers=own).double()
     draft = DraftPass(lm, network, DraftVocabulary.all(lm.vocab_size))
     sources = ids(*LENGTHS)
     draft.make_room(3, 40)
@@ -182,9 +194,10 @@ def test_passes_over_a_cache_are_the_computation_node_by_node(pair: tuple[Any, S
             torch.testing.assert_close(found[row].double(), wanted, rtol=bound, atol=bound)
 
 
-def test_training_sees_what_decoding_sees(marian: Seq2SeqLM) -> None:
+@pytest.mark.parametrize("own", [0, 2], ids=["targets_encoder", "own_encoder"])
+def test_training_sees_what_decoding_sees(marian: Seq2SeqLM, own: int) -> None:
     """The module over whole rows gives the same states, and what stands in the block does not show through."""
-    network = random_network(marian).double().eval()
+    network = random_network(marian, encoder_layers=own).double().eval()
     texts, given, sources = [[5, 9, 3, 7, EOS], [8, EOS], [4, 4, 4, 6, 6, 6, EOS]], [2, 1, 4], ids(*LENGTHS)
     learner = BlockLearner(marian, DraftVocabulary.all(VOCAB), network, 0.0)
     read = network.read(
@@ -227,6 +240,22 @@ def test_greedy_text_is_the_targets(pair: tuple[Any, Seq2SeqLM], block: int | No
     kept, drafted = (sum(sum(getattr(step, name)) for step in steps) for name in ("accepted", "drafted"))
     assert 4 <= kept < drafted, "drafts must be kept now and then, and refused now and then"
     assert all(step.draft_passes == 1 for step in steps[1:])
+
+
+def test_an_encoder_of_its_own_is_trained_and_stored(marian: Seq2SeqLM, tmp_path: Path) -> None:
+    network, pairs = random_network(marian, encoder_layers=1), known_texts(marian)
+    learner = BlockLearner(marian, DraftVocabulary.all(VOCAB), network, 0.0)
+    blocks = Blocks.of(marian.start, [text for _, text in pairs], [1] * len(pairs), 6, marian.device)
+    learner.loss(blocks, learner.read([source for source, _ in pairs]), 0.0)[0].backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in network.encoder.parameters() if weight.dim() > 1)
+    save(tmp_path, network, learner.vocabulary)
+    stored, _ = load(tmp_path, marian)
+    assert stored.shape == network.shape and torch.equal(
+        stored.encoder[0].up.weight, network.encoder[0].up.weight.half()
+    )
+    sources = checks.prompts(VOCAB, (9, 1, 5))
+    wanted = checks.outputs(Autoregressive(marian, GREEDY), sources, 11)
+    assert checks.outputs(SpecDec(marian, GREEDY, checkpoint=tmp_path), sources, 11) == wanted
 
 
 def test_rows_counters_and_state(pair: tuple[Any, Seq2SeqLM]) -> None:
@@ -519,6 +548,7 @@ def test_targets_and_parts_that_do_not_fit_are_refused(marian: Seq2SeqLM, tmp_pa
     [
         ({"block": 0}, "block must be at least 1, got 0"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"encoder_layers": -1}, "encoder_layers must be at least 0, got -1"),
         ({"glancing": (0.5,)}, "glancing must be two shares"),
         ({"glancing": (1.0, 0.0)}, "from 0 to below 1, got"),
         ({"dropout": 1.0}, "dropout must be from 0 to below 1, got 1.0"),

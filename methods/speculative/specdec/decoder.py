@@ -1,6 +1,6 @@
 """SpecDec: a non-autoregressive drafter fills a block of tokens at once, the target keeps what it finds good enough.
 
-Xia et al. 2023, arXiv 2203.16487, for encoder-decoder targets. The drafter shares the target's encoder; a shallow
+Xia et al. 2023, arXiv 2203.16487, for encoder-decoder targets. The drafter reads the target's encoder; a shallow
 decoder with a place for each token of the block reads the source and the committed text and fills all places in one
 pass (``network.py``). The target scores the block in one pass; a drafted token stays while it is among the target's
 ``top_beta`` most likely ones and its log-probability is at most ``tau`` below that of the most likely one (eq. 5-6).
@@ -12,7 +12,8 @@ Published, blocks of 25, Transformer base on WMT, one P100 at batch 1: 5.1 times
 en-de, 5.5 times de-en, 4.6 times en-ro, at BLEU 35.45 en-ro and 35.03 ro-en.
 
 Differences: committed tokens see only what is before them, so their keys and values are cached. The encoder is the
-target's, frozen, and runs once for both models. Each place of the block has a vector of its own instead of a common
+target's, frozen, and runs once for both models, unless the drafter was trained with one of its own as published
+(``train.encoder_layers``). Each place of the block has a vector of its own instead of a common
 mask token; sinusoidal positions are added once; norms come before sub-layers; tokens are proposed from a reduced
 vocabulary. A draft ends with its first end-of-sequence token. At a temperature the exact rule for drafts that were not
 drawn holds, whatever ``top_beta``.

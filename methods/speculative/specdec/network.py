@@ -1,6 +1,7 @@
 """The draft network of method=specdec: a shallow decoder that fills a whole block of places in one pass.
 
-Its encoder, embedding and output matrix are the target's (``Output.memory``); only the decoder is trained and stored. A
+Its embedding and output matrix are the target's, and its encoder too (``Output.memory``), unless the network has one of
+its own; the rest is trained and stored. A
 pass reads nodes side by side: tokens that were committed since the last pass, each of which sees what is before it, and
 after them the block, whose places see all committed tokens and one another. So the keys and values of committed tokens
 never change and are cached; those of the block are forgotten.
@@ -49,6 +50,7 @@ class Shape:
         heads: of each attention.
         inner: units of its feed-forward layers.
         positions: longest text it knows the positions of, in tokens, a block after it included.
+        encoder_layers: of an encoder of its own; 0: it reads the states of the target's.
         hidden_size, layers, vocab_size: of the target.
     """
 
@@ -60,6 +62,7 @@ class Shape:
     hidden_size: int
     layers: int
     vocab_size: int
+    encoder_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,26 @@ class Sources:
         seen = [(keys[rows], values[rows]) for keys, values in self.keys_values]
         present = None if self.present is None else self.present[rows]
         return Sources(self.embeddings[rows], self.placed[rows], seen, present)
+
+
+class EncoderLayer(nn.Module):
+    """One layer of an encoder: self-attention over a source, feed-forward; norms in front of each."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.heads = shape.heads
+        self.own_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, shape.inner), nn.Linear(shape.inner, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: Float[Tensor, "B S D"], present: Bool[Tensor, "B 1 S"] | None) -> Float[Tensor, "B S D"]:
+        query, keys, values = split_heads(apply(self.qkv, self.own_norm(hidden)), self.heads, 3)
+        hidden = hidden + self.drop(
+            _attend(self.out, query, (keys, values), None if present is None else present[:, None])
+        )
+        return hidden + self.drop(apply(self.down, torch.relu(apply(self.up, self.mlp_norm(hidden)))))
 
 
 class DraftLayer(nn.Module):
@@ -196,13 +219,15 @@ class BlockDecoder(nn.Module):
         self.places = nn.Parameter(torch.zeros(shape.block, shape.hidden_size))
         self.layers = nn.ModuleList(DraftLayer(shape, dropout) for _ in range(shape.depth))
         self.leave = nn.LayerNorm(shape.hidden_size)
+        self.encoder = nn.ModuleList(EncoderLayer(shape, dropout) for _ in range(shape.encoder_layers))
+        self.encoded = nn.LayerNorm(shape.hidden_size) if shape.encoder_layers else None
         self.drop = nn.Dropout(dropout)
         self.register_buffer("positions", sinusoids(shape.positions, shape.hidden_size), persistent=False)
 
     def read(
         self,
         embeddings: Float[Tensor, "B S D"],
-        memory: Float[Tensor, "B S D"],
+        memory: Float[Tensor, "B S D"] | None,
         lengths: Sequence[int],
         layers: Sequence[AnyLayer] | None = None,
     ) -> Sources:
@@ -210,18 +235,24 @@ class BlockDecoder(nn.Module):
 
         Args:
             embeddings: of their tokens, by the target's matrix.
-            memory: output of the target's encoder.
+            memory: output of the target's encoder; None: the network has its own.
             lengths: tokens of each.
             layers: packed ones; None: its own.
         """
         entered = self.enter(embeddings)
         placed = entered + self.positions[: embeddings.shape[1]]
-        joined = [apply(layer.key_value, memory) for layer in layers or self._layers()]
-        keys_values = [(keys, values) for keys, values in (split_heads(both, self.shape.heads, 2) for both in joined)]
         present = None
         if min(lengths) < max(lengths):
-            column = torch.arange(max(lengths), device=memory.device)
-            present = (column < torch.tensor(lengths, device=memory.device)[:, None])[:, None]
+            column = torch.arange(max(lengths), device=embeddings.device)
+            present = (column < torch.tensor(lengths, device=embeddings.device)[:, None])[:, None]
+        if self.encoded is not None:
+            memory = self.drop(placed)
+            for layer in self.encoder:
+                memory = layer(memory, present)
+            memory = self.encoded(memory)
+        assert memory is not None, "a network without an encoder reads what the target's says"
+        joined = [apply(layer.key_value, memory) for layer in layers or self._layers()]
+        keys_values = [(keys, values) for keys, values in (split_heads(both, self.shape.heads, 2) for both in joined)]
         return Sources(entered, apply(self.copy, placed), keys_values, present)
 
     def place(

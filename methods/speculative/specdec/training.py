@@ -116,12 +116,15 @@ class BlockLearner:
 
     def read(self, sources: Sequence[Sequence[int]]) -> Sources:
         """The target's encoder states of some sources, as the network reads them."""
-        rows = [torch.tensor(source, device=self.target.device) for source in sources]
-        with torch.autocast(self.target.device.type, enabled=False):  # its products are packed for its own type
-            memory = self.target.encode(rows).states.float().clone()  # tensors of inference mode have no gradient
+        memory = None if self.network.shape.encoder_layers else self._memory(sources)
         lengths = [len(source) for source in sources]
         tokens = padded(sources, self.target.device, 0)
         return self.network.read(self.target.embed(tokens).float(), memory, lengths)
+
+    def _memory(self, sources: Sequence[Sequence[int]]) -> Float[Tensor, "B S D"]:
+        rows = [torch.tensor(source, device=self.target.device) for source in sources]
+        with torch.autocast(self.target.device.type, enabled=False):  # its products are packed for its own type
+            return self.target.encode(rows).states.float().clone()  # tensors of inference mode have no gradient
 
     def loss(self, blocks: Blocks, sources: Sources, share: float) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Smoothed cross-entropy of the places that are not revealed; tokens that cannot be proposed do not count."""
@@ -203,6 +206,7 @@ class SpecDecTraining(Trainable):
         depth: layers of the network.
         heads: of each attention.
         inner: units of its feed-forward layers; None: twice the target's hidden size.
+        encoder_layers: of an encoder of its own, as published; 0: the target's encoder, which stays as it is.
         vocabulary: most tokens that it proposes from.
         glancing: share of wrong places that is revealed, in the first step and in the last; 0 and 0: none are.
         label_smoothing: probability that is spread over all tokens.
@@ -221,6 +225,7 @@ class SpecDecTraining(Trainable):
     depth: int = 2
     heads: int = 4
     inner: int | None = None
+    encoder_layers: int = 0
     vocabulary: int = 8192
     glancing: Sequence[float] = (0.5, 0.3)
     label_smoothing: float = 0.1
@@ -230,6 +235,7 @@ class SpecDecTraining(Trainable):
     def __post_init__(self) -> None:
         counts = {"block": self.block, "depth": self.depth, "heads": self.heads, "vocabulary": self.vocabulary}
         require("at least 1", **counts, inner=self.inner)
+        require("at least 0", encoder_layers=self.encoder_layers)
         require("from 0 to below 1", label_smoothing=self.label_smoothing, dropout=self.dropout)
         if len(self.glancing) != 2 or not all(0 <= share < 1 for share in self.glancing):
             raise ValueError(f"glancing must be two shares from 0 to below 1, got {list(self.glancing)}.")
@@ -307,4 +313,5 @@ class SpecDecTraining(Trainable):
             hidden_size=width,
             layers=target.n_layers,
             vocab_size=target.vocab_size,
+            encoder_layers=self.encoder_layers,
         )
