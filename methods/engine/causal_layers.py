@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,19 +126,21 @@ class RMSNorm:
 
     def __init__(self, weight: Float[Tensor, "D"], eps: float) -> None:
         self.weight, self.eps = weight.detach(), eps
-        self._wide: Tensor | None = None  # of 32 bit, for the CPU kernels
 
     @property
     def factor(self) -> Float[Tensor, "D"]:
         """w"""
         return self.weight
 
+    @cached_property
+    def wide(self) -> list[Tensor]:
+        """w in 32 bit, for a CPU's kernels."""
+        return [self.factor.float().contiguous()]
+
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype or not cpu_kernels.reads(x):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        if self._wide is None:
-            self._wide = self.weight.float().contiguous()
-        return cpu_kernels.norm(x, self._wide, None, self.eps)
+        return cpu_kernels.norm(x, self.wide[0], None, self.eps)
 
 
 class LayerNorm:
@@ -145,14 +148,16 @@ class LayerNorm:
 
     def __init__(self, weight: Float[Tensor, "D"], bias: Float[Tensor, "D"], eps: float) -> None:
         self.factor, self.bias, self.eps = weight.detach(), bias.detach(), eps
-        self._wide: tuple[Tensor, Tensor] | None = None  # both of 32 bit, for the CPU kernels
+
+    @cached_property
+    def wide(self) -> list[Tensor]:
+        """w and b in 32 bit, for a CPU's kernels."""
+        return [self.factor.float().contiguous(), self.bias.float().contiguous()]
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self.factor.dtype or not cpu_kernels.reads(x):
             return F.layer_norm(x, self.factor.shape, self.factor, self.bias, self.eps)
-        if self._wide is None:
-            self._wide = self.factor.float().contiguous(), self.bias.float().contiguous()
-        return cpu_kernels.norm(x, *self._wide, self.eps)
+        return cpu_kernels.norm(x, self.wide[0], self.wide[1], self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -440,9 +440,7 @@ def described(layer: Layer) -> Described:
 
 def norm_numbers(norm: Norm) -> tuple[NormNumbers, list[Tensor]]:
     """A norm as the kernels are given it, and its numbers, which must be kept as long as that."""
-    numbers = [norm.factor.float().contiguous()]
-    if isinstance(norm, LayerNorm):
-        numbers.append(norm.bias.float().contiguous())
+    numbers = norm.wide
     return NormNumbers(numbers[0].data_ptr(), numbers[1].data_ptr() if numbers[1:] else None, norm.eps), numbers
 
 
