@@ -22,6 +22,9 @@ In large batches on a CPU a trained drafter takes as long as a pass, and so does
 ``_MOST_KEPT`` of its nodes were kept is not asked at all (``affordable``), and one that did not pay in a text sits out
 the next 1, 2, 4, ... 16 texts (``Texts``); the target then keeps no states for it.
 
+Where all nodes of a draft together cost next to nothing, as on a GPU that waits for its memory, recorded rounds judge it
+whole, and its probabilities are not read from the device.
+
 Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
 the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
 verified in one pass, so they share one size and one account.
@@ -66,6 +69,7 @@ _MOST_RATIO = 2.0
 _MOST_KEPT = 0.9  # of the nodes whose parents are kept, by the best of trained drafters
 _DEAR = 0.4  # passes over one node that drafting takes, from which on losing in every text matters
 _MOST_TEXTS = 16
+_FLAT = 0.02  # passes over one node that all nodes of a draft may take together without being sized
 
 CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
 """``auto``: as measured for the run (``methods.decoder.CostAware``), all nodes before that; pairs: see ``Costs.of``;
@@ -340,6 +344,11 @@ class _Round:
     sources: list[list[str]]
     extra: dict[str, float]
 
+    @classmethod
+    def whole(cls, part: str, extra: float) -> _Round:
+        """Of a draft of one part that is not sized."""
+        return cls([], None, [], {part: extra})
+
 
 @dataclass(slots=True)
 class Pace:
@@ -417,8 +426,10 @@ class Pace:
         kept = defaultdict[str, float](float)
         for row in rows:
             for column in paths[row]:
-                kept[made.sources[row][column]] += 1.0 / len(rows)
-        if made.gains is None:
+                kept[made.sources[row][column] if made.sources else self._parts[0]] += 1.0 / len(rows)
+        if not made.trees:
+            pass
+        elif made.gains is None:
             for row in rows:
                 self._places.note(made.trees[row], paths[row])
         else:
@@ -443,6 +454,10 @@ class Pace:
     def _cut(self, draft: Draft, open_rows: Sequence[bool], costs: Costs) -> Draft:
         """The best nodes of a proposal, as many as pay."""
         most, beside = draft.tokens.shape[1], draft.auxiliary.tokens.shape[1] if draft.auxiliary else 0
+        whole = costs.time(1 + beside + most)
+        if self.fixed_passes and most and len(self._parts) == 1 and whole - costs.time(1 + beside) <= _FLAT:
+            self._round = _Round.whole(self._parts[0], costs.draft + whole - 1.0)
+            return draft
         trees = _trees(draft)
         scores, sources = _scores(draft, trees), _sources(draft, trees)
         if scores is None:

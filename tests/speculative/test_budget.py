@@ -317,6 +317,27 @@ def test_a_tree_is_cut_to_its_best_nodes():
     assert chain.is_chain and chain.tokens.tolist() == [[11, 13]]
 
 
+def test_recorded_rounds_judge_drafts_whole_where_their_nodes_cost_nothing():
+    class Unread(Chains):
+        """Its gains must not be read from the device."""
+
+        def propose(self, context):
+            return replace(super().propose(context), gains=torch.empty(1, self.nodes, device="meta"))
+
+    flat, steep = Costs.of([[0, 0.1], [1, 1.0], [31, 1.015]]), Costs.of([[0, 0.1], [1, 1.0], [31, 1.03]])
+    pace = Pace(Unread(30, 0.5), flat, Tally(), fixed_passes=True)
+    for _ in range(20):
+        assert pace.propose(context(), [True]).tokens.shape[1] == 30
+        pace.note([[0]], [True])
+    for _ in range(20):
+        pace.propose(context(), [True])
+        pace.note([[]], [True])
+    assert 0 < pace.tally.undrafted < 20, "what drafting takes is booked all the same"
+    for costs, fixed in ((steep, True), (flat, False)):
+        with pytest.raises(NotImplementedError):
+            Pace(Unread(30, 0.5), costs, Tally(), fixed_passes=fixed).propose(context(), [True])
+
+
 def test_without_costs_everything_is_drafted():
     drafter = Chains(30, 0.01)
     pace = Pace(drafter, None, Tally())
