@@ -131,7 +131,7 @@ class TeacherTraining(Trainable):
         loss = self.loss(network, pairs)
         facts = train_on_pairs(network, pairs, self.recipe, context, loss, lambda: {"bleu": judge.bleu(network)})
         facts |= {f"validation_bleu_{name}": round(judge.bleu(network, beams), 2) for name, beams in self.searches}
-        seen = learnt[:: max(1, len(learnt) // _COMPARED)][:_COMPARED]
+        seen = train[:: max(1, len(train) // _COMPARED)][:_COMPARED]  # references, whatever it learnt
         facts |= memory_of(network, self.judge(tokenizer, seen, context), judge)
         network.half()
         facts |= self.describe(network, tokenizer, validation)

@@ -370,6 +370,7 @@ def test_a_model_is_made_loaded_by_name_and_distilled(
     student = artifacts.read_card(tmp_path / "cache" / "trained" / "teacher-own_1_1_distilled") or {}
     assert student["definition"]["teacher"]["name"] == str(folder) or student["definition"]["teacher"]["revision"]
     assert student["facts"]["pairs_sha256"] != card["facts"]["pairs_sha256"]
+    assert student["facts"]["train_bleu_greedy"] < 100, "of its training pairs' references, not of what it learnt"
     assert len(list((tmp_path / "cache" / "common").glob("*/translations-beam1-*.jsonl"))) == 1
 
 
