@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -29,6 +30,10 @@ ARCHIVE = "results.tar.gz"
 MOST_BYTES = 15 << 20  # of a file of the archive; a longer one is cut into ARCHIVE.00, ARCHIVE.01, ...
 ARCHIVED = ("results", "log", "state", "trained")  # folders of the home
 DONE = "done"  # in the state folder: the job has nothing left to do
+LIBRARIES = (  # that do not travel
+    "torch", "numpy", "pandas", "scipy", "matplotlib", "seaborn", "sacrebleu", "accelerate", "safetensors",
+    "tokenizers", "pytest",
+)  # fmt: skip
 _BLOCK = 1 << 20
 _PLACES = {"code": "repo", "wheels": "wheels", "data": "data", "model": "model"}  # other items go into the code
 _POLL_S = 1.0
@@ -125,6 +130,11 @@ def _install(wheels: Path, site: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- the job
+
+
+def lacking(libraries: Sequence[str] = LIBRARIES) -> list[str]:
+    """Those that this Python does not have."""
+    return [name for name in libraries if importlib.util.find_spec(name) is None]
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -241,6 +251,8 @@ def main(words: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     print(f"unpacked: {', '.join(unpacked) or 'nothing new'}", flush=True)
+    if missing := lacking():
+        print(f"{sys.executable} lacks {', '.join(missing)}: stages that need them will fail. Install them there.")
     if pid := start(home, rest):
         print(f"job {pid} started in {home}", flush=True)
     wait(home, float(options.get("wait", "0")))

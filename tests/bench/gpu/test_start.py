@@ -76,6 +76,11 @@ def test_the_job_starts_with_the_code_and_outlives_the_call(tmp_path: Path, piec
     assert (tmp_path / "back" / "results" / "record.txt").read_text() == "m" * 90_000
 
 
+def test_what_a_machine_lacks_is_named() -> None:
+    assert start.lacking(["json", "no_such_library"]) == ["no_such_library"]
+    assert start.lacking() == [], "all that does not travel is a dependency of the project"
+
+
 def test_a_job_that_was_killed_is_started_again(tmp_path: Path, pieces: list[Path]) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     call(pieces[0], home, out, "hardware=cpu_bf16")
