@@ -21,6 +21,7 @@ from bench.utils import stats
 
 JITTER = LOAD = (0.10, 0.25)  # warn above the first, invalid above the second
 PROCESSOR = (0.05, 0.15)  # likewise, of the processor time; a quiet machine takes less than 0.01
+SHORT_BATCH_NS = 20e6
 DRIFT = 0.10  # warn above
 LENGTH_TOLERANCE = REPEAT_TOLERANCE = 0.10
 EXACT_LENGTH_TOLERANCE = 0.02
@@ -412,12 +413,15 @@ def check_processor(evidence: Evidence, found: _Findings) -> None:
     """On a CPU the process was not kept from its processors: batches of an arm get the processor time of most others.
 
     Most, and at least one processor, as some thread always computes. What one batch uses of several threads depends on
-    the method and the machine, so it is no norm.
+    the method and the machine, so it is no norm. Of batches of a few milliseconds only that one processor is asked for:
+    threads still wait there for the work of the batch before, or have not woken up for their own.
     """
     if (evidence.manifest.get("hardware") or {}).get("gpu"):
         return
     known = evidence.batches[evidence.batches["cpu_ns"].notna()]
-    lost = {str(arm): _lost_processor(part) for arm, part in known.groupby("arm")}
+    arms = known.groupby("arm")
+    short = bool((arms["batch_ns"].median() < SHORT_BATCH_NS).any())
+    lost = {str(arm): _lost_processor(part, short) for arm, part in arms}
     for arm, share in lost.items():
         uneven = share - min(lost.values()) > PROCESSOR[0]  # this moves the speed-up, a loss of both arms does not
         text = (
@@ -429,11 +433,16 @@ def check_processor(evidence: Evidence, found: _Findings) -> None:
         found.judge(math.inf if uneven else share, PROCESSOR, text)
 
 
-def _lost_processor(batches: pd.DataFrame) -> float:
+def _lost_processor(batches: pd.DataFrame, short: bool) -> float:
     """Share of the processor time of an arm that its batches did not get; batches with more than most make up for none
     of another arm's.
+
+    Args:
+        short: each must have had one processor, and what others did does not count.
     """
     used, wall = batches["cpu_ns"].to_numpy(float), batches["batch_ns"].to_numpy(float)
+    if short:
+        return float(1 - np.minimum(used, wall).sum() / wall.sum())
     return max(0.0, float(1 - used.sum() / (max(1.0, float(np.median(used / wall))) * wall.sum())))
 
 

@@ -344,6 +344,22 @@ def test_processor_time_that_one_arm_lost_moves_the_speed_up(method_ms: float, o
     assert found.valid or "The baseline got 90% of its processor time, the other arm more" in only_reason(found)
 
 
+@pytest.mark.parametrize(
+    ("cpu_ms", "outcome"),
+    [
+        ([6.4] * 6 + [3.0] * 4, "ok"),  # what two threads used says nothing
+        ([6.4] * 6 + [1.5] * 4, "invalid"),  # less than one processor in four of ten
+        ([6.4] * 9 + [2.0], "ok"),
+        ([6.4] * 8 + [2.0] * 2, "warn"),
+    ],
+)
+def test_batches_of_a_few_milliseconds_need_one_processor(cpu_ms: list[float], outcome: str) -> None:
+    parts = [{"ms": [1.5] * 2, "cpu_ns": round(cpu * MS)} for cpu in cpu_ms]
+    found = verdict([sample for i, part in enumerate(parts) for sample in both(f"{i}/1", part, part)])
+    assert found.valid == (outcome != "invalid")
+    assert any("of its processor time" in text for text in [*found.reasons, *found.warnings]) == (outcome != "ok")
+
+
 def test_batches_that_used_more_threads_than_most_take_nothing_from_the_other_arm() -> None:
     usual, more = ({"ms": [50] * 2, "cpu_ns": round(ms * MS)} for ms in (100, 190))
     samples = [sample for i in range(10) for sample in both(f"{i}/1", usual, more if i < 4 else usual)]
