@@ -21,7 +21,7 @@
 #
 # ```
 # python -m bench train method=teacher corpus=multi30k                             # the teacher, multi30k_4_4
-# python -m bench train method=teacher corpus=multi30k 'train.layers=[6,1]' train.data=distilled model=multi30k_4_4
+# python -m bench train method=teacher corpus=multi30k 'train.layers=[6,1]' train.data=distilled train.recipe.dropout=0.1 model=multi30k_4_4
 # python -m bench train method=glat model=multi30k_4_4                             # likewise nat, cmlm, ctc, depa, flowseq
 # python -m bench -m method=nat,glat,cmlm,ctc,depa,flowseq model=multi30k_4_4 dataset=multi30k batch_size=1,8,32,128
 # python -m bench -m method=autoregressive model=multi30k_4_4,multi30k_6_1_distilled dataset=multi30k batch_size=1,8,32,128
