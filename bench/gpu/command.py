@@ -55,7 +55,7 @@ class RunOptions:
         home: folder of logs, states and records; a job there resumes
         out: folder of the archive, which is written after each stage
         hardware: of all runs, a choice of conf/hardware
-        extra: further settings of all runs, separated by spaces
+        extra: further settings of the runs of methods, separated by spaces; not of costs, laboratory and trainings
         limits: factor on the time limits of the stages
         patience_s: how long a stage waits for what has not arrived
     """

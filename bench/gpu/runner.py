@@ -7,13 +7,15 @@ a line for every stage that ended. The archive of all that was found so far is w
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,6 +27,7 @@ from bench.utils import files
 
 State = Literal["done", "failed", "out of time", "not started"]
 _POLL_S = 0.5
+_PDEATHSIG = 1  # of prctl: a signal when the parent dies
 _SHOWN = 4  # words of a command in the log of the stages
 
 
@@ -78,7 +81,7 @@ class Job:
         for folder in ("log", "state"):
             (self.home / folder).mkdir(parents=True, exist_ok=True)
         refusal = f"Another job runs in {self.home}. Wait for it, or name another folder: home=FOLDER."
-        with files.locked(self.home / "state" / "job.lock", refusal):
+        with files.locked(self.home / "state" / "job.lock", refusal), _terminable():
             (self.home / "state" / start.DONE).unlink(missing_ok=True)
             self._began = self.clock()
             outcomes = self._run_all()
@@ -132,6 +135,7 @@ class Job:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         try:
             return process.wait(seconds)
@@ -187,6 +191,28 @@ class Job:
     def _archive(self) -> None:
         if self.out is not None:
             start.archive(self.home, self.out)
+
+
+def _end_with_parent() -> None:
+    """In a new process: be interrupted when the job that started it is gone, also where that was killed."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGINT)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A request to terminate this process ends its command, as an interrupt does."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -31,12 +31,13 @@ MOST_BYTES = 15 << 20  # of a file of the archive; a longer one is cut into ARCH
 ARCHIVED = ("results", "log", "state", "trained")  # folders of the home
 DONE = "done"  # in the state folder: the job has nothing left to do
 LIBRARIES = (  # that do not travel
-    "torch", "numpy", "pandas", "scipy", "matplotlib", "seaborn", "sacrebleu", "accelerate", "safetensors",
-    "tokenizers", "pytest",
+    "torch", "numpy", "pandas", "scipy", "matplotlib", "seaborn", "safetensors", "tokenizers",
+    "huggingface_hub", "yaml", "pytest",
 )  # fmt: skip
 _BLOCK = 1 << 20
 _PLACES = {"code": "repo", "wheels": "wheels", "data": "data", "model": "model"}  # other items go into the code
 _POLL_S = 1.0
+_LAST_LINES = 20  # of the log of a job that ended before its end
 
 
 class Damaged(Exception):
@@ -253,7 +254,8 @@ def main(words: Sequence[str]) -> int:
     print(f"unpacked: {', '.join(unpacked) or 'nothing new'}", flush=True)
     if missing := lacking():
         print(f"{sys.executable} lacks {', '.join(missing)}: stages that need them will fail. Install them there.")
-    if pid := start(home, rest):
+    pid = start(home, rest)
+    if pid:
         print(f"job {pid} started in {home}", flush=True)
     wait(home, float(options.get("wait", "0")))
     for file in archive(home, Path(options.get("out", "gpu-results"))):
@@ -262,6 +264,9 @@ def main(words: Sequence[str]) -> int:
     print(stages.read_text() if stages.is_file() else "no stage has ended yet\n", end="")
     state = "done" if (home / "state" / DONE).is_file() else "running" if running(home) else "not running"
     print(f"job: {state}")
+    if state == "not running" and (log := home / "log" / "job.log").is_file():
+        print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-_LAST_LINES:]), file=sys.stderr)
+        return 1
     return 0
 
 

@@ -186,6 +186,27 @@ Job(stages, Path({str(tmp_path / "home")!r})).run()
         assert json.loads((tmp_path / "home" / "state" / f"{name}.json").read_text())["state"] == "done"
 
 
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_no_command_outlives_its_job(tmp_path: Path, sign: signal.Signals) -> None:
+    pid = tmp_path / "pid"
+    sleep = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    body = f"""
+from pathlib import Path
+from bench.gpu.plan import Stage
+from bench.gpu.runner import Job
+Job([Stage("slow", (("python", "-c", {sleep!r}),), 60)], Path({str(tmp_path / "home")!r}), grace_s=5).run()
+"""
+    job = subprocess.Popen([sys.executable, "-c", body], cwd=ROOT)
+    end = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    os.kill(job.pid, sign)
+    job.wait(30)
+    while alive(int(pid.read_text())) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not alive(int(pid.read_text()))
+
+
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
     inner = f"""
 from pathlib import Path

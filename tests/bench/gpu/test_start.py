@@ -76,6 +76,20 @@ def test_the_job_starts_with_the_code_and_outlives_the_call(tmp_path: Path, piec
     assert (tmp_path / "back" / "results" / "record.txt").read_text() == "m" * 90_000
 
 
+def test_a_job_that_dies_says_why(tmp_path: Path, pieces: list[Path]) -> None:
+    home, out = tmp_path / "home", tmp_path / "out"
+    call(pieces[0], home, out, "hardware=cpu_bf16")
+    os.kill(int((home / "state" / "job.pid").read_text()), 9)
+    end = time.monotonic() + 10
+    while start.running(home) and time.monotonic() < end:
+        time.sleep(0.1)
+    code = home / "repo" / "bench" / "__main__.py"
+    code.write_text("raise SystemExit('no such library')\n")
+    command = [sys.executable, str(pieces[1] / "start.py"), f"out={out}", "wait=5"]
+    done = subprocess.run(command, env=os.environ | {start.HOME: str(home)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "job: not running" in done.stdout and "no such library" in done.stderr
+
+
 def test_what_a_machine_lacks_is_named() -> None:
     assert start.lacking(["json", "no_such_library"]) == ["no_such_library"]
     assert start.lacking() == [], "all that does not travel is a dependency of the project"
