@@ -22,8 +22,8 @@ In large batches on a CPU a trained drafter takes as long as a pass, and so does
 ``_MOST_KEPT`` of its nodes were kept is not asked at all (``affordable``), and one that did not pay in a text sits out
 the next 1, 2, 4, ... 16 texts (``Texts``); the target then keeps no states for it.
 
-Where all nodes of a draft together cost next to nothing, as on a GPU that waits for its memory, recorded rounds judge it
-whole, and its probabilities are not read from the device.
+Where all nodes of a draft together cost next to nothing, as on a GPU that waits for its memory, recorded rounds judge
+it whole, and its probabilities are not read from the device.
 
 Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
 the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
