@@ -194,8 +194,8 @@ class Job:
 
 
 def _end_with_parent() -> None:
-    """In a new process: be interrupted when the job that started it is gone, also where that was killed."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGINT)
+    """In a new process: end when the job that started it is gone, also where that was killed."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

@@ -110,11 +110,14 @@ def time_round(target: CausalLM, cache: Cache, tokens: Tensor, context: int, clo
 
 def _round(target: CausalLM, cache: Cache, tokens: Tensor) -> None:
     """A pass and its read: recorded whole where the decoders' rounds are."""
+    import torch
+
     from methods.engine.cuda_graphs import GraphedLM
     from methods.engine.sampling import argmax
 
     if isinstance(target, GraphedLM) and target.records_rounds:
-        made = target.round([tokens], None, cache)
+        with torch.inference_mode():
+            made = target.round([tokens], None, cache)
         if made is not None:
             cache.advanced([len(new) for _, new in made.read()])
             return

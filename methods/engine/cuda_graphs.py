@@ -505,7 +505,8 @@ class GraphedLM(CausalLM):
     ) -> Round | None:
         """A round of greedy decoding in one replay: the pass, which nodes are kept, their packing and the new lengths.
 
-        The lengths grow on the device only: ``Cache.advanced`` must follow. Results last until the next round.
+        The lengths grow on the device only: ``Cache.advanced`` must follow. Results last until the next round. To be
+        called in inference mode.
 
         Args:
             columns: ids of the nodes in parts, side by side, the root first; -1: there is no node.

@@ -30,6 +30,7 @@ from tests.helpers.sample_rows import row
 SHIPPED = Path(__file__).parents[3] / "data" / "checkpoints"
 HEADS = SHIPPED / "blockwise_translation-multi30k_4_4"
 STUDENT = SHIPPED / "nat-multi30k_4_4"
+FIRST = f"{(artifacts.read_card(HEADS) or {})['acceptance_check']['acceptance_at'][0]:.2f}"
 Tensors = dict[str, Tensor]
 
 
@@ -45,7 +46,7 @@ def shuffled(tensors: Tensors) -> Tensors:
 
 def permuted(tensors: Tensors) -> Tensors:
     """Every head drafts for the position of the next one."""
-    return tensors | {"second.weight": tensors["second.weight"].roll(256, 0)}
+    return tensors | {"second.weight": tensors["second.weight"].roll(128, 0)}
 
 
 def altered(folder: Path, place: Path, change: Callable[[Tensors], Tensors]) -> Path:
@@ -81,7 +82,7 @@ def test_other_weights_are_noticed(
     for same_prompts in (True, False):
         warning = wrong(broken, loaded, same_prompts=same_prompts) or ""
         assert warning.startswith(folder.name) and "wrong target revision, chat template, tokenizer" in warning
-        assert ("at position 1, its card says 0.76" in warning) == (folder == HEADS)
+        assert (f"at position 1, its card says {FIRST}" in warning) == (folder == HEADS)
         assert ("python -m bench doctor checkpoints=true" in warning) == (not same_prompts)
 
 
@@ -185,7 +186,7 @@ def test_doctor_names_what_was_loaded_wrongly(
     states = {name: finding.state for name, finding in found.items()}
     good = {"teacher-multi30k_4_4": "ok", HEADS.name: "ok"}
     assert states == good | {broken.name: "fail", unchecked.name: "warn"}
-    assert "acceptance 0.76" in found[HEADS.name].text and "bench train check" in found[unchecked.name].text
+    assert f"acceptance {FIRST}" in found[HEADS.name].text and "bench train check" in found[unchecked.name].text
     monkeypatch.setattr(doctor, "examine", lambda cfg: [])
     monkeypatch.setattr(doctor, "examine_checkpoints", lambda paths: iter([found[broken.name]]))
     assert cli.main(["doctor", "checkpoints=true"]) == 1 and "its card says" in capsys.readouterr().out
@@ -199,7 +200,7 @@ def test_the_entry_of_a_card_is_written_again_and_the_checkpoint_stays_the_same(
     before, sha256 = card_of(folder), Prepared(folder, "trained").sha256
     (folder / artifacts.CARD).write_text(json.dumps({k: v for k, v in before.items() if k != check.ENTRY}))
     assert publish.main([str(folder)]) == 0
-    assert "acceptance 0.76" in capsys.readouterr().out
+    assert f"acceptance {FIRST}" in capsys.readouterr().out
     again = card_of(folder)
     assert again.keys() == before.keys() and Prepared(folder, "trained").sha256 == sha256 == before["sha256"]
     assert again[check.ENTRY]["acceptance_at"] == pytest.approx(before[check.ENTRY]["acceptance_at"], abs=0.1)
