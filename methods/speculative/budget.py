@@ -427,12 +427,10 @@ class Pace:
         for row in rows:
             for column in paths[row]:
                 kept[made.sources[row][column] if made.sources else self._parts[0]] += 1.0 / len(rows)
-        if not made.trees:
-            pass
-        elif made.gains is None:
+        if made.trees and made.gains is None:
             for row in rows:
                 self._places.note(made.trees[row], paths[row])
-        else:
+        elif made.gains is not None:
             expected = defaultdict[str, float](float)
             for row in rows:
                 for source, gain in zip(made.sources[row], made.gains[row], strict=True):
