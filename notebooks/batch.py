@@ -61,11 +61,7 @@ def draw(of, before, ylabel: str) -> None:
 # The speed-ups themselves are in `start_here.ipynb`.
 
 # %%
-draw(
-    lambda row: row.summary["tokens_per_s"],
-    lambda row: row.summary["baseline_tokens_per_s"],
-    "tokens per second, all rows",
-)
+draw(lambda row: row.summary["tokens_per_s"], lambda row: row.summary["baseline_tokens_per_s"], "tokens per second, all rows")
 if not SERIES:
     print("No two methods have been recorded at two batch sizes: python -m bench sweep=batch")
 

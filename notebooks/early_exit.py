@@ -87,9 +87,7 @@ figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrai
 for k in (8, 15, 20, 24):
     axes[0].plot(rate, (L + H) / (k + H + (1 - rate) * (L - k + H)), label=f"exit after layer {k}")
     axes[1].plot(rate, (L + H) / (k + 1 + (1 - rate) * (L - k) + H), label=f"exit after layer {k}")
-for ax, title in zip(
-    axes, ("The exit reads the whole output matrix", "A screen as expensive as one layer comes first"), strict=True
-):
+for ax, title in zip(axes, ("The exit reads the whole output matrix", "A screen as expensive as one layer comes first"), strict=True):
     ax.axhline(1, color="0.3", linewidth=1, linestyle="--")
     ax.set(title=title, xlabel="share of tokens that exit")
 axes[0].set_ylabel("times as fast, by layer-equivalents")
@@ -166,12 +164,8 @@ for method in METHODS:
 # %%
 def draw_exits(found: frontier.Frontier) -> None:
     """Share of tokens by layers run, a bar for each run that has several exits; darker is deeper."""
-    known = [
-        (p, (BY_NAME[p.source, p.run_id].summary.get("method_facts") or {}).get("exits") or {}) for p in found.points
-    ]
-    rows = sorted(
-        ((p, exits) for p, exits in known if len(exits) > 1), key=lambda row: (row[0].method, by_setting(row[0]))
-    )
+    known = [(p, (BY_NAME[p.source, p.run_id].summary.get("method_facts") or {}).get("exits") or {}) for p in found.points]
+    rows = sorted(((p, exits) for p, exits in known if len(exits) > 1), key=lambda row: (row[0].method, by_setting(row[0])))
     if len(rows) < 2:
         return
     depths = sorted({int(depth) for _, exits in rows for depth in exits})
@@ -235,9 +229,7 @@ plan = pd.DataFrame(
         "tolerance": tolerances,
         "no prompt loses anything": [fewest_prompts(t) for t in tolerances],
         "half the tolerance is lost, little variation": [prompts_needed(t / 2, t, deviation=t) for t in tolerances],
-        "half the tolerance is lost, much variation": [
-            prompts_needed(t / 2, t, deviation=min(2 * t, widest[t])) for t in tolerances
-        ],
+        "half the tolerance is lost, much variation": [prompts_needed(t / 2, t, deviation=min(2 * t, widest[t])) for t in tolerances],
     }
 )
 display(plan.style.hide().format({"tolerance": "{:g}"}))
@@ -249,9 +241,7 @@ plots.plain_log_axis(ax.yaxis, needed.min() / 1.5, needed.max() * 1.5)
 ax.set_xscale("log")
 ax.set_xticks(tolerances, [f"{tolerance:g}" for tolerance in tolerances])
 ax.set_xticks([], minor=True)
-ax.set(
-    xlabel="tolerance", ylabel="calibration prompts", title="At error rate 0.05, betting p-values, nine times in ten"
-)
+ax.set(xlabel="tolerance", ylabel="calibration prompts", title="At error rate 0.05, betting p-values, nine times in ten")
 legend_below(figure, ax, 1)
 plt.show()
 
@@ -280,18 +270,10 @@ def simulated() -> dict:
 
 RECORDED = calibrations()
 if RECORDED:
-    rows = [
-        {
-            "run": name,
-            **{key: c[key] for key in ("threshold", "certified", "tolerance", "error_rate", "prompts", "explanation")},
-        }
-        for name, c in RECORDED
-    ]
+    rows = [{"run": name, **{key: c[key] for key in ("threshold", "certified", "tolerance", "error_rate", "prompts", "explanation")}} for name, c in RECORDED]
     display(pd.DataFrame(rows).style.hide())
 else:
-    print(
-        "No calibrated run yet: python -m bench method=calm method.calibration.tolerance=0.05 method.calibration.whole_grid=true"
-    )
+    print("No calibrated run yet: python -m bench method=calm method.calibration.tolerance=0.05 method.calibration.whole_grid=true")
 NAME, TABLE = RECORDED[0] if RECORDED else ("simulated losses, no record", simulated())
 LOSSES, THRESHOLDS = np.array(TABLE["losses"]).T, TABLE["thresholds"]
 TOLERANCE, ERROR = TABLE["tolerance"], TABLE["error_rate"] or 0.05
@@ -325,22 +307,14 @@ DRAWS, SIZE = 1000, max(fewest_prompts(TOLERANCE, ERROR), min(len(LOSSES), 120))
 WAYS = {
     "naive: the lowest threshold that looks good": lambda x: naive_threshold(x, THRESHOLDS, TOLERANCE),
     "Learn-then-Test, betting": lambda x: calibrate(x, THRESHOLDS, tolerance=TOLERANCE, error_rate=ERROR).threshold,
-    "Learn-then-Test, Hoeffding-Bentkus": lambda x: (
-        calibrate(x, THRESHOLDS, tolerance=TOLERANCE, error_rate=ERROR, p_value="hoeffding_bentkus").threshold
-        if fewest_prompts(TOLERANCE, ERROR, "hoeffding_bentkus") <= SIZE
-        else 1.0
-    ),
+    "Learn-then-Test, Hoeffding-Bentkus": lambda x: calibrate(
+        x, THRESHOLDS, tolerance=TOLERANCE, error_rate=ERROR, p_value="hoeffding_bentkus"
+    ).threshold if fewest_prompts(TOLERANCE, ERROR, "hoeffding_bentkus") <= SIZE else 1.0,
 }
-drawn = {
-    name: redraw(LOSSES, THRESHOLDS, way, tolerance=TOLERANCE, prompts=SIZE, draws=DRAWS) for name, way in WAYS.items()
-}
+drawn = {name: redraw(LOSSES, THRESHOLDS, way, tolerance=TOLERANCE, prompts=SIZE, draws=DRAWS) for name, way in WAYS.items()}
 broken = pd.DataFrame(
-    {
-        "chosen by": name,
-        "tolerance broken": f"{r.broken} of {r.draws}",
-        "promised": "at most " + f"{ERROR:.0%}" if "naive" not in name else "nothing",
-        "mean threshold": f"{np.mean(r.thresholds):.2f}",
-    }
+    {"chosen by": name, "tolerance broken": f"{r.broken} of {r.draws}", "promised": "at most " + f"{ERROR:.0%}" if "naive" not in name else "nothing",
+     "mean threshold": f"{np.mean(r.thresholds):.2f}"}
     for name, r in drawn.items()
 )
 display(broken.style.hide())

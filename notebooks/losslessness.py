@@ -42,9 +42,7 @@ from bench.lossless.statistics import deviation_shown
 from bench.report import leaderboard, notebook
 from bench.report.style import COLOURS
 
-warnings.filterwarnings(
-    "ignore", message="IProgress not found"
-)  # some methods load a progress bar that is not used here
+warnings.filterwarnings("ignore", message="IProgress not found")  # some methods load a progress bar that is not used here
 notebook.theme()
 plt.rcParams["hatch.linewidth"] = 0.6
 TARGET, DRAFT, RESIDUAL, REJECTED, EMPIRICAL = (sns.color_palette("colorblind")[i] for i in (0, 1, 2, 3, 4))
@@ -53,18 +51,12 @@ TARGET, DRAFT, RESIDUAL, REJECTED, EMPIRICAL = (sns.color_palette("colorblind")[
 def read_records(experiment: str) -> list[dict]:
     """All finished records of one experiment, the most draws first, then the newest."""
     own, reference = notebook.folders()
-    known = {
-        path.parent: path
-        for folder in (own, reference or own)
-        for path in folder.glob(f"lossless/{experiment}-*/result.json")
-    }
+    known = {path.parent: path for folder in (own, reference or own) for path in folder.glob(f"lossless/{experiment}-*/result.json")}
     found = []
     for folder, path in sorted(known.items()):
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         yours = reference is None or reference not in folder.parents
-        found.append(
-            {"name": folder.name, "yours": yours, "manifest": manifest, **json.loads(path.read_text(encoding="utf-8"))}
-        )
+        found.append({"name": folder.name, "yours": yours, "manifest": manifest, **json.loads(path.read_text(encoding="utf-8"))})
     return sorted(found, key=lambda r: (r["manifest"]["lab"]["draws"], r["manifest"]["started_at"]), reverse=True)
 
 
@@ -81,9 +73,7 @@ if not WITH_DRAFT:
 RECORD = WITH_DRAFT[0]
 CELLS = pd.DataFrame(RECORD["cells"])
 CELLS[["standard_deviation_shown", "expected_deviation_shown"]] = [
-    deviation_shown(
-        [token["target"] for token in cell["top"]], [token["empirical"] for token in cell["top"]], cell["draws"]
-    )
+    deviation_shown([token["target"] for token in cell["top"]], [token["empirical"] for token in cell["top"]], cell["draws"])
     for cell in RECORD["cells"]
 ]
 LAB = RECORD["manifest"]["lab"]
@@ -143,7 +133,6 @@ pd.DataFrame(
 #
 # First with two continuous densities, because curves show the products best. Then with five tokens, then with a real prompt.
 
-
 # %%
 def bell(x: np.ndarray, centre: float, width: float) -> np.ndarray:
     return np.exp(-0.5 * ((x - centre) / width) ** 2) / (width * np.sqrt(2 * np.pi))
@@ -176,14 +165,10 @@ def draw_densities() -> None:
     rejected.plot(x, residual, color=RESIDUAL, linewidth=2.5)
     rejected.fill_between(x, residual, color=RESIDUAL, alpha=0.7)
     rejected.axhline(1 - alpha, color=REJECTED, linewidth=1.5, linestyle=":")
-    rejected.text(
-        4.5, 1 - alpha + 0.012, f"probability of a rejection: 1 − α = {1 - alpha:.2f}", color=REJECTED, ha="right"
-    )
+    rejected.text(4.5, 1 - alpha + 0.012, f"probability of a rejection: 1 − α = {1 - alpha:.2f}", color=REJECTED, ha="right")
     rejected.text(-1.0, 0.52, "residual, normalised: area 1", color=RESIDUAL)
     rejected.text(0.42, 0.1, "product:\nmax(p − q, 0)", color=RESIDUAL, ha="center")
-    rejected.set(
-        title="Rejected: 1 − α times the normalised residual", xlabel="x", ylabel="density, probability", ylim=(0, 0.6)
-    )
+    rejected.set(title="Rejected: 1 − α times the normalised residual", xlabel="x", ylabel="density, probability", ylim=(0, 0.6))
     total.stackplot(x, both, residual, colors=["0.8", RESIDUAL], alpha=0.7)
     total.plot(x, p, color=TARGET, linewidth=2)
     total.text(-1.9, 0.3, "sum: target p", color=TARGET, ha="right")
@@ -223,25 +208,13 @@ def draw_proof(tokens: list[str], p: np.ndarray, q: np.ndarray, title: str) -> N
     ax.set(title="The two distributions", ylabel="probability")
     kept.bar(places, both, 2 * half, color="0.6", label=f"accepted: min(p, q), mass {both.sum():.3f}")
     kept.bar(
-        places,
-        surplus,
-        2 * half,
-        both,
-        color=REJECTED,
-        hatch="xx",
-        edgecolor="white",
+        places, surplus, 2 * half, both, color=REJECTED, hatch="xx", edgecolor="white",
         label=f"rejected: q − min(p, q), mass {surplus.sum():.3f}",
     )
     kept.set(title="The draft's mass, accepted or rejected (bars end at q)")
     made.bar(places, both, 2 * half, color="0.6", label=f"accepted: min(p, q), mass {both.sum():.3f}")
     made.bar(
-        places,
-        missing,
-        2 * half,
-        both,
-        color=RESIDUAL,
-        hatch="..",
-        edgecolor="white",
+        places, missing, 2 * half, both, color=RESIDUAL, hatch="..", edgecolor="white",
         label=f"residual: max(p − q, 0), mass {missing.sum():.3f}",
     )
     made.plot(places, p, "_", color=TARGET, markersize=30, markeredgewidth=3, label="target p")
@@ -251,11 +224,7 @@ def draw_proof(tokens: list[str], p: np.ndarray, q: np.ndarray, title: str) -> N
         axes.set_xticks(places, [label(token) for token in tokens], rotation=rotation)
         axes.set_xlabel("next token")
         axes.grid(axis="x", visible=False)
-    named = {
-        text: handle
-        for axes in (ax, kept, made)
-        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+    named = {text: handle for axes in (ax, kept, made) for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(title, fontsize=12)
     plt.show()
@@ -263,9 +232,7 @@ def draw_proof(tokens: list[str], p: np.ndarray, q: np.ndarray, title: str) -> N
 
 
 TOY_P, TOY_Q = np.array([0.45, 0.25, 0.15, 0.10, 0.05]), np.array([0.20, 0.40, 0.10, 0.10, 0.20])
-draw_proof(
-    ["llama", "knight", "rain", "neon", "."], TOY_P, TOY_Q, "A made-up pair: the rejected mass equals the residual"
-)
+draw_proof(["llama", "knight", "rain", "neon", "."], TOY_P, TOY_Q, "A made-up pair: the rejected mass equals the residual")
 
 # %% [markdown]
 # *Figure 2. Left: target and draft over five tokens. Middle: each draft bar is split into the part that is accepted
@@ -291,9 +258,7 @@ def whole_picture(cell: dict) -> tuple[list[str], np.ndarray, np.ndarray]:
 
 chain = CELLS[CELLS["rule"] == "chain"]
 shown = chain.iloc[chain["temperature"].sub(1.0).abs().argmin()]
-draw_proof(
-    *whole_picture(shown), f"{RECORD['manifest']['model']['name']}, T = {shown['temperature']:g}: “{shown['prompt']}”"
-)
+draw_proof(*whole_picture(shown), f"{RECORD['manifest']['model']['name']}, T = {shown['temperature']:g}: “{shown['prompt']}”")
 
 # %%
 display(
@@ -356,9 +321,7 @@ def draw_bars(cells: pd.DataFrame, title: str) -> None:
         axes.bar(places, top["draft"], 0.27, color=DRAFT, hatch="//", edgecolor="white", label="draft softmax q")
         axes.bar(places + 0.27, top["empirical"], 0.27, color=EMPIRICAL, hatch="..", edgecolor="white", label="drawn")
         axes.set_xticks(places, [label(text) for text in top["text"]], rotation=60)
-        axes.set(
-            xlabel="first token", ylabel="probability / frequency", title=shorten(cell["prompt"], 70, placeholder=" …")
-        )
+        axes.set(xlabel="first token", ylabel="probability / frequency", title=shorten(cell["prompt"], 70, placeholder=" …"))
         axes.grid(axis="x", visible=False)
     for axes in list(panels.flat)[prompts:]:
         axes.set_visible(False)
@@ -471,17 +434,9 @@ cells = CELLS.assign(
     kind=np.where(CELLS["exact"], "exact rule", "wrong rule"),
 )
 order = list(rules["rule"])
-look = {
-    "hue": "kind",
-    "style": "kind",
-    "hue_order": ["exact rule", "wrong rule"],
-    "style_order": ["exact rule", "wrong rule"],
-}
+look = {"hue": "kind", "style": "kind", "hue_order": ["exact rule", "wrong rule"], "style_order": ["exact rule", "wrong rule"]}
 shift = {rule: i for i, rule in enumerate(order)}
-cells["place"] = (
-    cells["rule"].map(shift)
-    + (cells.groupby("rule").cumcount() / cells.groupby("rule")["rule"].transform("size") - 0.44) * 0.6
-)
+cells["place"] = cells["rule"].map(shift) + (cells.groupby("rule").cumcount() / cells.groupby("rule")["rule"].transform("size") - 0.44) * 0.6
 figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.5 * len(order) + 2.2), sharey=True, layout="constrained")
 for axes, column in ((left, "ratio"), (right, "surprise")):
     sns.scatterplot(cells, x=column, y="place", ax=axes, s=60, palette=[TARGET, REJECTED], markers=["o", "X"], **look)
@@ -491,9 +446,7 @@ figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", nco
 left.axvline(1.0, color="0.3", linestyle="--", linewidth=1)
 left.set(xscale="log", xlabel="standard deviation / what exact sampling gives", ylabel="rule", title="Deviation")
 right.axvline(-np.log10(RECORD["bound"]), color="0.3", linestyle="--", linewidth=1)
-right.set(
-    xscale="symlog", xlim=(-0.05, 500), xlabel="−log10 of the chi-square p-value (300: not distinguishable from 0)"
-)
+right.set(xscale="symlog", xlim=(-0.05, 500), xlabel="−log10 of the chi-square p-value (300: not distinguishable from 0)")
 right.set(title="Evidence against the rule")
 right.set_xticks([0, 1, 3, 10, 30, 100, 300], ["0", "1", "3", "10", "30", "100", "300"])
 left.invert_yaxis()
@@ -525,27 +478,18 @@ if ROUNDS:
     deep["verdict"] = deep.apply(verdict, axis=1)
     deep["failed cells"] = deep["failed"].astype(str) + " of " + deep["cells"].astype(str)
     named = {
-        "rule": "rule",
-        "kept": "drafted tokens kept",
-        "total_variation": "total variation",
-        "expected_total_variation": "expected TV",
-        "smallest_first_p": "first token alone: smallest p",
-        "smallest_p": "three tokens: smallest p",
-        "failed cells": "failed cells",
-        "verdict": "verdict",
+        "rule": "rule", "kept": "drafted tokens kept", "total_variation": "total variation",
+        "expected_total_variation": "expected TV", "smallest_first_p": "first token alone: smallest p",
+        "smallest_p": "three tokens: smallest p", "failed cells": "failed cells", "verdict": "verdict",
     }
     small = "{:.2e}"
     shapes = {"drafted tokens kept": "{:.3f}", "total variation": "{:.5f}", "expected TV": "{:.5f}"}
     shapes |= {"first token alone: smallest p": small, "three tokens: smallest p": small}
     display(deep[list(named)].rename(columns=named).style.hide().format(shapes))
     lab, model = ROUNDS[0]["manifest"]["lab"], ROUNDS[0]["manifest"]["model"]["name"]
-    print(
-        f"{model}, drafts of {lab['levels']} levels, {lab['draws']:,} rounds per cell; a cell fails when p <= {ROUNDS[0]['bound']:.2e}."
-    )
+    print(f"{model}, drafts of {lab['levels']} levels, {lab['draws']:,} rounds per cell; a cell fails when p <= {ROUNDS[0]['bound']:.2e}.")
 else:
-    print(
-        "No record of rounds here. Make one: python -m bench lossless experiment=rounds method=speculative_sampling sampling.top_k=4 draws=200000"
-    )
+    print("No record of rounds here. Make one: python -m bench lossless experiment=rounds method=speculative_sampling sampling.top_k=4 draws=200000")
 
 # %% [markdown]
 # ## 5. Whole continuations through the full decoder
@@ -576,44 +520,24 @@ if JOINT:
         ["temperature", "prompt", "continuations", "mass", "total_variation", "expected_total_variation", "p_value"]
     ]
     view.columns = ["T", "prompt", "told apart", "their mass", "total variation", "expected TV", "chi-square p"]
-    display(
-        view.style.hide().format(
-            {c: formats.get(c, "{:.3f}") for c in view.columns if c not in ("prompt", "told apart")}
-        )
-    )
+    display(view.style.hide().format({c: formats.get(c, "{:.3f}") for c in view.columns if c not in ("prompt", "told apart")}))
     points = pd.DataFrame([token for cell in JOINT[0]["cells"] for token in cell["top"]])
     draws = JOINT[0]["manifest"]["lab"]["draws"]
     line = np.geomspace(points["target"].min() / 1.5, points["target"].max() * 1.5, 200)
     spread = 2 * np.sqrt(line * (1 - line).clip(min=0) / draws)
     figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
-    axes.fill_between(
-        line,
-        np.maximum(line - spread, line / 1e3),
-        line + spread,
-        color="0.85",
-        label="two standard errors of exact sampling",
-    )
+    axes.fill_between(line, np.maximum(line - spread, line / 1e3), line + spread, color="0.85", label="two standard errors of exact sampling")
     axes.plot(line, line, color="0.3", linestyle="--", linewidth=1, label="equal")
-    axes.scatter(
-        points["target"], points["empirical"].clip(lower=0.5 / draws), s=24, color=EMPIRICAL, label="one continuation"
-    )
-    axes.set(
-        xscale="log", yscale="log", xlabel="probability under the target", ylabel="frequency from the full decoder"
-    )
+    axes.scatter(points["target"], points["empirical"].clip(lower=0.5 / draws), s=24, color=EMPIRICAL, label="one continuation")
+    axes.set(xscale="log", yscale="log", xlabel="probability under the target", ylabel="frequency from the full decoder")
     model, horizon = JOINT[0]["manifest"]["model"]["name"], JOINT[0]["manifest"]["lab"]["horizon"]
     axes.set_title(f"{model}: continuations of {horizon} tokens, {draws:,} draws per prompt and temperature")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     plt.show()
     method, count = JOINT[0]["manifest"]["config"]["method"]["name"], len(points)
-    display(
-        Markdown(
-            f"*Figure 6. The {count} likeliest continuations of all prompts, decoded by {method}: probability against frequency, both logarithmic. About one mark in twenty may leave the grey band by chance.*"
-        )
-    )
+    display(Markdown(f"*Figure 6. The {count} likeliest continuations of all prompts, decoded by {method}: probability against frequency, both logarithmic. About one mark in twenty may leave the grey band by chance.*"))
 else:
-    print(
-        "No joint record here. Make one: python -m bench lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64"
-    )
+    print("No joint record here. Make one: python -m bench lossless experiment=joint method=speculative_sampling draws=1000 batch_size=64")
 
 # %% [markdown]
 # ## 6. Where losslessness ends: families and what they promise
@@ -622,7 +546,6 @@ else:
 # configuration of every method: its family, and what its default settings promise. EXACT methods write the target's
 # own text or distribution, RELAXED ones may leave it by a declared tolerance, INDEPENDENT_MODEL ones are models of their
 # own. Whether what is left of the quality is enough has to be measured for the last two; for EXACT ones it follows.
-
 
 # %%
 def catalogue() -> pd.DataFrame:
@@ -644,33 +567,20 @@ def draw_taxonomy(methods: pd.DataFrame) -> None:
     figure, axes = plt.subplots(figsize=(13, 0.3 * sum(heights) + 1), layout="constrained")
     top = 0.0
     for family, height in zip(families, heights, strict=True):
-        axes.text(
-            -0.03, top + height / 2, family, ha="right", va="center", color=COLOURS[family], fontsize=12, weight="bold"
-        )
+        axes.text(-0.03, top + height / 2, family, ha="right", va="center", color=COLOURS[family], fontsize=12, weight="bold")
         for place, guarantee in enumerate(columns):
             names = cells.get((family, guarantee), [])
-            box = plt.Rectangle(
-                (place + 0.01, top + 0.08), 0.98, height - 0.16, color=COLOURS[family] if names else "0.9", alpha=0.16
-            )
+            box = plt.Rectangle((place + 0.01, top + 0.08), 0.98, height - 0.16, color=COLOURS[family] if names else "0.9", alpha=0.16)
             axes.add_patch(box)
             for number, name in enumerate(names):
                 x, y = place + 0.05 + 0.5 * (number % 2), top + 0.7 + number // 2
                 axes.text(x, y, name, va="center", fontsize=10, color="0.15")
         top += height
     for place, guarantee in enumerate(columns):
-        axes.text(
-            place + 0.5,
-            -0.35,
-            f"{guarantee} ({sum(methods['guarantee'] == guarantee)})",
-            ha="center",
-            fontsize=12,
-            weight="bold",
-        )
+        axes.text(place + 0.5, -0.35, f"{guarantee} ({sum(methods['guarantee'] == guarantee)})", ha="center", fontsize=12, weight="bold")
     axes.set(xlim=(-0.36, len(columns)), ylim=(top, -0.8))
     axes.axis("off")
-    figure.suptitle(
-        f"The {len(methods)} methods by what they change (rows) and what they promise (columns)", fontsize=12
-    )
+    figure.suptitle(f"The {len(methods)} methods by what they change (rows) and what they promise (columns)", fontsize=12)
     plt.show()
 
 

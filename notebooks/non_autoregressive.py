@@ -41,15 +41,9 @@ FAMILY, DATA = "non-autoregressive", "multi30k"
 GROUPS = [group for group in leaderboard.groups(notebook.records()) if str(group.first.get("dataset")).startswith(DATA)]
 ROWS = [row for group in GROUPS for row in group.rows]
 PARALLEL = [row for row in ROWS if row.family == FAMILY]
-display(
-    Markdown(
-        f"{len(PARALLEL)} finished runs of non-autoregressive methods on Multi30k, {len(ROWS) - len(PARALLEL)} of others."
-    )
-)
+display(Markdown(f"{len(PARALLEL)} finished runs of non-autoregressive methods on Multi30k, {len(ROWS) - len(PARALLEL)} of others."))
 if not PARALLEL:
-    print(
-        "Nothing is recorded yet, so nothing is said about quality or speed of our own. What needs no record is shown."
-    )
+    print("Nothing is recorded yet, so nothing is said about quality or speed of our own. What needs no record is shown.")
 
 # %% [markdown]
 # ## 1. What the papers found
@@ -162,8 +156,7 @@ plt.show()
 PLOTS = [
     plot
     for plot in leaderboard.quality_speed_plots(GROUPS, "bleu", DATA)
-    if plot.points[0].row.summary["batch_size"] in (32, 128)
-    and any(point.row.family == FAMILY for point in plot.points)
+    if plot.points[0].row.summary["batch_size"] in (32, 128) and any(point.row.family == FAMILY for point in plot.points)
 ]
 for plot in PLOTS:
     rows = [point.row for point in plot.points if point.row.rank is not None]
@@ -208,15 +201,8 @@ def span(change: dict | None) -> str:
 def honest(row: leaderboard.Row) -> dict[str, str]:
     """What a run records apart from its speed."""
     summary = row.summary
-    facts, quality, before = (
-        summary.get("method_facts") or {},
-        summary.get("quality") or {},
-        summary["baseline"].get("quality") or {},
-    )
-    layers, teacher = (
-        facts.get("decoder_layer_passes_per_token"),
-        facts.get("decoder_layer_passes_per_token_of_the_teacher"),
-    )
+    facts, quality, before = summary.get("method_facts") or {}, summary.get("quality") or {}, summary["baseline"].get("quality") or {}
+    layers, teacher = facts.get("decoder_layer_passes_per_token"), facts.get("decoder_layer_passes_per_token_of_the_teacher")
     beams = facts.get("teacher_beams")
     return {
         "batch": str(summary["batch_size"]),
@@ -254,15 +240,7 @@ else:
 # %%
 DRAFTING = [row for row in ROWS if row.method == "specdec_nat" and row.valid]
 if DRAFTING:
-    cells = [
-        {
-            "batch": e.summary["batch_size"],
-            "run": plots.label(e),
-            "tokens per step": e.summary["tokens_per_step"],
-            "speed-up": e.speed,
-        }
-        for e in DRAFTING
-    ]
+    cells = [{"batch": e.summary["batch_size"], "run": plots.label(e), "tokens per step": e.summary["tokens_per_step"], "speed-up": e.speed} for e in DRAFTING]
     display(pd.DataFrame(cells).style.hide().format(precision=2, na_rep="-"))
 else:
     print("No run yet: python -m bench method=specdec_nat method.drafter=glat model=multi30k_4_4 dataset=multi30k")

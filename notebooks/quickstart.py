@@ -47,9 +47,7 @@ print(plain)
 # %%
 for method in METHODS:
     found = decodebench.generate(target, QUESTION, method=method, max_new_tokens=64)
-    print(
-        f"{method:14} {found.steps:3} steps, {found.tokens_per_step:.2f} tokens/step, same text: {found.ids == plain.ids}"
-    )
+    print(f"{method:14} {found.steps:3} steps, {found.tokens_per_step:.2f} tokens/step, same text: {found.ids == plain.ids}")
 
 # %% [markdown]
 # All methods, what they promise, and what they need:
@@ -70,10 +68,7 @@ PROMPTS = [
     "Count from 1 to 20, and write a comma after each number.",
     "Translate into French: good morning, good evening, good night.",
     "Summarize in one sentence: Speculative decoding lets a small model propose tokens and a large model verify them.",
-    [
-        {"role": "system", "content": "Answer in one short sentence."},
-        {"role": "user", "content": "What is a prime number?"},
-    ],
+    [{"role": "system", "content": "Answer in one short sentence."}, {"role": "user", "content": "What is a prime number?"}],
 ]
 runs = decodebench.benchmark(target, PROMPTS, method=METHODS, max_new_tokens=48, keep=False)
 runs

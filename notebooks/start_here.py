@@ -36,11 +36,7 @@ if not GROUPS:
 
 def chosen(dataset: str, fewest: int) -> list[leaderboard.ComparisonGroup]:
     """The table of a data set with the most methods, and each other table with a run of yours and enough methods."""
-    tables = [
-        leaderboard.fastest(group)
-        for group in GROUPS
-        if group.first["dataset"] == dataset and group.first["batch_size"] == 1
-    ]
+    tables = [leaderboard.fastest(group) for group in GROUPS if group.first["dataset"] == dataset and group.first["batch_size"] == 1]
     tables = sorted((table for table in tables if len(table.rows) >= fewest), key=lambda table: -len(table.rows))
     return tables[:1] + [table for table in tables[1:] if any(row.record.source == "own" for row in table.rows)]
 
@@ -51,9 +47,7 @@ TABLES = chosen("mtbench", 2) + chosen("spec_bench", 2)
 def panels(tables: list[leaderboard.ComparisonGroup], draw, height: float) -> None:
     """Two tables beside each other."""
     for pair in (tables[i : i + 2] for i in range(0, len(tables), 2)):
-        figure, axes = plt.subplots(
-            1, len(pair), figsize=(6.5 * len(pair), height), squeeze=False, layout="constrained"
-        )
+        figure, axes = plt.subplots(1, len(pair), figsize=(6.5 * len(pair), height), squeeze=False, layout="constrained")
         plots.legend(figure, [row for table in pair for row in table.rows])
         for ax, table in zip(axes.flat, pair, strict=True):
             ax.set_title(plots.title(table.heading, table.rows, 66))
@@ -82,9 +76,7 @@ if not TABLES:
 
 # %%
 DRAFTING = [
-    leaderboard.ComparisonGroup(
-        table.heading, [row for row in table.rows if plots.drafts(row) or row.family == leaderboard.BASELINE]
-    )
+    leaderboard.ComparisonGroup(table.heading, [row for row in table.rows if plots.drafts(row) or row.family == leaderboard.BASELINE])
     for table in TABLES
     if sum(map(plots.drafts, table.rows)) > 1
 ]
@@ -123,11 +115,7 @@ if not TRANSLATION:
 # work for each sentence and keep their advantage.
 
 # %%
-SERIES = [
-    (heading, lines)
-    for heading, lines in leaderboard.batch_series(GROUPS)
-    if len({rows[0].method for rows in lines.values()}) > 1
-]
+SERIES = [(heading, lines) for heading, lines in leaderboard.batch_series(GROUPS) if len({rows[0].method for rows in lines.values()}) > 1]
 for heading, lines in SERIES:
     rows = [row for line in lines.values() for row in line]
     figure, ax = plt.subplots(figsize=(10, 5.5), layout="constrained")

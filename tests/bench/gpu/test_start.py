@@ -59,6 +59,13 @@ def call(piece: Path, home: Path, out: Path, *words: str) -> str:
     return done.stdout
 
 
+def kill_job(home: Path) -> None:
+    os.kill(int((home / "state" / "job.pid").read_text()), 9)
+    end = time.monotonic() + 10
+    while start.running(home) and time.monotonic() < end:
+        time.sleep(0.1)
+
+
 def test_the_job_starts_with_the_code_and_outlives_the_call(tmp_path: Path, pieces: list[Path]) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     said = call(pieces[0], home, out, "hardware=cpu_bf16")
@@ -79,10 +86,7 @@ def test_the_job_starts_with_the_code_and_outlives_the_call(tmp_path: Path, piec
 def test_a_job_that_dies_says_why(tmp_path: Path, pieces: list[Path]) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     call(pieces[0], home, out, "hardware=cpu_bf16")
-    os.kill(int((home / "state" / "job.pid").read_text()), 9)
-    end = time.monotonic() + 10
-    while start.running(home) and time.monotonic() < end:
-        time.sleep(0.1)
+    kill_job(home)
     code = home / "repo" / "bench" / "__main__.py"
     code.write_text("raise SystemExit('no such library')\n")
     command = [sys.executable, str(pieces[1] / "start.py"), f"out={out}", "wait=5"]
@@ -98,10 +102,7 @@ def test_what_a_machine_lacks_is_named() -> None:
 def test_a_job_that_was_killed_is_started_again(tmp_path: Path, pieces: list[Path]) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     call(pieces[0], home, out, "hardware=cpu_bf16")
-    os.kill(int((home / "state" / "job.pid").read_text()), 9)
-    end = time.monotonic() + 10
-    while start.running(home) and time.monotonic() < end:
-        time.sleep(0.1)
+    kill_job(home)
     said = call(pieces[1], home, out, "wait=40", "hardware=cuda_bf16")
     assert "started" in said
     assert (home / "results" / "seen.txt").read_text().endswith("cuda_bf16")
