@@ -22,7 +22,6 @@ from methods.engine.causal_layers import (
     Attention,
     FeedForward,
     Layer,
-    LayerNorm,
     RMSNorm,
     Rows,
     SparseFeedForward,
@@ -641,20 +640,29 @@ class CausalLM:
             levels: depth of the tree, if known; a smaller bound is cheaper.
             hidden_layers: layers whose outputs are wanted.
         """
-        if self.exits_fused and type(self._final_norm) in (RMSNorm, LayerNorm):  # others have other bits in ``norm``
+        if self._ends_fused:
             return self._forward_fused(self.begin(tokens, parents, cache, levels), hidden_layers)
         last, seen = self.forward_layers(tokens, parents, cache, levels, hidden_layers)
         hidden = self.norm(last)
         return Output(self.head(hidden), hidden, seen)
 
     def _forward_fused(self, state: Any, hidden_layers: Collection[int]) -> Output:
-        assert isinstance(self._fused, FusedLayers) and isinstance(self._head, KernelLinear)
-        assert isinstance(self._final_norm, Norm)
+        assert isinstance(self._fused, FusedLayers)
+        where = (state.hidden, state.cos, state.sin, state.reach, state.cache, self._portions(range(self.n_layers)))
+        made = self._fused.run_to_logits(*where, self._fused_ending, hidden_layers)
+        return Output(made.logits, made.hidden, made.seen, best=made.best)
+
+    @property
+    def _ends_fused(self) -> bool:
+        """Whether the kernels run the final norm and the output matrix after the layers."""
+        return self.exits_fused and type(self._final_norm) is RMSNorm  # others have other bits in ``norm``
+
+    @property
+    def _fused_ending(self) -> Ending:
+        assert isinstance(self._head, KernelLinear) and isinstance(self._final_norm, Norm | None)
         if self._ending is None or self._ending.head is not self._head:  # a view may have another one
             self._ending = Ending(self._final_norm, self._head)
-        where = (state.hidden, state.cos, state.sin, state.reach, state.cache, self._portions(range(self.n_layers)))
-        made = self._fused.run_to_logits(*where, self._ending, hidden_layers)
-        return Output(made.logits, made.hidden, made.seen, best=made.best)
+        return self._ending
 
     def forward_layers(
         self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None, hidden_layers: Collection[int]

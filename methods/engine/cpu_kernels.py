@@ -64,7 +64,8 @@ def library() -> ctypes.CDLL | None:
         return _declared(ctypes.CDLL(str(_compiled())))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        reason = next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)
         log.warning("The CPU kernels cannot be compiled (%s). Install a C++ compiler, or set CXX.", reason[:200])
         return None
 

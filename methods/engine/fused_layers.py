@@ -75,6 +75,7 @@ class _Pass(Structure):
         ("threads", c_int64),
         ("exits", c_void_p),
         ("ending", c_void_p),
+        ("rounds", c_void_p),
     ]
 
 
@@ -103,12 +104,50 @@ class _Ending(Structure):
     ]
 
 
-class Ending:
-    """The final norm and the output matrix, in the kernels' terms."""
+class _Rounds(Structure):
+    written: list[int]  # by each row, before the last of them
 
-    def __init__(self, norm: Norm, head: KernelLinear) -> None:
+    _fields_ = [
+        *((name, c_void_p) for name in ("embedding", "positions")),
+        ("count", c_int64),
+        ("factor", c_float),
+        ("norm", NormNumbers),
+        ("most", c_int64),
+        *((name, c_void_p) for name in ("lengths", "moves", "ends")),
+        ("end_count", c_int64),
+        *((name, c_void_p) for name in ("tokens", "times", "made")),
+    ]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What a token becomes before the first layer: its vector times a factor, and that of its place, normed."""
+
+    embedding: Float[Tensor, "V D"]
+    factor: float
+    positions: Float[Tensor, "P D"]
+    norm: Norm | None
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Several rounds of greedy decoding.
+
+    Attributes:
+        tokens: per round, what every row chose.
+        times: per round, nanoseconds from the call to its end.
+    """
+
+    tokens: list[list[int]]
+    times: list[int]
+
+
+class Ending:
+    """The final norm, if there is one, and the output matrix, in the kernels' terms."""
+
+    def __init__(self, norm: Norm | None, head: KernelLinear) -> None:
         self.head = head
-        self.norm, self._kept = norm_numbers(norm)
+        self.norm, self._kept = (NormNumbers(), []) if norm is None else norm_numbers(norm)
 
 
 class Scored(NamedTuple):
@@ -271,6 +310,7 @@ class FusedLayers:
         beside: Float[Tensor, "B M E"] | None = None,
         exits: _Exits | None = None,
         ending: _Ending | None = None,
+        rounds: _Rounds | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
         """States after some layers, and after those ``wanted``; keys and values go after the cache's lengths.
 
@@ -281,12 +321,13 @@ class FusedLayers:
             beside: what the first product of attention reads before the state, if the layers do.
             exits: where rows leave, see ``run_to_exits``.
             ending: what follows the layers, see ``run_to_logits``.
+            rounds: of such passes, see ``run_rounds``.
         """
         hidden, beside = hidden.contiguous(), None if beside is None else beside.contiguous()
         batch, nodes, _ = hidden.shape
         result, threads, count = torch.empty_like(hidden), torch.get_num_threads(), len(portions)
         taps = {portion.layer: torch.empty_like(hidden) for portion in portions if portion.layer in wanted}
-        slots = max(cache.written) + earlier + nodes
+        slots = max(cache.written if rounds is None else rounds.written) + earlier + nodes
         assert cache.begin + slots <= cache.capacity, f"{cache.begin + slots} slots in a cache of {cache.capacity}"
         slots = max(slots, *cache.sources) if cache.sources else slots
         work = torch.empty(self._workspace(byref(self.model), batch * nodes, slots, threads))
@@ -298,6 +339,8 @@ class FusedLayers:
         )
         lengths, turning = (c_int64 * batch)(*cache.written), 0 if cos is None else cos.shape[-1]
         seen = (c_int64 * batch)(*cache.sources) if cache.sources else None
+        if rounds is not None:
+            rounds.lengths = ctypes.addressof(lengths)
         described = _Pass(
             hidden.data_ptr(), _place(beside), result.data_ptr(), _place(cos), _place(sin),
             0 if cos is None or len(cos) == 1 else nodes * turning, turning,
@@ -306,6 +349,7 @@ class FusedLayers:
             *(ctypes.addressof(array) for array in arrays), count,
             work.data_ptr(), threads, None if exits is None else ctypes.addressof(exits),
             None if ending is None else ctypes.addressof(ending),
+            None if rounds is None else ctypes.addressof(rounds),
         )  # fmt: skip
         self._run(byref(self.model), byref(described))
         return result, taps
@@ -328,6 +372,44 @@ class FusedLayers:
         ending = _Ending(after.norm, matrix, normed.data_ptr(), logits.data_ptr(), best.data_ptr())
         _, seen = self.run(hidden, cos, sin, reach, cache, portions, wanted, ending=ending)
         return Scored(normed, logits, best, seen)
+
+    def run_rounds(
+        self,
+        roots: Sequence[int],
+        cache: Cache,
+        portions: Sequence[Portion],
+        embedded: Embedded,
+        after: Ending,
+        most: int,
+        moves: Sequence[bool],
+        ends: Collection[int],
+    ) -> Ran:
+        """Rounds of greedy decoding without drafts: each commits the best token after what the one before committed.
+
+        The cache's lengths do not change.
+
+        Args:
+            roots: the last committed token of each row.
+            most: rounds; there are fewer where a row that moves commits one of ``ends``, in the last of them.
+            moves: which rows commit tokens; others stand still, and what they choose does not matter.
+        """
+        batch, width = len(roots), embedded.embedding.shape[1]
+        norm, _kept = (NormNumbers(), []) if embedded.norm is None else norm_numbers(embedded.norm)
+        tokens, times, made = (c_int64 * (batch * (1 + most)))(*roots), (c_int64 * most)(), c_int64(0)
+        moving, last = (c_uint8 * batch)(*moves), (c_int64 * len(ends))(*ends)
+        rounds = _Rounds(
+            embedded.embedding.data_ptr(), embedded.positions.data_ptr(), len(embedded.positions), embedded.factor,
+            norm, most, None, ctypes.addressof(moving), ctypes.addressof(last), len(ends),
+            ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
+        )  # fmt: skip
+        rounds.written = [count + (most - 1) * is_moving for count, is_moving in zip(cache.written, moves, strict=True)]
+        hidden, matrix = embedded.embedding.new_empty(batch, 1, width), after.head.panels.matrix
+        normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, matrix.outputs)
+        best = torch.empty(batch, dtype=torch.long)
+        ending = _Ending(after.norm, matrix, normed.data_ptr(), logits.data_ptr(), best.data_ptr())
+        self.run(hidden, None, None, None, cache, portions, ending=ending, rounds=rounds)
+        chosen = tokens[batch : batch * (1 + made.value)]
+        return Ran([chosen[at : at + batch] for at in range(0, len(chosen), batch)], times[: made.value])
 
     def run_to_exits(
         self,

@@ -120,11 +120,11 @@ class AbsolutePositions:
     """
 
     def __init__(self, table: Float[Tensor, "P D"], norm: Rows | None) -> None:
-        self._table, self._norm = table, norm
+        self.table, self.norm = table, norm
 
     def __call__(self, hidden: Float[Tensor, "B M D"], positions: Int[Tensor, "b M"]) -> Float[Tensor, "B M D"]:
-        placed = hidden + self._table[positions.clamp(max=len(self._table) - 1)]
-        return placed if self._norm is None else self._norm(placed)
+        placed = hidden + self.table[positions.clamp(max=len(self.table) - 1)]
+        return placed if self.norm is None else self.norm(placed)
 
 
 class RelativeBias:

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from methods.engine import causal_layers, seq2seq_layers, token_tree
 from methods.engine.causal_layers import LayerNorm, UnsupportedModel
 from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
-from methods.engine.fused_layers import FusedEncoder, FusedLayers
+from methods.engine.fused_layers import Embedded, FusedEncoder, FusedLayers, Ran
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, LinearForm, faster_form, library_form, make_linear
-from methods.engine.seq2seq_layers import CrossAttention, FeedForward, SelfAttention, Stack
+from methods.engine.seq2seq_layers import AbsolutePositions, CrossAttention, FeedForward, SelfAttention, Stack
 from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["Seq2SeqLM", "Source", "SourceCache", "UnsupportedModel"]
@@ -281,6 +281,11 @@ class Seq2SeqLM(CausalLM):
         return self.fused and plain and isinstance(self._head, KernelLinear)
 
     @property
+    def _ends_fused(self) -> bool:
+        normed = self._final_norm is None or type(self._final_norm) is LayerNorm
+        return self.fused and normed and self._output_scale == 1.0 and isinstance(self._head, KernelLinear)
+
+    @property
     def batch_invariant(self) -> bool:
         """See ``CausalLM.batch_invariant``."""
         return super().batch_invariant and self._reads is not None
@@ -418,6 +423,28 @@ class Seq2SeqLM(CausalLM):
         cache.advance([len(self.start)] * len(prompts))
         hidden = self.norm(state.hidden)
         return Output(self.head(hidden[:, -1:]), hidden if hidden_layers else hidden[:, -1:], seen, source.states)
+
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether the kernels run several rounds in one call, see ``rounds``."""
+        place = self._decoder.place
+        placed = isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
+        return placed and self._ends_fused
+
+    def rounds(self, roots: Sequence[int], cache: SourceCache, most: int, moves: Sequence[bool]) -> Ran:
+        """Greedy rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
+
+        Args:
+            roots: the last committed token of each row.
+            most: rounds.
+            moves: which rows commit tokens.
+        """
+        place = self._decoder.place
+        assert isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
+        assert isinstance(self._fused, FusedLayers)
+        embedded = Embedded(self._decoder.embedding, self._decoder.embed_scale, place.table, place.norm)
+        portions = self._portions(range(self.n_layers))
+        return self._fused.run_rounds(roots, cache, portions, embedded, self._fused_ending, most, moves, self.eos_ids)
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:

@@ -15,7 +15,8 @@ others from then on. Their texts are what they would be with it, up to the round
 temperature they draw other numbers from the same distribution.
 
 Recorded rounds (``methods.engine.cuda_graphs``) leave on the device all that the next draft of a network reads, or the
-next round where nothing is drafted. Either is launched before the host reads the last round.
+next round where nothing is drafted. Either is launched before the host reads the last round. A CPU's kernels run
+several rounds of an encoder-decoder model in one call where nothing is drafted: the tokens of a call come together.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from methods.engine.greedy_round import Round
 from methods.engine.host_copies import Reading
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
+from methods.engine.seq2seq_lm import Seq2SeqLM, SourceCache
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally
@@ -43,6 +45,7 @@ from methods.speculative.judging import Judged, judge
 from methods.speculative.verification import Greedy
 
 MOST_NODES = 4096  # of a draft; every round would verify as many
+_TOGETHER = 16  # rounds in a call of the kernels
 
 
 class SpeculativeDecoder(Decoder, Refillable, CostAware):
@@ -141,6 +144,8 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
         yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
+        if self._recorded and not drafter.nodes and isinstance(target, Seq2SeqLM) and target.runs_rounds:
+            yield from self._rounds_together(batch)
 
         while any(open_rows := batch.open):
             if runs_ahead:
@@ -191,6 +196,33 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         layers = self.drafter.hidden_layers
         return target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers)
 
+    def _rounds_together(self, batch: _Batch) -> Rounds:
+        """All rounds to the end of the texts, without drafts, several in a call.
+
+        Where a row is given a new prompt before all tokens of a call are handed out, the others take them again.
+        """
+        target, context, cache = self.target, batch.context, batch.cache
+        assert isinstance(target, Seq2SeqLM) and isinstance(cache, SourceCache)
+        while any(open_rows := batch.open):
+            if self._drop(batch):
+                open_rows = batch.open
+            rows = zip(context.tokens, batch.ends, open_rows, strict=True)
+            most = min([_TOGETHER, *(end - len(text) for text, end, is_open in rows if is_open)])
+            ran = target.rounds([text[-1] for text in context.tokens], cache, most, open_rows)
+            cache.advance([len(ran.tokens) * is_open for is_open in open_rows])
+            before, left = 0, set[int]()
+            for count, (chosen, time) in enumerate(zip(ran.tokens, ran.times, strict=True), start=1):
+                tokens = [[token] if is_open else [] for token, is_open in zip(chosen, open_rows, strict=True)]
+                _extend(context.tokens, tokens)
+                yield from self._answered(Step.undrafted(tokens, rows=len(tokens), pass_ns=time - before), batch, left)
+                before = time
+                if left:
+                    back = len(ran.tokens) - count
+                    moved = [is_open and row not in left for row, is_open in enumerate(open_rows)]
+                    kept = zip(cache.lengths, moved, strict=True)
+                    cache.set_lengths([length - back * is_moved for length, is_moved in kept])
+                    break
+
     def _rounds_ahead(self, batch: _Batch) -> Rounds:
         """Recorded rounds without drafts, each launched before the host reads the one before it.
 
@@ -210,7 +242,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                 tokens = [new if is_open else [] for (_, new), is_open in zip(rows, open_rows, strict=True)]
                 _extend(batch.context.tokens, tokens)
                 step = _step(draft, tokens, [0] * len(tokens), open_rows, (0, other.ns()), 1)
-                yield from self._answered(step, batch, following)
+                yield from self._answered(step, batch, None if following is None else following.left)
             if following is None:
                 return
             last, watch, other = following, other, watch
@@ -242,16 +274,16 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         """Whether rounds are as ``GraphedLM.round`` has them."""
         return self.sampling.greedy and type(self.rule) is Greedy and not self.reads_logits
 
-    def _answered(self, step: Step, batch: _Batch, launched: _Launched | None = None) -> Rounds:
+    def _answered(self, step: Step, batch: _Batch, left: set[int] | None = None) -> Rounds:
         """Yield a step, and one more for each set of prompts that is sent in return.
 
         Args:
-            launched: a round of the texts that these prompts replace.
+            left: gets the rows whose texts these prompts replace.
         """
         prompts = batch.rows.take((yield batch.rows.step(step)))
         while prompts:
-            if launched is not None:
-                launched.left.update(prompts)
+            if left is not None:
+                left.update(prompts)
             prompts = batch.rows.take((yield batch.rows.step(self._admit(prompts, batch))))
 
     @torch.inference_mode()

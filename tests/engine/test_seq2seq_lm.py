@@ -146,6 +146,50 @@ def test_rows_of_the_kernels_have_the_same_bits_alone_and_together(variant):
             alone.advance([1])
 
 
+@pytest.mark.skipif(not usable(*PLACE), reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", KERNELS)
+def test_rounds_in_one_call_are_passes_one_by_one(variant, dtype):
+    """Three rows with different sources and places, of which the second stands still."""
+    family, options = KERNELS[variant]
+    lm = Seq2SeqLM.from_hf(tiny(family, **options | {"dtype": dtype}), linear="panels")
+    assert lm.runs_rounds
+    cache, moves, roots = lm.new_cache(3, 40), [True, False, True], [5, 9, 30]
+    lm.prefill(ids(7, 4, 9), cache)
+    lm.forward(torch.stack(ids(3, 3, 3, seed=4)), None, cache)
+    cache.advance([3, 1, 2])
+    before, kept = list(cache.lengths), cache.store.clone()
+    ran = lm.rounds(roots, cache, 12, moves)
+    assert cache.lengths == before and len(ran.times) == len(ran.tokens) and sorted(ran.times) == ran.times
+    store, tokens = cache.store.clone(), torch.tensor(roots)
+    cache.store.copy_(kept)
+    for chosen in ran.tokens:
+        tokens = lm.forward(tokens[:, None], None, cache).logits[:, 0].argmax(1)
+        assert chosen == tokens.tolist()
+        cache.advance([1, 0, 1])
+    assert torch.equal(cache.store, store), "the same keys and values"
+    ended = [any(chosen[row] == EOS for row in (0, 2)) for chosen in ran.tokens]
+    assert not any(ended[:-1]) and (ended[-1] or len(ran.tokens) == 12)
+
+
+@pytest.mark.skipif(not usable(*PLACE), reason="no C++ compiler")
+def test_rounds_in_one_call_end_with_the_first_text():
+    lm = Seq2SeqLM.from_hf(tiny("marian", **WHOLE), linear="panels")
+    cache = lm.new_cache(2, 60)
+    lm.prefill(ids(7, 4), cache)
+    whole = lm.rounds([5, 9], cache, 40, [True, True]).tokens
+    for row, moves in ((0, [True, False]), (1, [True, True])):
+        lm.eos_ids = frozenset({whole[7][row]})
+        first = next(
+            place
+            for place, chosen in enumerate(whole)
+            if any(token in lm.eos_ids and moving for token, moving in zip(chosen, moves, strict=True))
+        )
+        alone = whole if all(moves) else None
+        found = lm.rounds([5, 9], cache, 40, moves).tokens
+        assert len(found) == first + 1 and (alone is None or found == alone[: first + 1])
+
+
 def test_every_proven_family_is_tested():
     assert {family for family, _ in VARIANTS.values()} == set(PROVEN)
 

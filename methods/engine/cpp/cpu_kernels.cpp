@@ -11,7 +11,7 @@
 // four inputs are side by side, and are multiplied as integers with rows that are rounded to 8 bits.
 //
 // numbers.h and team.h come first, then products.h and blocks.h, norms.h and attention.h, which pass.h puts together;
-// tree.h drafts with them. This file has what other languages call.
+// rounds.h runs several passes in a row, tree.h drafts with them. This file has what other languages call.
 
 #include <stdint.h>
 
@@ -23,6 +23,7 @@
 #include "numbers.h"
 #include "pass.h"
 #include "products.h"
+#include "rounds.h"
 #include "scores.h"
 #include "team.h"
 #include "tree.h"
@@ -31,6 +32,7 @@ namespace {
 
 template <class T>
 void run_pass(const Model* model, const Pass* pass) {
+    if (pass->rounds) return run_rounds<T>(*model, *pass);
     Runner<T> runner(*model, *pass);
     with_team(pass->threads, [&](Team& team) { runner.run(team); });
 }

@@ -57,15 +57,32 @@ struct Pass {
     int64_t threads;
     const struct Exits* exits;  // null: every row runs all
     const struct Ending* ending;  // null: nothing follows the layers
+    const struct Rounds* rounds;  // null: one pass
 };
 
 // The final norm and the output matrix after a pass.
 struct Ending {
-    Norm norm;
+    Norm norm;       // without weights: none
     Matrix head;
     void* normed;    // [batch, nodes, hidden]
     void* logits;    // [batch, nodes, outputs of head]
     int64_t* best;   // [batch, nodes]: the first of the largest
+};
+
+// Rounds of greedy decoding without drafts: passes over one node per row, each of the tokens that the one before chose.
+struct Rounds {
+    const void *embedding, *positions;  // [vocabulary, hidden], [count, hidden]
+    int64_t count;          // a token at a place beyond gets the vector of the last one
+    float factor;           // of the embedding
+    Norm norm;              // of both together
+    int64_t most;           // rounds
+    int64_t* lengths;       // of the pass; they grow
+    const uint8_t* moves;   // [batch]: whether the row commits tokens
+    const int64_t* ends;    // tokens after which no further round is run
+    int64_t end_count;
+    int64_t* tokens;        // [1 + most, batch]: the first of each row, and then those that the rounds chose
+    int64_t* times;         // [most]: nanoseconds from the call to the end of each round
+    int64_t* made;          // how many were run
 };
 
 enum Measure : int64_t { SOFTMAX, COSINE, CLASSIFIER, TABLE };
@@ -203,7 +220,7 @@ class Runner {
         const Rows x = rows_for<T>(buffers_.rows, rows_, ending.head);
         over_rows(team, [&](int64_t row) {
             float* state = buffers_.hidden + row * m_.hidden;
-            normalise<T>(ending.norm, state, Plain{state}, m_.hidden);
+            if (ending.norm.weight) normalise<T>(ending.norm, state, Plain{state}, m_.hidden);
             copy(state, Row(x, row), m_.hidden);
         });
         copy_out(team, static_cast<T*>(ending.normed));

@@ -34,6 +34,7 @@ from bench.report import terminal
 from bench.sweep import plan
 from bench.tasks.prompts import by_length, plan_queues
 from bench.tasks.prompts import plan as plan_batches
+from methods.autoregressive import Autoregressive
 from methods.decoder import Decoder, Refillable, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -177,6 +178,16 @@ def test_sources_of_an_encoder_decoder_as_well(name: str, variant: str) -> None:
     grows = [9, 2, 5, 17, 1, 12, 30, 4, 33]  # sources that leave no room for those to come
     for seed in range(3):  # such small models write the same again and again: not every mistake shows in every text
         check(decoder, target.vocab_size, random.Random(seed), grows)
+
+
+@pytest.mark.parametrize("variant", ["marian", "bart_forced"])
+def test_rows_are_refilled_between_rounds_of_one_call(variant: str) -> None:
+    """A text is replaced while tokens of its row are still to be handed out."""
+    family, options = test_seq2seq_lm.KERNELS[f"{variant}_kernels"]
+    target = Seq2SeqLM.from_hf(test_seq2seq_lm.tiny(family, **options), linear=test_seq2seq_lm.FORM)
+    assert target.runs_rounds == target.fused
+    for seed in range(4):
+        check(Autoregressive(target, Sampling()), target.vocab_size, random.Random(seed), [9, 2, 5, 17, 1, 12, 30, 4])
 
 
 # -------------------------------------------------------------------------------------------------- under the clock

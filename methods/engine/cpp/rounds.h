@@ -1,0 +1,55 @@
+// Several rounds of greedy decoding in one call.
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <chrono>
+#include <vector>
+
+#include "norms.h"
+#include "numbers.h"
+#include "pass.h"
+#include "team.h"
+
+namespace {
+
+// The state of a token at a place before the first layer.
+template <class T>
+void embed(const Rounds& rounds, int64_t token, int64_t place, T* to, int64_t width) {
+    const T* from = static_cast<const T*>(rounds.embedding) + token * width;
+    const T* at = static_cast<const T*>(rounds.positions) + std::min(place, rounds.count - 1) * width;
+    std::vector<float> state(width);
+    for (int64_t i = 0; i < width; i++)
+        state[i] = rounded_one<T>(rounded_one<T>(one(from[i]) * rounds.factor) + one(at[i]));
+    if (rounds.norm.weight) normalise<T>(rounds.norm, state.data(), Plain{state.data()}, width);
+    narrow(state.data(), to, width);
+}
+
+// Ends with the first round in which a row that moves chose one of `ends`.
+template <class T>
+void run_rounds(const Model& model, const Pass& pass) {
+    const Rounds& rounds = *pass.rounds;
+    const int64_t batch = pass.batch, width = model.hidden;
+    const int64_t* last = rounds.ends + rounds.end_count;
+    const auto begin = std::chrono::steady_clock::now();
+    T* hidden = static_cast<T*>(const_cast<void*>(pass.hidden));
+    bool ended = false;
+    int64_t& made = *rounds.made;
+    for (made = 0; made < rounds.most && !ended; made++) {
+        const int64_t* tokens = rounds.tokens + made * batch;
+        int64_t* chosen = rounds.tokens + (made + 1) * batch;
+        for (int64_t b = 0; b < batch; b++) embed(rounds, tokens[b], pass.lengths[b], hidden + b * width, width);
+        Runner<T> runner(model, pass);
+        with_team(pass.threads, [&](Team& team) { runner.run(team); });
+        for (int64_t b = 0; b < batch; b++) {
+            chosen[b] = pass.ending->best[b];
+            if (!rounds.moves[b]) continue;
+            rounds.lengths[b]++;
+            ended = ended || std::find(rounds.ends, last, chosen[b]) != last;
+        }
+        rounds.times[made] = (std::chrono::steady_clock::now() - begin) / std::chrono::nanoseconds(1);
+    }
+}
+
+}  // namespace
