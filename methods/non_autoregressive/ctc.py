@@ -36,7 +36,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
 from methods.engine.causal_lm import CausalLM
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, argmax
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.ctc_beam import TOKENS, Scores, search
 from methods.non_autoregressive.decoder_inputs import gather
@@ -113,7 +113,7 @@ class CtcPass:
 
     def __call__(self, student: CtcStudent, memory: Memory, rng: Generator) -> Candidates:
         logits, present = self.read(student, memory)
-        packed, count = join(logits.argmax(-1), present, student.blank)
+        packed, count = join(argmax(logits), present, student.blank)
         return _single(packed, count, present.shape[1])
 
     def read(self, student: CtcStudent, memory: Memory) -> tuple[Float[Tensor, "B T V"], Bool[Tensor, "B T"]]:

@@ -28,7 +28,7 @@ from methods.engine.checkpoint_files import (
     target_sizes,
     write_part,
 )
-from methods.engine.sampling import argmax
+from methods.engine.sampling import argmax, log_probs_of
 from methods.non_autoregressive.length_predictor import LengthHead
 from methods.non_autoregressive.network import Memory, Network, Shape, present_up_to
 from methods.training.losses import cross_entropy
@@ -136,8 +136,10 @@ class Student(nn.Module):
     ) -> tuple[Int[Tensor, "*b"], Float[Tensor, "*b"]]:
         """The likeliest token that may be written at each position, and its log-probability; zero if not ``scored``."""
         logits = self.logits(states).index_fill_(-1, self.barred, -torch.inf)
-        best, tokens = logits.max(-1)
-        return tokens, best - logits.logsumexp(-1) if scored else torch.zeros_like(best)
+        tokens = argmax(logits)
+        if not scored:
+            return tokens, torch.zeros_like(tokens, dtype=logits.dtype)
+        return tokens, log_probs_of(logits, tokens[..., None])[..., 0].to(logits.dtype)
 
     def token_loss(
         self, states: Float[Tensor, "N D"], wanted: Int[Tensor, "N"], smoothing: float

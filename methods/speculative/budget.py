@@ -350,6 +350,18 @@ class _Round:
         return cls([], None, [], {part: extra})
 
 
+_ABILITIES = (PartedDrafter, Unasked, SkippableDrafter, TrimmableDrafter, LaunchedDrafter)
+_found: dict[type[Drafter], tuple[bool, ...]] = {}
+
+
+def _abilities(drafter: Drafter) -> tuple[bool, ...]:
+    """Which of ``_ABILITIES`` a drafter has. A class is asked once: a protocol takes longer than a small draft."""
+    kind = type(drafter)
+    if kind not in _found:
+        _found[kind] = tuple(isinstance(drafter, ability) for ability in _ABILITIES)
+    return _found[kind]
+
+
 @dataclass(slots=True)
 class Pace:
     """Proposals of one decode, of the size that pays.
@@ -376,11 +388,8 @@ class Pace:
     _launches: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._parts = self.drafter.parts if isinstance(self.drafter, PartedDrafter) else ("",)
-        self._idle = isinstance(self.drafter, Unasked)
-        self._skips = isinstance(self.drafter, SkippableDrafter)  # asked once: a protocol is slow to ask
-        self._trims = isinstance(self.drafter, TrimmableDrafter)
-        self._launches = isinstance(self.drafter, LaunchedDrafter)
+        is_parted, self._idle, self._skips, self._trims, self._launches = _abilities(self.drafter)
+        self._parts = cast(PartedDrafter, self.drafter).parts if is_parted else ("",)
 
     def propose(self, context: Context, open_rows: Sequence[bool]) -> Draft:
         """A draft for every row.
