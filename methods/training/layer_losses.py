@@ -9,7 +9,8 @@ reads every layer after training. The loss makes exits work: with the usual loss
 with the last one far less often.
 
 Layerwise distillation: mean squared error between states of the layers up to k and the detached states of as many
-layers spread evenly over the model. ``dynamic`` (the published default) pairs them from the last one down: each takes
+layers spread evenly over the model, as a share of the mean square of the latter: states grow with the depth where norms
+come before the sub-layers, and an error in absolute terms then drives those of all layers apart without end. ``dynamic`` (the published default) pairs them from the last one down: each takes
 the nearest state among the layers strictly below the one chosen before, as long as there is one. ``uniform`` pairs them
 in order.
 
@@ -92,7 +93,7 @@ class FreeLoss:
         return loss, parts
 
     def distance(self, states: Sequence[Float[Tensor, "n D"]]) -> Float[Tensor, ""]:
-        """Mean over the pairs of the mean squared error."""
+        """Mean over the pairs of the relative squared error."""
         k, layers = self.shallow, len(states)
         teachers = [states[round(layers * (place + 1) / k) - 1].detach() for place in range(k)]
         students = list(states[:k])
@@ -100,7 +101,7 @@ class FreeLoss:
             pairs = list(zip(students, teachers, strict=True))
         else:
             pairs = _nearest_below(students, teachers)
-        return torch.stack([F.mse_loss(student, teacher) for student, teacher in pairs]).mean()
+        return torch.stack([_relative(student, teacher) for student, teacher in pairs]).mean()
 
 
 def make_loss(exits: Exits, layers: int, shallow: int | None = None, distillation: float = 0.5) -> LayerLoss:
@@ -173,6 +174,10 @@ def _watched(layers: Iterable[nn.Module], change: Callable[[int, Tensor, Tensor]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _relative(student: Float[Tensor, "n D"], teacher: Float[Tensor, "n D"]) -> Float[Tensor, ""]:
+    return F.mse_loss(student, teacher) / teacher.square().mean()
 
 
 def _nearest_below(students: Sequence[Tensor], teachers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

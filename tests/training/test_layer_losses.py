@@ -59,7 +59,8 @@ def test_free_trains_two_exits_and_draws_shallow_layers_towards_deep_ones() -> N
     loss, parts = FreeLoss(2, 0.5, "uniform")(states, lambda state: state.square().mean())
     with torch.no_grad():
         two = (2 * states[1].square().mean() + 6 * states[5].square().mean()) / 8
-        distance = (F.mse_loss(states[0], states[2]) + F.mse_loss(states[1], states[5])) / 2
+        pairs = [(states[0], states[2]), (states[1], states[5])]
+        distance = sum((low - high).square().mean() / high.square().mean() for low, high in pairs) / 2
     torch.testing.assert_close(loss.detach(), two + 0.5 * distance)
     loss.backward()
     assert states[2].grad is None and states[4].grad is None, "who teaches learns nothing"
@@ -70,9 +71,16 @@ def test_dynamic_pairs_go_down_and_none_is_used_twice() -> None:
     """Teachers of 8 layers and k = 4 are layers 2, 4, 6, 8; from the last down, each the nearest one below."""
     states = [torch.full((2, 2), value) for value in (5.0, 3.0, 0.9, 9.0, 0.0, 3.1, 0.0, 1.0)]
     # layer 8 (1.0) takes 3 (0.9); 6 (3.1) takes 2 (3.0); 4 (9.0) takes 1 (5.0), the only one left; 2 goes without
-    wanted = (0.1**2 + 0.1**2 + 4.0**2) / 3
+    wanted = ((0.1 / 1.0) ** 2 + (0.1 / 3.1) ** 2 + (4.0 / 9.0) ** 2) / 3
+    uniform = ((2.0 / 3.0) ** 2 + (6.0 / 9.0) ** 2 + (2.2 / 3.1) ** 2 + (8.0 / 1.0) ** 2) / 4
     assert float(FreeLoss(4).distance(states)) == pytest.approx(wanted, rel=1e-4)
-    assert float(FreeLoss(4, pairing="uniform").distance(states)) == pytest.approx((4 + 36 + 2.2**2 + 64) / 4, rel=1e-4)
+    assert float(FreeLoss(4, pairing="uniform").distance(states)) == pytest.approx(uniform, rel=1e-4)
+
+
+def test_the_scale_of_all_states_does_not_matter_to_their_distance() -> None:
+    states = layers(6)
+    larger = [17 * state for state in states]
+    torch.testing.assert_close(FreeLoss(2).distance(larger), FreeLoss(2).distance(states))
 
 
 def test_a_loss_that_cannot_be_is_refused() -> None:
@@ -320,7 +328,8 @@ def test_the_teachers_loss_is_that_of_every_layer_of_transformers(exits: Any, tm
     if exits == "calm":
         total = sum((i + 1) * loss for i, loss in enumerate(losses)) / 6
     else:
-        total = (losses[0] + 3 * losses[2]) / 4 + 0.5 * F.mse_loss(torch.cat(behind[0]), torch.cat(behind[2]))
+        low, high = torch.cat(behind[0]), torch.cat(behind[2])
+        total = (losses[0] + 3 * losses[2]) / 4 + 0.5 * F.mse_loss(low, high) / high.square().mean()
     torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-4)
     assert seen["tokens"] == sum(map(len, wanted))
 
