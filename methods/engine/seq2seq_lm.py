@@ -431,20 +431,23 @@ class Seq2SeqLM(CausalLM):
         placed = isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
         return placed and self._ends_fused
 
-    def rounds(self, roots: Sequence[int], cache: SourceCache, most: int, moves: Sequence[bool]) -> Ran:
+    def rounds(
+        self, roots: Sequence[int], cache: SourceCache, most: int, moves: Sequence[bool], ends: Collection[int]
+    ) -> Ran:
         """Greedy rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
 
         Args:
             roots: the last committed token of each row.
             most: rounds.
             moves: which rows commit tokens.
+            ends: tokens that end a text.
         """
         place = self._decoder.place
         assert isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
         assert isinstance(self._fused, FusedLayers)
         embedded = Embedded(self._decoder.embedding, self._decoder.embed_scale, place.table, place.norm)
         portions = self._portions(range(self.n_layers))
-        return self._fused.run_rounds(roots, cache, portions, embedded, self._fused_ending, most, moves, self.eos_ids)
+        return self._fused.run_rounds(roots, cache, portions, embedded, self._fused_ending, most, moves, ends)
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:

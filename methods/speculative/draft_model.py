@@ -16,6 +16,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import argmax, draw
+from methods.engine.seq2seq_lm import Seq2SeqLM, SourceCache
 from methods.rows import of_rows
 
 _PADDING = 1024  # output matrices of one family differ by their padding at most by this
@@ -109,6 +110,32 @@ class DraftModel(ChainDrafter):
         if max(self._cache.lengths):  # else the first draft will read all prompts at once
             read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
             self.model.prefill_rows(read, self._cache)
+
+    def propose(self, context: Context) -> Draft:
+        model, plain = self.model, type(self)._next is DraftModel._next and not self._padding
+        likeliest = not self.confidence and not self._draws(context)
+        if plain and likeliest and isinstance(model, Seq2SeqLM) and model.runs_rounds:
+            return self._together(model, context)
+        return super().propose(context)
+
+    def _together(self, model: Seq2SeqLM, context: Context) -> Draft:
+        """The likeliest tokens; the kernels run the rounds in one call, to the end of a text that drafts alone."""
+        cache, rows = self._cache, len(context.tokens)
+        assert isinstance(cache, SourceCache), "reset comes before propose"
+        cache.truncate([len(row) - 1 for row in context.tokens])
+        read = zip(context.tokens, cache.lengths, strict=True)
+        if any(length == 0 or length + 1 < len(row) for row, length in read):
+            columns = [argmax(self._catch_up(context)).tolist()]
+        else:
+            columns = []
+        if len(columns) < self.nodes:
+            last = columns[0] if columns else [row[-1] for row in context.tokens]
+            ends = model.eos_ids if rows == 1 else ()
+            ran = model.rounds(last, cache, self.nodes - len(columns), [True] * rows, ends)
+            cache.advance([len(ran.tokens)] * rows)
+            columns += ran.tokens
+        tokens = from_host([list(row) for row in zip(*columns, strict=True)], context.root.device)
+        return Draft.chain(tokens, passes=len(columns))
 
     def _catch_up(self, context: Context) -> Float[Tensor, "B V"]:
         """Feed what was committed since the last draft; logits after each row's last committed token."""

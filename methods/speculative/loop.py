@@ -208,7 +208,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                 open_rows = batch.open
             rows = zip(context.tokens, batch.ends, open_rows, strict=True)
             most = min([_TOGETHER, *(end - len(text) for text, end, is_open in rows if is_open)])
-            ran = target.rounds([text[-1] for text in context.tokens], cache, most, open_rows)
+            ran = target.rounds([text[-1] for text in context.tokens], cache, most, open_rows, target.eos_ids)
             cache.advance([len(ran.tokens) * is_open for is_open in open_rows])
             before, left = 0, set[int]()
             for count, (chosen, time) in enumerate(zip(ran.tokens, ran.times, strict=True), start=1):

@@ -10,9 +10,9 @@ with the last one far less often.
 
 Layerwise distillation: mean squared error between states of the layers up to k and the detached states of as many
 layers spread evenly over the model, as a share of the mean square of the latter: states grow with the depth where norms
-come before the sub-layers, and an error in absolute terms then drives those of all layers apart without end. ``dynamic`` (the published default) pairs them from the last one down: each takes
-the nearest state among the layers strictly below the one chosen before, as long as there is one. ``uniform`` pairs them
-in order.
+come before the sub-layers, and an error in absolute terms then drives those of all layers apart without end.
+``dynamic`` (the published default) pairs them from the last one down: each takes the nearest state among the layers
+strictly below the one chosen before, as long as there is one. ``uniform`` pairs them in order.
 
 HASH-EE trains with the exits it decodes with: ``frozen_from`` makes each token's state stay as it is above its depth.
 """

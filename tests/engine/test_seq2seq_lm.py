@@ -159,7 +159,7 @@ def test_rounds_in_one_call_are_passes_one_by_one(variant, dtype):
     lm.forward(torch.stack(ids(3, 3, 3, seed=4)), None, cache)
     cache.advance([3, 1, 2])
     before, kept = list(cache.lengths), cache.store.clone()
-    ran = lm.rounds(roots, cache, 12, moves)
+    ran = lm.rounds(roots, cache, 12, moves, lm.eos_ids)
     assert cache.lengths == before and len(ran.times) == len(ran.tokens) and sorted(ran.times) == ran.times
     store, tokens = cache.store.clone(), torch.tensor(roots)
     cache.store.copy_(kept)
@@ -177,17 +177,15 @@ def test_rounds_in_one_call_end_with_the_first_text():
     lm = Seq2SeqLM.from_hf(tiny("marian", **WHOLE), linear="panels")
     cache = lm.new_cache(2, 60)
     lm.prefill(ids(7, 4), cache)
-    whole = lm.rounds([5, 9], cache, 40, [True, True]).tokens
-    for row, moves in ((0, [True, False]), (1, [True, True])):
-        lm.eos_ids = frozenset({whole[7][row]})
-        first = next(
-            place
-            for place, chosen in enumerate(whole)
-            if any(token in lm.eos_ids and moving for token, moving in zip(chosen, moves, strict=True))
-        )
-        alone = whole if all(moves) else None
-        found = lm.rounds([5, 9], cache, 40, moves).tokens
-        assert len(found) == first + 1 and (alone is None or found == alone[: first + 1])
+    whole = lm.rounds([5, 9], cache, 40, [True, True], ()).tokens
+    assert len(whole) == 40
+    for row in range(2):
+        first = min(count for count, chosen in enumerate(whole) if whole[7][row] in chosen)
+        assert lm.rounds([5, 9], cache, 40, [True, True], {whole[7][row]}).tokens == whole[: first + 1]
+    alone = [chosen[0] for chosen in whole]
+    first = alone.index(whole[7][0])
+    found = lm.rounds([5, 9], cache, 40, [True, False], {whole[7][0]}).tokens
+    assert [chosen[0] for chosen in found] == alone[: first + 1], "the other one stands still"
 
 
 def test_every_proven_family_is_tested():

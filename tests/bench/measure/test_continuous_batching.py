@@ -40,6 +40,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.bild import Bild
+from methods.speculative.speculative_sampling import SpeculativeSampling
 from tests.bench.measure.test_interleave import make_runner, measured
 from tests.engine import test_cuda_graphs, test_seq2seq_lm
 from tests.helpers import fakes
@@ -180,14 +181,21 @@ def test_sources_of_an_encoder_decoder_as_well(name: str, variant: str) -> None:
         check(decoder, target.vocab_size, random.Random(seed), grows)
 
 
+TOGETHER: dict[str, Any] = {
+    "written": Autoregressive,
+    "drafted": lambda target, sampling: SpeculativeSampling(target, sampling, gamma=3, draft_model=target),
+}
+
+
+@pytest.mark.parametrize("make", TOGETHER.values(), ids=TOGETHER.keys())
 @pytest.mark.parametrize("variant", ["marian", "bart_forced"])
-def test_rows_are_refilled_between_rounds_of_one_call(variant: str) -> None:
+def test_rows_are_refilled_between_rounds_of_one_call(variant: str, make: Any) -> None:
     """A text is replaced while tokens of its row are still to be handed out."""
     family, options = test_seq2seq_lm.KERNELS[f"{variant}_kernels"]
     target = Seq2SeqLM.from_hf(test_seq2seq_lm.tiny(family, **options), linear=test_seq2seq_lm.FORM)
     assert target.runs_rounds == target.fused
     for seed in range(4):
-        check(Autoregressive(target, Sampling()), target.vocab_size, random.Random(seed), [9, 2, 5, 17, 1, 12, 30, 4])
+        check(make(target, Sampling()), target.vocab_size, random.Random(seed), [9, 2, 5, 17, 1, 12, 30, 4])
 
 
 # -------------------------------------------------------------------------------------------------- under the clock
