@@ -49,11 +49,10 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """Attention over the source. ``key_value`` yields H key and H value heads side by side."""
+    """Attention over the source, whose keys and values the stack makes (``Stack.source``)."""
 
     norm: Rows | None
     query: Linear
-    key_value: Linear
     out: Linear
 
 
@@ -156,6 +155,8 @@ class Stack:
         score_scale: factor of the attention scores; T5 has it in its weights.
         embed_scale: factor of the embedding.
         bias: added to the scores of self-attention by distance, or None.
+        source: of a decoder, all keys and values of its attention over the source in one product: layer by layer, H key
+            and H value heads side by side.
     """
 
     heads: int
@@ -167,6 +168,7 @@ class Stack:
     layers: list[Layer]
     norm: Rows | None
     bias: RelativeBias | None
+    source: Linear | None
 
     def of_kernels(self) -> list[Described] | None:
         """The layers as a CPU's kernels run them; None: they lack something of them."""
@@ -260,6 +262,7 @@ def _read_bart(module: Any, config: Any, form: LinearForm) -> Stack:
         layers=[_bart_layer(layer, before, form) for layer in module.layers],
         norm=_layer_norm(getattr(module, "layer_norm", None)),
         bias=None,
+        source=_source([getattr(layer, "encoder_attn", None) for layer in module.layers], ("k_proj", "v_proj"), form),
     )
 
 
@@ -272,8 +275,7 @@ def _bart_layer(layer: Any, before: bool, form: LinearForm) -> Layer:
     cross, across = None, None
     if hasattr(layer, "encoder_attn"):
         across = _layer_norm(layer.encoder_attn_layer_norm)
-        names = ("q_proj", ("k_proj", "v_proj"), "out_proj")
-        cross = _cross(layer.encoder_attn, across if before else None, *names, form)
+        cross = _cross(layer.encoder_attn, across if before else None, "q_proj", "out_proj", form)
     closes = [Close(None if before else norm) for norm in (own, across, last)]
     return Layer(attention, cross, mlp, *closes)
 
@@ -293,6 +295,7 @@ def _read_t5(module: Any, config: Any, form: LinearForm) -> Stack:
         layers=[_t5_layer(block, form) for block in module.block],
         norm=read_norm(module.final_layer_norm),
         bias=RelativeBias(first, config.relative_attention_max_distance),
+        source=_source([getattr(block.layer[1], "EncDecAttention", None) for block in module.block], ("k", "v"), form),
     )
 
 
@@ -302,7 +305,7 @@ def _t5_layer(block: Any, form: LinearForm) -> Layer:
     cross = None
     if len(block.layer) == 3:
         middle = block.layer[1]
-        cross = _cross(middle.EncDecAttention, read_norm(middle.layer_norm), "q", ("k", "v"), "o", form)
+        cross = _cross(middle.EncDecAttention, read_norm(middle.layer_norm), "q", "o", form)
     dense = last.DenseReluDense
     gated = hasattr(dense, "wi_0")
     up = _join(dense, ("wi_0", "wi_1") if gated else ("wi",), form)
@@ -317,11 +320,15 @@ def _attention(module: Any, norm: Rows | None, qkv: Sequence[str], out: str, for
     return SelfAttention(norm, _join(module, qkv, form), _join(module, (out,), form))
 
 
-def _cross(
-    module: Any, norm: Rows | None, query: str, key_value: tuple[str, str], out: str, form: LinearForm
-) -> CrossAttention:
-    parts = (_join(module, names, form) for names in ((query,), key_value, (out,)))
-    return CrossAttention(norm, *parts)
+def _cross(module: Any, norm: Rows | None, query: str, out: str, form: LinearForm) -> CrossAttention:
+    return CrossAttention(norm, _join(module, (query,), form), _join(module, (out,), form))
+
+
+def _source(modules: Sequence[Any], names: Sequence[str], form: LinearForm) -> Linear | None:
+    """The keys and values of a source in all layers; None: an encoder's, which look at none."""
+    if modules[0] is None:
+        return None
+    return _joined([module.get_submodule(name) for module in modules for name in names], form)
 
 
 def _layer_norm(module: Any) -> Rows | None:
@@ -331,6 +338,9 @@ def _layer_norm(module: Any) -> Rows | None:
 
 
 def _join(module: nn.Module, names: Sequence[str], form: LinearForm) -> Linear:
-    parts: list[Any] = [module.get_submodule(name) for name in names]
+    return _joined([module.get_submodule(name) for name in names], form)
+
+
+def _joined(parts: Sequence[Any], form: LinearForm) -> Linear:
     biases = [None if part.bias is None else part.bias.detach() for part in parts]
     return make_linear([part.weight.detach() for part in parts], biases, form)

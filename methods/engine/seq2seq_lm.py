@@ -105,9 +105,10 @@ class SourceCache(Cache):
         """Keys and values of the first ``end`` decoder slots, without a copy."""
         return self._slots(layer, self.source, self.source + end)
 
-    def remember(self, layer: int, new: Float[Tensor, "B S H d"]) -> None:
-        """Store the source's keys and values for cross-attention."""
-        self.store[self.place[layer]][:, : self.source] = new
+    def remember(self, new: Float[Tensor, "B S L H d"]) -> None:
+        """Store the source's keys and values for cross-attention, of which those of L layers are given."""
+        kept = new if new.shape[2] == len(self.place) else new[:, :, list(self.place)]
+        self.store[:, :, : self.source] = kept.permute(2, 0, 1, 3, 4)
 
     def recall(self, layer: int) -> tuple[Float[Tensor, "B K S d"], Float[Tensor, "B K S d"]]:
         """Keys and values of the source, without a copy."""
@@ -335,10 +336,10 @@ class Seq2SeqLM(CausalLM):
     def open(self, source: Source, cache: SourceCache) -> None:
         """Let the rows of ``cache`` read from an encoded source."""
         cache.open(source.lengths, source.mask, len(self.start))
-        rows = source.states.flatten(0, 1)
-        shape = (*source.states.shape[:2], 2 * self.kv_heads, self.head_dim)
-        for index in cache.place:
-            cache.remember(index, self._cross(index).key_value(rows).view(shape))
+        make = self._decoder.source
+        assert make is not None, "a decoder looks at the source"
+        made = make(source.states.flatten(0, 1))
+        cache.remember(made.view(*source.states.shape[:2], self.n_layers, 2 * self.kv_heads, self.head_dim))
 
     # -- a pass in three acts -----------------------------------------------------------------------------------------
 

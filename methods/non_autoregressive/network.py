@@ -287,6 +287,8 @@ class _Kernels:
         self._encoder = FusedEncoder([layer.described() for layer in encoder], self._heads, scale)
         described = [layer.described() for layer in self._decoder]
         self._layers = FusedLayers(described, self._heads, self._heads, scale, 1.0)
+        sources = [layer.cross.key_value.product for layer in self._decoder]
+        self._source = make_linear([each.dense for each in sources], [each.bias for each in sources], "panels")
 
     def encode(
         self, hidden: Float[Tensor, "B S D"], present: Bool[Tensor, "B S"] | None, lengths: Int[Tensor, "B"]
@@ -307,9 +309,8 @@ class _Kernels:
         source, kind = memory.states.shape[1], {"dtype": hidden.dtype, "device": hidden.device}
         cache = SourceCache(range(len(self._decoder)), batch, source + width, self._heads, size // self._heads, **kind)
         cache.open(_lengths(memory.states, memory.present, memory.lengths), None, 0)
-        for index, layer in enumerate(self._decoder):
-            made = layer.cross.key_value(memory.states)
-            cache.remember(index, made.view(batch, source, 2 * self._heads, -1))
+        made = self._source(memory.states.flatten(0, 1))
+        cache.remember(made.view(batch, source, len(self._decoder), 2 * self._heads, -1))
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool) if looks is None else looks
         reach = seen[:, 0].expand(batch, width, width).contiguous()
         for portions, layer in self._parts():

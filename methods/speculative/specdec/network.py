@@ -379,8 +379,8 @@ class DraftPass:
             return
         cache = self._new_cache(SourceCache, len(sources), self._capacity + max(lengths))
         cache.open(lengths, None, 0)
-        for index, (keys, values) in enumerate(self._sources.keys_values):
-            cache.remember(index, torch.cat([keys, values], dim=1).transpose(1, 2))
+        made = [torch.cat([keys, values], dim=1).transpose(1, 2) for keys, values in self._sources.keys_values]
+        cache.remember(torch.stack(made, dim=2))
         self._cache = cache
 
     @property
