@@ -98,7 +98,7 @@ class DecodeStats:
         }
 
     def _time_deciding(self, target: CausalLM) -> dict[str, float]:
-        if not (self.looks and self.spent_ns and target.device.type == "cpu"):
+        if not (self.spent_ns and target.device.type == "cpu"):
             return {}
         return {"looks_per_step": self.looks / self.steps, "confidence_share": self.deciding_ns / self.spent_ns}
 
@@ -385,6 +385,7 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.fills += self.policy.deepest - longest
         self.counters.columns += found.columns
         self.counters.exits.update(depth for depth in depths if depth)
+        self._count_decisions(found, rule, 0, longest)
 
     def count_part(self, found: Exited, depths: Sequence[int], first: int, last: int, rule: ExitRule) -> None:
         """The same of a part of a pass, from ``first`` layers to ``last``, for some rows; 0 in ``depths``: not left."""
@@ -396,6 +397,13 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.fills += (self.policy.deepest - last) * leaves
         self.counters.columns += found.columns
         self.counters.exits.update(depth for depth in depths if depth)
+        self._count_decisions(found, rule, first, last)
+
+    def _count_decisions(self, found: Exited, rule: ExitRule, first: int, last: int) -> None:
+        """Those of the kernels after more than ``first`` layers, and up to ``last``; a table has decided before."""
+        if rule.measure != "table":
+            self.counters.looks += sum(first < depth <= last for depth in rule.stops)
+            self.counters.deciding_ns += found.deciding_ns
 
     def logits_of(self, found: Exited, depths: Sequence[int]) -> Float[Tensor, "B V"]:
         """Of the rows that left at ``depths`` (0: undefined); by the exit, where the kernels made none."""

@@ -92,7 +92,8 @@ class _Exits(Structure):
         ("head", Matrix),
         ("weight", c_void_p),
         ("bias", c_float),
-        *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "confidence", "columns", "room")),
+        *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "confidence")),
+        *((name, c_void_p) for name in ("columns", "deciding", "room")),
     ]
 
 
@@ -202,6 +203,7 @@ class Exited:
         scored: which rows left by the logits of their exit.
         confidence: per row, of the softmax where it was asked last.
         columns: of the output matrix that were multiplied.
+        deciding_ns: time from the states at exits to the decisions; 0 with a table.
     """
 
     hidden: Float[Tensor, "B 1 D"]
@@ -210,6 +212,7 @@ class Exited:
     scored: list[bool]
     confidence: list[float]
     columns: int
+    deciding_ns: int
 
 
 class Portion(NamedTuple):
@@ -442,7 +445,7 @@ class FusedLayers:
             if first < depth <= len(portions):
                 maps[depth - 1 - first] = product.panels.matrix
         left = (c_int32 * batch)(*(-1 if is_run else 0 for is_run in rows))
-        scored, columns = (c_uint8 * batch)(), c_int64(0)
+        scored, columns, deciding = (c_uint8 * batch)(), c_int64(0), c_int64(0)
         thresholds, confidence = (c_float * batch)(*rule.thresholds), (c_float * batch)()
         logits = torch.empty(batch, outputs if rule.measure == "softmax" else 0)
         room = torch.empty(batch, screen.outputs + 2 * width)
@@ -455,12 +458,12 @@ class FusedLayers:
             normed, ctypes.addressof(maps), screen, head.panels.matrix,
             None if weight is None else weight.data_ptr(), bias, None if depths is None else ctypes.addressof(depths),
             ctypes.addressof(left), logits.data_ptr(), ctypes.addressof(scored), ctypes.addressof(confidence),
-            ctypes.addressof(columns), room.data_ptr(),
+            ctypes.addressof(columns), ctypes.addressof(deciding), room.data_ptr(),
         )  # fmt: skip
         result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=exits)
         ran = [first + passed if passed > 0 else 0 for passed in left]
         flags = [bool(flag) for flag in scored]
-        return Exited(result, ran, logits, flags, list(confidence), columns.value)
+        return Exited(result, ran, logits, flags, list(confidence), columns.value, deciding.value)
 
 
 class FusedEncoder:

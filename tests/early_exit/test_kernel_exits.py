@@ -118,8 +118,10 @@ MAKERS: dict[str, Callable[[CausalLM], Any]] = {
 
 
 def worked(decoder: Any) -> dict[str, Any]:
-    """Its counters, without the time of decisions, which kernels take within the pass, and without empty exits."""
-    found = {key: value for key, value in decoder.stats().items() if key not in ("confidence_share", "looks_per_step")}
+    """Its counters, without empty exits; of the share of the time that decisions took, that there is one if any did."""
+    found = decoder.stats()
+    share = found.pop("confidence_share")
+    assert 0 < share < 1 if found["looks_per_step"] else share == 0
     return found | {"exits": {depth: count for depth, count in found["exits"].items() if count}}
 
 
@@ -226,11 +228,12 @@ def test_rows_that_wait_write_what_they_write_alone(
         settings: dict[str, Any] = {"decay": "paper", "threshold": 0.0} if name == "falling" else {}
         made = calm(regroup=least, **settings)(target)
     alone = [generate(made, [prompt], LIMIT)[0] for prompt in prompts]
-    exits = made.stats()["exits"]
+    exits, looks = made.stats()["exits"], made.counters.looks
     made.restart(made.policy)
     steps: list[list[int]] = []
     assert generate(made, prompts, LIMIT, watch=lambda step, _: steps.append([len(t) for t in step.tokens])) == alone
-    assert made.stats()["exits"] == exits
+    assert made.stats()["exits"] == exits and (name == "hash" or 0 < made.counters.looks < looks)
+    worked(made)
     assert any(0 < sum(step) < len(prompts) for step in steps), "no row waited"
     checks.check_batch(lambda lm, sampling: made, target, limit=LIMIT)
 

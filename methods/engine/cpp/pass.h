@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <chrono>
 #include <vector>
 
 #include "attention.h"
@@ -105,6 +106,7 @@ struct Exits {
     uint8_t* scored;         // [batch]: whether its logits are there
     float* confidence;       // [batch] of the softmax, where it was asked last
     int64_t* columns;        // that were multiplied
+    int64_t* deciding;       // nanoseconds that rows were judged for; a table takes none
     float* room;             // [batch, screen's outputs + 2 * hidden]
 };
 
@@ -192,7 +194,7 @@ class Runner {
             if (p_.parts[i] & 2 && layer.source_query.panels) look(team, layer, p_.places[i]);
             if (p_.parts[i] & 4) feed_forward(team, layer);
             if (p_.taps[i]) copy_out(team, static_cast<T*>(p_.taps[i]));
-            if (p_.exits && p_.exits->stops[i]) leave(team, i);
+            if (p_.exits && p_.exits->stops[i]) decide(team, i);
         }
         copy_out(team, static_cast<T*>(p_.result));
         if (p_.exits && p_.exits->propagates) fill(team);
@@ -231,6 +233,14 @@ class Runner {
             float most;
             largest(logits + row * outputs, outputs, 1, ending.best + row, &most);
         });
+    }
+
+    // `leave`, and its time on the first thread.
+    void decide(Team& team, int64_t i) {
+        const auto begin = std::chrono::steady_clock::now();
+        leave(team, i);
+        if (team.thread() == 0 && p_.exits->measure != TABLE)
+            *p_.exits->deciding += (std::chrono::steady_clock::now() - begin) / std::chrono::nanoseconds(1);
     }
 
     // Judge all rows after the i-th layer, and drop those that leave.
