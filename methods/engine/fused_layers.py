@@ -100,6 +100,7 @@ class _Exits(Structure):
 class _Ending(Structure):
     _fields_ = [
         ("norm", NormNumbers),
+        ("map", Matrix),
         ("head", Matrix),
         *((name, c_void_p) for name in ("normed", "logits", "best")),
     ]
@@ -144,18 +145,24 @@ class Ran:
 
 
 class Ending:
-    """The final norm, if there is one, and the output matrix, in the kernels' terms."""
+    """The final norm, if there is one, the map of an exit, if it has one, and the output matrix, for the kernels."""
 
-    def __init__(self, norm: Norm | None, head: KernelLinear) -> None:
-        self.head = head
-        self.norm, self._kept = (NormNumbers(), []) if norm is None else norm_numbers(norm)
+    def __init__(self, norm: Norm | None, head: KernelLinear, exit_map: KernelLinear | None = None) -> None:
+        self.head, self.exit_map = head, exit_map
+        self._norm, self._kept = (NormNumbers(), []) if norm is None else norm_numbers(norm)
+        self._map = Matrix() if exit_map is None else exit_map.panels.matrix
+
+    def into(self, normed: Float[Tensor, "B M D"], logits: Float[Tensor, "B M V"], best: Int[Tensor, "B M"]) -> _Ending:
+        """What the kernels do, and where their results go."""
+        places = (result.data_ptr() for result in (normed, logits, best))
+        return _Ending(self._norm, self._map, self.head.panels.matrix, *places)
 
 
 class Scored(NamedTuple):
-    """A pass with the final norm and the output matrix.
+    """A pass with the final norm, the map of an exit and the output matrix.
 
     Attributes:
-        hidden: after the norm.
+        hidden: what the output matrix multiplies.
         logits: of the output matrix.
         best: the first of the largest logits of each node.
         seen: states after the layers wanted.
@@ -368,11 +375,11 @@ class FusedLayers:
         after: Ending,
         wanted: Collection[int] = (),
     ) -> Scored:
-        """``run``, and after it the final norm, the output matrix and the best token of each node."""
-        nodes, matrix = hidden.shape[:2], after.head.panels.matrix
-        normed, logits = torch.empty_like(hidden), hidden.new_empty(*nodes, matrix.outputs)
+        """``run``, and after it the final norm, a map, the output matrix and the best token of each node."""
+        nodes, outputs = hidden.shape[:2], after.head.panels.matrix.outputs
+        normed, logits = torch.empty_like(hidden), hidden.new_empty(*nodes, outputs)
         best = torch.empty(nodes, dtype=torch.long)
-        ending = _Ending(after.norm, matrix, normed.data_ptr(), logits.data_ptr(), best.data_ptr())
+        ending = after.into(normed, logits, best)
         _, seen = self.run(hidden, cos, sin, reach, cache, portions, wanted, ending=ending)
         return Scored(normed, logits, best, seen)
 
@@ -406,10 +413,10 @@ class FusedLayers:
             ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
         )  # fmt: skip
         rounds.written = [count + (most - 1) * is_moving for count, is_moving in zip(cache.written, moves, strict=True)]
-        hidden, matrix = embedded.embedding.new_empty(batch, 1, width), after.head.panels.matrix
-        normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, matrix.outputs)
-        best = torch.empty(batch, dtype=torch.long)
-        ending = _Ending(after.norm, matrix, normed.data_ptr(), logits.data_ptr(), best.data_ptr())
+        hidden = embedded.embedding.new_empty(batch, 1, width)
+        normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, 1, after.head.panels.matrix.outputs)
+        best = torch.empty(batch, 1, dtype=torch.long)
+        ending = after.into(normed, logits, best)
         self.run(hidden, None, None, None, cache, portions, ending=ending, rounds=rounds)
         chosen = tokens[batch : batch * (1 + made.value)]
         return Ran([chosen[at : at + batch] for at in range(0, len(chosen), batch)], times[: made.value])

@@ -61,9 +61,10 @@ struct Pass {
     const struct Rounds* rounds;  // null: one pass
 };
 
-// The final norm and the output matrix after a pass.
+// The final norm and the output matrix after a pass, and what an exit has between them.
 struct Ending {
     Norm norm;       // without weights: none
+    Matrix map;      // of the normed state; without panels: none
     Matrix head;
     void* normed;    // [batch, nodes, hidden]
     void* logits;    // [batch, nodes, outputs of head]
@@ -220,11 +221,18 @@ class Runner {
         T* logits = static_cast<T*>(ending.logits);
         const int64_t outputs = ending.head.outputs;
         const Rows x = rows_for<T>(buffers_.rows, rows_, ending.head);
+        const Rows normed = ending.map.panels ? rows_for<T>(buffers_.rows, rows_, ending.map) : x;
         over_rows(team, [&](int64_t row) {
             float* state = buffers_.hidden + row * m_.hidden;
             if (ending.norm.weight) normalise<T>(ending.norm, state, Plain{state}, m_.hidden);
-            copy(state, Row(x, row), m_.hidden);
+            copy(state, Row(normed, row), m_.hidden);
         });
+        if (ending.map.panels) {
+            product(team, ending.map, normed, [&](int64_t row, int64_t at, Floats value, int count) {
+                store(buffers_.hidden + row * m_.hidden + at, value, count);
+            });
+            over_rows(team, [&](int64_t row) { copy(buffers_.hidden + row * m_.hidden, Row(x, row), m_.hidden); });
+        }
         copy_out(team, static_cast<T*>(ending.normed));
         product(team, ending.head, x, [&](int64_t row, int64_t at, Floats value, int count) {
             put_some(logits + row * outputs + at, value, count);
