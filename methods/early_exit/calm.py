@@ -51,6 +51,7 @@ class CalmPolicy(Policy):
         self.confidence, self.threshold = confidence, threshold
         self.guarantee = exact_if(threshold.never)
         self.nbytes, self.deepest = confidence.nbytes, layers
+        self.fixed = layers if threshold.never else None
         self._stops = (layers,) if threshold.never else (*depths, layers)
         self._place, self._limit = 0, 1
 

@@ -3,7 +3,8 @@
 A decision begins when the reader makes the state at an exit readable and ends when the target is asked for more layers.
 It comprises the exit's own map, the output matrix as far as the confidence needs it, the confidence, and the host's
 wait for it. The logits of an exit that is taken also give its token, so this is more than what a decoder without a
-confidence would save. Where the kernels judge exits within a pass, torch's operators do so here, and take longer.
+confidence would save. Where the kernels judge exits within a pass, torch's operators do so here, and take longer than
+what the kernels measure of themselves, which a run records.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Watch:
         return self._reader.maps(depth)
 
     def kernel_maps(self) -> None:
-        """None: a decision in the midst of a call of the kernels cannot be timed."""
+        """None: a decision in the midst of a call of the kernels cannot be timed from outside."""
 
     def close(self) -> None:
         """End of a decision."""

@@ -263,6 +263,8 @@ class ShallowDeepDecoder(ExitDecoder):
         least, through = ([-1.0] * rows, False) if self._learns else (text.least, alone)
         rule = replace(rule, maps=maps, thresholds=least, propagates=False)
         found = self.target.run_to_exits(state, self.target.n_layers if through else depth, rule, [True] * rows)
+        self.counters.looks += 1
+        self.counters.deciding_ns += found.deciding_ns
         deep = found.hidden if through and not found.depths[0] else None
         if not any(found.scored):
             return found.hidden, Opinion(torch.tensor(found.confidence), columns=found.columns), deep

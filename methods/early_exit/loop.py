@@ -10,10 +10,11 @@ later token can reach are left out. Instead, copies of the skipped layers that s
 
 Rows of a batch go to the deepest exit together, and a row's text is the one it would have alone. Where a CPU's kernels
 run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
-(``CausalLM.run_to_exits``). Elsewhere a row that has exited is frozen: it passes through the remaining layers with its
-state, which is what propagation writes, and its layers are not saved. ``Step.layers`` is the depth of the deepest row.
-A row whose text has ended leaves the batch (``methods.rows``). Methods may also let the whole model judge the exits, or
-let rows wait at their exits for others (``rounds.py``).
+(``CausalLM.run_to_exits``). Where all tokens take one depth, the call ends with their logits, and several greedy steps
+of an encoder-decoder model are one call, as in the baseline. Elsewhere a row that has exited is frozen: it passes
+through the remaining layers with its state, which is what propagation writes, and its layers are not saved.
+``Step.layers`` is the depth of the deepest row. A row whose text has ended leaves the batch (``methods.rows``). Methods
+may also let the whole model judge the exits, or let rows wait at their exits for others (``rounds.py``).
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Decoder, Guarantee, Step
+from methods.decoder import Decoder, Guarantee, Rounds, Step
 from methods.early_exit.exits import Reader
 from methods.engine.causal_lm import CausalLM, Pass
-from methods.engine.fused_layers import Exited, ExitRule
+from methods.engine.fused_layers import Exited, ExitRule, Scored
 from methods.engine.kv_cache import Cache
+from methods.engine.linear import KernelLinear
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq_lm import DecoderPass
+from methods.engine.seq2seq_lm import ROUNDS_TOGETHER, DecoderPass, Seq2SeqLM, SourceCache
 from methods.rows import ComputedRows, of_rows
+
+FixedExit = tuple[int, KernelLinear | None]  # its depth, and its map
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class DecodeStats:
         }
 
     def _time_deciding(self, target: CausalLM) -> dict[str, float]:
-        if not (self.looks and self.spent_ns and target.device.type == "cpu"):
+        if not (self.spent_ns and target.device.type == "cpu"):
             return {}
         return {"looks_per_step": self.looks / self.steps, "confidence_share": self.deciding_ns / self.spent_ns}
 
@@ -143,11 +147,13 @@ class Policy(ABC):
     Attributes:
         guarantee: about the target's text.
         deepest: most layers that a token after the prompt can take; those above are never run.
+        fixed: layers that every such token takes, without a decision; None: they differ.
         nbytes: of its own weights.
     """
 
     guarantee: Guarantee
     deepest: int
+    fixed: int | None = None
     nbytes: int = 0
 
     def reset(self, limit: int) -> None:  # noqa: B027, most have nothing to reset
@@ -240,22 +246,31 @@ class EarlyExitDecoder(ExitDecoder):
 
     @torch.inference_mode()
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
-        cache = self.target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
+        target = self.target
+        cache = target.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + limit)
         self.policy.reset(limit)
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
         roots, batch = root.tolist(), ComputedRows(len(prompts))
         first = [[token] for token in roots]
         batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
-        done = [1] * len(prompts)
+        done, fixed = [1] * len(prompts), self._fixed_exit()
+        if fixed is not None and self.sampling.greedy and isinstance(target, Seq2SeqLM) and target.runs_rounds:
+            yield from self._rounds_together(fixed, roots, batch, cache, limit)
+            return
         while any(rows := batch.below(limit, done)):
             began = perf_counter_ns()
-            if (stay := batch.leave(self.target)) is not None:
+            if (stay := batch.leave(target)) is not None:
                 cache.select(stay)
                 root, roots, done, rows = root[stay], of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
                 self.keep_rows(stay)
-            logits, depths = self._forward(root, roots, cache, rows, done)
-            assert logits is not None, "a step that drafts nothing always ends"
-            new = self.sampling.pick(logits, rng)
+            if fixed is None:
+                logits, depths = self._forward(root, roots, cache, rows, done)
+                assert logits is not None, "a step that drafts nothing always ends"
+                new = self.sampling.pick(logits, rng)
+            else:
+                made, depths = self._run_fixed(fixed, root, cache), [fixed[0]]
+                self._count_step(fixed[0], rows)
+                new = made.best[:, 0] if self.sampling.greedy else self.sampling.pick(made.logits[:, 0], rng)
             root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
             roots = root.tolist()
             cache.advance([int(is_open) for is_open in rows])
@@ -264,6 +279,51 @@ class EarlyExitDecoder(ExitDecoder):
             step = Step.undrafted(new_tokens, self.share(max(depths)), rows=len(rows))
             self.counters.spent_ns += perf_counter_ns() - began
             batch.take((yield batch.step(step)))
+
+    def _fixed_exit(self) -> FixedExit | None:
+        """The exit that all tokens take, where the kernels read it in the pass that makes its states."""
+        depth, maps = self.policy.fixed, self.reader.kernel_maps()
+        return None if depth is None or maps is None or not self.target.ends_fused else (depth, maps.get(depth))
+
+    def _run_fixed(self, fixed: FixedExit, root: Int[Tensor, "B"], cache: Cache) -> Scored:
+        made = self.target.run_to_logits(self.target.begin(root[:, None], None, cache), *fixed)
+        self._count_fixed(fixed[0])
+        return made
+
+    def _count_fixed(self, depth: int) -> None:
+        self.counters.layers += depth
+        self.counters.maps += self.reader.maps(depth)
+        self.counters.columns += self.target.vocab_size
+
+    def _count_step(self, depth: int, rows: Sequence[bool]) -> None:
+        self.counters.steps += 1
+        self.counters.rows += len(rows)
+        self.counters.exits[depth] += sum(rows)
+
+    def _rounds_together(
+        self, fixed: FixedExit, roots: list[int], batch: ComputedRows, cache: Cache, limit: int
+    ) -> Rounds:
+        """All steps after the first tokens, ``roots``, to the end of the texts, several in a call."""
+        target, depth, done = self.target, fixed[0], [1] * len(roots)
+        assert isinstance(target, Seq2SeqLM) and isinstance(cache, SourceCache)
+        began = perf_counter_ns()
+        while any(rows := batch.below(limit, done)):
+            if (stay := batch.leave(target)) is not None:
+                cache.select(stay)
+                roots, done, rows = of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
+            left = [limit - count for count, is_open in zip(done, rows, strict=True) if is_open]
+            ran = target.rounds(roots, cache, min(ROUNDS_TOGETHER, *left), rows, target.eos_ids, *fixed)
+            cache.advance([len(ran.tokens) * is_open for is_open in rows])
+            done = [count + len(ran.tokens) * is_open for count, is_open in zip(done, rows, strict=True)]
+            roots = ran.tokens[-1]
+            for chosen in ran.tokens:
+                tokens = [[token] if is_open else [] for token, is_open in zip(chosen, rows, strict=True)]
+                step = Step.undrafted(tokens, self.share(depth), rows=len(rows))
+                self._count_fixed(depth)
+                self._count_step(depth, rows)
+                self.counters.spent_ns += perf_counter_ns() - began
+                batch.take((yield batch.step(step)))
+                began = perf_counter_ns()
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
         """Logits after the prompts; afterwards the cache holds them."""
@@ -280,6 +340,8 @@ class EarlyExitDecoder(ExitDecoder):
 
     def draft(self, root: Int[Tensor, "B"], cache: Cache, rows: list[bool]) -> tuple[Float[Tensor, "B V"] | None, int]:
         """Logits of the exits after the roots, None where an open row does not exit early; and the layers that ran."""
+        if (fixed := self._fixed_exit()) is not None and fixed[0] < self.target.n_layers:
+            return self._run_fixed(fixed, root, cache).logits[:, 0], fixed[0]
         logits, depths = self._forward(root, root.tolist(), cache, rows, drafting=True)
         return logits, max(depths)
 
@@ -385,6 +447,7 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.fills += self.policy.deepest - longest
         self.counters.columns += found.columns
         self.counters.exits.update(depth for depth in depths if depth)
+        self._count_decisions(found, rule, 0, longest)
 
     def count_part(self, found: Exited, depths: Sequence[int], first: int, last: int, rule: ExitRule) -> None:
         """The same of a part of a pass, from ``first`` layers to ``last``, for some rows; 0 in ``depths``: not left."""
@@ -396,6 +459,13 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.fills += (self.policy.deepest - last) * leaves
         self.counters.columns += found.columns
         self.counters.exits.update(depth for depth in depths if depth)
+        self._count_decisions(found, rule, first, last)
+
+    def _count_decisions(self, found: Exited, rule: ExitRule, first: int, last: int) -> None:
+        """Those of the kernels after more than ``first`` layers, and up to ``last``; a table has decided before."""
+        if rule.measure != "table":
+            self.counters.looks += sum(first < depth <= last for depth in rule.stops)
+            self.counters.deciding_ns += found.deciding_ns
 
     def logits_of(self, found: Exited, depths: Sequence[int]) -> Float[Tensor, "B V"]:
         """Of the rows that left at ``depths`` (0: undefined); by the exit, where the kernels made none."""

@@ -10,6 +10,7 @@ A row that has waited for ``PATIENCE`` runs is run in any case, with those besid
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from time import perf_counter_ns
 
 import torch
 from jaxtyping import Int
@@ -75,7 +76,7 @@ def decode_regrouped(
     batch.take(
         (yield Step.undrafted([[token] for token in roots], decoder.share(decoder.prompt_depth), rows=len(roots)))
     )
-    done, ran = [1] * len(prompts), 0
+    done, ran, began = [1] * len(prompts), 0, perf_counter_ns()
     while any(rows := batch.below(limit, done)):
         if (stay := batch.leave(target)) is not None:
             cache.select(stay)
@@ -107,4 +108,6 @@ def decode_regrouped(
         tokens = [[token] if left else [] for token, left in zip(roots, leaves, strict=True)]
         step = Step.undrafted(tokens, decoder.share(min(ran, target.n_layers)), rows=len(group))
         ran = 0
+        decoder.counters.spent_ns += perf_counter_ns() - began
         batch.take((yield batch.step(step)))
+        began = perf_counter_ns()

@@ -35,7 +35,7 @@ class StaticPolicy(Policy):
     """Exit after ``depth`` layers."""
 
     def __init__(self, depth: int, layers: int) -> None:
-        self.deepest = depth
+        self.deepest = self.fixed = depth
         self.guarantee = exact_if(depth == layers)
 
     def stops(self, roots: Sequence[int]) -> Sequence[int]:

@@ -28,7 +28,7 @@ from methods.engine.causal_layers import (
     UnsupportedModel,
 )
 from methods.engine.expert_layers import ClampedSwish, expected_experts
-from methods.engine.fused_layers import Ending, Exited, ExitRule, FusedLayers, Norm, Portion
+from methods.engine.fused_layers import Ending, Exited, ExitRule, FusedLayers, Norm, Portion, Scored
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import (
     DraftWeights,
@@ -640,29 +640,38 @@ class CausalLM:
             levels: depth of the tree, if known; a smaller bound is cheaper.
             hidden_layers: layers whose outputs are wanted.
         """
-        if self._ends_fused:
-            return self._forward_fused(self.begin(tokens, parents, cache, levels), hidden_layers)
+        if self.ends_fused:
+            made = self.run_to_logits(self.begin(tokens, parents, cache, levels), self.n_layers, None, hidden_layers)
+            return Output(made.logits, made.hidden, made.seen, best=made.best)
         last, seen = self.forward_layers(tokens, parents, cache, levels, hidden_layers)
         hidden = self.norm(last)
         return Output(self.head(hidden), hidden, seen)
 
-    def _forward_fused(self, state: Any, hidden_layers: Collection[int]) -> Output:
+    def run_to_logits(
+        self, state: Any, depth: int, exit_map: KernelLinear | None = None, hidden_layers: Collection[int] = ()
+    ) -> Scored:
+        """Run a pass through the first ``depth`` layers and read its states, in one call of the kernels.
+
+        Args:
+            state: a pass of the model's own kind.
+            exit_map: of the normed states, before the output matrix.
+            hidden_layers: layers whose outputs are wanted.
+        """
         assert isinstance(self._fused, FusedLayers)
-        where = (state.hidden, state.cos, state.sin, state.reach, state.cache, self._portions(range(self.n_layers)))
-        made = self._fused.run_to_logits(*where, self._fused_ending, hidden_layers)
-        return Output(made.logits, made.hidden, made.seen, best=made.best)
+        where = (state.hidden, state.cos, state.sin, state.reach, state.cache, self._portions(range(depth)))
+        return self._fused.run_to_logits(*where, self._fused_ending(exit_map), hidden_layers)
 
     @property
-    def _ends_fused(self) -> bool:
-        """Whether the kernels run the final norm and the output matrix after the layers."""
+    def ends_fused(self) -> bool:
+        """Whether the kernels run the final norm and the output matrix after the layers, see ``run_to_logits``."""
         return self.exits_fused and type(self._final_norm) is RMSNorm  # others have other bits in ``norm``
 
-    @property
-    def _fused_ending(self) -> Ending:
+    def _fused_ending(self, exit_map: KernelLinear | None) -> Ending:
         assert isinstance(self._head, KernelLinear) and isinstance(self._final_norm, Norm | None)
-        if self._ending is None or self._ending.head is not self._head:  # a view may have another one
-            self._ending = Ending(self._final_norm, self._head)
-        return self._ending
+        kept = self._ending
+        if kept is None or kept.head is not self._head or kept.exit_map is not exit_map:  # a view may have another head
+            kept = self._ending = Ending(self._final_norm, self._head, exit_map)
+        return kept
 
     def forward_layers(
         self, tokens: Nodes, parents: Parents, cache: Cache, levels: int | None, hidden_layers: Collection[int]

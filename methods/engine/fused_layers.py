@@ -92,13 +92,15 @@ class _Exits(Structure):
         ("head", Matrix),
         ("weight", c_void_p),
         ("bias", c_float),
-        *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "confidence", "columns", "room")),
+        *((name, c_void_p) for name in ("depths", "left", "logits", "scored", "confidence")),
+        *((name, c_void_p) for name in ("columns", "deciding", "room")),
     ]
 
 
 class _Ending(Structure):
     _fields_ = [
         ("norm", NormNumbers),
+        ("map", Matrix),
         ("head", Matrix),
         *((name, c_void_p) for name in ("normed", "logits", "best")),
     ]
@@ -143,18 +145,24 @@ class Ran:
 
 
 class Ending:
-    """The final norm, if there is one, and the output matrix, in the kernels' terms."""
+    """The final norm, if there is one, the map of an exit, if it has one, and the output matrix, for the kernels."""
 
-    def __init__(self, norm: Norm | None, head: KernelLinear) -> None:
-        self.head = head
-        self.norm, self._kept = (NormNumbers(), []) if norm is None else norm_numbers(norm)
+    def __init__(self, norm: Norm | None, head: KernelLinear, exit_map: KernelLinear | None = None) -> None:
+        self.head, self.exit_map = head, exit_map
+        self._norm, self._kept = (NormNumbers(), []) if norm is None else norm_numbers(norm)
+        self._map = Matrix() if exit_map is None else exit_map.panels.matrix
+
+    def into(self, normed: Float[Tensor, "B M D"], logits: Float[Tensor, "B M V"], best: Int[Tensor, "B M"]) -> _Ending:
+        """What the kernels do, and where their results go."""
+        places = (result.data_ptr() for result in (normed, logits, best))
+        return _Ending(self._norm, self._map, self.head.panels.matrix, *places)
 
 
 class Scored(NamedTuple):
-    """A pass with the final norm and the output matrix.
+    """A pass with the final norm, the map of an exit and the output matrix.
 
     Attributes:
-        hidden: after the norm.
+        hidden: what the output matrix multiplies.
         logits: of the output matrix.
         best: the first of the largest logits of each node.
         seen: states after the layers wanted.
@@ -202,6 +210,7 @@ class Exited:
         scored: which rows left by the logits of their exit.
         confidence: per row, of the softmax where it was asked last.
         columns: of the output matrix that were multiplied.
+        deciding_ns: time from the states at exits to the decisions; 0 with a table.
     """
 
     hidden: Float[Tensor, "B 1 D"]
@@ -210,6 +219,7 @@ class Exited:
     scored: list[bool]
     confidence: list[float]
     columns: int
+    deciding_ns: int
 
 
 class Portion(NamedTuple):
@@ -365,11 +375,11 @@ class FusedLayers:
         after: Ending,
         wanted: Collection[int] = (),
     ) -> Scored:
-        """``run``, and after it the final norm, the output matrix and the best token of each node."""
-        nodes, matrix = hidden.shape[:2], after.head.panels.matrix
-        normed, logits = torch.empty_like(hidden), hidden.new_empty(*nodes, matrix.outputs)
+        """``run``, and after it the final norm, a map, the output matrix and the best token of each node."""
+        nodes, outputs = hidden.shape[:2], after.head.panels.matrix.outputs
+        normed, logits = torch.empty_like(hidden), hidden.new_empty(*nodes, outputs)
         best = torch.empty(nodes, dtype=torch.long)
-        ending = _Ending(after.norm, matrix, normed.data_ptr(), logits.data_ptr(), best.data_ptr())
+        ending = after.into(normed, logits, best)
         _, seen = self.run(hidden, cos, sin, reach, cache, portions, wanted, ending=ending)
         return Scored(normed, logits, best, seen)
 
@@ -403,10 +413,10 @@ class FusedLayers:
             ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
         )  # fmt: skip
         rounds.written = [count + (most - 1) * is_moving for count, is_moving in zip(cache.written, moves, strict=True)]
-        hidden, matrix = embedded.embedding.new_empty(batch, 1, width), after.head.panels.matrix
-        normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, matrix.outputs)
-        best = torch.empty(batch, dtype=torch.long)
-        ending = _Ending(after.norm, matrix, normed.data_ptr(), logits.data_ptr(), best.data_ptr())
+        hidden = embedded.embedding.new_empty(batch, 1, width)
+        normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, 1, after.head.panels.matrix.outputs)
+        best = torch.empty(batch, 1, dtype=torch.long)
+        ending = after.into(normed, logits, best)
         self.run(hidden, None, None, None, cache, portions, ending=ending, rounds=rounds)
         chosen = tokens[batch : batch * (1 + made.value)]
         return Ran([chosen[at : at + batch] for at in range(0, len(chosen), batch)], times[: made.value])
@@ -442,7 +452,7 @@ class FusedLayers:
             if first < depth <= len(portions):
                 maps[depth - 1 - first] = product.panels.matrix
         left = (c_int32 * batch)(*(-1 if is_run else 0 for is_run in rows))
-        scored, columns = (c_uint8 * batch)(), c_int64(0)
+        scored, columns, deciding = (c_uint8 * batch)(), c_int64(0), c_int64(0)
         thresholds, confidence = (c_float * batch)(*rule.thresholds), (c_float * batch)()
         logits = torch.empty(batch, outputs if rule.measure == "softmax" else 0)
         room = torch.empty(batch, screen.outputs + 2 * width)
@@ -455,12 +465,12 @@ class FusedLayers:
             normed, ctypes.addressof(maps), screen, head.panels.matrix,
             None if weight is None else weight.data_ptr(), bias, None if depths is None else ctypes.addressof(depths),
             ctypes.addressof(left), logits.data_ptr(), ctypes.addressof(scored), ctypes.addressof(confidence),
-            ctypes.addressof(columns), room.data_ptr(),
+            ctypes.addressof(columns), ctypes.addressof(deciding), room.data_ptr(),
         )  # fmt: skip
         result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=exits)
         ran = [first + passed if passed > 0 else 0 for passed in left]
         flags = [bool(flag) for flag in scored]
-        return Exited(result, ran, logits, flags, list(confidence), columns.value)
+        return Exited(result, ran, logits, flags, list(confidence), columns.value, deciding.value)
 
 
 class FusedEncoder:

@@ -32,6 +32,7 @@ from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["Seq2SeqLM", "Source", "SourceCache", "UnsupportedModel"]
 
+ROUNDS_TOGETHER = 16  # in a call of the kernels, at most
 _SCORE_CHUNK = 256
 
 
@@ -282,7 +283,8 @@ class Seq2SeqLM(CausalLM):
         return self.fused and plain and isinstance(self._head, KernelLinear)
 
     @property
-    def _ends_fused(self) -> bool:
+    def ends_fused(self) -> bool:
+        """See ``CausalLM.ends_fused``; decoders without a last norm have such an end, too."""
         normed = self._final_norm is None or type(self._final_norm) is LayerNorm
         return self.fused and normed and self._output_scale == 1.0 and isinstance(self._head, KernelLinear)
 
@@ -430,10 +432,17 @@ class Seq2SeqLM(CausalLM):
         """Whether the kernels run several rounds in one call, see ``rounds``."""
         place = self._decoder.place
         placed = isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
-        return placed and self._ends_fused
+        return placed and self.ends_fused
 
     def rounds(
-        self, roots: Sequence[int], cache: SourceCache, most: int, moves: Sequence[bool], ends: Collection[int]
+        self,
+        roots: Sequence[int],
+        cache: SourceCache,
+        most: int,
+        moves: Sequence[bool],
+        ends: Collection[int],
+        depth: int | None = None,
+        exit_map: KernelLinear | None = None,
     ) -> Ran:
         """Greedy rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
 
@@ -442,13 +451,16 @@ class Seq2SeqLM(CausalLM):
             most: rounds.
             moves: which rows commit tokens.
             ends: tokens that end a text.
+            depth: layers that are run, the first ones; None: all.
+            exit_map: of the normed states, before the output matrix.
         """
         place = self._decoder.place
         assert isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
         assert isinstance(self._fused, FusedLayers)
         embedded = Embedded(self._decoder.embedding, self._decoder.embed_scale, place.table, place.norm)
-        portions = self._portions(range(self.n_layers))
-        return self._fused.run_rounds(roots, cache, portions, embedded, self._fused_ending, most, moves, ends)
+        portions = self._portions(range(self.n_layers if depth is None else depth))
+        ending = self._fused_ending(exit_map)
+        return self._fused.run_rounds(roots, cache, portions, embedded, ending, most, moves, ends)
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:

@@ -37,7 +37,7 @@ from methods.engine.greedy_round import Round
 from methods.engine.host_copies import Reading
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq_lm import Seq2SeqLM, SourceCache
+from methods.engine.seq2seq_lm import ROUNDS_TOGETHER, Seq2SeqLM, SourceCache
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally
@@ -45,7 +45,6 @@ from methods.speculative.judging import Judged, judge
 from methods.speculative.verification import Greedy
 
 MOST_NODES = 4096  # of a draft; every round would verify as many
-_TOGETHER = 16  # rounds in a call of the kernels
 
 
 class SpeculativeDecoder(Decoder, Refillable, CostAware):
@@ -207,7 +206,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             if self._drop(batch):
                 open_rows = batch.open
             rows = zip(context.tokens, batch.ends, open_rows, strict=True)
-            most = min([_TOGETHER, *(end - len(text) for text, end, is_open in rows if is_open)])
+            most = min([ROUNDS_TOGETHER, *(end - len(text) for text, end, is_open in rows if is_open)])
             ran = target.rounds([text[-1] for text in context.tokens], cache, most, open_rows, target.eos_ids)
             cache.advance([len(ran.tokens) * is_open for is_open in open_rows])
             before, left = 0, set[int]()

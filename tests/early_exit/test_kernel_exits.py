@@ -15,7 +15,7 @@ from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee, generate
 from methods.early_exit.calm import Calm
 from methods.early_exit.confidence import Classifier, Softmax
-from methods.early_exit.exits import Exits
+from methods.early_exit.exits import Exits, Reader
 from methods.early_exit.free import Free
 from methods.early_exit.free_threshold import BetaMixture
 from methods.early_exit.hash_ee import HashEE
@@ -25,7 +25,7 @@ from methods.early_exit.regrouping import PATIENCE, Waiting
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine import cpu_kernels
 from methods.engine.causal_lm import CausalLM
-from methods.engine.fused_layers import ExitRule
+from methods.engine.fused_layers import ExitRule, FusedLayers
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from tests.engine import test_seq2seq_lm
@@ -54,7 +54,7 @@ def target(request: pytest.FixtureRequest) -> CausalLM:
 @pytest.fixture(scope="module")
 def by_torch(target: CausalLM) -> CausalLM:
     """The same model, whose exits are judged by torch's operators."""
-    view = object.__new__(type("ByTorch", (type(target),), {"exits_fused": False}))
+    view = object.__new__(type("ByTorch", (type(target),), {"exits_fused": False, "ends_fused": False}))
     view.__dict__.update(target.__dict__)
     return view
 
@@ -109,6 +109,7 @@ MAKERS: dict[str, Callable[[CausalLM], Any]] = {
     "classifier": classified,
     "whole": calm(threshold=1.0),
     "static": lambda lm: StaticDepth(lm, GREEDY, 3, head="lens"),
+    "static, verified": lambda lm: StaticDepth(lm, GREEDY, 3, head="lens", accept="verify"),
     "free": free(),
     "free with a screen": free(vocabulary=20),
     "free, verified": free(accept="verify"),
@@ -118,8 +119,10 @@ MAKERS: dict[str, Callable[[CausalLM], Any]] = {
 
 
 def worked(decoder: Any) -> dict[str, Any]:
-    """Its counters, without the time of decisions, which kernels take within the pass, and without empty exits."""
-    found = {key: value for key, value in decoder.stats().items() if key not in ("confidence_share", "looks_per_step")}
+    """Its counters, without empty exits; of the share of the time that decisions took, that there is one if any did."""
+    found = decoder.stats()
+    share = found.pop("confidence_share")
+    assert 0 < share < 1 if found["looks_per_step"] else share == 0
     return found | {"exits": {depth: count for depth, count in found["exits"].items() if count}}
 
 
@@ -132,7 +135,7 @@ def test_kernels_judge_as_torch_does(
     alone = [generate(ours, [prompt], LIMIT)[0] for prompt in prompts]
     assert alone == [generate(theirs, [prompt], LIMIT)[0] for prompt in prompts]
     assert worked(ours) == worked(theirs)
-    assert len(worked(ours)["exits"]) > 1 or name in ("whole", "static"), "nothing was decided"
+    assert len(worked(ours)["exits"]) > 1 or name in ("whole", "static", "static, verified"), "nothing was decided"
     together = generate(ours, prompts, LIMIT)
     assert together == generate(theirs, prompts, LIMIT)
     assert together == alone or name == "free, learning"  # which learns when the first row of a batch is not sure
@@ -152,6 +155,68 @@ def test_maps_are_multiplied_within_the_pass(
         assert texts["kernels", confidence] == texts["torch", confidence]
         assert found["kernels", confidence] == found["torch", confidence]
         assert found["kernels", confidence]["maps_per_step"] > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("head", ["lens", "trained"])
+def test_a_fixed_depth_ends_with_its_tokens_in_the_call_of_its_layers(
+    head: Any,
+    rows: int,
+    target: CausalLM,
+    trained: Exits,
+    prompts: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slow twin runs layers, norm, map and output matrix one by one. What is read later is what it wrote."""
+    trained.save(tmp_path, target)
+    decoder = StaticDepth(target, GREEDY, 2, head=head, checkpoint=tmp_path)
+    wanted = [by_parts(target, decoder.reader, prompt, 2) for prompt in prompts[:rows]]
+    calls: list[str] = []
+    for kind, name in ((FusedLayers, "run"), (CausalLM, "head"), (type(target), "norm")):
+        original = getattr(kind, name)
+
+        def counted(*given: Any, name: str = name, original: Any = original, **named: Any) -> Any:
+            calls.append(name)
+            return original(*given, **named)
+
+        monkeypatch.setattr(kind, name, counted)
+    target.prefill(prompts[:rows], target.new_cache(rows, 40))
+    reading, steps = calls.copy(), 1 if isinstance(target, Seq2SeqLM) else LIMIT - 1
+    calls.clear()
+    monkeypatch.setattr(target, "eos_ids", ())
+    assert generate(decoder, prompts[:rows], LIMIT) == wanted
+    assert calls == [*reading, *["run"] * steps]
+    drawn = StaticDepth(target, Sampling(temperature=1e-3), 2, head=head, checkpoint=tmp_path)
+    assert generate(drawn, prompts[:rows], LIMIT) == wanted and worked(drawn) == worked(decoder)
+
+
+def by_parts(target: CausalLM, reader: Reader, prompt: torch.Tensor, depth: int) -> list[int]:
+    cache = target.new_cache(1, len(prompt) + LIMIT)
+    text = target.prefill([prompt], cache).logits[0].argmax(-1).tolist()
+    while len(text) < LIMIT:
+        state = target.begin(torch.tensor([text[-1:]]), None, cache)
+        target.run(state, range(depth))
+        text += target.head(reader.read(depth, state.hidden))[0].argmax(-1).tolist()
+        cache.advance([1])
+    return text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", test_seq2seq_lm.KERNELS)
+def test_a_fixed_depth_of_an_encoder_decoder_writes_what_its_parts_write(variant: str, dtype: torch.dtype) -> None:
+    """With and without a norm after the layers; texts that end by a token, and others."""
+    family, options = test_seq2seq_lm.KERNELS[variant]
+    model = test_seq2seq_lm.tiny(family, **options | {"dtype": dtype, "decoder_layers": 3})
+    lm = Seq2SeqLM.from_hf(model, linear="panels")
+    sources, decoder = test_seq2seq_lm.ids(7, 4, 9), StaticDepth(lm, GREEDY, 2, head="lens")
+    wanted = [by_parts(lm, decoder.reader, source, 2) for source in sources]
+    assert generate(decoder, sources, LIMIT) == wanted
+    last = max(wanted[0], key=wanted[0].index)  # the token that comes last for the first time
+    lm.eos_ids = (last,)
+    cut = [text[: 1 + text.index(last)] if last in text else text for text in wanted]
+    assert [generate(decoder, [source], LIMIT, lm.eos_ids)[0] for source in sources] == cut
+    assert generate(decoder, sources, LIMIT, lm.eos_ids) == cut
 
 
 def test_a_row_is_computed_only_as_deep_as_it_goes(target: CausalLM) -> None:
@@ -226,11 +291,12 @@ def test_rows_that_wait_write_what_they_write_alone(
         settings: dict[str, Any] = {"decay": "paper", "threshold": 0.0} if name == "falling" else {}
         made = calm(regroup=least, **settings)(target)
     alone = [generate(made, [prompt], LIMIT)[0] for prompt in prompts]
-    exits = made.stats()["exits"]
+    exits, looks = made.stats()["exits"], made.counters.looks
     made.restart(made.policy)
     steps: list[list[int]] = []
     assert generate(made, prompts, LIMIT, watch=lambda step, _: steps.append([len(t) for t in step.tokens])) == alone
-    assert made.stats()["exits"] == exits
+    assert made.stats()["exits"] == exits and (name == "hash" or 0 < made.counters.looks < looks)
+    worked(made)
     assert any(0 < sum(step) < len(prompts) for step in steps), "no row waited"
     checks.check_batch(lambda lm, sampling: made, target, limit=LIMIT)
 

@@ -63,6 +63,7 @@ def test_every_token_behind_the_prompt_takes_full_layers_and_then_copies(
     assert checks.outputs(decoder, [prompt], 12)[0] == text
     facts = decoder.stats()
     assert facts["exits"] == {"2": 11} and facts["layers_per_step"] == 2.0 and not decoder.counters.fills
+    assert facts["confidence_share"] == 0.0 and facts["looks_per_step"] == 0.0, "nothing is asked"
     per_layer = decoder.light.int4_bytes / 4
     whole = target.pass_bytes(1) - target.skip(range(6), range(6)).pass_bytes(1)
     spent = 2 + 4 * per_layer / (whole / 6) + (decoder.light if output == "int8" else target).output_bytes / (whole / 6)

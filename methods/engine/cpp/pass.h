@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <chrono>
 #include <vector>
 
 #include "attention.h"
@@ -60,9 +61,10 @@ struct Pass {
     const struct Rounds* rounds;  // null: one pass
 };
 
-// The final norm and the output matrix after a pass.
+// The final norm and the output matrix after a pass, and what an exit has between them.
 struct Ending {
     Norm norm;       // without weights: none
+    Matrix map;      // of the normed state; without panels: none
     Matrix head;
     void* normed;    // [batch, nodes, hidden]
     void* logits;    // [batch, nodes, outputs of head]
@@ -105,6 +107,7 @@ struct Exits {
     uint8_t* scored;         // [batch]: whether its logits are there
     float* confidence;       // [batch] of the softmax, where it was asked last
     int64_t* columns;        // that were multiplied
+    int64_t* deciding;       // nanoseconds that rows were judged for; a table takes none
     float* room;             // [batch, screen's outputs + 2 * hidden]
 };
 
@@ -192,7 +195,7 @@ class Runner {
             if (p_.parts[i] & 2 && layer.source_query.panels) look(team, layer, p_.places[i]);
             if (p_.parts[i] & 4) feed_forward(team, layer);
             if (p_.taps[i]) copy_out(team, static_cast<T*>(p_.taps[i]));
-            if (p_.exits && p_.exits->stops[i]) leave(team, i);
+            if (p_.exits && p_.exits->stops[i]) decide(team, i);
         }
         copy_out(team, static_cast<T*>(p_.result));
         if (p_.exits && p_.exits->propagates) fill(team);
@@ -218,11 +221,18 @@ class Runner {
         T* logits = static_cast<T*>(ending.logits);
         const int64_t outputs = ending.head.outputs;
         const Rows x = rows_for<T>(buffers_.rows, rows_, ending.head);
+        const Rows normed = ending.map.panels ? rows_for<T>(buffers_.rows, rows_, ending.map) : x;
         over_rows(team, [&](int64_t row) {
             float* state = buffers_.hidden + row * m_.hidden;
             if (ending.norm.weight) normalise<T>(ending.norm, state, Plain{state}, m_.hidden);
-            copy(state, Row(x, row), m_.hidden);
+            copy(state, Row(normed, row), m_.hidden);
         });
+        if (ending.map.panels) {
+            product(team, ending.map, normed, [&](int64_t row, int64_t at, Floats value, int count) {
+                store(buffers_.hidden + row * m_.hidden + at, value, count);
+            });
+            over_rows(team, [&](int64_t row) { copy(buffers_.hidden + row * m_.hidden, Row(x, row), m_.hidden); });
+        }
         copy_out(team, static_cast<T*>(ending.normed));
         product(team, ending.head, x, [&](int64_t row, int64_t at, Floats value, int count) {
             put_some(logits + row * outputs + at, value, count);
@@ -231,6 +241,14 @@ class Runner {
             float most;
             largest(logits + row * outputs, outputs, 1, ending.best + row, &most);
         });
+    }
+
+    // `leave`, and its time on the first thread.
+    void decide(Team& team, int64_t i) {
+        const auto begin = std::chrono::steady_clock::now();
+        leave(team, i);
+        if (team.thread() == 0 && p_.exits->measure != TABLE)
+            *p_.exits->deciding += (std::chrono::steady_clock::now() - begin) / std::chrono::nanoseconds(1);
     }
 
     // Judge all rows after the i-th layer, and drop those that leave.
