@@ -1,7 +1,7 @@
 """Checks whether the numbers of a run can be trusted, and whether they show anything.
 
-A *reason* makes a run INVALID. Without one, a speed-up that noise could have made is INCONCLUSIVE. A *warning* changes
-nothing.
+A *reason* makes a run INVALID. Without one, a speed-up that noise could have made, or that compares other work, is
+INCONCLUSIVE. A *warning* changes nothing.
 """
 
 from __future__ import annotations
@@ -146,31 +146,52 @@ def outcome(valid: bool, inconclusive: Sequence[str]) -> Result:
 
 
 def doubts(summary: Mapping[str, Any]) -> list[str]:
-    """Why noise could have made the headline; empty if it shows that the method is faster, slower, or as fast.
+    """Why the headline shows nothing; empty if it shows that the method is faster, slower, or as fast.
 
     It must have an interval, whose ends are less than a factor of ``WIDEST`` apart. A value within ``SAME`` means as
     fast; any other must have an interval outside of it. That it leaves out 1 is not enough: of 20 comparisons of the
-    baseline with itself one does, and more if the noise is skewed.
+    baseline with itself one does, and more if the noise is skewed. An EXACT method must have written as many tokens as
+    the baseline, within ``EXACT_LENGTH_TOLERANCE``.
     """
     headline = metrics.headline(summary)
-    value, low, high, n = (headline.get(name) for name in ("value", "low", "high", "n"))
-    if value is None:
-        return []
+    return [] if headline.get("value") is None else [*_noise(headline), *_other_lengths(summary)]
+
+
+def _noise(headline: Mapping[str, Any]) -> Iterator[str]:
+    """The interval is missing, reaches into ``SAME`` or is too wide."""
+    value: float = headline["value"]
+    low, high, n = (headline.get(name) for name in ("low", "high", "n"))
     if low is None or high is None or (n is not None and n < stats.FEWEST_PAIRS):
         why, _, advice = (headline.get("reason") or stats.few_pairs(n or 0)).partition("; ")
-        return [f"The speed-up of {value:.2f}x has no interval: {why}. {_sentence(advice) or _MORE}."]
-    found = []
+        yield f"The speed-up of {value:.2f}x has no interval: {why}. {_sentence(advice) or _MORE}."
+        return
     if not SAME[0] <= value <= SAME[1] and low <= SAME[1] and high >= SAME[0]:
-        found.append(
+        yield (
             f"The speed-up of {value:.2f}x, 95 % {low:.2f} to {high:.2f}, shows neither faster nor slower, for the "
             f"interval reaches into {SAME[0]:.2f} to {SAME[1]:.2f}, which is as fast. {_MORE}."
         )
     if high > WIDEST * low:
-        found.append(
+        yield (
             f"The 95 % interval from {low:.2f} to {high:.2f} is wider than a factor of {WIDEST:g}: it does not say how "
             f"fast the method is. {_MORE}."
         )
-    return found
+
+
+def _other_lengths(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Tokens per second do not correct that prompts and long contexts weigh more in the arm with the longer texts.
+
+    The seconds cancel in the speed-up per token over that of total time, which leaves the share of tokens written.
+    """
+    headline, total = metrics.headline(summary), summary["speedup"]["total"]["value"]
+    if summary.get("guarantee") != "EXACT" or headline.get("of") != "per_token" or not total:
+        return
+    share = headline["value"] / total
+    if not summary.get("ignore_eos") and round(abs(share - 1), 6) > EXACT_LENGTH_TOLERANCE:
+        yield (
+            f"The method wrote {share:.1%} of the baseline's tokens, an EXACT one at most {EXACT_LENGTH_TOLERANCE:.0%} "
+            f"more or fewer: neither total time ({total:.2f}x) nor time per token ({headline['value']:.2f}x) compares "
+            "the same work. Set measure.ignore_eos=true to time texts of one length."
+        )
 
 
 def check_complete(evidence: Evidence, found: _Findings) -> None:
@@ -250,27 +271,28 @@ def check_ids(evidence: Evidence, found: _Findings) -> None:
 
 
 def check_length(evidence: Evidence, found: _Findings) -> None:
-    """Both arms write about as much; otherwise total times compare different work, or quality was lost."""
+    """Both arms write about as much; otherwise quality was lost, or totals compare different work.
+
+    EXACT methods are judged more strictly, see ``doubts``.
+    """
     written = evidence.rows.groupby("arm")["n_output_tokens"].sum()
-    if len(written) < 2 or not written["baseline"]:
+    if evidence.exact or len(written) < 2 or not written["baseline"]:
         return
     share, headline = written["method"] / written["baseline"], metrics.headline(evidence.summary)
-    off = round(abs(share - 1), 6)
-    if headline.get("of") == "total" and off > LENGTH_TOLERANCE:
+    if round(abs(share - 1), 6) <= LENGTH_TOLERANCE:
+        return
+    if headline.get("of") == "total":
         found.warnings.append(
             f"The method wrote {share:.0%} of the baseline's tokens. Its time does not grow with them, so the speed-up "
             "stays, but words are missing or repeated. Judge it by the scores of its text."
         )
-    if headline.get("of") == "total" or off <= (EXACT_LENGTH_TOLERANCE if evidence.exact else LENGTH_TOLERANCE):
         return
     total = evidence.summary["speedup"]["total"]["value"]
-    text = (
+    found.warnings.append(
         f"The method wrote {share:.1%} of the baseline's tokens, so that total time ({total:.2f}x) compares different "
-        f"work; the speed-up is per token ({headline['value']:.2f}x)."
+        f"work; the speed-up is per token ({headline['value']:.2f}x). So far apart, prompts and long contexts weigh "
+        "more in one arm, which tokens do not correct. Set measure.ignore_eos=true to time texts of one length."
     )
-    if off > LENGTH_TOLERANCE:
-        text += " So far apart, prompts and long contexts weigh more in one arm, which tokens do not correct."
-    found.warnings.append(f"{text} Set measure.ignore_eos=true to time texts of one length.")
 
 
 def check_repeats(evidence: Evidence, found: _Findings) -> None:

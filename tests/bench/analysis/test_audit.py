@@ -170,17 +170,32 @@ def lengths(found: AuditResult) -> list[str]:
     return [warning for warning in found.warnings if "baseline's tokens" in warning]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "guarantee", "warned"),
-    [(51, "EXACT", 0), (49, "EXACT", 0), (48, "EXACT", 1), (52, "EXACT", 1)]
-    + [(45, "RELAXED", 0), (55, "RELAXED", 0), (44, "RELAXED", 1), (56, "RELAXED", 1)],
-)
-def test_other_lengths_than_the_baseline_are_a_warning(tokens: int, guarantee: str, warned: int) -> None:
-    warnings = lengths(verdict(shorter(tokens, of=50), guarantee=guarantee))
-    assert len(warnings) == warned
-    if warned:
-        assert f"wrote {tokens / 50:.1%}" in warnings[0] and "is per token" in warnings[0]
-        assert ("So far apart" in warnings[0]) == (guarantee == "RELAXED")
+@pytest.mark.parametrize(("tokens", "doubted"), [(51, False), (49, False), (48, True), (52, True), (40, True)])
+def test_an_exact_run_of_other_lengths_than_the_baseline_is_inconclusive(tokens: int, doubted: bool) -> None:
+    found = verdict(shorter(tokens, of=50))
+    assert (found.result, len(found.inconclusive)) == (("INCONCLUSIVE", 1) if doubted else ("VALID", 0))
+    assert found.valid and not lengths(found)
+    if doubted:
+        (why,) = found.inconclusive
+        assert f"wrote {tokens / 50:.1%} of the baseline's tokens" in why and "at most 2%" in why
+        assert why.endswith("Set measure.ignore_eos=true to time texts of one length.")
+
+
+def test_lengths_are_judged_where_ends_count() -> None:
+    derived = metrics.summarise(shorter(40, of=50), guarantee="EXACT", agreement=AGREEMENT, n_bootstrap=100)
+    assert len(doubts(derived)) == 1
+    assert not doubts(derived | {"ignore_eos": True}), "both arms write max_new_tokens"
+    assert not doubts(derived | {"guarantee": "RELAXED"})
+    lengths_not_kept = derived["speedup"]["headline"] | {"of": "total"}
+    assert not doubts(derived | {"speedup": derived["speedup"] | {"headline": lengths_not_kept}})
+
+
+@pytest.mark.parametrize(("tokens", "warned"), [(45, 0), (55, 0), (44, 1), (56, 1)])
+def test_other_lengths_of_a_method_that_may_change_texts_are_a_warning(tokens: int, warned: int) -> None:
+    found = verdict(shorter(tokens, of=50), guarantee="RELAXED")
+    assert found.result == "VALID" and len(lengths(found)) == warned
+    for warning in lengths(found):
+        assert f"wrote {tokens / 50:.1%}" in warning and "is per token" in warning and "So far apart" in warning
 
 
 @pytest.mark.parametrize(("tokens", "warned"), [(45, 0), (44, 1), (42, 1), (56, 1)])
