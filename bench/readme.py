@@ -144,6 +144,7 @@ def results_page(results: Path) -> str:
     body = markdown.to_markdown(leaderboard.groups(found), markdown.unfinished(found), _FOLDER.as_posix())
     title, _, tables = body.partition("\n\n")
     limits = {"speed": 100 * ranking.SPEED_RANGE, "score": 100 * ranking.SCORE_LOSS, "text": 1 - ranking.TEXT_LOSS}
+    limits |= {"scored": 100 * ranking.SCORED_SHARE}
     preface = _PREFACE.format(**limits, nats=ranking.LOGPROB_LOSS)
     return f"{title}\n\n{preface}\n\n{tables}{_laboratory(results)}"
 
@@ -163,9 +164,10 @@ equal the baseline's; **tie** marks an interval that overlaps that of the rank a
 
 A run has no rank if it is INVALID or INCONCLUSIVE, if its baseline was more than {speed:.0f} % faster or slower than
 the table's median, or if the method may change the text and quality is unknown or lost: more than {score:.0f} % of
-the baseline's score; without a score, a ROUGE-L to the baseline's text below {text:.2f}, a log-probability per token
-that is {nats} lower, or more repetition (`bench/analysis/ranking.py`). Below a table: whether its ranks hold over texts
-of equal length; at the end: from which batch size on a method is no longer faster."""
+the baseline's score; without a score of at least {scored:.0f} % of the prompts, a ROUGE-L to the baseline's text below
+{text:.2f}, a log-probability per token that is {nats} lower; or more repetition (`bench/analysis/ranking.py`). Below a
+table: whether its ranks hold over texts of equal length; at the end: from which batch size on a method is no longer
+faster."""
 
 
 def _laboratory(results: Path) -> str:

@@ -15,6 +15,7 @@ measured.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -96,6 +97,7 @@ def summarise(
         "predicted_speedup": predicted,
         "predicted_ratio": _divide(measured, predicted),
         **rates["method"],
+        "quality_prompts": scored_prompts(arms["method"]),
         "baseline_tokens_per_s": tokens_per_s,
         "baseline": rates["baseline"],
         **steadiness(rows),
@@ -578,6 +580,12 @@ def means_of(rows: pd.DataFrame, column: str) -> dict[str, float | None]:
                 total, counted = found.get(name, (0.0, 0.0))
                 found[name] = total + weight * value, counted + weight
     return {name: _divide(*sums) for name, sums in sorted(found.items())}
+
+
+def scored_prompts(rows: pd.DataFrame) -> dict[str, int]:
+    """Prompts whose answers have a score, by its name; answers of one data set may have different ones."""
+    names = {(prompt, name) for prompt, found in zip(rows["prompt_id"], rows["quality"], strict=True) for name in found}
+    return dict(sorted(Counter(name for _, name in names).items()))
 
 
 def steadiness(rows: pd.DataFrame) -> dict[str, float | None]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.analysis import audit, metrics, oracle
 
+SCORED_SHARE = 0.5  # of the prompts: a score of fewer says less of the run than its other texts
 SCORE_LOSS = 0.05  # of the baseline's score: twice the half of the 95 % interval that 1,000 paired translations give
 TEXT_LOSS = 0.35  # 1 - ROUGE-L to the baseline's ids: what rounding alone reaches
 LOGPROB_LOSS = 0.06  # nats per token under the target: twice what rounding alone reaches
@@ -86,7 +87,7 @@ def other_conditions(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _losses(summary: Mapping[str, Any], text_loss: float | None) -> Iterator[str]:
-    """What quality was lost. Scores of a part of the prompts do not stand for the others."""
+    """What quality was lost. A score of a part of the prompts does not stand for the others, see ``SCORED_SHARE``."""
     score = first_score(summary)
     judged = score is not None and score[2] > 0  # a baseline without any right answer loses none
     if score is not None and score[1] < (1 - SCORE_LOSS) * score[2]:
@@ -97,11 +98,29 @@ def _losses(summary: Mapping[str, Any], text_loss: float | None) -> Iterator[str
 
 
 def first_score(summary: Mapping[str, Any]) -> tuple[str, float, float] | None:
-    """Name, value and the baseline's value of the first score that both arms have."""
+    """Name, value and the baseline's value of the first score that both arms have, of ``SCORED_SHARE`` of the prompts
+    or more.
+    """
     before = summary["baseline"].get("quality") or {}
-    scores = (summary.get("quality") or {}).items()
-    known = ((name, value, before.get(name)) for name, value in scores)
-    return next(((name, float(v), float(was)) for name, v, was in known if v is not None and was is not None), None)
+    for name, value in (summary.get("quality") or {}).items():
+        was = before.get(name)
+        if value is not None and was is not None and (_scored_share(summary, name) or 0.0) >= SCORED_SHARE:
+            return name, float(value), float(was)
+    return None
+
+
+def _scored_share(summary: Mapping[str, Any], name: str) -> float | None:
+    """Share of the prompts that have a score.
+
+    None in an older record of several kinds of prompts, of which each may have its own score, unless the score's change
+    has their number.
+    """
+    n = (summary.get("quality_prompts") or {}).get(name)
+    if n is None:
+        n = ((summary.get("quality_change") or {}).get(name) or {}).get("n")
+    if n is not None:
+        return float(n / summary["n_prompts"])
+    return 1.0 if len(summary["speedup"].get("by_category") or {}) <= 1 else None
 
 
 def _text_losses(summary: Mapping[str, Any], text_loss: float | None) -> Iterator[str]:

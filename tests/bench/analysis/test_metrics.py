@@ -467,9 +467,11 @@ def test_quality_and_extra_are_means_over_prompts() -> None:
     samples = [
         *[s for i in range(2) for s in both("1/1", {}, {"quality": {"em": float(i)}, "extra": {"hits": 4}}, repeat=i)],
         *both("2/1", {}, {"quality": {"em": 1.0}, "extra": {"hits": 1, "note": "x"}}),
+        *both("3/1", {}, {"quality": {"bleu": 7.0}}),
     ]
     found = summary(samples)
-    assert found["quality"] == {"em": pytest.approx(0.75)}  # (0.5 + 1) / 2
+    assert found["quality"] == {"bleu": pytest.approx(7.0), "em": pytest.approx(0.75)}  # (0.5 + 1) / 2
+    assert found["quality_prompts"] == {"bleu": 1, "em": 2}
     assert found["extra"] == {"hits": pytest.approx(2.5)}
     assert found["baseline"]["quality"] == {}
 

@@ -70,11 +70,27 @@ def repeating(**worse: float) -> dict[str, Any]:
         (scored(0.0, 0.0, ranking={}), "quality unknown"),  # a score that says nothing
         (scored(20.0, 20.0, speedup=SEVERAL, ranking={}), "quality unknown"),
         (scored(18.0, 20.0, guarantee="INDEPENDENT_MODEL"), "quality lost: BLEU 18.00, was 20.00"),
+        (scored(18.0, 20.0, n_prompts=140, quality_prompts={"bleu": 70}), "quality lost: BLEU 18.00, was 20.00"),
+        (scored(18.0, 20.0, n_prompts=140, quality_prompts={"bleu": 69}), ""),  # the other texts are the baseline's
+        (scored(20.0, 20.0, n_prompts=140, quality_prompts={"bleu": 69}, ranking={}), "quality unknown"),
+        (scored(18.0, 20.0, n_prompts=140, quality_change={"bleu": {"n": 20}}), ""),  # an older record
+        (scored(18.0, 20.0, n_prompts=140, quality_change={"bleu": {"n": 140}}), "quality lost: BLEU 18.00, was 20.00"),
+        (scored(18.0, 20.0, speedup=SEVERAL), ""),  # of how many prompts is not known
     ],
 )
 def test_only_kept_quality_is_ranked(run: dict[str, Any], reason: str) -> None:
     found = ranking(run)
     assert (found.ranked, found.reason) == (not reason, reason)
+
+
+def test_a_score_of_few_prompts_leaves_the_first_place_to_one_of_most() -> None:
+    run = summary(quality={"bleu": 1.0, "rougeL": 30.0}, baseline={"quality": {"bleu": 2.0, "rougeL": 31.0}})
+    assert rules.first_score(run | {"n_prompts": 9, "quality_prompts": {"bleu": 4, "rougeL": 5}}) == (
+        "rougeL",
+        30.0,
+        31.0,
+    )
+    assert rules.first_score(run | {"n_prompts": 9, "quality_prompts": {"bleu": 4, "rougeL": 4}}) is None
 
 
 def test_a_measured_loss_counts_before_the_recorded_one() -> None:
