@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.analysis import audit
 from bench.analysis.ranking import NAMES as SCORES
 from bench.analysis.ranking import first_score
 from bench.report import leaderboard, terminal
@@ -98,6 +99,7 @@ def _point(row: Row, ids: Mapping[Path, str]) -> dict[str, Any]:
         "novel": _brief(terminal.novel(summary)),
         "worst": _brief((summary["speedup"].get("floor") or {}).get("minimum")),
         "repeated": _brief((summary.get("predictability") or {}).get("mean_share")),
+        "result": audit.result(row.summary),
         "rank": row.rank,
         "reason": row.reason,
         "steps": _brief(summary.get("tokens_per_step")),

@@ -112,6 +112,11 @@ class ComparisonGroup:
         return [row for row in self.rows if row.valid and row.speed is not None]
 
     @property
+    def sound(self) -> list[Row]:
+        """The runs with a speed-up that are not INVALID; some may be INCONCLUSIVE."""
+        return [row for row in self.rows if row.speed is not None and audit.result(row.summary) != "INVALID"]
+
+    @property
     def ranked(self) -> list[Row]:
         """The runs that have a rank."""
         return [row for row in self.rows if row.rank is not None]
@@ -345,9 +350,12 @@ def _quality_speed_point(row: Row, metric: str, baselines: Mapping[Any, float]) 
 
 
 def batch_series(found: Sequence[ComparisonGroup]) -> list[tuple[str, dict[str, list[Row]]]]:
-    """Groups that differ in their batch size alone: heading, and by label the valid runs by batch size, if several."""
+    """Groups that differ in their batch size alone: heading, and by label the runs by batch size, if several.
+
+    INCONCLUSIVE runs are among them, as they show where an advantage ends; INVALID ones are not.
+    """
     made = []
-    for heading, lines in _by_batch(found, lambda group: group.valid):
+    for heading, lines in _by_batch(found, lambda group: group.sound):
         several = {name: [line[b] for b in sorted(line)] for name, line in lines.items() if len(line) > 1}
         if several:
             made.append((heading, several))

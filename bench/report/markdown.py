@@ -23,7 +23,8 @@ from bench.report.leaderboard import ComparisonGroup
 from bench.utils import files
 
 _SIZES = (
-    "Speed-ups of valid runs by batch size; between two sizes a straight line on logarithmic axes finds where it is 1."
+    "Speed-ups by batch size; those of INCONCLUSIVE runs have a question mark and their interval. An advantage ends at "
+    "the first batch size whose interval is not above 1."
 )
 _ORACLE = "Computed from these records and not ranked: what the drafts would give if their length were known before."
 

@@ -54,7 +54,7 @@ def title(heading: str, rows: Iterable[Row], width: int = 70) -> str:
 
 
 def legend(figure: Figure, rows: Iterable[Row]) -> None:
-    """Below the axes: a colour for each family, and what hollow marks are."""
+    """Below the axes: a colour for each family, and what hollow and crossed marks are."""
     from matplotlib.lines import Line2D
 
     drawn = list(rows)
@@ -63,6 +63,8 @@ def legend(figure: Figure, rows: Iterable[Row]) -> None:
     if not all(map(_exact, drawn)):
         hollow: dict[str, Any] = {"marker": "o", "color": _GREY, "markerfacecolor": "none"}
         dots.append(Line2D([], [], linestyle="", label="hollow: may change the text", **hollow))
+    if not all(row.valid for row in drawn):
+        dots.append(Line2D([], [], linestyle="", marker="x", color="black", label="crossed: INCONCLUSIVE"))
     figure.legend(handles=dots, loc="outside lower center", ncols=len(dots), frameon=False)
 
 
@@ -302,12 +304,17 @@ def over_batches(
     of: Callable[[Row], float | None],
     before: Callable[[Row], float | None] | None = None,
 ) -> None:
-    """A quantity against the batch size, a line per run, named at its right end; dotted that of its own baseline."""
+    """A quantity against the batch size, a line per run, named at its right end; dotted that of its own baseline.
+
+    Points of INCONCLUSIVE runs are crossed; where the quantity is the speed-up, they have their interval.
+    """
     ends = []
     for rows in lines.values():
         sizes, values = [row.summary["batch_size"] for row in rows], [_or_gap(of(row)) for row in rows]
         shown = style_of(rows[0].method, rows[0].family)
         ax.plot(sizes, values, linestyle=shown.line, markersize=6, linewidth=1.4, **_mark(rows[0]))
+        for row in (row for row in rows if not row.valid):
+            _cross(ax, row, of(row), shown.colour)
         if before is not None:
             ax.plot(sizes, [_or_gap(before(row)) for row in rows], color=_LIGHT, linewidth=1, linestyle=":", zorder=0)
         if np.isfinite(values[-1]):
@@ -319,6 +326,14 @@ def over_batches(
     drawn = [value for line in ax.lines for value in np.asarray(line.get_ydata(), float) if np.isfinite(value)]
     plain_log_axis(ax.yaxis, min(drawn, default=1) / 1.2, max(drawn, default=1) * 1.2)
     _name_ends(ax, ends)
+
+
+def _cross(ax: Axes, row: Row, value: float | None, colour: str) -> None:
+    """Mark a point whose speed-up shows nothing."""
+    size, found = row.summary["batch_size"], row.headline
+    if value == row.speed and found["low"] is not None and found["high"] is not None:
+        ax.vlines(size, found["low"], found["high"], color=colour, linewidth=1)
+    ax.plot([size], [_or_gap(value)], linestyle="", marker="x", markersize=9, color="black", zorder=3)
 
 
 def _name_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:

@@ -97,25 +97,25 @@ def noise(groups: Sequence[ComparisonGroup]) -> str:
 
 
 def advantage_ends(rows: Sequence[Row]) -> str:
-    """At which batch size a method stops being faster than its baseline.
-
-    Between two recorded sizes the speed-up is taken to be a straight line on logarithmic axes.
+    """The first batch size at which the interval of a method is not above 1; a run without an interval shows neither.
 
     Args:
-        rows: of one method by batch size, with a speed-up each.
+        rows: of one method by batch size.
     """
-    known = [(int(row.summary["batch_size"]), row.speed) for row in rows if row.speed]
-    if known[0][1] <= 1:
-        return "never faster" if all(speed <= 1 for _, speed in known) else f"slower at {known[0][0]}"
-    for (size, speed), (larger, slower) in zip(known, known[1:], strict=False):
-        if slower <= 1:
-            share = math.log(speed) / math.log(speed / slower)
-            return f"at {size * (larger / size) ** share:.0f} rows"
-    return f"beyond {known[-1][0]} rows"
+    known = [row for row in rows if terminal.interval(row.headline) != terminal.MISSING]
+    if not known:
+        return "not known"
+    faster = {int(row.summary["batch_size"]): bool(row.headline["low"] > 1) for row in known}
+    if not any(faster.values()):
+        return "never faster" if all(row.headline["high"] <= 1 for row in known) else "never shown faster"
+    first = next((size for size, above in faster.items() if not above), None)
+    if first is None:
+        return f"beyond {plural(max(faster), 'row')}"
+    return f"{'at' if faster[min(faster)] else 'none at'} {plural(first, 'row')}"
 
 
 def batches(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
-    """In Markdown, for groups that differ in their batch size alone: speed-ups by size, and where they reach 1."""
+    """In Markdown, for groups that differ in their batch size alone: speed-ups by size, and where advantages end."""
     for heading, found in leaderboard.batch_series(groups):
         lines = {name: rows for name, rows in found.items() if rows[0].family != leaderboard.BASELINE}
         if not lines:
@@ -123,7 +123,16 @@ def batches(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
         sizes = sorted({int(row.summary["batch_size"]) for rows in lines.values() for row in rows})
         cells = []
         for name, rows in lines.items():
-            speeds = {int(row.summary["batch_size"]): terminal.times(row.speed) for row in rows}
+            speeds = {int(row.summary["batch_size"]): _speed(row) for row in rows}
             cells.append([name, *(speeds.get(size, "-") for size in sizes), advantage_ends(rows)])
         header = ["method", *(f"B = {size}" for size in sizes), "advantage ends"]
         yield f"{heading}:\n\n{tables.markdown(header, cells)}"
+
+
+def _speed(row: Row) -> str:
+    """Its speed-up; one that shows nothing has a question mark and its interval."""
+    shown = terminal.times(row.speed)
+    if row.valid:
+        return shown
+    span = terminal.interval(row.headline)
+    return f"{shown}? ({'no interval' if span == terminal.MISSING else span})"

@@ -201,6 +201,7 @@ const charts = (async () => {
   function batches(series, rows, width) {
     const place = { x: "batch", y: "value" };
     const sizes = [...new Set(rows.map((row) => row.batch))].sort((a, b) => a - b);
+    const doubtful = rows.filter((row) => row.result === "INCONCLUSIVE");
     const right = Math.min(width < NARROW ? 150 : 280, 24 + margin(rows));
     return draw(width, {
       height: 440, marginBottom: 40, marginTop: 28, marginLeft: 48, marginRight: right,
@@ -210,7 +211,9 @@ const charts = (async () => {
       marks: [
         Plot.ruleY([1], { stroke: "var(--soft)", strokeDasharray: "3 3" }),
         Plot.line(rows, { ...place, z: "label", stroke: colour, strokeWidth: 1.5 }),
+        Plot.ruleX(doubtful, { x: "batch", y1: "low", y2: "high", stroke: colour, strokeDasharray: "2 2" }),
         dots(rows, place),
+        Plot.dot(doubtful, { ...place, r: 9, symbol: "times", stroke: "currentColor", strokeWidth: 1.5 }),
         Plot.text(rows, Plot.selectLast({
           ...place, z: "label", text: (row) => short(name(row), Math.floor((right - 28) / 6.3)), className: "ends",
           textAnchor: "start", dx: 24,
@@ -220,11 +223,13 @@ const charts = (async () => {
     });
   }
 
-  // Where the advantage of each method ends: the largest batch size up to which every interval is above 1.
+  // Where the advantage of each method ends: the largest batch size up to which every interval is above 1. A run without an
+  // interval shows neither.
   function lasting(rows) {
-    const lines = d3.group(d3.sort(rows, (row) => row.batch), name);
+    const known = rows.filter((row) => row.low !== null);
+    const lines = d3.group(d3.sort(known, (row) => row.batch), name);
     const ends = [...lines].map(([label, line]) => {
-      const lost = line.findIndex((row) => row.low === null || row.low <= 1);
+      const lost = line.findIndex((row) => row.low <= 1);
       const last = lost < 0 ? line.at(-1) : line[lost - 1];
       return `${label} ${last ? last.batch : "none"}${lost < 0 ? " (the largest measured)" : ""}`;
     });
@@ -333,7 +338,7 @@ const charts = (async () => {
         "more, from the prompt or from itself. Below the line a method gains less there than on all text." },
     { title: "Tokens per step and speed-up", from: "tables", make: steps, fits: enough((row) => row.steps) },
     { title: "Speed-up over batch size", from: "batches", choose: "series", make: batches, fits: enough((row) => row.batch),
-      note: (rows) => `Faster than the baseline, with the whole interval, up to batch size: ${lasting(rows)}.` },
+      note: (rows) => `Faster than the baseline, with the whole interval, up to batch size: ${lasting(rows)}. Crossed points are INCONCLUSIVE.` },
     { title: "Roofline", from: "roofs", choose: "machine", fits: () => true, make: (roof, _, width) => roofline(roof, width),
       note: "Each mark is a pass over as many nodes as its number says, the lines are the measured limits of the machine " +
         "(python -m bench cost).",

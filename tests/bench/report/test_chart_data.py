@@ -46,8 +46,10 @@ def test_without_a_score_quality_is_the_agreement_with_the_target(tmp_path: Path
 
 
 def test_a_line_over_batch_sizes_keeps_one_name(tmp_path: Path) -> None:
-    found = drawn(record(tmp_path, "calm"), record(tmp_path, "calm", batch_size=8))["batches"]
-    assert [(row["label"], row["batch"]) for row in found[0]["rows"]] == [("calm", 1), ("calm", 8)]
+    doubted = {"valid": True, "reasons": [], "inconclusive": ["x"]}
+    found = drawn(record(tmp_path, "calm"), record(tmp_path, "calm", batch_size=8, verdict=doubted))["batches"]
+    shown = [(row["label"], row["batch"], row["result"]) for row in found[0]["rows"]]
+    assert shown == [("calm", 1, "VALID"), ("calm", 8, "INCONCLUSIVE")]
 
 
 def test_the_roofline_is_that_of_the_cost_records_beside_the_runs(tmp_path: Path) -> None:

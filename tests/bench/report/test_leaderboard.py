@@ -56,14 +56,16 @@ def run(method: str, speed: float = 1.5, *, valid: bool = True, settings: Any = 
         "agreement": {"exact": 1.0, "mean_logprob": -1.0, "baseline": {"mean_logprob": -1.0}},
         "degeneration": {"method": {}, "baseline": {"longest_loop": 3.0}}, "ranking": {"text_loss": 0.0},
         "prompts_per_s": rate, "quality": {} if bleu is None else {"bleu": bleu},
+        "quality_prompts": {} if bleu is None else {"bleu": SUMMARY["n_prompts"]},
     }  # fmt: skip
-    summary["speedup"]["headline"] |= {"value": speed, "low": speed - 0.1, "high": speed + 0.1}
+    summary["speedup"]["headline"] |= {"value": speed, "low": speed - 0.1, "high": speed + 0.1, "n": 20}
     summary["baseline"] |= {"prompts_per_s": 8.0, "quality": {} if bleu is None else {"bleu": 33.0}}
     manifest = {"method": {"name": method, "_target_": TARGETS[method], **(settings or {})}, "status": "finished"}
     return Record(Path("results") / name, manifest, summary | changes)
 
 
 NAMES: list[str] = []
+DOUBTED: dict[str, Any] = {"valid": True, "reasons": [], "warnings": [], "inconclusive": ["x"]}
 GUARANTEES = {"calm": "RELAXED", "nat": "INDEPENDENT_MODEL"}
 
 
@@ -203,6 +205,10 @@ def test_batch_series_need_two_sizes() -> None:
     ((heading, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
     assert list(lines) == ["suffix"] and [e.summary["batch_size"] for e in lines["suffix"]] == [1, 8]
     assert leaderboard.batch_series(leaderboard.groups(rows[2:])) == [] and heading.startswith("multi30k, m (A CPU")
+    rows += [run("suffix", 3.0, batch_size=size, verdict=DOUBTED) for size in (8, 32)]
+    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
+    shown = [(row.summary["batch_size"], row.valid) for row in lines["suffix"]]
+    assert shown == [(1, True), (8, True), (32, False)], "a VALID run counts before an INCONCLUSIVE one"
 
 
 def test_batch_coverage_names_what_is_not_recorded() -> None:
@@ -360,6 +366,23 @@ def test_names_of_lines_that_end_together_do_not_overlap(ax: Any) -> None:
     plots.over_batches(ax, lines, lambda row: row.speed)
     ax.figure.canvas.draw()
     assert len(ax.texts) == len(TARGETS) and not overlapping(ax.texts)
+
+
+def test_inconclusive_points_of_a_line_are_crossed_and_have_their_interval(ax: Any) -> None:
+    rows = [run("suffix", 1.5), run("suffix", 1.2, batch_size=8, verdict=DOUBTED)]
+    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
+    plots.over_batches(ax, lines, lambda row: row.speed)
+    (cross,) = [line for line in ax.lines if line.get_marker() == "x"]
+    assert (list(cross.get_xdata()), list(cross.get_ydata())) == ([8], [1.2])
+    (interval,) = ax.collections
+    assert interval.get_segments()[0].tolist() == [[8, pytest.approx(1.1)], [8, pytest.approx(1.3)]]
+    plots.legend(ax.figure, lines["suffix"])
+    (shown,) = ax.figure.legends
+    assert "crossed: INCONCLUSIVE" in [text.get_text() for text in shown.get_texts()]
+    other = plt.figure().subplots()
+    plots.over_batches(other, lines, lambda row: 40.0)
+    assert not other.collections, "the interval is one of the speed-up"
+    plt.close(other.figure)
 
 
 def test_a_picture_has_its_numbers_as_text_and_is_the_same_again() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bench.report import leaderboard, markdown, robustness
 from bench.report.collect import Record
-from tests.bench.report.test_leaderboard import run
+from tests.bench.report.test_leaderboard import DOUBTED, run
 from tests.helpers.sample_rows import both
 
 
@@ -58,11 +58,13 @@ def test_noise_counts_intervals_and_wrong_verdicts() -> None:
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [
-        ({1: 2.0, 4: 0.5}, "at 2 rows"),
+        ({1: 2.0, 4: 0.5}, "at 4 rows"),
         ({1: 1.5, 8: 1.2}, "beyond 8 rows"),
         ({1: 2.0, 2: 1.5, 32: 1.0}, "at 32 rows"),
+        ({1: 1.5, 4: 1.05, 8: 1.2}, "at 4 rows"),  # 0.95 to 1.15
         ({1: 0.9, 8: 0.8}, "never faster"),
-        ({1: 0.9, 8: 1.2}, "slower at 1"),
+        ({1: 1.05, 8: 0.8}, "never shown faster"),
+        ({1: 0.9, 8: 1.2}, "none at 1 row"),
     ],
 )
 def test_where_an_advantage_ends(speeds: dict[int, float], expected: str) -> None:
@@ -73,3 +75,19 @@ def test_where_an_advantage_ends(speeds: dict[int, float], expected: str) -> Non
     text = markdown.to_markdown([*found, *leaderboard.groups(rows)], [])
     assert "| autoregressive |" not in text.partition("## Where advantages end")[2]
     assert "## Where advantages end" in text and f"| {expected} |" in text
+
+
+def test_an_inconclusive_run_ends_an_advantage_and_is_marked() -> None:
+    runs = [run("suffix", 1.5), run("suffix", 1.2, batch_size=4), run("suffix", 0.97, batch_size=16, verdict=DOUBTED)]
+    runs.append(run("suffix", 9.0, valid=False, batch_size=32))
+    text = "\n".join(robustness.batches(leaderboard.groups(runs)))
+    assert "| suffix | 1.50x | 1.20x | 0.97x? (0.87-1.07) | at 16 rows |" in text and "B = 32" not in text
+
+
+def test_a_run_without_an_interval_ends_no_advantage() -> None:
+    runs = [run("suffix", 1.5), run("suffix", 0.5, batch_size=32, verdict=DOUBTED)]
+    assert runs[1].summary is not None
+    runs[1].summary["speedup"]["headline"] |= {"low": None, "high": None}
+    assert "| 1.50x | 0.50x? (no interval) | beyond 1 row |" in "".join(robustness.batches(leaderboard.groups(runs)))
+    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(runs))
+    assert robustness.advantage_ends(lines["suffix"][1:]) == "not known"
