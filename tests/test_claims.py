@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from bench import readme
 
@@ -72,6 +73,12 @@ def passes(digest: str, nodes: int, context: int) -> Source:
     return value
 
 
+def sizes(sweep: str) -> list[Source]:
+    """The batch sizes of a named sweep."""
+    params = yaml.safe_load((ROOT / "conf" / "sweep" / f"{sweep}.yaml").read_text())["hydra"]["sweeper"]["params"]
+    return [lambda size=size: float(size) for size in params["batch_size"].split(",")]
+
+
 N = r"(\d+(?:\.\d+)?)"
 CALM, SUFFIX, HYBRID = "95a3ae5fde7b", "2137e5e69667", "34b2ef92b1eb"
 LENSES = "calm-multi30k_4_4_distilled_calm"
@@ -91,6 +98,7 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         rf"A pass over 4, 8 and 16 tokens takes {N}, {N} and {N} times as long",
         [passes("6ef0b68f8b8a", nodes, 6) for nodes in (4, 8, 16)],
     ),
+    ("docs/translation.md", rf"with batch sizes {N}, {N}, {N}, {N}, {N} and {N}\.", sizes("translation")),
     (
         "docs/early_exit.md",
         rf"it runs {N} % of its decoder layers and is {N} times as fast",

@@ -25,7 +25,7 @@ from bench.records import lookup
 from bench.records.run_folder import RunFolder
 from bench.sweep import plan as sweep
 from bench.sweep.history import Archive
-from bench.utils import machine, redact
+from bench.utils import machine, redact, stats
 
 NAMED = compose.every_group()["sweep"]
 
@@ -562,6 +562,14 @@ def test_several_sweeps_are_one_plan_and_what_they_share_runs_once(results: Path
     assert len(twice.jobs) == len({job_id(job.cfg) for job in twice.jobs})
     with pytest.raises(UserError, match="pears"):
         sweep.read_words(["sweep=rivals,pears"])
+
+
+def test_batches_are_enough_for_an_interval_at_every_size(results: Path) -> None:
+    words = sweep.read_words(["sweep=batch", "method=autoregressive", f"paths.results={results}"])[1]
+    asked = {job.cfg.batch_size: job.cfg.dataset for job in planned(words).jobs}
+    assert len(asked) > 1 and {dataset["name"] for dataset in asked.values()} == {"mtbench"}
+    assert all(dataset["limit"] <= 80 for dataset in asked.values()), "MT-bench has no more conversations"
+    assert all(dataset["limit"] // rows >= stats.FEWEST_PAIRS for rows, dataset in asked.items())
 
 
 def test_arms_without_heads_of_their_own_are_measured_as_their_files_have_them(results: Path) -> None:
