@@ -423,7 +423,7 @@ class EarlyExitDecoder(ExitDecoder):
         if not self.target.exits_fused or (maps := self.reader.kernel_maps()) is None:
             return None
         rule = self.policy.rule(roots, places)
-        return rule and replace(rule, maps=maps)
+        return replace(rule, maps=maps) if rule and maps else rule
 
     def _run_fused(self, state: Any, rule: ExitRule, rows: list[bool]) -> tuple[Float[Tensor, "B V"], list[int]]:
         """The same by the kernels, which compute a row only as deep as it goes.
@@ -472,11 +472,14 @@ class EarlyExitDecoder(ExitDecoder):
         missing = [row for row, depth in enumerate(depths) if depth and not found.scored[row]]
         if not missing:
             return found.logits
-        hidden, ready = found.hidden[:, 0], torch.empty_like(found.hidden[:, 0])
-        for depth in {depths[row] for row in missing}:
+        self.counters.columns += self.target.vocab_size
+        hidden, taken = found.hidden[:, 0], {depths[row] for row in missing}
+        if len(missing) == len(depths) and len(taken) == 1:
+            return self.target.head(self.reader.read(depths[0], hidden))
+        ready = torch.empty_like(hidden)
+        for depth in taken:
             here = [row for row in missing if depths[row] == depth]
             ready[here] = self.reader.read(depth, hidden[here])
-        self.counters.columns += self.target.vocab_size
         own = self.target.head(ready[missing])
         if len(missing) == len(depths):
             return own

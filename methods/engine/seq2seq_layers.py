@@ -125,6 +125,14 @@ class AbsolutePositions:
         placed = hidden + self.table[positions.clamp(max=len(self.table) - 1)]
         return placed if self.norm is None else self.norm(placed)
 
+    def chain(self, hidden: Float[Tensor, "B M D"], start: int) -> Float[Tensor, "B M D"]:
+        """The same at positions from ``start`` on."""
+        end = start + hidden.shape[1]
+        if end > len(self.table):
+            return self(hidden, torch.arange(start, end, device=hidden.device)[None])
+        placed = hidden + self.table[start:end]
+        return placed if self.norm is None else self.norm(placed)
+
 
 class RelativeBias:
     """T5's bias on attention scores by the distance between query and key (Raffel et al. 2020, arXiv 1910.10683)."""

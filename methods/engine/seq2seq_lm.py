@@ -353,10 +353,14 @@ class Seq2SeqLM(CausalLM):
         nodes, written = tokens.shape[1], cache.written
         end, fused = max(written) + nodes, self._fused is not None
         assert cache.source + end <= cache.capacity, f"{nodes} nodes do not fit into {cache.capacity} slots"
+        place = self._decoder.place
         reach = None if parents is None else token_tree.ancestors(parents, levels or nodes)
         if parents is None and cache.uniform:
+            if fused and isinstance(place, AbsolutePositions):
+                hidden = place.chain(self._decoder.embed(tokens), written[0])
+                return DecoderPass(hidden, None, None, end, cache, fused)
             positions = torch.arange(written[0], end, device=self.device)[None]
-            mask = None if nodes == 1 or fused else causal_mask(nodes, written[0], 1, self.dtype, self.device)
+            mask = None if nodes == 1 else causal_mask(nodes, written[0], 1, self.dtype, self.device)
             slots, keys = None, None
         else:
             before = cache.length - cache.source
@@ -369,7 +373,7 @@ class Seq2SeqLM(CausalLM):
             keys = torch.arange(end, device=self.device)[None] if keys is None else keys
             bias = self._decoder.bias(positions, keys)
             mask = bias if mask is None else bias + mask
-        hidden = self._decoder.place(self._decoder.embed(tokens), positions)
+        hidden = place(self._decoder.embed(tokens), positions)
         return DecoderPass(hidden, mask, slots, end, cache, fused, reach)
 
     def run(  # type: ignore[override]

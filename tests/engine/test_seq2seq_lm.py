@@ -15,7 +15,7 @@ from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import LinearForm
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq_layers import PROVEN, UnsupportedModel
+from methods.engine.seq2seq_layers import PROVEN, AbsolutePositions, UnsupportedModel
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.heads.blockwise_training import BlockwiseLearner
@@ -186,6 +186,15 @@ def test_rounds_in_one_call_end_with_the_first_text():
     first = alone.index(whole[7][0])
     found = lm.rounds([5, 9], cache, 40, [True, False], {whole[7][0]}).tokens
     assert [chosen[0] for chosen in found] == alone[: first + 1], "the other one stands still"
+
+
+@pytest.mark.parametrize("start", [0, 5, 8, 12])
+def test_places_of_a_chain_are_those_one_by_one(start):
+    """Also those after the last vector."""
+    generator = torch.Generator().manual_seed(0)
+    table, hidden = (torch.randn(*shape, generator=generator) for shape in ((10, 6), (2, 3, 6)))
+    place = AbsolutePositions(table, torch.nn.LayerNorm(6))
+    assert torch.equal(place.chain(hidden, start), place(hidden, torch.arange(start, start + 3)[None]))
 
 
 def test_every_proven_family_is_tested():
