@@ -18,9 +18,11 @@ from bench.measure import probes
 from methods.autoregressive import Autoregressive
 from methods.decoder import generate
 from methods.engine.sampling import Sampling
+from methods.speculative.dflash.decoder import DFlash, DSpark
 from methods.speculative.eagle.decoder import Eagle
 from methods.speculative.heads.hydra import HydraHeads
 from methods.speculative.heads.medusa import Medusa
+from methods.speculative.p_eagle.decoder import PEagle
 from methods.speculative.published import formats, random_heads
 
 KINDS: dict[str, Any] = {
@@ -28,6 +30,9 @@ KINDS: dict[str, Any] = {
     "hydra": lambda target: HydraHeads(target, Sampling(), checkpoint="random:hydra"),
     "eagle1": lambda target: Eagle(target, Sampling(), version=1, tree="chain", checkpoint="random:eagle1"),
     "eagle3": lambda target: Eagle(target, Sampling(), version=3, checkpoint="random:eagle3"),
+    "p_eagle": lambda target: PEagle(target, Sampling(), checkpoint="random:p_eagle"),
+    "dflash": lambda target: DFlash(target, Sampling(), checkpoint="random:dflash"),
+    "dspark": lambda target: DSpark(target, Sampling(), checkpoint="random:dspark"),
 }
 
 
@@ -42,8 +47,25 @@ def test_a_file_of_random_weights_is_read_and_drafts(form: str) -> None:
     assert found.notes == [], "names, shapes and configuration are those of a published file"
 
 
+@pytest.mark.parametrize(
+    ("form", "layers", "drafted", "taps"), [("p_eagle", 4, 5, 3), ("dflash", 5, 15, 5), ("dspark", 5, 7, 5)]
+)
+def test_networks_of_one_pass_have_the_published_sizes(form: str, layers: int, drafted: int, taps: int) -> None:
+    target = checks.tiny_target(layers=8)
+    found: Any = formats.read(f"random:{form}", target)
+    assert (found.part.spec.draft_layers, len(found.part.spec.taps)) == (layers, taps)
+    assert KINDS[form](target).drafter.nodes == drafted
+    assert getattr(found.part.spec, "markov_rank", 0) == (256 if form == "dspark" else 0)
+
+
+def test_a_target_of_few_layers_has_fewer_taps() -> None:
+    decoder = KINDS["dflash"](checks.tiny_target(layers=4))
+    assert len(decoder.drafter.hidden_layers) == 1
+
+
 def test_a_format_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="one of random:medusa, random:hydra, random:eagle1, random:eagle3, a path or"):
+    known = ", ".join(f"random:{form}" for form in KINDS)
+    with pytest.raises(ValueError, match=f"one of {known}, a path or"):
         formats.read("random:eagle4", checks.tiny_target())
 
 

@@ -7,7 +7,9 @@ publish, and the configuration beside them. They are read like any other, and gu
 
 Sizes that a file leaves to its maker are the published ones: five heads of one block of Medusa (Cai et al. 2024, arXiv
 2401.10774) and four of four blocks of Hydra (Ankner et al. 2024, arXiv 2402.05109), 32,000 draft tokens of EAGLE-3 (Li
-et al. 2025, arXiv 2503.01840).
+et al. 2025, arXiv 2503.01840) and of P-EAGLE (Hui et al. 2026, arXiv 2602.01469), which has four layers. DFlash (Chen
+et al. 2026, arXiv 2602.06036) and DSpark (Cheng et al. 2026, arXiv 2607.05147) have five layers and five taps, fewer at
+a target of few layers; blocks are of 16 and of 7 tokens, and DSpark's Markov head has rank 256.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import torch
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM
+from methods.speculative.dflash.checkpoint import Spec, spread_taps
 from methods.speculative.published.files import Checkpoint
 
 PREFIX = "random:"
 _MEDUSA_HEADS, _HYDRA_HEADS, _HYDRA_BLOCKS = 5, 4, 4
+_PARALLEL_LAYERS, _BLOCK_LAYERS, _BLOCK_TAPS = 4, 5, 5  # of P-EAGLE, and of DFlash and DSpark
+_DFLASH_PLACES, _DSPARK_PLACES, _MARKOV_RANK = 16, 7, 256
 _SPREAD, _BLOCK = 0.02, 1 << 22
 _TYPE = torch.float16  # of the files
 
@@ -58,7 +63,7 @@ def _filled(shape: tuple[int, ...], block: Tensor) -> Tensor:
 
 
 def _offsets(shapes: Shapes, target: CausalLM) -> dict[str, Tensor]:
-    """Of EAGLE-3, from draft ids to the target's: every k-th one."""
+    """Of EAGLE-3 and P-EAGLE, from draft ids to the target's: every k-th one."""
     if "lm_head.weight" not in shapes:
         return {}
     count = shapes["lm_head.weight"][0]
@@ -92,18 +97,25 @@ def _eagle(target: CausalLM, version: int) -> tuple[Shapes, dict[str, Any]]:
     from methods.speculative.eagle.training import spec_of
 
     spec = spec_of(target, version)
-    config = {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": spec.rms_eps,
-        "rope_parameters": dict(spec.rope),
+    return spec.shapes(), _layers(target)
+
+
+def _layers(target: CausalLM) -> dict[str, Any]:
+    """The configuration of layers as wide as the target's."""
+    from methods.speculative.eagle.training import sizes_of_target
+
+    sizes = sizes_of_target(target)
+    return {
+        "hidden_size": sizes["hidden_size"],
+        "intermediate_size": sizes["intermediate_size"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "vocab_size": sizes["vocab_size"],
+        "rms_norm_eps": sizes["rms_eps"],
+        "rope_parameters": dict(sizes["rope"]),
         "max_position_embeddings": target.max_positions,
     }
-    return spec.shapes(), config
 
 
 def _eagle1(target: CausalLM) -> tuple[Shapes, Mapping[str, Any]]:
@@ -119,9 +131,51 @@ def _eagle3(target: CausalLM) -> tuple[Shapes, Mapping[str, Any]]:
     return {**shapes, "lm_head.weight": (count, target.hidden_size)}, {**config, "draft_vocab_size": count}
 
 
+def _p_eagle(target: CausalLM) -> tuple[Shapes, Mapping[str, Any]]:
+    """In the form of vLLM."""
+    from methods.speculative.eagle.random_network import DRAFT_TOKENS
+    from methods.speculative.eagle.training import default_taps, sizes_of_target
+    from methods.speculative.p_eagle import checkpoint as p_eagle
+    from methods.speculative.published.p_eagle import DEPTHS
+
+    count, mask = min(DRAFT_TOKENS, target.vocab_size), target.vocab_size - 1
+    sizes = {"draft_layers": _PARALLEL_LAYERS, **sizes_of_target(target)}
+    spec = p_eagle.Spec(taps=default_taps(target.n_layers), depths=DEPTHS, mask=mask, **sizes)
+    config = {**_layers(target), "parallel_drafting": True, "ptd_token_id": mask, "draft_vocab_size": count}
+    return {**spec.shapes(), "lm_head.weight": (count, target.hidden_size)}, config
+
+
+def _block_drafter(target: CausalLM, places: int, **heads: Any) -> tuple[Spec, dict[str, Any]]:
+    from methods.speculative.eagle.training import sizes_of_target
+
+    taps = spread_taps(target.n_layers, min(_BLOCK_TAPS, max(1, target.n_layers - 3)))
+    sizes = {**sizes_of_target(target), **heads}
+    spec = Spec(draft_layers=_BLOCK_LAYERS, taps=taps, block=places, mask=target.vocab_size - 1, **sizes)
+    config = {"num_hidden_layers": _BLOCK_LAYERS, "num_target_layers": target.n_layers, "block_size": places}
+    return spec, {**_layers(target), **config}
+
+
+def _dflash(target: CausalLM) -> tuple[Shapes, Mapping[str, Any]]:
+    """In the form of its authors."""
+    spec, config = _block_drafter(target, _DFLASH_PLACES)
+    nested = {"mask_token_id": spec.mask, "target_layer_ids": list(spec.taps)}
+    return spec.shapes(target.vocab_size), {**config, "dflash_config": nested}
+
+
+def _dspark(target: CausalLM) -> tuple[Shapes, Mapping[str, Any]]:
+    """In the form of DeepSpec, its authors' code."""
+    spec, config = _block_drafter(target, _DSPARK_PLACES, markov_rank=_MARKOV_RANK, confidence=True)
+    own = {"mask_token_id": spec.mask, "target_layer_ids": list(spec.taps), "markov_rank": spec.markov_rank}
+    heads = {"markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+    return spec.shapes(target.vocab_size), {**config, **own, **heads}
+
+
 FORMATS: dict[str, Callable[[CausalLM], tuple[Shapes, Mapping[str, Any]]]] = {
     "medusa": _medusa,
     "hydra": _hydra,
     "eagle1": _eagle1,
     "eagle3": _eagle3,
+    "p_eagle": _p_eagle,
+    "dflash": _dflash,
+    "dspark": _dspark,
 }
