@@ -235,6 +235,8 @@ DECODERS = {
     "hybrid_draft_model_union": Row(lambda t, s: hybrid_model(t, s, policy="union", min_match=1, nodes=2, gamma=4)),
     "hybrid_draft_model_costs": Row(lambda t, s: hybrid_model(t, s, min_match=2, nodes=4, costs=PRICED)),
     "hybrid_random": Row(lambda t, s: hybrid(t, s, (), policy="union", lookup="prompt_lookup", gamma=4)),
+    "prompt_lookup_costs": Row(lambda t, s: PromptLookup(t, s, costs=PRICED)),
+    "rest_costs": Row(lambda t, s: rest(t, s, nodes=8, occurrences=64, costs=PRICED)),
     "suffix_costs": Row(lambda t, s: SuffixDecoding(t, s, costs=PRICED)),
     "lookahead_costs": Row(lambda t, s: Lookahead(t, s, window=2, ngram=3, guesses=3, costs=PRICED)),
     "token_recycling_costs": Row(lambda t, s: TokenRecycling(t, s, costs=PRICED)),

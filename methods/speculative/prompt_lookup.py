@@ -2,7 +2,9 @@
 
 The last n tokens, n from ``max_ngram`` down to ``min_ngram``, are looked up in the text so far; the tokens that
 followed them there are the draft. No training is needed. A continuation that reaches the end of the text continues with
-the draft itself, as in LZ77, so a text that repeats with a short period is drafted in full.
+the draft itself, as in LZ77, so a text that repeats with a short period is drafted in full. With ``costs`` a draft
+has as many tokens as pay by how often those of its places were kept lately (``budget.py``); without, as published,
+``gamma``.
 
 Published: 2.4x on summarisation and question answering over a context, Mistral-7B on one A100, greedy (the author's
 notes); 1.66x over Spec-Bench with Vicuna-7B. Differences: an index of n-grams instead of a search (the same matches,
@@ -21,6 +23,7 @@ from methods.drafting import Context, Continuation, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
+from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
 
@@ -86,6 +89,9 @@ class PromptLookupDrafter:
             self._index[row] = NgramIndex(self._sizes, self._pick)
             self._prompt_lengths[row] = len(prompt)
 
+    def skip(self, context: Context) -> None:
+        """Nothing to do: the next search reads what was committed."""
+
     def propose(self, context: Context) -> Draft:
         drafts = [self.find(row, tokens).tokens for row, tokens in enumerate(context.tokens)]
         return Draft.chains(drafts, context.root.device)
@@ -115,6 +121,7 @@ class PromptLookup(SpeculativeDecoder):
         min_ngram: shortest ending that is looked up.
         scope: look in the whole text so far, or in the prompt alone.
         pick: of several occurrences, the first or the last.
+        costs: of passes, by which drafts are sized; see ``methods.speculative.budget``.
     """
 
     continuous_batching = True
@@ -129,6 +136,7 @@ class PromptLookup(SpeculativeDecoder):
         min_ngram: int = 1,
         scope: Literal["text", "prompt"] = "text",
         pick: Literal["first", "last"] = "last",
+        costs: CostsOption = None,
     ) -> None:
         if gamma < 1:
             raise ValueError(f"gamma must be at least 1, got {gamma}. For no draft use method=autoregressive.")
@@ -138,4 +146,4 @@ class PromptLookup(SpeculativeDecoder):
                 "one of the two."
             )
         drafter = PromptLookupDrafter(gamma, max_ngram, min_ngram, scope, pick)
-        super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False))
+        super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=False), costs)

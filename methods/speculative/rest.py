@@ -11,7 +11,9 @@ the project:
 Published: 1.62x to 2.36x with Code Llama on HumanEval and Vicuna on MT-bench, 7B and 13B, one A6000; Spec-Bench with
 Vicuna-7B: 1.48x on an A100, 1.28x on a 3090, 1.82 and 1.63 tokens per step. Endings of 16 to 2 tokens, continuations of
 10, 5000 occurrences and 64 nodes are those of the paper's code, and the defaults here. Where a pass over 65 nodes costs
-several steps, as on a CPU, that tree cannot pay; the YAML file names a small one.
+several steps, as on a CPU, that tree cannot pay; the YAML file names a small one, and with ``costs`` those of its nodes
+are drafted that pay (``budget.py``), by how often nodes of their depth and rank were kept lately. Sized by
+the counts, calibrated in different ways, drafts were 2 to 9 % slower over recorded texts of MT-bench and Spec-Bench.
 
 Differences: drafts are judged by the exact rule for trees that were not drawn; at a temperature the paper's code keeps
 the longest of several paths sampled apart, which changes the distribution. No ending and no continuation crosses the
@@ -37,10 +39,12 @@ import numpy as np
 import torch
 from jaxtyping import UInt32
 
-from methods.drafting import ABSENT, Context, Draft, StatelessDrafter
+from methods.drafting import Context, Draft, StatelessDrafter, padded
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
+from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
+from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.rest_datastore import LONGEST, SEPARATOR, Datastore
 from methods.speculative.verification import default_rule
@@ -136,21 +140,21 @@ def _children(
 
 def as_draft(trees: Sequence[Tree], device: torch.device) -> Draft:
     """A tree per row; chains where no row branches, which cost the target no mask."""
-    sizes = [len(tree.tokens) for tree in trees]
-    missing = [[ABSENT] * (max(sizes) - size) for size in sizes]
-    tokens, parents = torch.tensor(
-        [
-            [tree.tokens + filled for tree, filled in zip(trees, missing, strict=True)],
-            [tree.parents + filled for tree, filled in zip(trees, missing, strict=True)],
-        ],
-        dtype=torch.long,
-        device=device,
-    ).unbind()
     width = max((max(Counter(tree.parents).values(), default=0) for tree in trees), default=0)
     if width <= 1:
-        return Draft.chain(tokens, sizes=sizes)
+        return Draft.chains([tree.tokens for tree in trees], device)
+    # padding is -1, in parents too, as for children of the root
+    tokens, parents = padded([tree.tokens for tree in trees]), padded([tree.parents for tree in trees])
     depths = [max(tree.depths, default=0) for tree in trees]
-    return Draft(tokens, parents, sizes=sizes, depths=depths, levels=max(depths), width=width)
+    return Draft(
+        from_host(tokens, device),
+        from_host(parents, device),
+        sizes=[len(tree.tokens) for tree in trees],
+        depths=depths,
+        levels=max(depths),
+        width=width,
+        listed=(tokens, parents),
+    )
 
 
 class RestDrafter(StatelessDrafter):
@@ -192,6 +196,7 @@ class Rest(SpeculativeDecoder):
         continuation: most tokens read after an occurrence, the depth of the tree.
         occurrences: most occurrences read per round.
         cut: cut the tree further, as the paper's code does, see ``cut_prefixes``.
+        costs: of passes, by which the best nodes of the tree are drafted; see ``methods.speculative.budget``.
         checkpoint: folder of a datastore; None: the one prepared for this model.
 
     Raises:
@@ -213,6 +218,7 @@ class Rest(SpeculativeDecoder):
         continuation: int = 10,
         occurrences: int = 5000,
         cut: bool = False,
+        costs: CostsOption = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         if min(nodes, occurrences) < 1 or not 1 <= continuation <= LONGEST:
@@ -228,7 +234,7 @@ class Rest(SpeculativeDecoder):
             )
         store = Datastore.load(part_folder("rest", "datastore", checkpoint), target.vocab_size)
         drafter = RestDrafter(store, nodes, max_ngram, min_ngram, continuation, occurrences, cut)
-        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False))
+        super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs)
         self._store = store
 
     def memory(self) -> dict[str, int | None]:

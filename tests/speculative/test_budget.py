@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 import random
+import tempfile
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.config import compose
 from bench.contract import checks
 from methods.drafting import ABSENT, Context, Draft, StatelessDrafter
 from methods.engine.sampling import Sampling
 from methods.speculative import budget
 from methods.speculative.budget import Costs, Pace, Places, Ratio, Tally, Texts, affordable, size
 from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.rest import Rest
+from methods.speculative.rest_datastore import Datastore
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.verification import DeterministicTree, Greedy
 
@@ -381,6 +388,32 @@ def test_cut_trees_keep_the_contract(scores, small_vocab):
     decoder = make(Greedy())(small_vocab, Sampling())
     checks.outputs(decoder, checks.prompts(8, (4, 9)), 60)
     assert 0.0 < decoder.stats()["nodes_per_round"] < 6
+
+
+def rest(target, texts, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        Datastore.build(texts, target.vocab_size).save(Path(folder))
+        return Rest(target, Sampling(), nodes=8, min_ngram=1, occurrences=64, checkpoint=Path(folder), **options)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "rest"])
+def test_a_lookup_drafts_less_where_nodes_are_dear_and_sits_out_rounds_that_lose(name, target):
+    """The text is what it is with whole drafts, which no costs and costs of nothing both give."""
+    prompts = checks.prompts(target.vocab_size, (9, 6))
+    noise = [[random.Random(row).randrange(target.vocab_size) for _ in range(40)] for row in range(200)]
+    make = {"prompt_lookup": partial(PromptLookup, target, Sampling()), "rest": partial(rest, target, noise)}[name]
+    whole, dear, free = make(), make(costs=CPU), make(costs=[[1, 1.0], [64, 1.0001]])
+    assert whole.costs_wanted == 0 and make(costs="auto").costs_wanted == 1 + whole.drafter.nodes
+    texts = checks.outputs(whole, prompts, 80)
+    assert checks.outputs(dear, prompts, 80) == checks.outputs(free, prompts, 80) == texts
+    assert whole.stats() == {} and dear.stats()["nodes_per_round"] < free.stats()["nodes_per_round"]
+    assert dear.stats()["undrafted_rounds"] > free.stats()["undrafted_rounds"]
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "rest"])
+def test_a_lookup_is_sized_by_default_and_whole_on_request(name):
+    assert compose.compose([f"method={name}"]).method["costs"] == "auto"
+    assert compose.compose([f"method={name}", "method.costs=null"]).method["costs"] is None
 
 
 def test_a_decoder_asks_for_costs_once(target):
