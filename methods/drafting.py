@@ -85,7 +85,7 @@ class Draft:
         passes: int = 0,
     ) -> Draft:
         """One path per row."""
-        parents = _chain_parents(tokens.shape[1], tokens.device).expand(len(tokens), -1)
+        parents = _chain_parents(len(tokens), tokens.shape[1], tokens.device)
         return cls(tokens, parents, probs, sizes=sizes, passes=passes)
 
     @classmethod
@@ -95,7 +95,7 @@ class Draft:
         """One path per row from ids on the host, ragged; a row may be empty."""
         listed = padded(rows)
         tokens, above = from_host(listed, device), list(range(-1, len(listed[0]) - 1))
-        parents = _chain_parents(len(above), device).expand(len(rows), -1)
+        parents = _chain_parents(len(rows), len(above), device)
         sizes = [len(row) for row in rows]
         return cls(tokens, parents, sizes=sizes, gains=gains, listed=(listed, [above] * len(rows)))
 
@@ -121,10 +121,10 @@ class Draft:
 
 
 @lru_cache(maxsize=256)
-def _chain_parents(nodes: int, device: torch.device) -> Int[Tensor, "N"]:
-    """Columns of the parents in a chain; nothing writes into it."""
+def _chain_parents(rows: int, nodes: int, device: torch.device) -> Int[Tensor, "B N"]:
+    """Columns of the parents in chains; nothing writes into it."""
     with torch.inference_mode(False):
-        return torch.arange(-1, nodes - 1, device=device)
+        return torch.arange(-1, nodes - 1, device=device).expand(rows, -1)
 
 
 def ragged(rows: Sequence[list[int]], device: torch.device) -> Int[Tensor, "B N"]:

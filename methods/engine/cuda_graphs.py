@@ -88,6 +88,14 @@ class Recorded(NamedTuple):
     results: tuple[Tensor, ...]
 
 
+class _Layout(NamedTuple):
+    """Parts of the buffers of inputs: those that nodes are copied into, those after the nodes, and what fills these."""
+
+    buffers: list[Tensor]
+    unused: list[Tensor]
+    fillings: list[Tensor]
+
+
 @dataclass(slots=True)
 class Replay:
     """A captured pass or round.
@@ -106,23 +114,31 @@ class Replay:
     recorded: Recorded
     tables: tuple[Tensor, ...]
     given: int = -1
+    _layouts: dict[tuple[int, ...], _Layout] = field(default_factory=dict)
 
     def run(self, columns: Sequence[Int[Tensor, "B _"]], parents: Parents, given: int) -> None:
         """Replay for nodes that are given in parts, side by side; all inputs are copied in one launch."""
+        widths = tuple([part.shape[1] for part in columns])
+        layout = self._layouts.get(widths)
+        if layout is None:
+            layout = self._layouts[widths] = self._layout(widths, given)
+        buffers, sources = layout.buffers, [*columns] if parents is None else [*columns, parents]
         if given != self.given:
-            self.tokens[:, given:] = ABSENT if self.form.whole else 0
-            if self.parents is not None:
-                self.parents[:, given - 1 :] = -1
+            buffers, sources = [*buffers, *layout.unused], [*sources, *layout.fillings]
             self.given = given
-        targets, start = [], 0
-        for part in columns:
-            targets.append(self.tokens[:, start : start + part.shape[1]])
-            start += part.shape[1]
-        if parents is None or self.parents is None:
-            torch._foreach_copy_(targets, list(columns))
-        else:
-            torch._foreach_copy_([*targets, self.parents[:, : given - 1]], [*columns, parents])
+        torch._foreach_copy_(buffers, sources)
         self.recorded.run()
+
+    def _layout(self, widths: tuple[int, ...], given: int) -> _Layout:
+        with torch.inference_mode(False):
+            *buffers, after = self.tokens.split([*widths, self.form.nodes - given], dim=1)
+            unused, fillings = [after], [torch.full_like(after, ABSENT if self.form.whole else 0)]
+            if self.parents is not None:
+                above, after = self.parents.split([given - 1, self.form.nodes - given], dim=1)
+                buffers.append(above)
+                unused.append(after)
+                fillings.append(torch.full_like(after, -1))
+        return _Layout(buffers, unused, fillings) if given < self.form.nodes else _Layout(buffers, [], [])
 
     @property
     def states(self) -> States:

@@ -104,11 +104,8 @@ class PromptLookupDrafter:
         if found is None:
             return Continuation([])
         place, size = found
-        draft: list[int] = []
-        for source in range(place, place + self.nodes):
-            if source >= len(tokens) + len(draft):
-                break
-            draft.append(tokens[source] if source < len(tokens) else draft[source - len(tokens)])
+        followed = tokens[place : place + self.nodes]
+        draft = (followed * -(-self.nodes // len(followed)))[: self.nodes]
         return Continuation(draft, size, float(len(draft)))
 
 

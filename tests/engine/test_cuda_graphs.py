@@ -6,12 +6,13 @@ import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.engine.cuda_graphs import GraphedLM, bucket
+from methods.engine.cuda_graphs import Form, GraphedLM, Recorded, Replay, bucket
 from methods.engine.sampling import Sampling
-from methods.engine.token_tree import closure_steps
+from methods.engine.token_tree import ABSENT, closure_steps
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.token_recycling import TokenRecycling
@@ -94,6 +95,27 @@ def test_passes_between_two_sizes_are_filled_up(nodes, tree):
     for output in found[1:]:
         torch.testing.assert_close(output.logits, found[0].logits)
         torch.testing.assert_close(output.hidden_layers[1], found[0].hidden_layers[1])
+
+
+def test_nodes_that_are_left_over_are_emptied_by_the_copy_of_the_others():
+    """A draft of another length takes no launch more."""
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            launched.append(func._overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    launched, tokens, parents = [], torch.zeros(2, 8, dtype=torch.long), torch.full((2, 7), -1)
+    replay = Replay(Form(8, 3, 128, (), True), tokens, parents, Recorded(lambda: None, ()), ())
+    for seen, given in enumerate((5, 3, 8, 5, 3, 8)):
+        nodes, above = torch.randint(9, (2, given)), torch.arange(-1, given - 2).expand(2, -1)
+        parts = [nodes[:, :1], nodes[:, 1:]]
+        launched.clear()
+        with Launches():
+            replay.run(parts, above, given)
+        assert tokens.tolist() == [row + [ABSENT] * (8 - given) for row in nodes.tolist()]
+        assert parents.tolist() == [row + [-1] * (8 - given) for row in above.tolist()]
+        assert seen < 3 or launched == ["_foreach_copy_"], "the parts of the buffers are known by then"
 
 
 def test_what_is_prepared_is_all_that_comes():
