@@ -27,17 +27,24 @@ class CostCurve:
     def seconds(self, nodes: int | float, batch: int, context: int | float) -> float:
         """Time of a round: piecewise linear in nodes and context.
 
-        Beyond the measured nodes the last slope continues, beyond the measured contexts the value stays. A smaller
-        last batch of a data set is priced like a full one: ``batch`` must not exceed the one measured.
+        Beyond the measured nodes the slope over their upper half continues, since two neighbours may have a step
+        between them; beyond the measured contexts the value stays. A smaller last batch of a data set is priced like a
+        full one: ``batch`` must not exceed the one measured.
 
         Raises:
             ValueError: a larger batch than the one measured.
         """
         if batch > self.batch:
             raise ValueError(f"The cost curve was measured with {self.batch} rows and cannot price {batch}.")
-        at_contexts = [_interpolate(self.nodes, row, nodes) for row in self.table]
+        at_contexts = [self._at(row, nodes) for row in self.table]
         clamped = min(max(context, self.contexts[0]), self.contexts[-1])
         return _interpolate(self.contexts, at_contexts, clamped)
+
+    def _at(self, times: Sequence[float], nodes: int | float) -> float:
+        if nodes <= self.nodes[-1] or len(self.nodes) == 1:
+            return _interpolate(self.nodes, times, nodes)
+        low = max(bisect_right(self.nodes, self.nodes[-1] // 2) - 1, 0)
+        return _interpolate((self.nodes[low], self.nodes[-1]), (times[low], times[-1]), nodes)
 
     def to_dict(self) -> dict[str, Any]:
         """For the manifest."""

@@ -23,7 +23,7 @@ from methods.engine.causal_lm import CausalLM
 
 EVERY_S = 20.0
 CHANGE = 0.05  # by which the time of a pass, over that of one node, must differ
-MOST, REPEATS = 16, 5
+NODES, REPEATS = (1, 2, 4, 8, 16), 5  # between them a change is taken to be smooth, where times are not
 SELDOM = 50  # times as long as a look took, at least, until the next one
 
 Times = Mapping[int, float]  # seconds of passes by their nodes
@@ -37,7 +37,7 @@ class CostWatch:
         target: whose passes they are.
         arms: get new costs; their manifests get the scaled curve and what was found.
         batch: rows in lockstep.
-        context: tokens per row, with room for ``MOST`` more.
+        context: tokens per row, with room for as many more as the largest pass has.
         wall: seconds.
     """
 
@@ -57,7 +57,7 @@ class CostWatch:
         """Time passes, if it is time to."""
         if (begin := self.wall()) < self._next:
             return
-        curve = verify_cost.measure(self.target, self.batch, verify_cost.grid(MOST), (self.context,), REPEATS)
+        curve = verify_cost.measure(self.target, self.batch, NODES, (self.context,), REPEATS)
         moment = dict(zip(curve.nodes, curve.table[0], strict=True))
         self._moments.append(moment)
         for arm in self.arms:
@@ -95,8 +95,9 @@ def scaled_costs(costs: Pairs, moment: Times) -> list[list[float]]:
     """Costs of drafts with the passes of another moment; those of larger passes change as the largest one timed."""
     (_, drafting), *passes = costs
     known, before = zip(*passes, strict=True)
-    shares = [moment[nodes] / moment[1] / np.interp(nodes, known, before) for nodes in moment]
-    times = {int(nodes): time * float(np.interp(nodes, [*moment], shares)) for nodes, time in passes}
+    timed = [nodes for nodes in moment if nodes <= known[-1]]
+    shares = [moment[nodes] / moment[1] / np.interp(nodes, known, before) for nodes in timed]
+    times = {int(nodes): time * float(np.interp(nodes, timed, shares)) for nodes, time in passes}
     return [[0.0, drafting], *draft_costs.rising(times)]
 
 

@@ -36,7 +36,7 @@ def passes(
     decoders: Sequence[Decoder],
     batch: int,
     context: int,
-    repeats: int = 15,
+    repeats: int = 9,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> CostCurve:
     """Passes of the target, up to the largest that one of the decoders wants to know of.

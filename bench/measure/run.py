@@ -508,7 +508,7 @@ def _cost_watch(arms: Sequence[tuple[RunConfig, Parts, MethodArm]], shared: Shar
     kept = [arm for _, _, arm in arms if {"cost_curve", "draft_costs"} & arm.folder.manifest.keys()]
     if not kept or lm.device.type != "cpu" or shared.loaded.denoises:
         return None
-    watch = CostWatch(lm, kept, _batch_of_costs(shared), _middle(shared, cost_watch.MOST), runner.wall)
+    watch = CostWatch(lm, kept, _batch_of_costs(shared), _middle(shared, cost_watch.NODES[-1]), runner.wall)
     runner.between = watch.look
     return watch
 

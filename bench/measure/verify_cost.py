@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from methods.engine.causal_lm import CausalLM
     from methods.engine.kv_cache import Cache
 
-NODES = (1, 2, 4, 8, 16, 32, 64)
+NODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32, 64)  # a row more than a tile of a kernel holds makes a step
 
 
 def grid(most: int) -> tuple[int, ...]:
@@ -30,7 +30,7 @@ def grid(most: int) -> tuple[int, ...]:
 
 
 def measure_rows(
-    target: CausalLM, batch: int, nodes: Sequence[int], contexts: Sequence[int], repeats: int = 7
+    target: CausalLM, batch: int, nodes: Sequence[int], contexts: Sequence[int], repeats: int = 5
 ) -> CostSurface:
     """As ``measure``, with all rows of a batch, a quarter of them and one; with all alone where finished rows stay."""
     sizes = {1, batch // 4 or 1, batch} if target.pays_to_drop(1, batch) else {batch}
@@ -42,7 +42,7 @@ def measure(
     batch: int = 1,
     nodes: Sequence[int] = NODES,
     contexts: Sequence[int] = (256,),
-    repeats: int = 7,
+    repeats: int = 5,
     seed: int = 0,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> CostCurve:

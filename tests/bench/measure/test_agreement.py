@@ -115,6 +115,12 @@ def test_cost_is_linear_between_the_points_and_goes_on_in_nodes(nodes: int, cont
     assert CURVE.seconds(nodes, 2, context) == pytest.approx(seconds)
 
 
+def test_a_step_between_the_last_two_points_does_not_go_on() -> None:
+    curve = cost_curve.CostCurve((1, 3, 6, 7), 1, (100,), ((1.0, 1.2, 1.2, 2.0),))
+    assert curve.seconds(6, 1, 100) == 1.2 and curve.seconds(7, 1, 100) == 2.0
+    assert curve.seconds(11, 1, 100) == pytest.approx(2.0 + 4 * 0.2)
+
+
 def test_a_curve_survives_the_manifest_and_does_not_price_larger_batches() -> None:
     assert cost_curve.CostCurve.from_dict(CURVE.to_dict()) == CURVE
     assert CURVE.seconds(1, 1, 100) == 1.0
@@ -123,7 +129,15 @@ def test_a_curve_survives_the_manifest_and_does_not_price_larger_batches() -> No
 
 
 @pytest.mark.parametrize(
-    ("most", "nodes"), [(1, (1,)), (11, (1, 2, 4, 8, 11)), (64, verify_cost.NODES), (80, (*verify_cost.NODES, 80))]
+    ("most", "nodes"),
+    [
+        (1, (1,)),
+        (6, (1, 2, 3, 4, 5, 6)),
+        (11, (1, 2, 3, 4, 5, 6, 7, 8, 9, 11)),
+        (25, (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25)),
+        (64, verify_cost.NODES),
+        (80, (*verify_cost.NODES, 80)),
+    ],
 )
 def test_the_grid_ends_at_the_methods_largest_pass(most: int, nodes: tuple[int, ...]) -> None:
     assert verify_cost.grid(most) == nodes

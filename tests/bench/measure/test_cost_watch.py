@@ -30,6 +30,19 @@ def test_costs_have_the_passes_of_the_moment_and_larger_ones_change_as_the_large
     assert noisy == [[0.0, 0.1], [1.0, 1.0], [4.0, 1.5], [16.0, 1.5], [32.0, 1.6]], "no larger pass takes less"
 
 
+def test_passes_larger_than_the_costs_say_nothing_of_smaller_ones() -> None:
+    costs = [[0.0, 0.1], [1.0, 1.0], [4.0, 1.2], [8.0, 1.4], [11.0, 1.6]]
+    alike = {1: 0.010, 4: 0.012, 8: 0.014, 16: 0.030}
+    assert cost_watch.scaled_costs(costs, alike) == costs
+
+
+def test_the_moment_of_a_few_sizes_scales_a_finer_grid() -> None:
+    """A step between six nodes and seven stays where it was."""
+    costs = [[0.0, 0.1], [1.0, 1.0], [2.0, 1.0], [4.0, 1.0], [6.0, 1.0], [7.0, 1.5], [8.0, 1.5], [16.0, 1.5]]
+    found = cost_watch.scaled_costs(costs, {1: 0.010, 2: 0.012, 4: 0.012, 8: 0.018, 16: 0.018})
+    assert found == [[0.0, 0.1], [1.0, 1.0], [2.0, 1.2], [4.0, 1.2], [6.0, 1.2], [7.0, 1.8], [8.0, 1.8], [16.0, 1.8]]
+
+
 def test_a_curve_is_scaled_at_all_contexts_alike() -> None:
     curve = CostCurve((1, 2, 4), 1, (10, 30), ((1.0, 1.5, 2.0), (2.0, 2.5, 3.0)))
     scaled = cost_watch.scaled_curve(CostSurface((curve,)), 1, 20, {1: 3.0, 4: 5.0})
@@ -50,8 +63,8 @@ def _another_machine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     looks, measure = [0], verify_cost.measure
 
     def measured(target: Any, batch: int, nodes: Any, contexts: Any, repeats: int = 7, **more: Any) -> CostCurve:
-        looks[0] += repeats == cost_watch.REPEATS
-        if repeats != cost_watch.REPEATS:
+        looks[0] += nodes == cost_watch.NODES
+        if nodes != cost_watch.NODES:
             return measure(target, batch, nodes, contexts, 1, **more)
         share = 1.0 if looks[0] > 1 else 0.01
         return CostCurve(tuple(nodes), batch, tuple(contexts), (tuple(1.0 + share * (n - 1) for n in nodes),))

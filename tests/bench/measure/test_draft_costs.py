@@ -54,13 +54,14 @@ def test_drafting_is_what_a_round_takes_beside_its_pass(monkeypatch: pytest.Monk
     target.forward, decoder.drafter.propose = timed, proposed  # type: ignore[method-assign]
     curve = draft_costs.passes(target, [decoder], 1, 20, repeats=1, clock=clock)
     found = draft_costs.measure(target, decoder, curve, clock)
-    assert curve.nodes == (1, 2, 4, 8)
-    assert found == [[0.0, 0.2], [1.0, 1.0], [2.0, 1.0909], [4.0, 1.2727], [8.0, 1.6364]]
+    times = (1.0, 1.0909, 1.1818, 1.2727, 1.3636, 1.4545, 1.5455, 1.6364)
+    assert curve.nodes == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert found == [[0.0, 0.2], *([float(nodes), time] for nodes, time in zip(curve.nodes, times, strict=True))]
     other = replace(curve, table=tuple(tuple(seconds / 2 for seconds in row) for row in curve.table))
     drafting = draft_costs.measure(target, decoder, other, clock)[0][1]
     assert drafting == pytest.approx(0.4, abs=1e-4), "the same time over passes that took half as long"
     decoder.use_costs(found)
-    assert decoder.costs == Costs((1, 2, 4, 8), (1.0, 1.0909, 1.2727, 1.6364), 0.2)
+    assert decoder.costs == Costs(curve.nodes, times, 0.2)
 
 
 def test_a_run_hands_over_what_it_measured_and_one_that_goes_on_what_is_recorded(
@@ -103,7 +104,9 @@ def test_noise_does_not_make_a_larger_pass_cheaper() -> None:
     decoder = SuffixDecoding(checks.tiny_target(), Sampling(), gamma=3, min_match=9, costs="auto")
     curve = CostCurve((1, 2, 4), 1, (6,), ((2.0, 4.0, 3.0),))
     found = draft_costs.measure(decoder.target, decoder, curve)
-    assert found == [[0.0, 0.0], [1.0, 1.0], [2.0, 1.75], [4.0, 1.75]], "it finds nothing to draft, or less than free"
+    assert found == [[0.0, 0.0], [1.0, 1.0], [2.0, 1.75], [3.0, 1.75], [4.0, 1.75]], (
+        "it finds nothing to draft, or less than free"
+    )
 
 
 def test_of_three_measurements_a_noisy_one_does_not_count() -> None:
@@ -146,4 +149,4 @@ def test_costs_that_differ_from_the_runs_own_curve_are_measured_again(
     outcome = run(cfg)
     manifest = read_manifest(outcome.path) or {}
     assert asked == ([8, 8] if noisy else [8])
-    assert [time for _, time in manifest["draft_costs"][1:]] == [1.0, 1.1, 1.2, 1.4]
+    assert [time for _, time in manifest["draft_costs"][1:]] == [1.0, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4]
