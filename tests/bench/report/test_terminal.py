@@ -125,6 +125,7 @@ def test_an_inconclusive_run_says_why() -> None:
     assert f"RESULT: INCONCLUSIVE - 1 reason     {PATH}/" in text and "  1. Too few. Do more." in text
     wide = summary(verdict={"valid": True, "reasons": []})
     wide["speedup"]["headline"] |= {"value": 1.4, "low": 0.56, "high": 3.53, "n": 20}
+    wide["speedup"]["total"]["value"] = 1.4  # of as many tokens
     assert "RESULT: INCONCLUSIVE - 2 reasons" in terminal.render(wide, PATH)
     assert terminal.leaderboard([wide]).splitlines()[-1].split()[-1] == "INCONCLUSIVE"
 
