@@ -72,6 +72,7 @@ ALSO = {
     "methods/base_models/translation.py": {"early_exit"},
     "methods/base_models/characters.py": {"early_exit"},
     "methods/base_models/hash_teacher.py": {"early_exit"},
+    "methods/base_models/exit_model.py": {"early_exit"},
     "methods/base_models/self_diffusion.py": {"speculative"},
     "bench": {"autoregressive"},
 }

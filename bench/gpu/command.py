@@ -172,6 +172,8 @@ def values(asked: RunOptions) -> dict[str, str]:
         f"train.answers.batch=256 train.features=live train.recipe.batch_size=64 train.recipe.steps=6000 {train}",
         "exits": f"model=smollm2 corpus=dolly:2200,gsm8k:800 train.answers.tokens=450000 train.answers.batch=256 "
         f"train.tokens=393216 {train}",
+        "exit_model": f"model=smollm2 corpus=dolly,gsm8k,own_requests,multi30k_requests train.rank=32 train.interval=4 "
+        f"train.recipe.tokens=16384 train.recipe.steps=6000 {train}",
         "pairs": f"corpus=multi30k {train}",
         "students": f"model=multi30k_4_4 train.recipe.tokens=8192 train.recipe.steps=12000 corpus=multi30k {train}",
     }

@@ -23,7 +23,7 @@ import torch
 from bench.analysis import metrics
 from bench.config import compose, instantiate
 from bench.config.schema import PathsConfig, RunConfig, SamplingConfig
-from bench.models import artifacts, loading
+from bench.models import adapted, artifacts, loading
 from bench.models.artifacts import Prepared
 from bench.models.source import Loaded
 from bench.records.run_folder import Sample
@@ -122,7 +122,14 @@ def count(texts: Sequence[Text]) -> Seen:
 
 def model_of(folder: Path, card: Mapping[str, Any]) -> Mapping[str, Any]:
     """The ``model`` group of the target of a checkpoint; a checkpoint that is a model is its own."""
-    return {"name": str(folder)} if (folder / MODEL_FILE).is_file() else loading.named(card["model"]["name"])
+    if adapted.is_difference(folder):
+        return adapted.group_of(folder, card["model"]["name"])
+    return {"name": str(folder)} if is_model(folder) else loading.named(card["model"]["name"])
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a checkpoint is a model, in itself or as a difference of another one."""
+    return (folder / MODEL_FILE).is_file() or adapted.is_difference(folder)
 
 
 def load(folder: Path, card: Mapping[str, Any], paths: PathsConfig, dtype: str = "float32") -> Loaded:
@@ -167,18 +174,18 @@ def measure(
         ValueError: the checkpoint does not fit.
     """
     entry = entry or {}
-    is_model = (folder / MODEL_FILE).is_file()
-    method = dict(entry.get("settings") or _settings("autoregressive" if is_model else card["definition"]["method"]))
-    own = None if is_model else folder
+    alone = is_model(folder)
+    method = dict(entry.get("settings") or _settings("autoregressive" if alone else card["definition"]["method"]))
+    own = None if alone else folder
     decoder = instantiate.build_decoder(method, loaded.lm, SamplingConfig(), checkpoint=own)
     names, rows = fixed_prompts(loaded)
     texts = _decode(decoder, rows, loaded)
-    if is_model:
+    if alone:
         full = [list(map(int, ids.split())) for ids in entry.get("texts", ())] or [text.ids for text in texts]
     for text, reference in zip(texts, full or full_texts(loaded), strict=True):
         text.reference = list(reference)
     facts = {"prompts": names, "max_new_tokens": NEW_TOKENS, "dtype": str(loaded.lm.dtype).removeprefix("torch.")}
-    return Entry(facts, method, count(texts), [text.ids for text in texts] if is_model else None)
+    return Entry(facts, method, count(texts), [text.ids for text in texts] if alone else None)
 
 
 @dataclass(frozen=True)

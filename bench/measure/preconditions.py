@@ -252,7 +252,7 @@ def _filled(cfg: RunConfig) -> str | None:
 
 def _models(cfg: RunConfig) -> str | None:
     """A model of this project that is not trained yet, or a draft model that is missing or does not fit."""
-    from bench.models.trained import TrainedModel
+    from bench.models.trained import is_trained
 
     draft = cfg.method.get("draft_model")
     if _method(cfg).needs_draft_model(cfg.method):
@@ -263,7 +263,7 @@ def _models(cfg: RunConfig) -> str | None:
     if draft is not None and draft == cfg.model["name"]:
         return f"method.draft_model must differ from the target, got {draft} for both."
     for group in (cfg.model, loading.named(draft) if isinstance(draft, str) else {}):
-        if group.get("_target_") == f"{TrainedModel.__module__}.{TrainedModel.__name__}":
+        if is_trained(group):
             try:
                 instantiate.build_model(group).find(Path(cfg.paths.cache))
             except UserError as error:

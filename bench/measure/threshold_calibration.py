@@ -26,7 +26,7 @@ from bench.config.schema import RunConfig, sanitise
 from bench.errors import UserError
 from bench.models import artifacts
 from bench.models.artifacts import Prepared
-from bench.models.trained import TrainedModel
+from bench.models.trained import is_trained
 from bench.scoring import SCORERS
 from bench.scoring.rouge import rouge_l
 from bench.tasks import corpus, overlap, prompts
@@ -172,7 +172,7 @@ def _corpus_of(cfg: RunConfig, kind: str) -> str:
 def _card_of_model(cfg: RunConfig) -> dict[str, Any] | None:
     """The card of a target that was trained here, by name or by folder."""
     folder = Path(str(cfg.model["name"]))
-    if cfg.model.get("_target_") == f"{TrainedModel.__module__}.{TrainedModel.__name__}":
+    if is_trained(cfg.model):
         folder = instantiate.build_model(cfg.model).find(Path(cfg.paths.cache))
     return artifacts.read_card(folder)
 

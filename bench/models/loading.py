@@ -79,7 +79,7 @@ def load(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: PathsConf
         )
     device, dtype = resolve_hardware(hardware)
     _settle_kernels(device)
-    source = _source(model)
+    source = source_of(model)
     if (size := parallel_of(model)) > 1:
         return _load_parallel(model, hardware, paths, size, keep_hf=keep_hf)
     _require_memory(source, device, dtype, keep_hf, Path(paths.cache))
@@ -118,7 +118,7 @@ def _load_parallel(
             "method than those of transformers."
         )
     parallel.require(size, device)
-    _require_memory(_source(model), device, dtype, False, Path(paths.cache), size)
+    _require_memory(source_of(model), device, dtype, False, Path(paths.cache), size)
     try:
         devices = parallel.start(size, model, hardware, paths, device)
         read = read_part(model, hardware, paths, devices)
@@ -151,7 +151,7 @@ def read_part(model: Mapping[str, Any], hardware: Mapping[str, Any], paths: Path
 
     device, dtype = resolve_hardware(hardware)
     _settle_kernels(device)
-    source = _source(model)
+    source = source_of(model)
     early = isinstance(source, RandomModel) and source.like is not None
     if early:
         source.cut = checked_cut  # type: ignore[attr-defined]
@@ -242,16 +242,19 @@ def compile_layers(lm: CausalLM) -> Compiled:
 
 def shape_of(model: Mapping[str, Any], paths: PathsConfig) -> Architecture | None:
     """Sizes of a decoder-only model before it is loaded; None where this machine does not have them."""
-    return _shape(_source(model), Path(paths.cache))
+    return _shape(source_of(model), Path(paths.cache))
 
 
 def _shape(source: Source, cache: Path) -> Architecture | None:
+    from bench.models.adapted import AdaptedModel
     from bench.models.architectures import Architecture
     from bench.models.embedded import SMOLLM2, EmbeddedModel
     from bench.models.hub import HubModel, is_seq2seq
 
     if isinstance(shape := getattr(source, "shape", None), Architecture):
         return shape
+    if isinstance(source, AdaptedModel):
+        return _shape(source.source, cache)
     if isinstance(source, EmbeddedModel):
         where: Any = SMOLLM2.folder(cache)
     elif type(source) is HubModel:
@@ -503,7 +506,12 @@ def _cpu_has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _source(model: Mapping[str, Any]) -> Source:
+def source_of(model: Mapping[str, Any]) -> Source:
+    """What reads the model of a ``model`` group.
+
+    Raises:
+        UserError: its class reads no models.
+    """
     target = _BY_NAME.get(str(model["name"]), _ELSE)
     source = instantiate.build_model({"_target_": target, **model})
     if not isinstance(source, Source):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from bench.config import instantiate
 from bench.config.schema import PathsConfig
 from bench.errors import UserError
 from bench.models import artifacts
@@ -58,3 +60,9 @@ class TrainedModel:
             more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
             more += f" train.exits={exits}" if exits else ""
         return f"python -m bench train method={self.method}{layers}{more}"
+
+
+def is_trained(model: Mapping[str, Any]) -> bool:
+    """Whether a ``model`` group is of a model that ``bench.train`` made."""
+    kind = instantiate.locate(model["_target_"]) if "_target_" in model else None
+    return isinstance(kind, type) and issubclass(kind, TrainedModel)

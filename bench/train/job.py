@@ -22,7 +22,7 @@ from bench.config import compose, identity, instantiate
 from bench.config.schema import DEFAULT_CORPUS, RunConfig, TrainConfig, parallel_of, sanitise
 from bench.errors import UserError
 from bench.measure import acceptance_check, preconditions
-from bench.models import artifacts, loading
+from bench.models import adapted, artifacts, loading
 from bench.models.artifacts import CARD, CURVES, LOCK, LOG, PLAN
 from bench.models.source import Loaded
 from bench.records.tracking import STEP, Tracker
@@ -34,6 +34,7 @@ from bench.utils import files, machine, redact
 from bench.utils.progress import Progress
 from methods.training.interface import Trainable, TrainingContext
 
+_ADAPTED = "smollm2_layerskip"  # a model group whose base and difference can be replaced
 _OLD_PLAN, _OLD_LOG = "making.json", "making"
 
 
@@ -55,6 +56,8 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
     if like := cfg.model.get("like"):
         raise UserError(preconditions.random_weights(like, f"method={settings.method} learns from a model's text"))
     trainable = instantiate.build_trainable(train)
+    if settings.publish and trainable.makes == "difference":
+        raise UserError(f"method={settings.method} stores its weights in 8 bits by itself. Leave out publish=.")
     tracker = instantiate.build_tracker(cfg.tracker)
     texts = _read(trainable, settings, cfg)
     machine.set_threads(cfg.hardware.threads)
@@ -264,10 +267,13 @@ class TrainingJob:
         """Write what the checkpoint does on fixed prompts into its card, by which a wrong loading is noticed later."""
         if self.trainable.makes == "corpus":
             return
-        makes_model = self.trainable.makes == "model"
-        model = {"name": str(self.folder)} if makes_model else self.cfg.model
+        makes, model = self.trainable.makes, self.cfg.model
+        if makes == "model":
+            model = {"name": str(self.folder)}
+        elif makes == "difference":
+            model = adapted.group_of(self.folder, model)
         try:
-            loaded = None if makes_model else self.model
+            loaded = self.model if makes == "checkpoint" else None
             loaded = loaded or loading.load(model, asdict(self.cfg.hardware), self.cfg.paths)
             acceptance_check.write(self.folder, loaded)
         except (UserError, ValueError) as error:
@@ -290,6 +296,13 @@ class TrainingJob:
             same = [word for word in self.words if re.match(r"(model|paths)[.=]", word)]
             return [f"method={self.settings.method}", *named, *same]
         choices, corpus_name = compose.groups(), self.texts.names[0]
+        if self.trainable.makes == "difference":
+            name = self.trainable.model_name(self.subject)
+            group = adapted.group_of(self.folder, self.subject)
+            place = [f"model.{key}={group[key]}" for key in ("base", "folder")]
+            known = name in choices["model"] and self.folder == self.places["trained"]
+            model = [f"model={name}"] if known else [f"model={_ADAPTED}", f"model.name={sanitise(name)}", *place]
+            return ["method=calm", "method.head=lens", *model]
         known = self.subject in choices["model"] and self.folder == self.places["trained"]
         model = [f"model={self.subject}"] if known else ["model=hf", f"model.name={self.folder}"]
         own = ["dataset=jsonl", "dataset.path=FILE"]  # lines of a corpus are not lines of a data set
@@ -382,7 +395,13 @@ def _load_model(
             )
     if (devices := parallel_of(cfg.model)) > 1:
         raise UserError(f"model.parallel must be 1 where something is trained, got {devices}. Set model.parallel=1.")
-    model = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=paired)
+    changed = trainable.makes == "difference"
+    model = loading.load(cfg.model, asdict(cfg.hardware), cfg.paths, keep_hf=paired or changed)
+    if changed and (model.kind != "causal" or model.denoises):
+        raise UserError(
+            f"method={settings.method} trains a decoder-only model that writes from left to right, got {model.name}. "
+            "Set model=smollm2, or method=exit_teacher for a translation model."
+        )
     if made and trainable.teacher_kind == "seq2seq" != model.kind:
         raise UserError(
             f"The teacher must be an encoder-decoder that translates, got {model.name}, a causal model. Set "

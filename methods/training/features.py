@@ -116,8 +116,8 @@ class Features:
         tokens = self.answer_tokens(self.held_out).to(vocabulary.ids.device)
         return round(float((vocabulary.of(tokens) >= 0).float().mean()), 4)
 
-    def _texts(self, rows: Sequence[int], device: torch.device) -> tuple[Tensor, list[int], list[int]]:
-        """Ids, tokens of the prompts, tokens in all."""
+    def texts(self, rows: Sequence[int], device: torch.device) -> tuple[Int[Tensor, "B T"], list[int], list[int]]:
+        """Of some dialogues: ids, padded with 0 at the end; tokens of the prompts; tokens in all."""
         examples = [self.answers.rows[row] for row in rows]
         prompts = [len(example.prompt) for example in examples]
         lengths = [len(example.prompt) + len(example.answer) for example in examples]
@@ -161,7 +161,7 @@ class LiveFeatures(Features):
 
     def batch(self, rows: Sequence[int], dtype: torch.dtype = torch.float32) -> Batch:
         """See ``Features.batch``."""
-        tokens, prompts, lengths = self._texts(rows, self.target.device)
+        tokens, prompts, lengths = self.texts(rows, self.target.device)
         texts = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
         hidden, hidden_layers = states(self.target, texts, self.hidden_layers, prompts)
         kept = {tap: state.to(dtype, copy=True) for tap, state in hidden_layers.items()}
@@ -191,7 +191,7 @@ class CachedFeatures(Features):
 
     def batch(self, rows: Sequence[int], dtype: torch.dtype = torch.float32) -> Batch:
         """See ``Features.batch``."""
-        tokens, prompts, lengths = self._texts(rows, self.device)
+        tokens, prompts, lengths = self.texts(rows, self.device)
         read = {tap: self._read(tap, rows, lengths, dtype) for tap in self._files}
         hidden = read.pop(None)
         return Batch(tokens, hidden, {tap: state for tap, state in read.items() if tap is not None}, prompts, lengths)

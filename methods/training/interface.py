@@ -93,7 +93,8 @@ class Trainable(ABC):
     """Whatever is made before decoding: draft heads, a search, a datastore, a model.
 
     Attributes:
-        makes: a checkpoint that a method uses with a model, a model that is loaded by name, or a corpus.
+        makes: a checkpoint that a method uses with a model, a model that is loaded by name, a difference of a model's
+            weights, or a corpus.
         learns_from: what the context holds; nothing: there is no corpus.
         description: what is made, e.g. ``a datastore of token ids``.
         duration: how long that takes, e.g. ``seconds per million tokens``.
@@ -103,7 +104,7 @@ class Trainable(ABC):
         validation: corpus of pairs for validation; None: that of the corpus.
     """
 
-    makes: ClassVar[Literal["checkpoint", "model", "corpus"]] = "checkpoint"
+    makes: ClassVar[Literal["checkpoint", "model", "difference", "corpus"]] = "checkpoint"
     learns_from: ClassVar[Literal["dialogues", "pairs", "nothing"]] = "dialogues"
     description: ClassVar[str]
     duration: ClassVar[str]
@@ -123,8 +124,8 @@ class Trainable(ABC):
         """Whether each line of the corpus must have an answer; one that decodes its own answers needs none."""
         return True
 
-    def model_name(self, corpus: str) -> str:
-        """Name of the model that is made, e.g. ``multi30k_4_4``."""
+    def model_name(self, of: str) -> str:
+        """Name of the model that is made, e.g. ``multi30k_4_4``; ``of``: the corpus, or the model of a difference."""
         raise NotImplementedError
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Losses over all layers of a model, so that it can be left early: CALM's, FREE's, and the passes of HASH-EE.
+"""Losses over the layers of a model, so that it can be left early: CALM's, FREE's, LayerSkip's, and HASH-EE's passes.
 
     calm    sum over the layers of w_i CE_i, w_i = i / (1 + ... + L) (Schuster et al. 2022, arXiv 2207.07061, sec. 4)
     free    (k CE_k + L CE_L) / (k + L), and ``distillation`` times the layerwise distillation of the layers up to k
@@ -14,11 +14,16 @@ come before the sub-layers, and an error in absolute terms then drives those of 
 ``dynamic`` (the published default) pairs them from the last one down: each takes the nearest state among the layers
 strictly below the one chosen before, as long as there is one. ``uniform`` pairs them in order.
 
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains a finished model on. Layer l of L, counted from 0, is dropped
+for a row of the batch with a probability that grows with its depth (sec. 4.1.1, S(t) = 1): ``drop_rates``, ``dropped``.
+The loss is the mean of CE_l over the layers of a step with weights that grow, too (sec. 4.1.2): ``LayerSkipLoss``.
+
 HASH-EE trains with the exits it decodes with: ``frozen_from`` makes each token's state stay as it is above its depth.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +38,7 @@ from methods.training.interface import require
 
 Exits = Literal["calm", "free"]
 Pairing = Literal["dynamic", "uniform"]
+Curriculum = Literal["rotational", "gradual"]
 
 CrossEntropy = Callable[[Float[Tensor, "n D"]], Float[Tensor, ""]]
 
@@ -123,6 +129,94 @@ def make_loss(exits: Exits, layers: int, shallow: int | None = None, distillatio
     if not 1 <= k < layers:
         raise ValueError(f"shallow must be from 1 to {layers - 1} for {layers} layers, got {k}. Set train.shallow.")
     return FreeLoss(k, distillation)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSkipLoss:
+    """Which exits learn in a step, and their weights; see the head of this file.
+
+    With l from 0, e(l) = s (0 + 1 + ... + l) before the last layer and e(L - 1) = L - 1 + s (0 + ... + L - 2). The
+    weights of a step are the e(l) of the exits that learn in it, divided by their sum. The last layer always learns.
+
+    Attributes:
+        layers: L.
+        scale: s, between 0, where the last layer learns alone, and 1.
+        curriculum: ``rotational``, every ``interval``-th exit, from one layer further on in each step; ``gradual``, the
+            exits from the last one down, one more each time a share of 1 / 2L of the training is over.
+        interval: R of ``rotational``.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    layers: int
+    scale: float = 0.2
+    curriculum: Curriculum = "rotational"
+    interval: int = 8
+
+    def __post_init__(self) -> None:
+        require("from 0 to 1", scale=self.scale)
+        require("at least 1", interval=self.interval)
+
+    def weights(self, step: int, share: float) -> dict[int, float]:
+        """By depth (layers run) of the exits that learn in a step; they add up to 1.
+
+        Args:
+            step: its number.
+            share: of the training that is over, from 0 to 1.
+        """
+        last = self.layers - 1
+        if self.curriculum == "rotational":
+            learning = range(step % self.interval, last, self.interval)
+        else:
+            learning = range(max(0, last - int(2 * self.layers * share)), last)
+        each = {layer + 1: self.scale * layer * (layer + 1) / 2 for layer in learning}
+        each = {depth: weight for depth, weight in each.items() if weight}
+        each[self.layers] = last + self.scale * (last - 1) * last / 2 if last else 1.0
+        total = sum(each.values())
+        return {depth: weight / total for depth, weight in each.items()}
+
+
+def drop_rates(layers: int, most: float) -> list[float]:
+    """p_l = ``most`` (exp(l ln 2 / (L - 1)) - 1) by layer: 0 at the first one, ``most`` at the last one."""
+    return [most * (math.exp(layer * math.log(2) / max(1, layers - 1)) - 1) for layer in range(layers)]
+
+
+@contextmanager
+def dropped(layers: Iterable[nn.Module], rates: Sequence[float]) -> Iterator[None]:
+    """Within it, each row of a batch leaves out each layer of transformers with its probability.
+
+    A layer computes the rows that keep it alone, and does not run without any. Draws are those of PyTorch's generator.
+    """
+    for layer, rate in zip(layers, rates, strict=True):
+        layer.forward = _of_kept_rows(layer.forward, rate)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _of_kept_rows(forward: Callable[..., Tensor], rate: float) -> Callable[..., Tensor]:
+    def call(hidden: Float[Tensor, "B T D"], *given: Any, **named: Any) -> Float[Tensor, "B T D"]:
+        batch = len(hidden)
+        kept = (torch.rand(batch) >= rate).nonzero()[:, 0].to(hidden.device)
+        if len(kept) == batch:
+            return forward(hidden, *given, **named)
+        if not len(kept):
+            return hidden
+        own = [_rows(value, kept, batch) for value in given]
+        made = forward(hidden[kept], *own, **{name: _rows(value, kept, batch) for name, value in named.items()})
+        return hidden.index_copy(0, kept, made)
+
+    return call
+
+
+def _rows(value: Any, kept: Int[Tensor, "b"], batch: int) -> Any:
+    """Of what a layer is given, the part of some rows; what all rows share stays."""
+    if isinstance(value, tuple):
+        return tuple(_rows(part, kept, batch) for part in value)
+    return value[kept] if isinstance(value, Tensor) and value.dim() > 1 and len(value) == batch > 1 else value
 
 
 @contextmanager

@@ -29,7 +29,16 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.training import trainer
 from methods.training.exit_quality import quality
-from methods.training.layer_losses import CalmLoss, FreeLoss, collected, frozen_from, make_loss
+from methods.training.layer_losses import (
+    CalmLoss,
+    FreeLoss,
+    LayerSkipLoss,
+    collected,
+    drop_rates,
+    dropped,
+    frozen_from,
+    make_loss,
+)
 from methods.training.trainer import TrainingConfig
 from methods.training.translation import batches
 from tests.base_models.test_translation import BRIEF, PAIRS, SMALL, context
@@ -90,6 +99,67 @@ def test_a_loss_that_cannot_be_is_refused() -> None:
             make_loss("free", 8, shallow)
     with pytest.raises(ValueError, match="distillation must be at least 0, got -1"):
         make_loss("free", 8, distillation=-1.0)
+
+
+def test_weights_of_layerskip_grow_with_the_depth_and_exits_take_turns() -> None:
+    """L = 6, s = 0.5: e(l) = 0, 0.5, 1.5, 3, 5 before the last layer, which has 5 + 0.5 (0 + 1 + 2 + 3 + 4) = 10."""
+    loss = LayerSkipLoss(6, 0.5, interval=2)
+    assert loss.weights(0, 0.0) == pytest.approx({3: 1.5 / 16.5, 5: 5 / 16.5, 6: 10 / 16.5})
+    assert loss.weights(1, 0.0) == pytest.approx({2: 0.5 / 13.5, 4: 3 / 13.5, 6: 10 / 13.5})
+    assert loss.weights(7, 0.9) == loss.weights(1, 0.0), "the share of the training does not matter"
+    assert LayerSkipLoss(6, 0.0).weights(3, 0.5) == {6: 1.0} and LayerSkipLoss(1).weights(0, 0.0) == {1: 1.0}
+
+
+def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first() -> None:
+    """One exit more after each twelfth of the training of six layers, so that all learn after half of it."""
+    loss = LayerSkipLoss(6, 0.5, "gradual")
+    assert loss.weights(0, 0.0) == {6: 1.0}
+    assert loss.weights(5, 1.01 / 12) == pytest.approx({5: 5 / 15, 6: 10 / 15})
+    assert set(loss.weights(6, 2.01 / 12)) == {4, 5, 6}
+    assert set(loss.weights(9, 0.5)) == set(loss.weights(9, 1.0)) == {2, 3, 4, 5, 6}, "the first has no weight"
+    with pytest.raises(ValueError, match="scale must be from 0 to 1, got 1.5"):
+        LayerSkipLoss(6, 1.5)
+    with pytest.raises(ValueError, match="interval must be at least 1, got 0"):
+        LayerSkipLoss(6, interval=0)
+
+
+def test_the_rate_of_dropped_layers_grows_exponentially() -> None:
+    assert drop_rates(5, 0.2) == pytest.approx([0.2 * (2 ** (layer / 4) - 1) for layer in range(5)])
+    assert drop_rates(5, 0.2)[0] == 0 and drop_rates(5, 0.2)[4] == pytest.approx(0.2) and drop_rates(1, 0.2) == [0]
+
+
+def test_a_dropped_layer_does_not_run() -> None:
+    model: Any = checks.tiny_target(layers=3).hf
+    ids = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    runs: list[int] = []
+    handles = [layer.mlp.register_forward_hook(lambda m, g, o: runs.append(len(o))) for layer in model.model.layers]
+    with torch.no_grad(), dropped(model.model.layers, [0.0, 1.0, 0.0]), collected(model.model.layers) as states:
+        model(ids)
+    assert runs == [2, 2] and states[1].equal(states[0]) and not states[2].equal(states[1])
+    with torch.no_grad(), collected(model.model.layers) as whole:
+        model(ids)
+    assert runs == [2] * 5 and not whole[1].equal(whole[0]), "after the block every layer runs"
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_each_row_leaves_out_its_own_layers(attention: str) -> None:
+    """A row of a batch has the states of the same row alone, without the layers that were drawn for it."""
+    model: Any = checks.tiny_target(layers=4).hf
+    model.set_attn_implementation(attention)  # eager: layers are given a mask
+    ids = torch.tensor([[4, 5, 6], [7, 8, 9], [10, 11, 12]])
+    torch.manual_seed(3)
+    draws = torch.stack([torch.rand(3) for _ in range(4)])
+    torch.manual_seed(3)
+    with torch.no_grad(), dropped(model.model.layers, [0.5] * 4), collected(model.model.layers) as states:
+        model(ids)
+    assert 0 < int((draws < 0.5).sum()) < 12
+    for row in range(3):
+        alone = [1.0 if draw < 0.5 else 0.0 for draw in draws[:, row].tolist()]
+        with torch.no_grad(), dropped(model.model.layers, alone), collected(model.model.layers) as wanted:
+            model(ids[row : row + 1])
+        torch.testing.assert_close(states[3][row], wanted[3][0])
 
 
 def test_states_are_collected_raw_and_hooks_are_taken_away() -> None:

@@ -379,6 +379,15 @@ def test_a_translation_model_that_is_not_shipped_names_its_command(layers: str, 
     assert found and "bench train method=teacher" in found
 
 
+def test_a_model_without_its_difference_names_the_command(tmp_path: Path) -> None:
+    words = ("model=smollm2_layerskip", "method=calm", "method.head=lens", "dataset=mtbench")
+    found = obstacle(*words, f"paths.cache={tmp_path}")
+    assert found and "python -m bench train method=exit_model model=smollm2 writes" in found
+    assert "is not made yet" in obstacle(*words, f"model.folder={tmp_path}")
+    found = obstacle("model=smollm2_layerskip", "dataset=multi30k", f"paths.cache={tmp_path}")
+    assert "needs an encoder-decoder model, and smollm2_layerskip is a causal model" in found
+
+
 def test_a_missing_part_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     found = obstacle("method=medusa", "model=random", f"paths.cache={tmp_path}")
     assert found.startswith("method=medusa has no checkpoint for model=random") and "bench train method=medusa" in found
