@@ -20,7 +20,7 @@
 # takes its place at once. The two are measured separately.
 #
 # ```
-# python -m bench sweep=batch                # every method at 1, 2, 4, 8, 16 and 32 rows
+# python -m bench sweep=batch                # every method at 1, 2, 4, 8 and 16 rows
 # python -m bench sweep=batch_refilled       # methods whose rows can be refilled, at 2 to 32 rows
 # ```
 

@@ -197,8 +197,8 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
     ("docs/translation.md", rf"`blockwise_translation` writes {N} tokens per step", [of(HEADS, "tokens_per_step")]),
     (
         "docs/translation.md",
-        rf"the model has {N} BLEU on test2016, half a point above the teacher, and writes {N} tokens per step\. It is {N} "
-        rf"times as fast as its own plain decoding",
+        rf"the model has {N} BLEU on test2016, half a point above the teacher, and writes {N} tokens per step\. "
+        rf"It is {N} times as fast as its own plain decoding",
         [of(MASKS, "quality", "bleu"), of(MASKS, "tokens_per_step"), speed(MASKS)],
     ),
     (

@@ -176,8 +176,8 @@ LINE = re.search(r'`(\{"prompt".*?\})`', README)[1]
 
 
 def elsewhere(words):
-    """Needs a GPU, a model from the hub, or a translation model."""
-    models = ("model=hf", "model=vicuna_7b", "model=multi30k")
+    """Needs a GPU, a model from the hub, a translation model, or one that is trained first."""
+    models = ("model=hf", "model=vicuna_7b", "model=multi30k", "model=smollm2_layerskip")
     return any(word.startswith(models) or "=cuda" in word or word == "dataset=hub" for word in words)
 
 
