@@ -149,6 +149,7 @@ def test_exits_learn_to_agree_with_the_last_layer(made: tuple[Path, dict[str, An
         assert after["exits"][depth]["agreement"] > before["exits"][depth]["agreement"] + 0.1
     assert before["keeps"] == 1.0 and 0.5 < after["keeps"] <= 1.0, "the answers are its own greedy ones"
     assert set(before["exits"]) == {"1", "2", "3"} and before["places"] == after["places"]
+    assert 0.5 * 40 * 300 < facts["tokens_read"] <= 40 * 300
     assert facts["curve"][-1]["loss_2"] < facts["curve"][0]["loss_2"] and facts["parameters"] == 4 * 8 * 512
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == sorted(NAMES)
     assert facts["difference_bytes"] == (folder / NAMES[0]).stat().st_size < 4 * 8 * 512 + 20_000
