@@ -97,7 +97,7 @@ def summarise(
         "predicted_speedup": predicted,
         "predicted_ratio": _divide(measured, predicted),
         **rates["method"],
-        "quality_prompts": scored_prompts(arms["method"]),
+        **({"quality_prompts": counts} if (counts := scored_prompts(arms["method"])) else {}),
         "baseline_tokens_per_s": tokens_per_s,
         "baseline": rates["baseline"],
         **steadiness(rows),
