@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.config.schema import PathsConfig
 from bench.errors import UserError
-from bench.models import artifacts
+from bench.models import artifacts, loading
 from bench.models.source import Read, Source
 from bench.models.trained import TrainedModel
 from bench.utils import files
@@ -35,8 +35,6 @@ class AdaptedModel(TrainedModel):
     def __init__(
         self, name: str, base: str | Mapping[str, Any], method: str = "exit_model", folder: str | None = None
     ) -> None:
-        from bench.models import loading
-
         super().__init__(name, method)
         given = {"name": base} if isinstance(base, str) else base
         self.base: dict[str, Any] = {**loading.named(str(given["name"])), **given}
@@ -45,8 +43,6 @@ class AdaptedModel(TrainedModel):
     @property
     def source(self) -> Source:
         """Of the base."""
-        from bench.models import loading
-
         return loading.source_of(self.base)
 
     def read(self, dtype: torch.dtype, cache: Path) -> Read:

@@ -246,15 +246,14 @@ def shape_of(model: Mapping[str, Any], paths: PathsConfig) -> Architecture | Non
 
 
 def _shape(source: Source, cache: Path) -> Architecture | None:
-    from bench.models.adapted import AdaptedModel
     from bench.models.architectures import Architecture
     from bench.models.embedded import SMOLLM2, EmbeddedModel
     from bench.models.hub import HubModel, is_seq2seq
 
     if isinstance(shape := getattr(source, "shape", None), Architecture):
         return shape
-    if isinstance(source, AdaptedModel):
-        return _shape(source.source, cache)
+    if isinstance(base := getattr(source, "source", None), Source):  # of a model that is made from another one
+        return _shape(base, cache)
     if isinstance(source, EmbeddedModel):
         where: Any = SMOLLM2.folder(cache)
     elif type(source) is HubModel:
