@@ -70,6 +70,12 @@ class CalmPolicy(Policy):
             return None
         return replace(found, thresholds=[self.threshold.at(place, self._limit) for place in places])
 
+    def rule_of_rounds(self, places: Sequence[int], rounds: int) -> ExitRule | None:
+        if self.threshold.never or (found := self.confidence.rule(self._stops[:-1])) is None:
+            return None
+        least = [self.threshold.at(place + later, self._limit) for later in range(rounds) for place in places]
+        return replace(found, thresholds=least)
+
     def judged(self, asked: int, kept: int) -> None:
         self._place += kept - asked
 

@@ -58,6 +58,8 @@ class HashPolicy(Policy):
 
     def __init__(self, table: HashTable) -> None:
         self._depths: list[int] = table.depths.tolist()
+        self._numbers = torch.from_numpy(table.depths.astype(np.int32))
+        self._stops = sorted(set(self._depths))
         self.deepest = max(self._depths)
         self.guarantee = exact_if(min(self._depths) == table.layers)
         self.nbytes = 8 * len(self._depths)
@@ -68,6 +70,9 @@ class HashPolicy(Policy):
     def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
         depths = [self._depths[token] for token in roots]
         return ExitRule(sorted(set(depths)), "table", depths=depths)
+
+    def rule_of_rounds(self, places: Sequence[int], rounds: int) -> ExitRule | None:
+        return ExitRule(self._stops, "table", table=self._numbers)
 
     def decide(self, point: ExitPoint) -> ExitDecision:
         """Known on the host, without a read back."""

@@ -10,8 +10,8 @@ later token can reach are left out. Instead, copies of the skipped layers that s
 
 Rows of a batch go to the deepest exit together, and a row's text is the one it would have alone. Where a CPU's kernels
 run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
-(``CausalLM.run_to_exits``). Where all tokens take one depth, the call ends with their logits, and several greedy steps
-of an encoder-decoder model are one call, as in the baseline. Elsewhere a row that has exited is frozen: it passes
+(``CausalLM.run_to_exits``); of an encoder-decoder model several greedy steps are one call, as in the baseline. Where
+all tokens take one depth, the call ends with their logits. Elsewhere a row that has exited is frozen: it passes
 through the remaining layers with its state, which is what propagation writes, and its layers are not saved.
 ``Step.layers`` is the depth of the deepest row. A row whose text has ended leaves the batch (``methods.rows``). Methods
 may also let the whole model judge the exits, or let rows wait at their exits for others (``rounds.py``).
@@ -183,6 +183,10 @@ class Policy(ABC):
         """
         return None
 
+    def rule_of_rounds(self, places: Sequence[int], rounds: int) -> ExitRule | None:
+        """The same of several steps in a row, whose tokens the kernels choose."""
+        return None
+
 
 def exact_if(whole: bool) -> Guarantee:
     """EXACT if tokens take all layers, else RELAXED."""
@@ -254,7 +258,8 @@ class EarlyExitDecoder(ExitDecoder):
         first = [[token] for token in roots]
         batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
         done, fixed = [1] * len(prompts), self._fixed_exit()
-        if fixed is not None and self.sampling.greedy and isinstance(target, Seq2SeqLM) and target.runs_rounds:
+        together = self.sampling.greedy and isinstance(target, Seq2SeqLM) and target.runs_rounds
+        if together and (fixed is not None or self._rule_of_rounds([1], 1) is not None):
             yield from self._rounds_together(fixed, roots, batch, cache, limit)
             return
         while any(rows := batch.below(limit, done)):
@@ -301,29 +306,56 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.exits[depth] += sum(rows)
 
     def _rounds_together(
-        self, fixed: FixedExit, roots: list[int], batch: ComputedRows, cache: Cache, limit: int
+        self, fixed: FixedExit | None, roots: list[int], batch: ComputedRows, cache: Cache, limit: int
     ) -> Rounds:
-        """All steps after the first tokens, ``roots``, to the end of the texts, several in a call."""
-        target, depth, done = self.target, fixed[0], [1] * len(roots)
+        """All steps after the first tokens, ``roots``, to the end of the texts, several in a call.
+
+        Args:
+            fixed: the exit that all tokens take; None: the policy's rule decides.
+        """
+        target, done, deepest = self.target, [1] * len(roots), self.policy.deepest
         assert isinstance(target, Seq2SeqLM) and isinstance(cache, SourceCache)
         began = perf_counter_ns()
         while any(rows := batch.below(limit, done)):
             if (stay := batch.leave(target)) is not None:
                 cache.select(stay)
                 roots, done, rows = of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
-            left = [limit - count for count, is_open in zip(done, rows, strict=True) if is_open]
-            ran = target.rounds(roots, cache, min(ROUNDS_TOGETHER, *left), rows, target.eos_ids, *fixed)
+            most = min(ROUNDS_TOGETHER, *(limit - count for count, is_open in zip(done, rows, strict=True) if is_open))
+            rule = None if fixed is not None else self._rule_of_rounds(done, most)
+            depth, exit_map = fixed or (deepest, None)
+            ran = target.rounds(roots, cache, most, rows, target.eos_ids, depth, exit_map, rule)
             cache.advance([len(ran.tokens) * is_open for is_open in rows])
             done = [count + len(ran.tokens) * is_open for count, is_open in zip(done, rows, strict=True)]
             roots = ran.tokens[-1]
-            for chosen in ran.tokens:
+            self.counters.columns += ran.columns
+            self.counters.deciding_ns += ran.deciding_ns
+            for count, chosen in enumerate(ran.tokens):
+                if rule is None:
+                    self._count_fixed(depth)
+                    self._count_step(depth, rows)
+                else:
+                    depths = self._layers_run(ran.depths[count], rows)
+                    depth = max(depths)
+                    self._count_exits(depths, rule)
                 tokens = [[token] if is_open else [] for token, is_open in zip(chosen, rows, strict=True)]
                 step = Step.undrafted(tokens, self.share(depth), rows=len(rows))
-                self._count_fixed(depth)
-                self._count_step(depth, rows)
                 self.counters.spent_ns += perf_counter_ns() - began
                 batch.take((yield batch.step(step)))
                 began = perf_counter_ns()
+
+    def _rule_of_rounds(self, places: Sequence[int], rounds: int) -> ExitRule | None:
+        """See ``Policy.rule_of_rounds``; with the maps, and None where the kernels cannot judge the exits."""
+        return self._with_maps(self.policy.rule_of_rounds(places, rounds)) if self.target.exits_fused else None
+
+    def _with_maps(self, rule: ExitRule | None) -> ExitRule | None:
+        """With the reader's maps; None: the kernels cannot multiply them."""
+        if rule is None or (maps := self.reader.kernel_maps()) is None:
+            return None
+        return replace(rule, maps=maps) if maps else rule
+
+    def _layers_run(self, left: Sequence[int], rows: Sequence[bool]) -> list[int]:
+        """Per row, the layers that it ran, of those after which it left, 0 for none."""
+        return [(depth or self.policy.deepest) if is_run else 0 for depth, is_run in zip(left, rows, strict=True)]
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
         """Logits after the prompts; afterwards the cache holds them."""
@@ -420,10 +452,7 @@ class EarlyExitDecoder(ExitDecoder):
 
     def kernel_rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
         """See ``Policy.rule``; with the maps, and None where the kernels cannot judge this target's exits."""
-        if not self.target.exits_fused or (maps := self.reader.kernel_maps()) is None:
-            return None
-        rule = self.policy.rule(roots, places)
-        return replace(rule, maps=maps) if rule and maps else rule
+        return self._with_maps(self.policy.rule(roots, places)) if self.target.exits_fused else None
 
     def _run_fused(self, state: Any, rule: ExitRule, rows: list[bool]) -> tuple[Float[Tensor, "B V"], list[int]]:
         """The same by the kernels, which compute a row only as deep as it goes.
@@ -433,21 +462,22 @@ class EarlyExitDecoder(ExitDecoder):
         """
         deepest = self.policy.deepest
         found = self.target.run_to_exits(state, deepest, rule, rows)
-        depths = [(depth or deepest) if is_run else 0 for depth, is_run in zip(found.depths, rows, strict=True)]
-        self.count(found, depths, rule)
+        depths = self._layers_run(found.depths, rows)
+        self._count_exits(depths, rule)
+        self.counters.columns += found.columns
+        self.counters.deciding_ns += found.deciding_ns
         return self.logits_of(found, depths), depths
 
-    def count(self, found: Exited, depths: Sequence[int], rule: ExitRule) -> None:
-        """Add a pass of the kernels to the counters, whose rows ran to ``depths``."""
+    def _count_exits(self, depths: Sequence[int], rule: ExitRule) -> None:
+        """Add a pass of the kernels to the counters, whose rows ran to ``depths``; but its columns and decisions."""
         longest = max(depths)
         self.counters.steps += 1
         self.counters.rows += len(depths)
         self.counters.layers += longest
         self.counters.maps += sum(self.reader.maps(depth) for depth in rule.stops if depth <= longest)
         self.counters.fills += self.policy.deepest - longest
-        self.counters.columns += found.columns
         self.counters.exits.update(depth for depth in depths if depth)
-        self._count_decisions(found, rule, 0, longest)
+        self._count_looks(rule, 0, longest)
 
     def count_part(self, found: Exited, depths: Sequence[int], first: int, last: int, rule: ExitRule) -> None:
         """The same of a part of a pass, from ``first`` layers to ``last``, for some rows; 0 in ``depths``: not left."""
@@ -458,14 +488,14 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.maps += self.reader.maps(last) if last in rule.stops else 0
         self.counters.fills += (self.policy.deepest - last) * leaves
         self.counters.columns += found.columns
+        self.counters.deciding_ns += found.deciding_ns
         self.counters.exits.update(depth for depth in depths if depth)
-        self._count_decisions(found, rule, first, last)
+        self._count_looks(rule, first, last)
 
-    def _count_decisions(self, found: Exited, rule: ExitRule, first: int, last: int) -> None:
+    def _count_looks(self, rule: ExitRule, first: int, last: int) -> None:
         """Those of the kernels after more than ``first`` layers, and up to ``last``; a table has decided before."""
         if rule.measure != "table":
             self.counters.looks += sum(first < depth <= last for depth in rule.stops)
-            self.counters.deciding_ns += found.deciding_ns
 
     def logits_of(self, found: Exited, depths: Sequence[int]) -> Float[Tensor, "B V"]:
         """Of the rows that left at ``depths`` (0: undefined); by the exit, where the kernels made none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_void_p
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -114,6 +114,7 @@ class _Rounds(Structure):
         ("count", c_int64),
         ("factor", c_float),
         ("norm", NormNumbers),
+        ("depths", c_void_p),
         ("most", c_int64),
         *((name, c_void_p) for name in ("lengths", "moves", "ends")),
         ("end_count", c_int64),
@@ -136,19 +137,25 @@ class Ran:
     """Several rounds of greedy decoding.
 
     Attributes:
-        tokens: per round, what every row chose.
+        tokens: per round, what every row chose; of rows that stand still it does not matter.
         times: per round, nanoseconds from the call to its end.
+        depths: with exits, per round and row the layers after which it left; 0: it did not, or stood still.
+        columns: with exits, of the output matrix that were multiplied.
+        deciding_ns: with exits, time from the states at exits to the decisions; 0 with a table.
     """
 
     tokens: list[list[int]]
     times: list[int]
+    depths: list[list[int]] = field(default_factory=list)
+    columns: int = 0
+    deciding_ns: int = 0
 
 
 class Ending:
     """The final norm, if there is one, the map of an exit, if it has one, and the output matrix, for the kernels."""
 
     def __init__(self, norm: Norm | None, head: KernelLinear, exit_map: KernelLinear | None = None) -> None:
-        self.head, self.exit_map = head, exit_map
+        self.norm, self.head, self.exit_map = norm, head, exit_map
         self._norm, self._kept = (NormNumbers(), []) if norm is None else norm_numbers(norm)
         self._map = Matrix() if exit_map is None else exit_map.panels.matrix
 
@@ -181,11 +188,12 @@ class ExitRule:
     Attributes:
         stops: depths at which rows may leave, ascending.
         measure: of the confidence (``methods.early_exit.confidence``), or ``table``: each row has its depth.
-        thresholds: per row, the confidence above which it leaves.
+        thresholds: per row, the confidence above which it leaves; of several rounds, one round after the other.
         maps: by depth, the product that a normed state passes before the output matrix.
         screen: the first rows of the output matrix, which the softmax asks before the whole.
         classifier: weight [D] and bias of the classifier.
         depths: per row, of the table.
+        table: of several rounds, by token, in place of ``depths``.
         propagates: whether layers that a row did not run get keys and values of the state with which it left.
     """
 
@@ -196,6 +204,7 @@ class ExitRule:
     screen: KernelLinear | None = None
     classifier: tuple[Float[Tensor, "D"], float] | None = None
     depths: Sequence[int] | None = None
+    table: Int[Tensor, "V"] | None = None
     propagates: bool = True
 
 
@@ -263,6 +272,60 @@ class Described:
             and all(isinstance(product, KernelLinear) for product in self.matrices.values())
             and _activation(self.activation) is not None
         )
+
+
+class _Leaving:
+    """An exit rule for the kernels, and what they find, for one pass or for several rounds.
+
+    Args:
+        count: layers of the pass.
+        run: those that are run, of these.
+        first: layers that rows have run before.
+    """
+
+    def __init__(
+        self,
+        rule: ExitRule,
+        norm: Norm,
+        head: KernelLinear,
+        rows: Sequence[bool],
+        count: int,
+        run: int,
+        first: int = 0,
+        rounds: int = 1,
+    ) -> None:
+        batch, width = len(rows), head.panels.matrix.inputs
+        screen = Matrix() if rule.screen is None else rule.screen.panels.matrix
+        self._maps = (Matrix * count)()
+        for depth, product in rule.maps.items():
+            if first < depth <= first + count:
+                self._maps[depth - 1 - first] = product.panels.matrix
+        self.left = (c_int32 * (batch * rounds))(*[-1 if is_run else 0 for is_run in rows] * rounds)
+        self.scored, self._columns, self._deciding = (c_uint8 * batch)(), c_int64(0), c_int64(0)
+        self._thresholds, self.confidence = (c_float * (batch * rounds))(*rule.thresholds), (c_float * batch)()
+        self.logits = torch.empty(batch, head.panels.matrix.outputs if rule.measure == "softmax" else 0)
+        self._room = torch.empty(batch, screen.outputs + 2 * width)
+        self._stops = (c_uint8 * count)(*(first + portion + 1 in rule.stops for portion in range(count)))
+        self._depths = None if rule.depths is None else (c_int32 * batch)(*(depth - first for depth in rule.depths))
+        self._weight: Tensor | None
+        self._weight, bias = rule.classifier or (None, 0.0)
+        normed, self._kept = norm_numbers(norm)
+        self.numbers = _Exits(
+            run, rule.propagates, ctypes.addressof(self._stops), _MEASURES[rule.measure],
+            ctypes.addressof(self._thresholds), normed, ctypes.addressof(self._maps), screen, head.panels.matrix,
+            _place(self._weight), bias, None if self._depths is None else ctypes.addressof(self._depths),
+            ctypes.addressof(self.left), self.logits.data_ptr(), ctypes.addressof(self.scored),
+            ctypes.addressof(self.confidence), ctypes.addressof(self._columns), ctypes.addressof(self._deciding),
+            self._room.data_ptr(),
+        )  # fmt: skip
+
+    @property
+    def columns(self) -> int:
+        return self._columns.value
+
+    @property
+    def deciding_ns(self) -> int:
+        return self._deciding.value
 
 
 class FusedLayers:
@@ -393,6 +456,7 @@ class FusedLayers:
         most: int,
         moves: Sequence[bool],
         ends: Collection[int],
+        rule: ExitRule | None = None,
     ) -> Ran:
         """Rounds of greedy decoding without drafts: each commits the best token after what the one before committed.
 
@@ -401,7 +465,8 @@ class FusedLayers:
         Args:
             roots: the last committed token of each row.
             most: rounds; there are fewer where a row that moves commits one of ``ends``, in the last of them.
-            moves: which rows commit tokens; others stand still, and what they choose does not matter.
+            moves: which rows commit tokens; others stand still.
+            rule: by which rows leave a round; None: they run all layers.
         """
         batch, width = len(roots), embedded.embedding.shape[1]
         norm, _kept = (NormNumbers(), []) if embedded.norm is None else norm_numbers(embedded.norm)
@@ -409,7 +474,8 @@ class FusedLayers:
         moving, last = (c_uint8 * batch)(*moves), (c_int64 * len(ends))(*ends)
         rounds = _Rounds(
             embedded.embedding.data_ptr(), embedded.positions.data_ptr(), len(embedded.positions), embedded.factor,
-            norm, most, None, ctypes.addressof(moving), ctypes.addressof(last), len(ends),
+            norm, None if rule is None else _place(rule.table), most, None,
+            ctypes.addressof(moving), ctypes.addressof(last), len(ends),
             ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
         )  # fmt: skip
         rounds.written = [count + (most - 1) * is_moving for count, is_moving in zip(cache.written, moves, strict=True)]
@@ -417,9 +483,21 @@ class FusedLayers:
         normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, 1, after.head.panels.matrix.outputs)
         best = torch.empty(batch, 1, dtype=torch.long)
         ending = after.into(normed, logits, best)
-        self.run(hidden, None, None, None, cache, portions, ending=ending, rounds=rounds)
-        chosen = tokens[batch : batch * (1 + made.value)]
-        return Ran([chosen[at : at + batch] for at in range(0, len(chosen), batch)], times[: made.value])
+        leaving = None
+        if rule is not None:
+            assert after.norm is not None, "exits need a norm before the output matrix"
+            leaving = _Leaving(rule, after.norm, after.head, moves, len(portions), len(portions), rounds=most)
+        exits = None if leaving is None else leaving.numbers
+        self.run(hidden, None, None, None, cache, portions, exits=exits, ending=ending, rounds=rounds)
+
+        def by_round(numbers: Sequence[int]) -> list[list[int]]:
+            return [list(numbers[at : at + batch]) for at in range(0, batch * made.value, batch)]
+
+        ran = Ran(by_round(tokens[batch:]), times[: made.value])
+        if leaving is None:
+            return ran
+        depths = [[max(depth, 0) for depth in row] for row in by_round(list(leaving.left))]
+        return replace(ran, depths=depths, columns=leaving.columns, deciding_ns=leaving.deciding_ns)
 
     def run_to_exits(
         self,
@@ -444,33 +522,12 @@ class FusedLayers:
             first: layers that they have run before; ``hidden`` are the states after them.
             last: depth up to which they are run now; None: all.
         """
-        batch, width, outputs = len(rows), hidden.shape[2], head.panels.matrix.outputs
-        count, run = len(portions) - first, (len(portions) if last is None else last) - first
-        screen = Matrix() if rule.screen is None else rule.screen.panels.matrix
-        maps = (Matrix * count)()
-        for depth, product in rule.maps.items():
-            if first < depth <= len(portions):
-                maps[depth - 1 - first] = product.panels.matrix
-        left = (c_int32 * batch)(*(-1 if is_run else 0 for is_run in rows))
-        scored, columns, deciding = (c_uint8 * batch)(), c_int64(0), c_int64(0)
-        thresholds, confidence = (c_float * batch)(*rule.thresholds), (c_float * batch)()
-        logits = torch.empty(batch, outputs if rule.measure == "softmax" else 0)
-        room = torch.empty(batch, screen.outputs + 2 * width)
-        stops = (c_uint8 * count)(*(first + portion + 1 in rule.stops for portion in range(count)))
-        depths = None if rule.depths is None else (c_int32 * batch)(*(depth - first for depth in rule.depths))
-        weight, bias = rule.classifier or (None, 0.0)
-        normed, _kept = norm_numbers(norm)
-        exits = _Exits(
-            run, rule.propagates, ctypes.addressof(stops), _MEASURES[rule.measure], ctypes.addressof(thresholds),
-            normed, ctypes.addressof(maps), screen, head.panels.matrix,
-            None if weight is None else weight.data_ptr(), bias, None if depths is None else ctypes.addressof(depths),
-            ctypes.addressof(left), logits.data_ptr(), ctypes.addressof(scored), ctypes.addressof(confidence),
-            ctypes.addressof(columns), ctypes.addressof(deciding), room.data_ptr(),
-        )  # fmt: skip
-        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=exits)
-        ran = [first + passed if passed > 0 else 0 for passed in left]
-        flags = [bool(flag) for flag in scored]
-        return Exited(result, ran, logits, flags, list(confidence), columns.value, deciding.value)
+        run = (len(portions) if last is None else last) - first
+        leaving = _Leaving(rule, norm, head, rows, len(portions) - first, run, first)
+        result, _ = self.run(hidden, cos, sin, None, cache, portions[first:], exits=leaving.numbers)
+        ran = [first + passed if passed > 0 else 0 for passed in leaving.left]
+        found = [bool(flag) for flag in leaving.scored], list(leaving.confidence), leaving.columns, leaving.deciding_ns
+        return Exited(result, ran, leaving.logits, *found)
 
 
 class FusedEncoder:

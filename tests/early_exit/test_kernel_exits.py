@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import Guarantee, generate
+from methods.decoder import Guarantee, Step, generate
 from methods.early_exit.calm import Calm
 from methods.early_exit.confidence import Classifier, Softmax
-from methods.early_exit.exits import Exits, Reader
+from methods.early_exit.exits import Exits, Lens, Reader
 from methods.early_exit.free import Free
 from methods.early_exit.free_threshold import BetaMixture
-from methods.early_exit.hash_ee import HashEE
+from methods.early_exit.hash_ee import HashEE, HashPolicy
 from methods.early_exit.hash_tables import HashTable
 from methods.early_exit.loop import EarlyExitDecoder
 from methods.early_exit.regrouping import PATIENCE, Waiting
@@ -100,6 +100,11 @@ def classified(lm: CausalLM) -> EarlyExitDecoder:
     return decoder
 
 
+def hashed(lm: CausalLM) -> EarlyExitDecoder:
+    table = HashTable(np.resize([2, 6, 3, 5, 2, 4], lm.vocab_size), 6)
+    return EarlyExitDecoder(lm, GREEDY, HashPolicy(table), Lens(lm))
+
+
 MAKERS: dict[str, Callable[[CausalLM], Any]] = {
     "softmax": calm(),
     "softmax with a screen": calm(vocabulary=20),
@@ -108,6 +113,7 @@ MAKERS: dict[str, Callable[[CausalLM], Any]] = {
     "saturation": calm(confidence="saturation", threshold=0.6),
     "classifier": classified,
     "whole": calm(threshold=1.0),
+    "table": hashed,
     "static": lambda lm: StaticDepth(lm, GREEDY, 3, head="lens"),
     "static, verified": lambda lm: StaticDepth(lm, GREEDY, 3, head="lens", accept="verify"),
     "free": free(),
@@ -200,6 +206,55 @@ def by_parts(target: CausalLM, reader: Reader, prompt: torch.Tensor, depth: int)
         text += target.head(reader.read(depth, state.hidden))[0].argmax(-1).tolist()
         cache.advance([1])
     return text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["softmax", "softmax with a screen", "falling", "saturation", "classifier", "table"])
+def test_several_steps_with_exits_are_one_call(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, layers and work are those of steps one by one, in a batch too, whose rows end at different lengths."""
+    family, options = test_seq2seq_lm.KERNELS["pegasus_kernels"]
+    whole = test_seq2seq_lm.tiny(
+        family, **options | {"dtype": torch.bfloat16, "scale_embedding": False}, decoder_layers=6
+    )
+    for weight in whole.get_decoder().layer_norm.parameters():
+        weight.data *= 0.3
+    lm = Seq2SeqLM.from_hf(whole.to(dtype), linear="panels", keep_hf=True)
+    assert lm.runs_rounds
+    sources = test_seq2seq_lm.ids(7, 4, 9)
+    decoder = MAKERS[name](lm)
+    texts = generate(decoder, sources, LIMIT)
+    first = {token: min(text.index(token) for text in texts if token in text) for text in texts for token in text}
+    last = max(first, key=lambda token: first[token])
+    assert first[last] > 1, "ends no text at once"
+    monkeypatch.setattr(lm, "eos_ids", (last,))
+    decoder = MAKERS[name](lm)
+    one_by_one = object.__new__(type("OneByOne", (Seq2SeqLM,), {"runs_rounds": False}))
+    one_by_one.__dict__.update(lm.__dict__)
+    slow = MAKERS[name](one_by_one)
+    calls: list[int] = []
+    run = FusedLayers.run_rounds
+
+    def counted(layers: FusedLayers, roots: Any, *given: Any) -> Any:
+        ran = run(layers, roots, *given)
+        calls.append(len(ran.tokens))
+        return ran
+
+    monkeypatch.setattr(FusedLayers, "run_rounds", counted)
+    for rows in (1, 3):
+        steps, wanted = (taken(made, sources[:rows]) for made in (decoder, slow))
+        assert steps == wanted and worked(decoder) == worked(slow)
+    assert max(calls) > 2 and (len(decoder.counters.exits) > 1 or name == "saturation")
+
+
+def taken(decoder: EarlyExitDecoder, sources: list[torch.Tensor]) -> list[tuple[list[list[int]], list[float]]]:
+    """Tokens and layers of all steps."""
+    found: list[tuple[list[list[int]], list[float]]] = []
+
+    def keep(step: Step, _rows: Collection[int]) -> None:
+        found.append((step.tokens, list(step.layers)))
+
+    generate(decoder, sources, LIMIT, decoder.target.eos_ids, watch=keep)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -77,6 +77,7 @@ struct Rounds {
     int64_t count;          // a token at a place beyond gets the vector of the last one
     float factor;           // of the embedding
     Norm norm;              // of both together
+    const int32_t* depths;  // [vocabulary], with exits by a table: those of a row that reads a token
     int64_t most;           // rounds
     int64_t* lengths;       // of the pass; they grow
     const uint8_t* moves;   // [batch]: whether the row commits tokens
@@ -95,14 +96,14 @@ struct Exits {
     int64_t propagates;      // whether layers that a row did not run get its keys and values
     const uint8_t* stops;    // [count]: whether rows may leave after this one
     int64_t measure;
-    const float* thresholds; // [batch]: a row leaves above it
+    const float* thresholds; // [batch], of rounds [most, batch]: a row leaves above it
     Norm norm;               // before the output matrix
     const Matrix* maps;      // [count], of the normed state; without panels: none
     Matrix screen, head;     // the output matrix; the screen's first rows are asked before, without panels: none
     const float* weight;     // of the classifier
     float bias;
     const int32_t* depths;   // [batch] of the table
-    int32_t* left;           // [batch]: 0 or more: the row is not run; after the pass how many ran
+    int32_t* left;           // as the thresholds: 0 or more: the row is not run; after the pass how many ran
     float* logits;           // [batch, outputs of head]
     uint8_t* scored;         // [batch]: whether its logits are there
     float* confidence;       // [batch] of the softmax, where it was asked last
@@ -199,6 +200,7 @@ class Runner {
         }
         copy_out(team, static_cast<T*>(p_.result));
         if (p_.exits && p_.exits->propagates) fill(team);
+        if (p_.ending && p_.exits) return choose(team, *p_.ending);
         if (p_.ending) end(team, *p_.ending);
     }
 
@@ -218,8 +220,6 @@ class Runner {
     }
 
     void end(Team& team, const Ending& ending) {
-        T* logits = static_cast<T*>(ending.logits);
-        const int64_t outputs = ending.head.outputs;
         const Rows x = rows_for<T>(buffers_.rows, rows_, ending.head);
         const Rows normed = ending.map.panels ? rows_for<T>(buffers_.rows, rows_, ending.map) : x;
         over_rows(team, [&](int64_t row) {
@@ -234,12 +234,67 @@ class Runner {
             over_rows(team, [&](int64_t row) { copy(buffers_.hidden + row * m_.hidden, Row(x, row), m_.hidden); });
         }
         copy_out(team, static_cast<T*>(ending.normed));
+        read_out(team, ending, x);
+    }
+
+    // The best token of each row, by the logits of its exit where there are any; `end` of the others.
+    void choose(Team& team, const Ending& ending) {
+        const Exits& exits = *p_.exits;
+        const int64_t outputs = ending.head.outputs;
+        const auto depth = [&](int64_t b) { return exits.left[b] < 0 ? int32_t(exits.run) : exits.left[b]; };
+        const auto select = [&](const auto& wanted) {
+            int64_t rows = 0;  // each thread counts for itself, as in `fill`
+            for (int64_t b = 0; b < p_.batch; b++) rows += wanted(b);
+            if (!rows) return false;
+            team.each(1, [&](int64_t) {
+                source_.clear();
+                for (int64_t b = 0; b < p_.batch; b++)
+                    if (wanted(b)) source_.push_back(b);
+                rows_ = rows;
+            });
+            return true;
+        };
+        const auto missing = [&](int64_t b) { return depth(b) && !exits.scored[b]; };
+        if (select([&](int64_t b) { return exits.scored[b]; }))
+            team.each(rows_, [&](int64_t row) {
+                float most;
+                largest(exits.logits + source_[row] * outputs, outputs, 1, ending.best + source_[row], &most);
+            });
+        for (int32_t taken = 1; taken <= exits.run; taken++) {
+            if (!select([&](int64_t b) { return missing(b) && depth(b) == taken; })) continue;
+            const Matrix& map = exits.maps[taken - 1];
+            const Rows x = rows_for<T>(buffers_.rows, rows_, map.panels ? map : ending.head);
+            over_rows(team, [&](int64_t row) {
+                float* state = buffers_.hidden + row * m_.hidden;
+                copy(static_cast<const T*>(p_.result) + source_[row] * m_.hidden, Plain{state}, m_.hidden);
+                normalise<T>(ending.norm, state, Plain{state}, m_.hidden);
+                if (map.panels) copy(state, Row(x, row), m_.hidden);
+            });
+            if (map.panels)
+                product(team, map, x, [&](int64_t row, int64_t at, Floats value, int count) {
+                    store(buffers_.hidden + row * m_.hidden + at, value, count);
+                });
+            copy_out(team, static_cast<T*>(ending.normed));
+        }
+        if (!select(missing)) return;
+        const Rows x = rows_for<T>(buffers_.rows, rows_, ending.head);
+        over_rows(team, [&](int64_t row) {
+            copy(static_cast<const T*>(ending.normed) + source_[row] * m_.hidden, Row(x, row), m_.hidden);
+        });
+        read_out(team, ending, x);
+        team.each(1, [&](int64_t) { *exits.columns += outputs; });
+    }
+
+    // The output matrix, and the best token of each row.
+    void read_out(Team& team, const Ending& ending, const Rows& x) {
+        T* logits = static_cast<T*>(ending.logits);
+        const int64_t outputs = ending.head.outputs;
         product(team, ending.head, x, [&](int64_t row, int64_t at, Floats value, int count) {
             put_some(logits + row * outputs + at, value, count);
         });
         team.each(rows_, [&](int64_t row) {
             float most;
-            largest(logits + row * outputs, outputs, 1, ending.best + row, &most);
+            largest(logits + row * outputs, outputs, 1, ending.best + source(row), &most);
         });
     }
 

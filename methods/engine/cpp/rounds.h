@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #include <algorithm>
 #include <chrono>
@@ -26,24 +27,52 @@ void embed(const Rounds& rounds, int64_t token, int64_t place, T* to, int64_t wi
     narrow(state.data(), to, width);
 }
 
+// The exits of one round out of several, and the depths of the tokens that its rows read.
+class RoundExits {
+  public:
+    RoundExits(const Pass& pass) : first_(pass.exits), depths_(pass.batch), batch_(pass.batch) {}
+
+    const Exits* of(int64_t round, const int32_t* table, const int64_t* tokens) {
+        if (!first_) return nullptr;
+        now_ = *first_;
+        now_.thresholds += round * batch_;
+        now_.left += round * batch_;
+        memset(now_.scored, 0, batch_);
+        if (table) {
+            for (int64_t b = 0; b < batch_; b++) depths_[b] = table[tokens[b]];
+            now_.depths = depths_.data();
+        }
+        return &now_;
+    }
+
+  private:
+    const Exits* first_;
+    Exits now_;
+    std::vector<int32_t> depths_;
+    int64_t batch_;
+};
+
 // Ends with the first round in which a row that moves chose one of `ends`.
 template <class T>
-void run_rounds(const Model& model, const Pass& pass) {
+void run_rounds(const Model& model, const Pass& given) {
+    Pass pass = given;
     const Rounds& rounds = *pass.rounds;
     const int64_t batch = pass.batch, width = model.hidden;
     const int64_t* last = rounds.ends + rounds.end_count;
     const auto begin = std::chrono::steady_clock::now();
     T* hidden = static_cast<T*>(const_cast<void*>(pass.hidden));
+    RoundExits exits(given);
     bool ended = false;
     int64_t& made = *rounds.made;
     for (made = 0; made < rounds.most && !ended; made++) {
         const int64_t* tokens = rounds.tokens + made * batch;
         int64_t* chosen = rounds.tokens + (made + 1) * batch;
         for (int64_t b = 0; b < batch; b++) embed(rounds, tokens[b], pass.lengths[b], hidden + b * width, width);
+        pass.exits = exits.of(made, rounds.depths, tokens);
         Runner<T> runner(model, pass);
         with_team(pass.threads, [&](Team& team) { runner.run(team); });
         for (int64_t b = 0; b < batch; b++) {
-            chosen[b] = pass.ending->best[b];
+            chosen[b] = given.exits && !rounds.moves[b] ? tokens[b] : pass.ending->best[b];  // exits run what moves
             if (!rounds.moves[b]) continue;
             rounds.lengths[b]++;
             ended = ended || std::find(rounds.ends, last, chosen[b]) != last;
