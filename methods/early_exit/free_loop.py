@@ -15,6 +15,9 @@ With the latter two, tokens are committed after they were judged. A round is one
 before it. Layers of a step are those of its pass, k / L or all; shallow passes whose tokens are judged later are
 ``draft_passes``. So layers run are the sum over steps of target_passes * layers * L + draft_passes * k.
 
+Where a CPU's kernels run a greedy encoder-decoder and tokens are kept as they are, several of them, and the deep passes
+between them, are one call.
+
 Rows of a batch run in lockstep: the first one that is not confident sends all of them into the deep layers. For the
 others this changes only when their waiting states catch up.
 """
@@ -40,8 +43,10 @@ from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.early_exit.threshold import FULL_MODEL
 from methods.early_exit.verified import leading
 from methods.engine.causal_lm import CausalLM
+from methods.engine.fused_layers import ExitRule, Waiting
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
+from methods.engine.seq2seq_lm import ROUNDS_TOGETHER, Seq2SeqLM, SourceCache
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows
 
@@ -170,10 +175,54 @@ class ShallowDeepDecoder(ExitDecoder):
         text = _Text(limit, [1] * len(rows), self._thresholds(len(rows)), Stopwatch(self.target.device))
         text.rows.take((yield Step.undrafted([[token] for token in root.tolist()], rows=len(rows))))
         while text.unfinished:
+            if self._runs_together:
+                yield from self._rounds_together(root.tolist(), text, cache)
+                return
             if (stay := text.leave(self.target)) is not None:
                 cache.select(stay)
                 root = root[stay]
             root = yield from self._round(root, text, cache, rng)
+
+    @property
+    def _runs_together(self) -> bool:
+        """Whether the kernels run several tokens in one call, their deep passes included."""
+        plain = self.options.accept == "all" and self.sampling.greedy and not (self._learns or self._never)
+        return plain and isinstance(self.target, Seq2SeqLM) and self.target.runs_rounds and self._fused()
+
+    def _rounds_together(self, roots: list[int], text: _Text, cache: Cache) -> Steps[Step, RowChanges | None, None]:
+        """All tokens after the first ones, ``roots``, to the end of the texts."""
+        target, options, began = self.target, self.options, perf_counter_ns()
+        assert isinstance(target, Seq2SeqLM) and isinstance(cache, SourceCache)
+        sizes = target.hidden_size, target.dtype
+        waiting = Waiting(options.depth, options.max_pending, len(roots), *sizes)
+        while text.unfinished:
+            if not waiting.count and (stay := text.leave(target)) is not None:
+                cache.select(stay)
+                roots = of_rows(roots, stay)
+                waiting = Waiting(options.depth, options.max_pending, len(roots), *sizes)
+            rows, most = text.open, min(ROUNDS_TOGETHER, text.room)
+            rule = self._rule(text.least * most)
+            ran = target.rounds(roots, cache, most, rows, target.eos_ids, rule=rule, waiting=waiting)
+            cache.advance([len(ran.tokens) * is_open for is_open in rows])
+            roots = ran.tokens[-1]
+            self.counters.columns += ran.columns
+            self.counters.deciding_ns += ran.deciding_ns
+            for chosen, nodes, depths in zip(ran.tokens, ran.nodes, ran.depths, strict=True):
+                tokens = [[token] if is_open else [] for token, is_open in zip(chosen, rows, strict=True)]
+                self.counters.looks += 1
+                self.counters.layers += options.depth
+                self.counters.maps += self.reader.maps(options.depth)
+                if nodes:
+                    self.counters.layers += target.n_layers - options.depth
+                    self.counters.columns += target.vocab_size
+                    text.commit(tokens)
+                    self._count(tokens, [0] * len(rows), [depth > 0 for depth in depths], judged=False)
+                    step = replace(Step.undrafted(tokens, rows=len(rows)), nodes=nodes)
+                else:
+                    step = self._commit_shallow(tokens, text)
+                self.counters.spent_ns += perf_counter_ns() - began
+                text.rows.take((yield text.rows.step(step)))
+                began = perf_counter_ns()
 
     def _thresholds(self, rows: int) -> list[AdaptiveThreshold]:
         """One per row, independent of the others; a remembered one is common to all."""
@@ -200,7 +249,9 @@ class ShallowDeepDecoder(ExitDecoder):
             if judged:
                 text.watch.stop()
             else:
-                step = text.rows.step(self._commit_shallow(token, text))
+                rows = zip(token.tolist(), text.open, strict=True)
+                tokens = [[new] if is_open else [] for new, is_open in rows]
+                step = text.rows.step(self._commit_shallow(tokens, text))
                 self.counters.spent_ns += perf_counter_ns() - began
                 text.rows.take((yield step))
                 began = perf_counter_ns()
@@ -252,17 +303,20 @@ class ShallowDeepDecoder(ExitDecoder):
         kernels = self.target.exits_fused and self.reader.kernel_maps() is not None
         return kernels and self._softmax.rule((self.options.depth,)) is not None
 
+    def _rule(self, thresholds: Sequence[float]) -> ExitRule:
+        rule, maps = self._softmax.rule((self.options.depth,)), self.reader.kernel_maps()
+        assert rule is not None and maps is not None
+        return replace(rule, maps=maps, thresholds=thresholds, propagates=False)
+
     def _by_kernels(
         self, state: Any, text: _Text, alone: bool
     ) -> tuple[Float[Tensor, "B 1 D"], Opinion, Float[Tensor, "B 1 D"] | None]:
         """State and opinion at the exit; and the state after all layers, if the pass went on."""
         depth, rows = self.options.depth, len(text.done)
-        rule, maps = self._softmax.rule((depth,)), self.reader.kernel_maps()
-        assert rule is not None and maps is not None
         # What learns wants to know what every exit would say, so the pass ends there.
         least, through = ([-1.0] * rows, False) if self._learns else (text.least, alone)
-        rule = replace(rule, maps=maps, thresholds=least, propagates=False)
-        found = self.target.run_to_exits(state, self.target.n_layers if through else depth, rule, [True] * rows)
+        deepest = self.target.n_layers if through else depth
+        found = self.target.run_to_exits(state, deepest, self._rule(least), [True] * rows)
         self.counters.looks += 1
         self.counters.deciding_ns += found.deciding_ns
         deep = found.hidden if through and not found.depths[0] else None
@@ -279,9 +333,8 @@ class ShallowDeepDecoder(ExitDecoder):
         self.counters.deciding_ns += perf_counter_ns() - began
         return state.hidden, opinion
 
-    def _commit_shallow(self, token: Int[Tensor, "B"], text: _Text) -> Step:
+    def _commit_shallow(self, tokens: list[list[int]], text: _Text) -> Step:
         rows = text.open
-        tokens = [[new] if is_open else [] for new, is_open in zip(token.tolist(), rows, strict=True)]
         text.commit(tokens)
         self.counters.steps += 1
         self.counters.rows += len(rows)

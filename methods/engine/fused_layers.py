@@ -106,8 +106,16 @@ class _Ending(Structure):
     ]
 
 
+class _Waiting(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("depth", "most")),
+        *((name, c_void_p) for name in ("states", "count", "nodes")),
+    ]
+
+
 class _Rounds(Structure):
     written: list[int]  # by each row, before the last of them
+    nodes: int  # of a pass, at most
 
     _fields_ = [
         *((name, c_void_p) for name in ("embedding", "positions")),
@@ -118,7 +126,7 @@ class _Rounds(Structure):
         ("most", c_int64),
         *((name, c_void_p) for name in ("lengths", "moves", "ends")),
         ("end_count", c_int64),
-        *((name, c_void_p) for name in ("tokens", "times", "made")),
+        *((name, c_void_p) for name in ("tokens", "times", "made", "waiting")),
     ]
 
 
@@ -142,6 +150,7 @@ class Ran:
         depths: with exits, per round and row the layers after which it left; 0: it did not, or stood still.
         columns: with exits, of the output matrix that were multiplied.
         deciding_ns: with exits, time from the states at exits to the decisions; 0 with a table.
+        nodes: where states wait, per round those of a row that the layers above ran over; 0: they did not run.
     """
 
     tokens: list[list[int]]
@@ -149,6 +158,33 @@ class Ran:
     depths: list[list[int]] = field(default_factory=list)
     columns: int = 0
     deciding_ns: int = 0
+    nodes: list[int] = field(default_factory=list)
+
+
+class Waiting:
+    """States at a shallow exit that the layers above it have not run over.
+
+    Args:
+        depth: of the exit.
+        most: states of a row that wait, without that of the pass.
+        width: numbers of a state, of type ``dtype``.
+
+    Attributes:
+        count: states of a row that wait now.
+    """
+
+    def __init__(self, depth: int, most: int, rows: int, width: int, dtype: torch.dtype) -> None:
+        self.depth, self.most = depth, most
+        self._states, self._count = torch.zeros(most + 1, rows, width, dtype=dtype), c_int64(0)
+
+    @property
+    def count(self) -> int:
+        return self._count.value
+
+    def into(self, nodes: ctypes.Array[c_int64]) -> _Waiting:
+        """As the kernels are given it; ``nodes``: see ``Ran``."""
+        places = self._states.data_ptr(), ctypes.addressof(self._count), ctypes.addressof(nodes)
+        return _Waiting(self.depth, self.most, *places)
 
 
 class Ending:
@@ -403,7 +439,8 @@ class FusedLayers:
         slots = max(cache.written if rounds is None else rounds.written) + earlier + nodes
         assert cache.begin + slots <= cache.capacity, f"{cache.begin + slots} slots in a cache of {cache.capacity}"
         slots = max(slots, *cache.sources) if cache.sources else slots
-        work = torch.empty(self._workspace(byref(self.model), batch * nodes, slots, threads))
+        rows = batch * (nodes if rounds is None else rounds.nodes)
+        work = torch.empty(self._workspace(byref(self.model), rows, slots, threads))
         arrays = (
             (c_int32 * count)(*(portion.layer for portion in portions)),
             (c_int32 * count)(*(cache.place.get(part.layer, 0) for part in portions)),
@@ -457,6 +494,7 @@ class FusedLayers:
         moves: Sequence[bool],
         ends: Collection[int],
         rule: ExitRule | None = None,
+        waiting: Waiting | None = None,
     ) -> Ran:
         """Rounds of greedy decoding without drafts: each commits the best token after what the one before committed.
 
@@ -467,17 +505,23 @@ class FusedLayers:
             most: rounds; there are fewer where a row that moves commits one of ``ends``, in the last of them.
             moves: which rows commit tokens; others stand still.
             rule: by which rows leave a round; None: they run all layers.
+            waiting: rows that leave at its one exit defer the layers above, see ``methods.early_exit.free_loop``; None:
+                those only get keys and values.
         """
         batch, width = len(roots), embedded.embedding.shape[1]
         norm, _kept = (NormNumbers(), []) if embedded.norm is None else norm_numbers(embedded.norm)
         tokens, times, made = (c_int64 * (batch * (1 + most)))(*roots), (c_int64 * most)(), c_int64(0)
         moving, last = (c_uint8 * batch)(*moves), (c_int64 * len(ends))(*ends)
+        nodes = (c_int64 * most)()
+        deferring = None if waiting is None else waiting.into(nodes)
         rounds = _Rounds(
             embedded.embedding.data_ptr(), embedded.positions.data_ptr(), len(embedded.positions), embedded.factor,
             norm, None if rule is None else _place(rule.table), most, None,
             ctypes.addressof(moving), ctypes.addressof(last), len(ends),
             ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
+            None if deferring is None else ctypes.addressof(deferring),
         )  # fmt: skip
+        rounds.nodes = 1 if waiting is None else 1 + waiting.most
         rounds.written = [count + (most - 1) * is_moving for count, is_moving in zip(cache.written, moves, strict=True)]
         hidden = embedded.embedding.new_empty(batch, 1, width)
         normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, 1, after.head.panels.matrix.outputs)
@@ -486,7 +530,8 @@ class FusedLayers:
         leaving = None
         if rule is not None:
             assert after.norm is not None, "exits need a norm before the output matrix"
-            leaving = _Leaving(rule, after.norm, after.head, moves, len(portions), len(portions), rounds=most)
+            run = len(portions) if waiting is None else waiting.depth
+            leaving = _Leaving(rule, after.norm, after.head, moves, len(portions), run, rounds=most)
         exits = None if leaving is None else leaving.numbers
         self.run(hidden, None, None, None, cache, portions, exits=exits, ending=ending, rounds=rounds)
 
@@ -497,7 +542,8 @@ class FusedLayers:
         if leaving is None:
             return ran
         depths = [[max(depth, 0) for depth in row] for row in by_round(list(leaving.left))]
-        return replace(ran, depths=depths, columns=leaving.columns, deciding_ns=leaving.deciding_ns)
+        found = replace(ran, depths=depths, columns=leaving.columns, deciding_ns=leaving.deciding_ns)
+        return found if waiting is None else replace(found, nodes=nodes[: made.value])
 
     def run_to_exits(
         self,

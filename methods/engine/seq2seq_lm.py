@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from methods.engine import causal_layers, seq2seq_layers, token_tree
 from methods.engine.causal_layers import LayerNorm, UnsupportedModel
 from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
-from methods.engine.fused_layers import Embedded, ExitRule, FusedEncoder, FusedLayers, Ran
+from methods.engine.fused_layers import Embedded, ExitRule, FusedEncoder, FusedLayers, Ran, Waiting
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, LinearForm, faster_form, library_form, make_linear
 from methods.engine.seq2seq_layers import AbsolutePositions, CrossAttention, FeedForward, SelfAttention, Stack
@@ -448,6 +448,7 @@ class Seq2SeqLM(CausalLM):
         depth: int | None = None,
         exit_map: KernelLinear | None = None,
         rule: ExitRule | None = None,
+        waiting: Waiting | None = None,
     ) -> Ran:
         """Greedy rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
 
@@ -459,6 +460,7 @@ class Seq2SeqLM(CausalLM):
             depth: layers that are run, the first ones; None: all.
             exit_map: of the normed states, before the output matrix.
             rule: by which rows leave a round before those layers; its maps are in the place of that one.
+            waiting: see ``FusedLayers.run_rounds``.
         """
         place = self._decoder.place
         assert isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
@@ -466,7 +468,7 @@ class Seq2SeqLM(CausalLM):
         embedded = Embedded(self._decoder.embedding, self._decoder.embed_scale, place.table, place.norm)
         portions = self._portions(range(self.n_layers if depth is None else depth))
         ending = self._fused_ending(exit_map)
-        return self._fused.run_rounds(roots, cache, portions, embedded, ending, most, moves, ends, rule)
+        return self._fused.run_rounds(roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting)
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:

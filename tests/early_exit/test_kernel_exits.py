@@ -20,7 +20,7 @@ from methods.early_exit.free import Free
 from methods.early_exit.free_threshold import BetaMixture
 from methods.early_exit.hash_ee import HashEE, HashPolicy
 from methods.early_exit.hash_tables import HashTable
-from methods.early_exit.loop import EarlyExitDecoder
+from methods.early_exit.loop import EarlyExitDecoder, ExitDecoder
 from methods.early_exit.regrouping import PATIENCE, Waiting
 from methods.early_exit.static_depth import StaticDepth
 from methods.engine import cpu_kernels
@@ -118,6 +118,7 @@ MAKERS: dict[str, Callable[[CausalLM], Any]] = {
     "static, verified": lambda lm: StaticDepth(lm, GREEDY, 3, head="lens", accept="verify"),
     "free": free(),
     "free with a screen": free(vocabulary=20),
+    "free, one waits": free(max_pending=1, threshold=0.01),
     "free, verified": free(accept="verify"),
     "free, rolled back": free(accept="rollback", distance=3.0),
     "free, learning": free(adaptive=BetaMixture(0.3, fewest=2)),
@@ -209,7 +210,13 @@ def by_parts(target: CausalLM, reader: Reader, prompt: torch.Tensor, depth: int)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["softmax", "softmax with a screen", "falling", "saturation", "classifier", "table"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("softmax", "softmax with a screen", "falling", "saturation", "classifier", "table"),
+        *("free", "free with a screen", "free, one waits"),
+    ],
+)
 def test_several_steps_with_exits_are_one_call(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, layers and work are those of steps one by one, in a batch too, whose rows end at different lengths."""
     family, options = test_seq2seq_lm.KERNELS["pegasus_kernels"]
@@ -225,7 +232,7 @@ def test_several_steps_with_exits_are_one_call(name: str, dtype: torch.dtype, mo
     texts = generate(decoder, sources, LIMIT)
     first = {token: min(text.index(token) for text in texts if token in text) for text in texts for token in text}
     last = max(first, key=lambda token: first[token])
-    assert first[last] > 1, "ends no text at once"
+    assert first[last] > 0, "ends no text at once"
     monkeypatch.setattr(lm, "eos_ids", (last,))
     decoder = MAKERS[name](lm)
     one_by_one = object.__new__(type("OneByOne", (Seq2SeqLM,), {"runs_rounds": False}))
@@ -242,16 +249,19 @@ def test_several_steps_with_exits_are_one_call(name: str, dtype: torch.dtype, mo
     monkeypatch.setattr(FusedLayers, "run_rounds", counted)
     for rows in (1, 3):
         steps, wanted = (taken(made, sources[:rows]) for made in (decoder, slow))
-        assert steps == wanted and worked(decoder) == worked(slow)
+        # Rows whose text has ended leave where no state waits, in a call of several steps after it.
+        late = {"rows": 0} if "free" in name and rows > 1 else {}
+        assert steps == wanted and worked(decoder) | late == worked(slow) | late
     assert max(calls) > 2 and (len(decoder.counters.exits) > 1 or name == "saturation")
 
 
-def taken(decoder: EarlyExitDecoder, sources: list[torch.Tensor]) -> list[tuple[list[list[int]], list[float]]]:
-    """Tokens and layers of all steps."""
+def taken(decoder: ExitDecoder, sources: list[torch.Tensor]) -> list[tuple[list[list[int]], list[float]]]:
+    """Tokens of all steps, and the layers of rows that got some."""
     found: list[tuple[list[list[int]], list[float]]] = []
 
     def keep(step: Step, _rows: Collection[int]) -> None:
-        found.append((step.tokens, list(step.layers)))
+        pairs = zip(step.tokens, step.layers, strict=True)
+        found.append((step.tokens, [share for tokens, share in pairs if tokens]))
 
     generate(decoder, sources, LIMIT, decoder.target.eos_ids, watch=keep)
     return found

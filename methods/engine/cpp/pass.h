@@ -86,6 +86,16 @@ struct Rounds {
     int64_t* tokens;        // [1 + most, batch]: the first of each row, and then those that the rounds chose
     int64_t* times;         // [most]: nanoseconds from the call to the end of each round
     int64_t* made;          // how many were run
+    const struct Waiting* waiting;  // null: rows run all layers up to their exits
+};
+
+// States after a shallow exit whose rows defer the layers above it, until one is not sure or too many wait.
+struct Waiting {
+    int64_t depth;          // layers of a shallow pass
+    int64_t most;           // that wait, without those of the pass
+    void* states;           // [most + 1, batch, hidden]
+    int64_t* count;         // per row, that wait; kept from call to call
+    int64_t* nodes;         // of the rounds [most]: states per row that the layers above ran over at the end; 0: none
 };
 
 enum Measure : int64_t { SOFTMAX, COSINE, CLASSIFIER, TABLE };

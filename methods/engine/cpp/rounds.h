@@ -52,6 +52,65 @@ class RoundExits {
     int64_t batch_;
 };
 
+// What rows choose at a shallow exit if all are sure; else, or if too many states wait, the layers above run over all of
+// them, and give the tokens of rows that are not sure.
+template <class T>
+void run_shallow(const Model& model, Pass pass, const Waiting& waiting, int64_t round) {
+    const int64_t batch = pass.batch, width = model.hidden, before = *waiting.count, nodes = before + 1;
+    const uint8_t* moves = pass.rounds->moves;
+    const Exits& exits = *pass.exits;
+    const Ending& ending = *pass.ending;
+    const auto run = [&](const Pass& part) {
+        Runner<T> runner(model, part);
+        with_team(part.threads, [&](Team& team) { runner.run(team); });
+    };
+    T* states = static_cast<T*>(waiting.states);
+    pass.ending = nullptr;
+    pass.result = states + before * batch * width;
+    run(pass);
+    bool sure = true;
+    for (int64_t b = 0; b < batch; b++) {
+        if (!moves[b]) continue;
+        float most;
+        sure = sure && exits.scored[b];
+        if (exits.scored[b])
+            largest(exits.logits + b * exits.head.outputs, exits.head.outputs, 1, ending.best + b, &most);
+    }
+    const bool waits = sure && before < waiting.most;
+    waiting.nodes[round] = waits ? 0 : nodes;
+    *waiting.count = waits ? nodes : 0;
+    if (waits) return;
+
+    std::vector<T> rows(batch * nodes * width), last(batch * width);
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t node = 0; node < nodes; node++)
+            memcpy(&rows[(b * nodes + node) * width], states + (node * batch + b) * width, width * sizeof(T));
+    std::vector<int64_t> lengths(pass.lengths, pass.lengths + batch), best(batch);
+    for (int64_t b = 0; b < batch; b++) lengths[b] -= moves[b] ? before : 0;
+    Pass deep = pass;
+    deep.exits = nullptr;
+    deep.hidden = deep.result = rows.data();
+    deep.lengths = lengths.data();
+    deep.nodes = nodes;
+    deep.layers += waiting.depth;
+    deep.places += waiting.depth;
+    deep.parts += waiting.depth;
+    deep.taps += waiting.depth;
+    deep.count -= waiting.depth;
+    run(deep);
+    for (int64_t b = 0; b < batch; b++)
+        memcpy(&last[b * width], &rows[((b + 1) * nodes - 1) * width], width * sizeof(T));
+    Ending own = ending;
+    own.best = best.data();
+    deep.hidden = deep.result = last.data();
+    deep.nodes = 1;
+    deep.count = 0;
+    deep.ending = &own;
+    run(deep);
+    for (int64_t b = 0; b < batch; b++)
+        if (!exits.scored[b]) ending.best[b] = best[b];
+}
+
 // Ends with the first round in which a row that moves chose one of `ends`.
 template <class T>
 void run_rounds(const Model& model, const Pass& given) {
@@ -69,8 +128,12 @@ void run_rounds(const Model& model, const Pass& given) {
         int64_t* chosen = rounds.tokens + (made + 1) * batch;
         for (int64_t b = 0; b < batch; b++) embed(rounds, tokens[b], pass.lengths[b], hidden + b * width, width);
         pass.exits = exits.of(made, rounds.depths, tokens);
-        Runner<T> runner(model, pass);
-        with_team(pass.threads, [&](Team& team) { runner.run(team); });
+        if (rounds.waiting) {
+            run_shallow<T>(model, pass, *rounds.waiting, made);
+        } else {
+            Runner<T> runner(model, pass);
+            with_team(pass.threads, [&](Team& team) { runner.run(team); });
+        }
         for (int64_t b = 0; b < batch; b++) {
             chosen[b] = given.exits && !rounds.moves[b] ? tokens[b] : pass.ending->best[b];  // exits run what moves
             if (!rounds.moves[b]) continue;
