@@ -58,8 +58,8 @@ class Step:
         draft_ns: wall time spent proposing, or None where it was not measured.
         pass_ns: time of the target's passes and of the rule that judges them, on a GPU by events, elsewhere by the
             clock; None where it was not measured.
-        at_ns: ``time.perf_counter_ns()`` at which the tokens became available, set only by decoders that wrap a
-            blocking call; otherwise the runner reads the clock.
+        at_ns: ``time.perf_counter_ns()`` at which the tokens became available, set only where one call makes several
+            steps; otherwise the runner reads the clock.
         admitted: rows whose next prompt was read in this step, which did nothing else; empty in any other step.
         rows: rows computed in the pass of the target, those included that have finished and not left yet; None where
             the method does not say.

@@ -78,3 +78,8 @@ class ComputedRows:
 def of_rows(values: Sequence[T], rows: Sequence[int]) -> list[T]:
     """The values of some rows, in the order of ``rows``."""
     return [values[row] for row in rows]
+
+
+def one_each(tokens: Sequence[int], rows: Sequence[bool]) -> list[list[int]]:
+    """The tokens of a step that commits one per row, none where ``rows`` says that no more is wanted."""
+    return [[token] if is_open else [] for token, is_open in zip(tokens, rows, strict=True)]

@@ -15,8 +15,8 @@ With the latter two, tokens are committed after they were judged. A round is one
 before it. Layers of a step are those of its pass, k / L or all; shallow passes whose tokens are judged later are
 ``draft_passes``. So layers run are the sum over steps of target_passes * layers * L + draft_passes * k.
 
-Where a CPU's kernels run a greedy encoder-decoder and tokens are kept as they are, several of them, and the deep passes
-between them, are one call.
+Where a CPU's kernels run several greedy rounds in one call (``CausalLM.rounds``) and tokens are kept as they are, deep
+passes are part of it.
 
 Rows of a batch run in lockstep: the first one that is not confident sends all of them into the deep layers. For the
 others this changes only when their waiting states catch up.
@@ -42,13 +42,12 @@ from methods.early_exit.exits import Reader
 from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.early_exit.threshold import FULL_MODEL
 from methods.early_exit.verified import leading
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM
 from methods.engine.fused_layers import ExitRule, Waiting
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
-from methods.engine.seq2seq_lm import ROUNDS_TOGETHER, Seq2SeqLM, SourceCache
 from methods.engine.stopwatch import Stopwatch
-from methods.rows import ComputedRows, of_rows
+from methods.rows import ComputedRows, of_rows, one_each
 
 Accept = Literal["all", "rollback", "verify"]
 
@@ -187,12 +186,11 @@ class ShallowDeepDecoder(ExitDecoder):
     def _runs_together(self) -> bool:
         """Whether the kernels run several tokens in one call, their deep passes included."""
         plain = self.options.accept == "all" and self.sampling.greedy and not (self._learns or self._never)
-        return plain and isinstance(self.target, Seq2SeqLM) and self.target.runs_rounds and self._fused()
+        return plain and self.target.runs_rounds and self._fused()
 
     def _rounds_together(self, roots: list[int], text: _Text, cache: Cache) -> Steps[Step, RowChanges | None, None]:
         """All tokens after the first ones, ``roots``, to the end of the texts."""
         target, options, began = self.target, self.options, perf_counter_ns()
-        assert isinstance(target, Seq2SeqLM) and isinstance(cache, SourceCache)
         sizes = target.hidden_size, target.dtype
         waiting = Waiting(options.depth, options.max_pending, len(roots), *sizes)
         while text.unfinished:
@@ -207,8 +205,8 @@ class ShallowDeepDecoder(ExitDecoder):
             roots = ran.tokens[-1]
             self.counters.columns += ran.columns
             self.counters.deciding_ns += ran.deciding_ns
-            for chosen, nodes, depths in zip(ran.tokens, ran.nodes, ran.depths, strict=True):
-                tokens = [[token] if is_open else [] for token, is_open in zip(chosen, rows, strict=True)]
+            for chosen, nodes, depths, end in zip(ran.tokens, ran.nodes, ran.depths, ran.ends_ns, strict=True):
+                tokens = one_each(chosen, rows)
                 self.counters.looks += 1
                 self.counters.layers += options.depth
                 self.counters.maps += self.reader.maps(options.depth)
@@ -221,7 +219,7 @@ class ShallowDeepDecoder(ExitDecoder):
                 else:
                     step = self._commit_shallow(tokens, text)
                 self.counters.spent_ns += perf_counter_ns() - began
-                text.rows.take((yield text.rows.step(step)))
+                text.rows.take((yield text.rows.step(replace(step, at_ns=end))))
                 began = perf_counter_ns()
 
     def _thresholds(self, rows: int) -> list[AdaptiveThreshold]:
@@ -249,9 +247,7 @@ class ShallowDeepDecoder(ExitDecoder):
             if judged:
                 text.watch.stop()
             else:
-                rows = zip(token.tolist(), text.open, strict=True)
-                tokens = [[new] if is_open else [] for new, is_open in rows]
-                step = text.rows.step(self._commit_shallow(tokens, text))
+                step = text.rows.step(self._commit_shallow(one_each(token.tolist(), text.open), text))
                 self.counters.spent_ns += perf_counter_ns() - began
                 text.rows.take((yield step))
                 began = perf_counter_ns()

@@ -33,6 +33,8 @@ from scipy import special
 
 NEVER = 1.0  # the threshold at which no token exits
 GRID = np.linspace(0.001, 0.999, 999)
+_Logs = tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]  # of confidences c in (0, 1): log(c) and log(1 - c)
+_GRID_LOGS: _Logs = np.log(GRID), np.log1p(-GRID)
 _EDGE = 1e-4  # means closer to 0 or 1 than this count as this
 _LEAST_VARIANCE = 1e-6  # a standard deviation of 0.001, the step of the grid
 _WIDEST = 0.999  # variance over its upper bound mean (1 - mean); 1 would be mass on 0 and 1 alone, no density
@@ -60,8 +62,12 @@ class Beta:
 
     def log_density(self, confidence: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Logarithm of the density at confidences in (0, 1)."""
-        powers = special.xlogy(self.alpha - 1, confidence) + special.xlog1py(self.beta - 1, -confidence)
-        return powers - special.betaln(self.alpha, self.beta)
+        return self.of_logs((np.log(confidence), np.log1p(-confidence)))
+
+    def of_logs(self, logs: _Logs) -> Float[np.ndarray, " n"]:
+        """The same, of logarithms that are known."""
+        powers = (self.alpha - 1) * logs[0] + (self.beta - 1) * logs[1]
+        return np.asarray(powers - special.betaln(self.alpha, self.beta))
 
 
 @dataclass(slots=True)
@@ -120,7 +126,8 @@ class BetaMixture:
 
     def update(self, confidence: float, agreed: bool) -> None:
         """Add one token: the exit's confidence in [0, 1], and whether the full model chose the same token."""
-        _check_confidences(np.array([confidence], dtype=np.float64))
+        if not 0 <= confidence <= 1:
+            _check_confidences(np.array([confidence], dtype=np.float64))
         (self.agreeing if agreed else self.disagreeing).add(confidence)
 
     def fit(
@@ -154,10 +161,12 @@ class BetaMixture:
 
     def posterior(self, confidences: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Probability of agreement at confidences in (0, 1); there must have been ``fewest`` tokens of either kind."""
+        return np.asarray(special.expit(self._log_odds((np.log(confidences), np.log1p(-confidences)))))
+
+    def _log_odds(self, logs: _Logs) -> Float[np.ndarray, " n"]:
         assert self.known, "one of the two distributions is not known yet"
-        odds = self.agreeing.distribution().log_density(confidences)
-        odds = odds - self.disagreeing.distribution().log_density(confidences)
-        return special.expit(odds + special.logit(self.base_rate))
+        odds = self.agreeing.distribution().of_logs(logs) - self.disagreeing.distribution().of_logs(logs)
+        return np.asarray(odds + special.logit(self.base_rate))
 
     def threshold(self) -> float:
         """The lowest confidence in 0.001 .. 0.999 from which agreement is at least as probable as wished.
@@ -167,9 +176,9 @@ class BetaMixture:
         """
         if not self.known:
             return NEVER
-        holds = self.posterior(GRID) >= self.wished_rate
-        holds = np.logical_and.accumulate(holds[::-1])[::-1]
-        return float(GRID[np.argmax(holds)]) if holds[-1] else NEVER
+        below = np.flatnonzero(self._log_odds(_GRID_LOGS) < special.logit(self.wished_rate))
+        first = int(below[-1]) + 1 if len(below) else 0
+        return float(GRID[first]) if first < len(GRID) else NEVER
 
     def stats(self) -> dict[str, Any]:
         """Plain JSON values that explain the threshold; shapes are None while unknown."""

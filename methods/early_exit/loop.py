@@ -10,7 +10,7 @@ later token can reach are left out. Instead, copies of the skipped layers that s
 
 Rows of a batch go to the deepest exit together, and a row's text is the one it would have alone. Where a CPU's kernels
 run the layers, they also judge the exits, so a step is one call, and a row is computed only as deep as it goes
-(``CausalLM.run_to_exits``); of an encoder-decoder model several greedy steps are one call, as in the baseline. Where
+(``CausalLM.run_to_exits``); of a small model several greedy steps are one call, as in the baseline. Where
 all tokens take one depth, the call ends with their logits. Elsewhere a row that has exited is frozen: it passes
 through the remaining layers with its state, which is what propagation writes, and its layers are not saved.
 ``Step.layers`` is the depth of the deepest row. A row whose text has ended leaves the batch (``methods.rows``). Methods
@@ -32,13 +32,13 @@ from torch import Generator, Tensor
 
 from methods.decoder import Decoder, Guarantee, Rounds, Step
 from methods.early_exit.exits import Reader
-from methods.engine.causal_lm import CausalLM, Pass
+from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM, Pass
 from methods.engine.fused_layers import Exited, ExitRule, Scored
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq_lm import ROUNDS_TOGETHER, DecoderPass, Seq2SeqLM, SourceCache
-from methods.rows import ComputedRows, of_rows
+from methods.engine.seq2seq_lm import DecoderPass
+from methods.rows import ComputedRows, of_rows, one_each
 
 FixedExit = tuple[int, KernelLinear | None]  # its depth, and its map
 
@@ -258,8 +258,11 @@ class EarlyExitDecoder(ExitDecoder):
         first = [[token] for token in roots]
         batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
         done, fixed = [1] * len(prompts), self._fixed_exit()
-        together = self.sampling.greedy and isinstance(target, Seq2SeqLM) and target.runs_rounds
-        if together and (fixed is not None or self._rule_of_rounds([1], 1) is not None):
+        if (
+            self.sampling.greedy
+            and target.runs_rounds
+            and (fixed is not None or self._rule_of_rounds([1], 1) is not None)
+        ):
             yield from self._rounds_together(fixed, roots, batch, cache, limit)
             return
         while any(rows := batch.below(limit, done)):
@@ -280,8 +283,7 @@ class EarlyExitDecoder(ExitDecoder):
             roots = root.tolist()
             cache.advance([int(is_open) for is_open in rows])
             done = [count + is_open for count, is_open in zip(done, rows, strict=True)]
-            new_tokens = [[token] if is_open else [] for token, is_open in zip(roots, rows, strict=True)]
-            step = Step.undrafted(new_tokens, self.share(max(depths)), rows=len(rows))
+            step = Step.undrafted(one_each(roots, rows), self.share(max(depths)), rows=len(rows))
             self.counters.spent_ns += perf_counter_ns() - began
             batch.take((yield batch.step(step)))
 
@@ -314,7 +316,6 @@ class EarlyExitDecoder(ExitDecoder):
             fixed: the exit that all tokens take; None: the policy's rule decides.
         """
         target, done, deepest = self.target, [1] * len(roots), self.policy.deepest
-        assert isinstance(target, Seq2SeqLM) and isinstance(cache, SourceCache)
         began = perf_counter_ns()
         while any(rows := batch.below(limit, done)):
             if (stay := batch.leave(target)) is not None:
@@ -329,7 +330,7 @@ class EarlyExitDecoder(ExitDecoder):
             roots = ran.tokens[-1]
             self.counters.columns += ran.columns
             self.counters.deciding_ns += ran.deciding_ns
-            for count, chosen in enumerate(ran.tokens):
+            for count, (chosen, end) in enumerate(zip(ran.tokens, ran.ends_ns, strict=True)):
                 if rule is None:
                     self._count_fixed(depth)
                     self._count_step(depth, rows)
@@ -337,8 +338,7 @@ class EarlyExitDecoder(ExitDecoder):
                     depths = self._layers_run(ran.depths[count], rows)
                     depth = max(depths)
                     self._count_exits(depths, rule)
-                tokens = [[token] if is_open else [] for token, is_open in zip(chosen, rows, strict=True)]
-                step = Step.undrafted(tokens, self.share(depth), rows=len(rows))
+                step = Step.undrafted(one_each(chosen, rows), self.share(depth), rows=len(rows), at_ns=end)
                 self.counters.spent_ns += perf_counter_ns() - began
                 batch.take((yield batch.step(step)))
                 began = perf_counter_ns()

@@ -28,7 +28,18 @@ from methods.engine.causal_layers import (
     UnsupportedModel,
 )
 from methods.engine.expert_layers import ClampedSwish, expected_experts
-from methods.engine.fused_layers import Ending, Exited, ExitRule, FusedLayers, Norm, Portion, Scored
+from methods.engine.fused_layers import (
+    Embedded,
+    Ending,
+    Exited,
+    ExitRule,
+    FusedLayers,
+    Norm,
+    Portion,
+    Ran,
+    Scored,
+    Waiting,
+)
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import (
     DraftWeights,
@@ -53,6 +64,8 @@ _PREFILL_CHUNK = 512
 _SCORE_CHUNK = 256
 _LEAST_CHUNK, _MOST_CHUNK, _MOST_ROWS = 16, 256, 1024
 _SPARSE = 0.75
+_SHORT = 8 * 2**20  # bytes that a pass reads
+ROUNDS_TOGETHER = 16  # in a call of the kernels, at most
 
 
 @dataclass(slots=True)
@@ -509,6 +522,48 @@ class CausalLM:
         where = (state.cos, state.sin, state.cache, self._portions(range(deepest)))
         after = (self._final_norm, self._head)
         return self._fused.run_to_exits(state.hidden, *where, rule, *after, rows, first, last)
+
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether the kernels run several rounds in one call, see ``rounds``.
+
+        The tokens of a call come together, so they only do where a pass is short and the host takes a part of it.
+        """
+        plain = type(self) is CausalLM and self._embed_scale == 1.0
+        return plain and self.ends_fused and self.pass_bytes(1) <= _SHORT
+
+    def rounds(
+        self,
+        roots: Sequence[int],
+        cache: Cache,
+        most: int,
+        moves: Sequence[bool],
+        ends: Collection[int],
+        depth: int | None = None,
+        exit_map: KernelLinear | None = None,
+        rule: ExitRule | None = None,
+        waiting: Waiting | None = None,
+    ) -> Ran:
+        """Greedy rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
+
+        Args:
+            roots: the last committed token of each row.
+            most: rounds.
+            moves: which rows commit tokens.
+            ends: tokens that end a text.
+            depth: layers that are run, the first ones; None: all.
+            exit_map: of the normed states, before the output matrix.
+            rule: by which rows leave a round before those layers; its maps are in the place of that one.
+            waiting: see ``FusedLayers.run_rounds``.
+        """
+        assert isinstance(self._fused, FusedLayers)
+        portions = self._portions(range(self.n_layers if depth is None else depth))
+        embedded, ending = self._embedded(max(cache.written) + most), self._fused_ending(exit_map)
+        return self._fused.run_rounds(roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting)
+
+    def _embedded(self, places: int) -> Embedded:
+        """How the kernels embed a token at one of so many places."""
+        return Embedded(self._embedding, turns=self._rope.slice(0, places))
 
     def _portions(self, layers: Iterable[int]) -> list[Portion]:
         """What this view runs of some layers."""

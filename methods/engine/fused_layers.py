@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_void_p
 from dataclasses import dataclass, field, replace
+from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -116,10 +117,12 @@ class _Waiting(Structure):
 class _Rounds(Structure):
     written: list[int]  # by each row, before the last of them
     nodes: int  # of a pass, at most
+    rotary: int  # dimensions that turn
 
     _fields_ = [
         *((name, c_void_p) for name in ("embedding", "positions")),
         ("count", c_int64),
+        *((name, c_void_p) for name in ("cos", "sin")),
         ("factor", c_float),
         ("norm", NormNumbers),
         ("depths", c_void_p),
@@ -132,12 +135,21 @@ class _Rounds(Structure):
 
 @dataclass(frozen=True)
 class Embedded:
-    """What a token becomes before the first layer: its vector times a factor, and that of its place, normed."""
+    """What a token becomes before the first layer, and how its queries and keys turn.
+
+    Attributes:
+        embedding: vectors of tokens.
+        factor: of these.
+        positions: vectors of places, that are added; None: there are none.
+        norm: of the sum; None: there is none.
+        turns: cosines and sines at all places; None: nothing turns.
+    """
 
     embedding: Float[Tensor, "V D"]
-    factor: float
-    positions: Float[Tensor, "P D"]
-    norm: Norm | None
+    factor: float = 1.0
+    positions: Float[Tensor, "P D"] | None = None
+    norm: Norm | None = None
+    turns: tuple[Float[Tensor, "1 P 1 r"], Float[Tensor, "1 P 1 r"]] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ class Ran:
     Attributes:
         tokens: per round, what every row chose; of rows that stand still it does not matter.
         times: per round, nanoseconds from the call to its end.
+        began_ns: ``time.perf_counter_ns()`` at the call.
         depths: with exits, per round and row the layers after which it left; 0: it did not, or stood still.
         columns: with exits, of the output matrix that were multiplied.
         deciding_ns: with exits, time from the states at exits to the decisions; 0 with a table.
@@ -155,10 +168,16 @@ class Ran:
 
     tokens: list[list[int]]
     times: list[int]
+    began_ns: int
     depths: list[list[int]] = field(default_factory=list)
     columns: int = 0
     deciding_ns: int = 0
     nodes: list[int] = field(default_factory=list)
+
+    @property
+    def ends_ns(self) -> list[int | None]:
+        """``Step.at_ns`` of each round; None for the last one, which ends with the call."""
+        return [*(self.began_ns + time for time in self.times[:-1]), None]
 
 
 class Waiting:
@@ -448,6 +467,7 @@ class FusedLayers:
             (c_void_p * count)(*(taps[part.layer].data_ptr() if part.layer in taps else None for part in portions)),
         )
         lengths, turning = (c_int64 * batch)(*cache.written), 0 if cos is None else cos.shape[-1]
+        turning = turning if rounds is None else rounds.rotary
         seen = (c_int64 * batch)(*cache.sources) if cache.sources else None
         if rounds is not None:
             rounds.lengths = ctypes.addressof(lengths)
@@ -512,16 +532,17 @@ class FusedLayers:
         norm, _kept = (NormNumbers(), []) if embedded.norm is None else norm_numbers(embedded.norm)
         tokens, times, made = (c_int64 * (batch * (1 + most)))(*roots), (c_int64 * most)(), c_int64(0)
         moving, last = (c_uint8 * batch)(*moves), (c_int64 * len(ends))(*ends)
-        nodes = (c_int64 * most)()
+        places, turns, nodes = embedded.positions, embedded.turns or (None, None), (c_int64 * most)()
         deferring = None if waiting is None else waiting.into(nodes)
         rounds = _Rounds(
-            embedded.embedding.data_ptr(), embedded.positions.data_ptr(), len(embedded.positions), embedded.factor,
-            norm, None if rule is None else _place(rule.table), most, None,
+            embedded.embedding.data_ptr(), _place(places), 0 if places is None else len(places),
+            *map(_place, turns), embedded.factor, norm, None if rule is None else _place(rule.table), most, None,
             ctypes.addressof(moving), ctypes.addressof(last), len(ends),
             ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
             None if deferring is None else ctypes.addressof(deferring),
         )  # fmt: skip
         rounds.nodes = 1 if waiting is None else 1 + waiting.most
+        rounds.rotary = 0 if turns[0] is None else turns[0].shape[-1]
         rounds.written = [count + (most - 1) * is_moving for count, is_moving in zip(cache.written, moves, strict=True)]
         hidden = embedded.embedding.new_empty(batch, 1, width)
         normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, 1, after.head.panels.matrix.outputs)
@@ -533,12 +554,13 @@ class FusedLayers:
             run = len(portions) if waiting is None else waiting.depth
             leaving = _Leaving(rule, after.norm, after.head, moves, len(portions), run, rounds=most)
         exits = None if leaving is None else leaving.numbers
+        began = perf_counter_ns()
         self.run(hidden, None, None, None, cache, portions, exits=exits, ending=ending, rounds=rounds)
 
         def by_round(numbers: Sequence[int]) -> list[list[int]]:
             return [list(numbers[at : at + batch]) for at in range(0, batch * made.value, batch)]
 
-        ran = Ran(by_round(tokens[batch:]), times[: made.value])
+        ran = Ran(by_round(tokens[batch:]), times[: made.value], began)
         if leaving is None:
             return ran
         depths = [[max(depth, 0) for depth in row] for row in by_round(list(leaving.left))]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from methods.engine import causal_layers, seq2seq_layers, token_tree
 from methods.engine.causal_layers import LayerNorm, UnsupportedModel
 from methods.engine.causal_lm import CausalLM, Output, causal_mask, eos_ids, leave_file, padded_rows, ragged_mask
-from methods.engine.fused_layers import Embedded, ExitRule, FusedEncoder, FusedLayers, Ran, Waiting
+from methods.engine.fused_layers import Embedded, FusedEncoder, FusedLayers
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, LinearForm, faster_form, library_form, make_linear
 from methods.engine.seq2seq_layers import AbsolutePositions, CrossAttention, FeedForward, SelfAttention, Stack
@@ -32,7 +32,6 @@ from methods.engine.token_tree import Nodes, Parents
 
 __all__ = ["Seq2SeqLM", "Source", "SourceCache", "UnsupportedModel"]
 
-ROUNDS_TOGETHER = 16  # in a call of the kernels, at most
 _SCORE_CHUNK = 256
 
 
@@ -433,42 +432,15 @@ class Seq2SeqLM(CausalLM):
 
     @property
     def runs_rounds(self) -> bool:
-        """Whether the kernels run several rounds in one call, see ``rounds``."""
+        """See ``CausalLM.runs_rounds``; of any size, as decoders are small."""
         place = self._decoder.place
         placed = isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
         return placed and self.ends_fused
 
-    def rounds(
-        self,
-        roots: Sequence[int],
-        cache: SourceCache,
-        most: int,
-        moves: Sequence[bool],
-        ends: Collection[int],
-        depth: int | None = None,
-        exit_map: KernelLinear | None = None,
-        rule: ExitRule | None = None,
-        waiting: Waiting | None = None,
-    ) -> Ran:
-        """Greedy rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
-
-        Args:
-            roots: the last committed token of each row.
-            most: rounds.
-            moves: which rows commit tokens.
-            ends: tokens that end a text.
-            depth: layers that are run, the first ones; None: all.
-            exit_map: of the normed states, before the output matrix.
-            rule: by which rows leave a round before those layers; its maps are in the place of that one.
-            waiting: see ``FusedLayers.run_rounds``.
-        """
+    def _embedded(self, places: int) -> Embedded:
         place = self._decoder.place
         assert isinstance(place, AbsolutePositions) and isinstance(place.norm, LayerNorm | None)
-        assert isinstance(self._fused, FusedLayers)
-        embedded = Embedded(self._decoder.embedding, self._decoder.embed_scale, place.table, place.norm)
-        portions = self._portions(range(self.n_layers if depth is None else depth))
-        ending = self._fused_ending(exit_map)
-        return self._fused.run_rounds(roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting)
+        return Embedded(self._decoder.embedding, self._decoder.embed_scale, place.table, place.norm)
 
     @torch.inference_mode()
     def score(self, tokens: Int[Tensor, "T"], start: int = 0) -> Float[Tensor, "R V"]:

@@ -31,15 +31,14 @@ from torch import Generator, Tensor
 
 from methods.decoder import CostAware, Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
 from methods.drafting import AcceptanceRule, Context, Draft, Drafter, RowDrafter
-from methods.engine.causal_lm import CausalLM, Output
+from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM, Output
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.greedy_round import Round
 from methods.engine.host_copies import Reading
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
-from methods.engine.seq2seq_lm import ROUNDS_TOGETHER, Seq2SeqLM, SourceCache
 from methods.engine.stopwatch import Stopwatch
-from methods.rows import ComputedRows, of_rows
+from methods.rows import ComputedRows, of_rows, one_each
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally
 from methods.speculative.judging import Judged, judge
 from methods.speculative.verification import Greedy
@@ -143,7 +142,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
         yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
-        if self._recorded and not drafter.nodes and isinstance(target, Seq2SeqLM) and target.runs_rounds:
+        if self._recorded and not drafter.nodes and target.runs_rounds:
             yield from self._rounds_together(batch)
 
         while any(open_rows := batch.open):
@@ -201,7 +200,6 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         Where a row is given a new prompt before all tokens of a call are handed out, the others take them again.
         """
         target, context, cache = self.target, batch.context, batch.cache
-        assert isinstance(target, Seq2SeqLM) and isinstance(cache, SourceCache)
         while any(open_rows := batch.open):
             if self._drop(batch):
                 open_rows = batch.open
@@ -210,10 +208,12 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             ran = target.rounds([text[-1] for text in context.tokens], cache, most, open_rows, target.eos_ids)
             cache.advance([len(ran.tokens) * is_open for is_open in open_rows])
             before, left = 0, set[int]()
-            for count, (chosen, time) in enumerate(zip(ran.tokens, ran.times, strict=True), start=1):
-                tokens = [[token] if is_open else [] for token, is_open in zip(chosen, open_rows, strict=True)]
+            done = zip(ran.tokens, ran.times, ran.ends_ns, strict=True)
+            for count, (chosen, time, end) in enumerate(done, start=1):
+                tokens = one_each(chosen, open_rows)
                 _extend(context.tokens, tokens)
-                yield from self._answered(Step.undrafted(tokens, rows=len(tokens), pass_ns=time - before), batch, left)
+                step = Step.undrafted(tokens, rows=len(tokens), pass_ns=time - before, at_ns=end)
+                yield from self._answered(step, batch, left)
                 before = time
                 if left:
                     back = len(ran.tokens) - count

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from methods.engine import linear, token_tree
+from methods.engine import causal_lm, linear, token_tree
 from methods.engine.causal_layers import DENSE, PROVEN, SPARSE, UnsupportedModel
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cpu_kernels import library
@@ -423,3 +423,35 @@ def test_caches_refuse_to_overflow():
 def test_skip_refuses_unknown_layers():
     with pytest.raises(ValueError, match=r"\[5\].*0 to 4"):
         CausalLM.from_hf(tiny("llama")).skip(attention=[5])
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "glm4"])
+def test_rounds_in_one_call_are_passes_one_by_one(family, dtype):
+    """Three rows of different lengths, of which the second stands still; all of a head turns, a part, or nothing."""
+    lm = CausalLM.from_hf(tiny(family, head_dim=16).to(dtype), linear="panels")
+    assert lm.runs_rounds
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 97, (count,), generator=generator) for count in (7, 4, 9)]
+    cache, moves, roots = lm.new_cache(3, 40), [True, False, True], [5, 9, 30]
+    lm.prefill(prompts, cache)
+    before, kept = list(cache.lengths), cache.store.clone()
+    ran = lm.rounds(roots, cache, 12, moves, lm.eos_ids)
+    assert cache.lengths == before and len(ran.times) == len(ran.tokens) and sorted(ran.times) == ran.times
+    store, tokens = cache.store.clone(), torch.tensor(roots)
+    cache.store.copy_(kept)
+    for chosen in ran.tokens:
+        tokens = lm.forward(tokens[:, None], None, cache).logits[:, 0].argmax(1)
+        assert chosen == tokens.tolist()
+        cache.advance([1, 0, 1])
+    assert torch.equal(cache.store, store), "the same keys and values"
+    ended = [any(chosen[row] in lm.eos_ids for row in (0, 2)) for chosen in ran.tokens]
+    assert not any(ended[:-1]) and (ended[-1] or len(ran.tokens) == 12)
+
+
+def test_only_short_passes_run_several_rounds_in_one_call(monkeypatch):
+    lm = CausalLM.from_hf(tiny("llama", head_dim=16), linear="panels")
+    assert lm.runs_rounds == lm.fused
+    monkeypatch.setattr(causal_lm, "_SHORT", lm.pass_bytes(1) - 1)
+    assert not lm.runs_rounds and not GraphedLM.of(lm, capture=False).runs_rounds

@@ -18,6 +18,7 @@ from bench.measure import run as _  # noqa: F401  so that a sweep in a process o
 from bench.records import run_folder
 
 COMMON = [
+    "method.costs=null",  # first, as some methods have none: drafts sized by measured passes differ from run to run
     "model=random", "dataset=demo", "dataset.limit=2", "measure=quick", "measure.repeats=4", "max_new_tokens=24",
     "hardware=cpu_fp32", "hardware.threads=1", "measure.cost_curve=false", "measure.bootstrap_samples=100",
 ]  # fmt: skip

@@ -73,8 +73,9 @@ struct Ending {
 
 // Rounds of greedy decoding without drafts: passes over one node per row, each of the tokens that the one before chose.
 struct Rounds {
-    const void *embedding, *positions;  // [vocabulary, hidden], [count, hidden]
+    const void *embedding, *positions;  // [vocabulary, hidden], [count, hidden]; positions null: places have no vectors
     int64_t count;          // a token at a place beyond gets the vector of the last one
+    const void *cos, *sin;  // [places, rotary]: of the tables of passes; null: queries and keys do not turn
     float factor;           // of the embedding
     Norm norm;              // of both together
     const int32_t* depths;  // [vocabulary], with exits by a table: those of a row that reads a token
@@ -270,26 +271,29 @@ class Runner {
                 float most;
                 largest(exits.logits + source_[row] * outputs, outputs, 1, ending.best + source_[row], &most);
             });
+        const auto normed = [&](int64_t row, const auto& to) {
+            float* state = buffers_.hidden + row * m_.hidden;
+            copy(static_cast<const T*>(p_.result) + source_[row] * m_.hidden, Plain{state}, m_.hidden);
+            normalise<T>(ending.norm, state, to, m_.hidden);
+        };
         for (int32_t taken = 1; taken <= exits.run; taken++) {
-            if (!select([&](int64_t b) { return missing(b) && depth(b) == taken; })) continue;
             const Matrix& map = exits.maps[taken - 1];
-            const Rows x = rows_for<T>(buffers_.rows, rows_, map.panels ? map : ending.head);
-            over_rows(team, [&](int64_t row) {
-                float* state = buffers_.hidden + row * m_.hidden;
-                copy(static_cast<const T*>(p_.result) + source_[row] * m_.hidden, Plain{state}, m_.hidden);
-                normalise<T>(ending.norm, state, Plain{state}, m_.hidden);
-                if (map.panels) copy(state, Row(x, row), m_.hidden);
+            if (!map.panels || !select([&](int64_t b) { return missing(b) && depth(b) == taken; })) continue;
+            const Rows mapped = rows_for<T>(buffers_.rows, rows_, map);
+            over_rows(team, [&](int64_t row) { normed(row, Row(mapped, row)); });
+            product(team, map, mapped, [&](int64_t row, int64_t at, Floats value, int count) {
+                store(buffers_.hidden + row * m_.hidden + at, value, count);
             });
-            if (map.panels)
-                product(team, map, x, [&](int64_t row, int64_t at, Floats value, int count) {
-                    store(buffers_.hidden + row * m_.hidden + at, value, count);
-                });
             copy_out(team, static_cast<T*>(ending.normed));
         }
         if (!select(missing)) return;
         const Rows x = rows_for<T>(buffers_.rows, rows_, ending.head);
         over_rows(team, [&](int64_t row) {
-            copy(static_cast<const T*>(ending.normed) + source_[row] * m_.hidden, Row(x, row), m_.hidden);
+            const int64_t b = source_[row];
+            if (exits.maps[depth(b) - 1].panels)
+                copy(static_cast<const T*>(ending.normed) + b * m_.hidden, Row(x, row), m_.hidden);
+            else
+                normed(row, Row(x, row));
         });
         read_out(team, ending, x);
         team.each(1, [&](int64_t) { *exits.columns += outputs; });
@@ -319,20 +323,24 @@ class Runner {
     // Judge all rows after the i-th layer, and drop those that leave.
     void leave(Team& team, int64_t i) {
         const Exits& exits = *p_.exits;
-        if (exits.measure == TABLE)
-            team.each(1, [&](int64_t) {
-                for (int64_t row = 0; row < rows_; row++) leaves_[row] = exits.depths[source_[row]] == i + 1;
-            });
-        else if (exits.measure == COSINE)
-            over_rows(team, [&](int64_t row) { leaves_[row] = saturated(row); });
-        else
-            judge(team, exits.maps[i]);
+        const bool known = exits.measure == TABLE;
+        const auto leaves = [&](int64_t row) {
+            return known ? exits.depths[source_[row]] == i + 1 : bool(leaves_[row]);
+        };
+        if (known) {  // each thread looks for itself, also while another one already drops the rows
+            bool any = false;
+            for (int64_t b = 0; b < p_.batch; b++)
+                any = any || (exits.depths[b] == i + 1 && (exits.left[b] < 0 || exits.left[b] == i + 1));
+            if (!any) return;
+        }
+        if (exits.measure == COSINE) over_rows(team, [&](int64_t row) { leaves_[row] = saturated(row); });
+        if (exits.measure == SOFTMAX || exits.measure == CLASSIFIER) judge(team, exits.maps[i]);
         team.each(1, [&](int64_t) {
             int64_t kept = 0;
             for (int64_t row = 0; row < rows_; row++) {
                 const int64_t b = source_[row];
                 const float* state = buffers_.hidden + row * m_.hidden;
-                if (leaves_[row]) {
+                if (leaves(row)) {
                     exits.left[b] = int32_t(i + 1);
                     narrow(state, static_cast<T*>(p_.result) + b * m_.hidden, m_.hidden);
                     continue;

@@ -19,13 +19,39 @@ namespace {
 template <class T>
 void embed(const Rounds& rounds, int64_t token, int64_t place, T* to, int64_t width) {
     const T* from = static_cast<const T*>(rounds.embedding) + token * width;
-    const T* at = static_cast<const T*>(rounds.positions) + std::min(place, rounds.count - 1) * width;
     std::vector<float> state(width);
-    for (int64_t i = 0; i < width; i++)
-        state[i] = rounded_one<T>(rounded_one<T>(one(from[i]) * rounds.factor) + one(at[i]));
+    for (int64_t i = 0; i < width; i++) state[i] = rounded_one<T>(one(from[i]) * rounds.factor);
+    if (rounds.positions) {
+        const T* at = static_cast<const T*>(rounds.positions) + std::min(place, rounds.count - 1) * width;
+        for (int64_t i = 0; i < width; i++) state[i] = rounded_one<T>(state[i] + one(at[i]));
+    }
     if (rounds.norm.weight) normalise<T>(rounds.norm, state.data(), Plain{state.data()}, width);
     narrow(state.data(), to, width);
 }
+
+// The tables by which the nodes of a pass turn, out of those of all places.
+template <class T>
+class Turns {
+  public:
+    // pass: gets the tables, of its nodes after `lengths`.
+    void into(Pass& pass, const Rounds& rounds) {
+        if (!rounds.cos) return;
+        const int64_t rotary = pass.rotary, each = pass.nodes * rotary;
+        cos_.resize(pass.batch * each);
+        sin_.resize(pass.batch * each);
+        for (int64_t b = 0; b < pass.batch; b++) {
+            const int64_t from = pass.lengths[b] * rotary;
+            memcpy(cos_.data() + b * each, static_cast<const T*>(rounds.cos) + from, each * sizeof(T));
+            memcpy(sin_.data() + b * each, static_cast<const T*>(rounds.sin) + from, each * sizeof(T));
+        }
+        pass.cos = cos_.data();
+        pass.sin = sin_.data();
+        pass.table = each;
+    }
+
+  private:
+    std::vector<T> cos_, sin_;
+};
 
 // The exits of one round out of several, and the depths of the tokens that its rows read.
 class RoundExits {
@@ -97,6 +123,8 @@ void run_shallow(const Model& model, Pass pass, const Waiting& waiting, int64_t 
     deep.parts += waiting.depth;
     deep.taps += waiting.depth;
     deep.count -= waiting.depth;
+    Turns<T> turns;
+    turns.into(deep, *pass.rounds);
     run(deep);
     for (int64_t b = 0; b < batch; b++)
         memcpy(&last[b * width], &rows[((b + 1) * nodes - 1) * width], width * sizeof(T));
@@ -121,12 +149,14 @@ void run_rounds(const Model& model, const Pass& given) {
     const auto begin = std::chrono::steady_clock::now();
     T* hidden = static_cast<T*>(const_cast<void*>(pass.hidden));
     RoundExits exits(given);
+    Turns<T> turns;
     bool ended = false;
     int64_t& made = *rounds.made;
     for (made = 0; made < rounds.most && !ended; made++) {
         const int64_t* tokens = rounds.tokens + made * batch;
         int64_t* chosen = rounds.tokens + (made + 1) * batch;
         for (int64_t b = 0; b < batch; b++) embed(rounds, tokens[b], pass.lengths[b], hidden + b * width, width);
+        turns.into(pass, rounds);
         pass.exits = exits.of(made, rounds.depths, tokens);
         if (rounds.waiting) {
             run_shallow<T>(model, pass, *rounds.waiting, made);

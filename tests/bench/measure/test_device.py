@@ -18,6 +18,7 @@ from bench.measure import instruments, probes, profiling
 from bench.measure.instruments import ClockLog, EnergyMeter
 from bench.measure.run import run
 from bench.records.run_folder import read_manifest, read_samples, validate
+from methods.engine import causal_lm
 from methods.engine.attention_kernels import attention_kernels
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
@@ -46,7 +47,10 @@ def operators_in_rounds(events: list[dict[str, Any]]) -> int:
     return sum(start <= span[1] < end and not called(span) for span in spans)
 
 
-def test_a_run_records_its_rounds_its_limits_and_a_trace(cfg: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_records_its_rounds_its_limits_and_a_trace(
+    cfg: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_lm, "_SHORT", 0)  # several rounds in one call have no operators of torch
     outcome = run(cfg)
     manifest, samples = read_manifest(outcome.path) or {}, read_samples(outcome.path)
     assert validate(outcome.path) == []
@@ -69,6 +73,16 @@ def test_a_run_records_its_rounds_its_limits_and_a_trace(cfg: RunConfig, capsys:
     assert manifest["attention"]["prompt"] and manifest["memory"]["planned"] == manifest["memory_plan"]["total"]
     shown = capsys.readouterr().out
     assert "of the measured peak" in shown and "traced round" in shown and " planned " in shown.replace("\n", " ")
+
+
+def test_rounds_of_one_call_have_their_own_times(cfg: RunConfig) -> None:
+    outcome = run(replace(cfg, measure=replace(cfg.measure, profile=False)))
+    samples = [sample for sample in read_samples(outcome.path) if sample.arm == "baseline"]
+    assert samples
+    for sample in samples:
+        assert sample.step_pass_ns is not None
+        assert all(0 < passed <= whole for whole, passed in zip(sample.step_ns, sample.step_pass_ns, strict=True))
+        assert sum(sample.step_ns) == sample.batch_ns
 
 
 def test_bytes_read_are_those_of_all_matrices_but_the_embedding(cfg: RunConfig) -> None:

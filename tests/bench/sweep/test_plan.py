@@ -538,6 +538,7 @@ def test_the_named_sweeps() -> None:
             "pareto",
             "translation",
             "translation_table",
+            "translation_controls",
             "peers",
             "chat",
             "league",
