@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, TypeVar
 
 from methods.decoder import Prompts, RowChanges, Step
 
 if TYPE_CHECKING:
     from methods.engine.causal_lm import CausalLM
+    from methods.engine.fused_layers import Ran
 
 T = TypeVar("T")
 
@@ -83,3 +85,22 @@ def of_rows(values: Sequence[T], rows: Sequence[int]) -> list[T]:
 def one_each(tokens: Sequence[int], rows: Sequence[bool]) -> list[list[int]]:
     """The tokens of a step that commits one per row, none where ``rows`` says that no more is wanted."""
     return [[token] if is_open else [] for token, is_open in zip(tokens, rows, strict=True)]
+
+
+def steps_of(
+    ran: Ran,
+    rows: Sequence[bool],
+    layers: Sequence[float] | None = None,
+    nodes: Sequence[int] | None = None,
+    pass_ns: Sequence[int] | None = None,
+) -> Iterator[Step]:
+    """The steps of several rounds in one call, one token per row; ``rows`` are those of which more is wanted.
+
+    Args:
+        layers, nodes, pass_ns: of each round, see ``Step``.
+    """
+    count, none, alone = len(rows), [0] * len(rows), list(rows) == [True]
+    of_rounds = layers or repeat(1.0), nodes or repeat(1), pass_ns or repeat(None)
+    for tokens, end, share, scored, passed in zip(ran.tokens, ran.ends_ns, *of_rounds):  # noqa: B905, some never end
+        new = [tokens] if alone else one_each(tokens, rows)
+        yield Step(new, none, none, [share] * count, none, nodes=scored, pass_ns=passed, at_ns=end, rows=count)

@@ -217,6 +217,7 @@ def settings(found: Sequence[Record]) -> dict[str, str]:
     for name, flat in given.items():
         same = [other for other in given.values() if other.get("name") == flat.get("name")]
         differing = [key for key in flat if any(other.get(key) != flat[key] for other in same)]
+        differing = [key for key in differing if key != "checkpoint" or flat[key] is not None]  # the project's own
         differing.sort(key=lambda key: (key not in _FIRST, "." in key))
         usual = [key for key in _FIRST if flat.get(key) is not None and key not in differing]
         shown[name] = " ".join(f"{key.rpartition('.')[2]}={_text(flat[key])}" for key in [*usual, *differing])

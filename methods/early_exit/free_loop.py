@@ -43,11 +43,11 @@ from methods.early_exit.loop import DecodeStats, ExitDecoder
 from methods.early_exit.threshold import FULL_MODEL
 from methods.early_exit.verified import leading
 from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM
-from methods.engine.fused_layers import ExitRule, Waiting
+from methods.engine.fused_layers import ExitRule, Ran, Waiting
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, argmax, draw, in_float
 from methods.engine.stopwatch import Stopwatch
-from methods.rows import ComputedRows, of_rows, one_each
+from methods.rows import ComputedRows, of_rows, one_each, steps_of
 
 Accept = Literal["all", "rollback", "verify"]
 
@@ -203,24 +203,28 @@ class ShallowDeepDecoder(ExitDecoder):
             ran = target.rounds(roots, cache, most, rows, target.eos_ids, rule=rule, waiting=waiting)
             cache.advance([len(ran.tokens) * is_open for is_open in rows])
             roots = ran.tokens[-1]
-            self.counters.columns += ran.columns
-            self.counters.deciding_ns += ran.deciding_ns
-            for chosen, nodes, depths, end in zip(ran.tokens, ran.nodes, ran.depths, ran.ends_ns, strict=True):
-                tokens = one_each(chosen, rows)
-                self.counters.looks += 1
-                self.counters.layers += options.depth
-                self.counters.maps += self.reader.maps(options.depth)
-                if nodes:
-                    self.counters.layers += target.n_layers - options.depth
-                    self.counters.columns += target.vocab_size
-                    text.commit(tokens)
-                    self._count(tokens, [0] * len(rows), [depth > 0 for depth in depths], judged=False)
-                    step = replace(Step.undrafted(tokens, rows=len(rows)), nodes=nodes)
-                else:
-                    step = self._commit_shallow(tokens, text)
-                self.counters.spent_ns += perf_counter_ns() - began
-                text.rows.take((yield text.rows.step(replace(step, at_ns=end))))
-                began = perf_counter_ns()
+            self._count_rounds(ran, rows)
+            text.commit([[0] * len(ran.tokens) * is_open for is_open in rows])
+            self.counters.spent_ns += perf_counter_ns() - began
+            shares = [1.0 if nodes else options.depth / target.n_layers for nodes in ran.nodes]
+            for step in steps_of(ran, rows, shares, [nodes or 1 for nodes in ran.nodes]):
+                text.rows.take((yield text.rows.step(step)))
+            began = perf_counter_ns()
+
+    def _count_rounds(self, ran: Ran, rows: Sequence[bool]) -> None:
+        """Add the rounds of a call to the counters."""
+        depth, whole, rounds = self.options.depth, self.target.n_layers, len(ran.tokens)
+        deep = sum(nodes > 0 for nodes in ran.nodes)
+        shallow = sum(left > 0 for depths in ran.depths for left in depths)
+        self.counters.steps += rounds
+        self.counters.rows += rounds * len(rows)
+        self.counters.looks += rounds
+        self.counters.layers += rounds * depth + deep * (whole - depth)
+        self.counters.maps += rounds * self.reader.maps(depth)
+        self.counters.columns += ran.columns + deep * self.target.vocab_size
+        self.counters.deciding_ns += ran.deciding_ns
+        self.counters.exits[depth] += shallow
+        self.counters.exits[whole] += rounds * sum(rows) - shallow
 
     def _thresholds(self, rows: int) -> list[AdaptiveThreshold]:
         """One per row, independent of the others; a remembered one is common to all."""

@@ -33,12 +33,12 @@ from torch import Generator, Tensor
 from methods.decoder import Decoder, Guarantee, Rounds, Step
 from methods.early_exit.exits import Reader
 from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM, Pass
-from methods.engine.fused_layers import Exited, ExitRule, Scored
+from methods.engine.fused_layers import Exited, ExitRule, Ran, Scored
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import DecoderPass
-from methods.rows import ComputedRows, of_rows, one_each
+from methods.rows import ComputedRows, of_rows, one_each, steps_of
 
 FixedExit = tuple[int, KernelLinear | None]  # its depth, and its map
 
@@ -328,20 +328,25 @@ class EarlyExitDecoder(ExitDecoder):
             cache.advance([len(ran.tokens) * is_open for is_open in rows])
             done = [count + len(ran.tokens) * is_open for count, is_open in zip(done, rows, strict=True)]
             roots = ran.tokens[-1]
-            self.counters.columns += ran.columns
-            self.counters.deciding_ns += ran.deciding_ns
-            for count, (chosen, end) in enumerate(zip(ran.tokens, ran.ends_ns, strict=True)):
-                if rule is None:
-                    self._count_fixed(depth)
-                    self._count_step(depth, rows)
-                else:
-                    depths = self._layers_run(ran.depths[count], rows)
-                    depth = max(depths)
-                    self._count_exits(depths, rule)
-                step = Step.undrafted(one_each(chosen, rows), self.share(depth), rows=len(rows), at_ns=end)
-                self.counters.spent_ns += perf_counter_ns() - began
+            shares = self._count_rounds(ran, rule, rows, depth)
+            self.counters.spent_ns += perf_counter_ns() - began
+            for step in steps_of(ran, rows, shares):
                 batch.take((yield batch.step(step)))
-                began = perf_counter_ns()
+            began = perf_counter_ns()
+
+    def _count_rounds(self, ran: Ran, rule: ExitRule | None, rows: Sequence[bool], depth: int) -> list[float]:
+        """Add the rounds of a call to the counters; ``depth``: of all, without a rule. Returns ``share`` of each."""
+        rounds = len(ran.tokens)
+        if rule is None:
+            for _ in range(rounds):
+                self._count_fixed(depth)
+                self._count_step(depth, rows)
+            return [self.share(depth)] * rounds
+        every = [self._layers_run(left, rows) for left in ran.depths]
+        self._count_exits(every, rule)
+        self.counters.columns += ran.columns
+        self.counters.deciding_ns += ran.deciding_ns
+        return [self.share(max(depths)) for depths in every]
 
     def _rule_of_rounds(self, places: Sequence[int], rounds: int) -> ExitRule | None:
         """See ``Policy.rule_of_rounds``; with the maps, and None where the kernels cannot judge the exits."""
@@ -463,21 +468,23 @@ class EarlyExitDecoder(ExitDecoder):
         deepest = self.policy.deepest
         found = self.target.run_to_exits(state, deepest, rule, rows)
         depths = self._layers_run(found.depths, rows)
-        self._count_exits(depths, rule)
+        self._count_exits([depths], rule)
         self.counters.columns += found.columns
         self.counters.deciding_ns += found.deciding_ns
         return self.logits_of(found, depths), depths
 
-    def _count_exits(self, depths: Sequence[int], rule: ExitRule) -> None:
-        """Add a pass of the kernels to the counters, whose rows ran to ``depths``; but its columns and decisions."""
-        longest = max(depths)
-        self.counters.steps += 1
-        self.counters.rows += len(depths)
-        self.counters.layers += longest
-        self.counters.maps += sum(self.reader.maps(depth) for depth in rule.stops if depth <= longest)
-        self.counters.fills += self.policy.deepest - longest
-        self.counters.exits.update(depth for depth in depths if depth)
-        self._count_looks(rule, 0, longest)
+    def _count_exits(self, every: Sequence[Sequence[int]], rule: ExitRule) -> None:
+        """Add passes of the kernels, whose rows ran to these depths, to the counters; but columns and decisions."""
+        found = Counter(depth for depths in every for depth in depths)
+        found.pop(0, None)
+        self.counters.exits.update(found)
+        self.counters.steps += len(every)
+        self.counters.rows += sum(map(len, every))
+        for longest, count in Counter(map(max, every)).items():
+            self.counters.layers += count * longest
+            self.counters.maps += count * sum(self.reader.maps(depth) for depth in rule.stops if depth <= longest)
+            self.counters.fills += count * (self.policy.deepest - longest)
+            self._count_looks(rule, 0, longest, count)
 
     def count_part(self, found: Exited, depths: Sequence[int], first: int, last: int, rule: ExitRule) -> None:
         """The same of a part of a pass, from ``first`` layers to ``last``, for some rows; 0 in ``depths``: not left."""
@@ -492,10 +499,10 @@ class EarlyExitDecoder(ExitDecoder):
         self.counters.exits.update(depth for depth in depths if depth)
         self._count_looks(rule, first, last)
 
-    def _count_looks(self, rule: ExitRule, first: int, last: int) -> None:
+    def _count_looks(self, rule: ExitRule, first: int, last: int, passes: int = 1) -> None:
         """Those of the kernels after more than ``first`` layers, and up to ``last``; a table has decided before."""
         if rule.measure != "table":
-            self.counters.looks += sum(first < depth <= last for depth in rule.stops)
+            self.counters.looks += passes * sum(first < depth <= last for depth in rule.stops)
 
     def logits_of(self, found: Exited, depths: Sequence[int]) -> Float[Tensor, "B V"]:
         """Of the rows that left at ``depths`` (0: undefined); by the exit, where the kernels made none."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +39,7 @@ from methods.engine.host_copies import Reading
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.stopwatch import Stopwatch
-from methods.rows import ComputedRows, of_rows, one_each
+from methods.rows import ComputedRows, of_rows, steps_of
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally
 from methods.speculative.judging import Judged, judge
 from methods.speculative.verification import Greedy
@@ -207,14 +208,10 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             most = min([ROUNDS_TOGETHER, *(end - len(text) for text, end, is_open in rows if is_open)])
             ran = target.rounds([text[-1] for text in context.tokens], cache, most, open_rows, target.eos_ids)
             cache.advance([len(ran.tokens) * is_open for is_open in open_rows])
-            before, left = 0, set[int]()
-            done = zip(ran.tokens, ran.times, ran.ends_ns, strict=True)
-            for count, (chosen, time, end) in enumerate(done, start=1):
-                tokens = one_each(chosen, open_rows)
-                _extend(context.tokens, tokens)
-                step = Step.undrafted(tokens, rows=len(tokens), pass_ns=time - before, at_ns=end)
+            left, passes = set[int](), [end - begin for begin, end in pairwise([0, *ran.times])]
+            for count, step in enumerate(steps_of(ran, open_rows, pass_ns=passes), start=1):
+                _extend(context.tokens, step.tokens)
                 yield from self._answered(step, batch, left)
-                before = time
                 if left:
                     back = len(ran.tokens) - count
                     moved = [is_open and row not in left for row, is_open in enumerate(open_rows)]

@@ -166,6 +166,13 @@ def test_settings_name_what_differs_and_a_chosen_threshold(tmp_path: Path) -> No
     assert points["threshold=0.65 decay=none tolerance=0.05"].certified is True
 
 
+def test_the_own_checkpoint_of_a_method_is_not_named_beside_another_one(tmp_path: Path) -> None:
+    early(tmp_path, "calm", lossy(20, 1))
+    early(tmp_path, "calm", lossy(21, 1), "method.checkpoint=runs/other")
+    points = {p.setting for p in only(frontiers(collect.read(tmp_path))).points}
+    assert points == {"threshold=0.9", "threshold=0.9 checkpoint=runs/other"}
+
+
 def test_the_command_prints_or_writes_the_tables(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["frontier", f"paths.results={results}"]) == 0
     out = capsys.readouterr().out
