@@ -102,6 +102,15 @@ def sizes(sweep: str) -> list[Source]:
 N = r"(\d+(?:\.\d+)?)"
 CALM, SUFFIX, HYBRID, HEADS = "95a3ae5fde7b", "2137e5e69667", "34b2ef92b1eb", "6ef0b68f8b8a"
 MASKS, HASHED = "90986e793f34", "799463a6779e"  # a model that drafts by masks, one that exits by a table
+TABLES = {
+    "learnt": "71cc08c3b42e",
+    "random": "0be2002a2c5b",
+    "clusters": "f4449330eefe",
+    "frequency": "964c3e22ee6f",
+    "mutual information": "41e1f6590809",
+    r"three layers for every token \(`static_depth`\)": "ae03baeb25d4",
+}
+CONTROLS = "e16dc2a6aab0", "4775cf338971", "db6f91ee691d", "d91aa4a517c5", "48678438b977"
 STUDENTS = ("cmlm", "glat", "depa", "nat")
 TEACHER = "teacher-multi30k_4_4"
 LENSES = "calm-multi30k_4_4_distilled_calm"
@@ -147,23 +156,41 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         "docs/early_exit.md",
         rf"catch up later \| {N} % \| {N} \| {N} \|",
         [
-            of("867fb3c91e4c", "layers_per_token", share=True),
-            speed("867fb3c91e4c"),
-            of("867fb3c91e4c", "ranking", "text_loss", missing=True),
+            of("ad847d8562c7", "layers_per_token", share=True),
+            speed("ad847d8562c7"),
+            of("ad847d8562c7", "ranking", "text_loss", missing=True),
         ],
     ),
     (
         "docs/early_exit.md",
         rf"`accept=verify` \(EXACT\) \| \| {N} \| {N} \|",
-        [speed("b874b3c6c32a"), of("b874b3c6c32a", "ranking", "text_loss", missing=True)],
+        [speed("89b37b1b9185"), of("89b37b1b9185", "ranking", "text_loss", missing=True)],
     ),
     (
         "docs/early_exit.md",
         rf"copied states \| {N} % \| \| {N} \|",
         [
-            of("f071d3b1e0ba", "layers_per_token", share=True),
-            of("f071d3b1e0ba", "ranking", "text_loss", missing=True),
+            of("920a117fd9ac", "layers_per_token", share=True),
+            of("920a117fd9ac", "ranking", "text_loss", missing=True),
         ],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"0\.7 is {N} times as fast without it and {N} times with it, .*? Three layers for every token are {N} times",
+        [speed("830e6fb31f3d"), speed("f70fd960a36d"), speed("f0f5915fb30b")],
+    ),
+    *(
+        (
+            "docs/early_exit.md",
+            rf"\| {table} \| {N} % \| {N} \| {N} \|",
+            [of(run, "layers_per_token", share=True), speed(run), of(run, "quality", "bleu")],
+        )
+        for table, run in TABLES.items()
+    ),
+    (
+        "docs/early_exit.md",
+        rf"are {N} times as fast with six of the eight layers and {N} times with four",
+        [speed("c73cc71e53f2"), speed("c5841ed12e33")],
     ),
     (
         "docs/training.md",
@@ -205,6 +232,12 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         "docs/early_exit.md",
         rf"runs {N} % of its layers at no loss to its whole self, .* take it to {N} times the speed",
         [of(HASHED, "layers_per_token", share=True), speed(HASHED)],
+    ),
+    (
+        "docs/translation.md",
+        rf"without glancing: {N} BLEU where that has {N}\. .* as it is \({N} and {N} BLEU\)\. "
+        rf".* instead of `glat` has {N} BLEU",
+        [of(run, "quality", "bleu") for run in CONTROLS],
     ),
     ("docs/translation.md", rf"lose {N} to {N} BLEU", [lost_in_one_pass(min), lost_in_one_pass(max)]),
     ("docs/translation.md", rf"width 128: {N} BLEU with a beam of 5", [published(41.02)]),
