@@ -558,7 +558,8 @@ class CausalLM:
         """
         assert isinstance(self._fused, FusedLayers)
         portions = self._portions(range(self.n_layers if depth is None else depth))
-        embedded, ending = self._embedded(max(cache.written) + most), self._fused_ending(exit_map)
+        places = max(cache.written) + most + (0 if waiting is None else waiting.most)
+        embedded, ending = self._embedded(places), self._fused_ending(exit_map)
         return self._fused.run_rounds(roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting)
 
     def _embedded(self, places: int) -> Embedded:

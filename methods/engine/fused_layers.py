@@ -455,7 +455,7 @@ class FusedLayers:
         batch, nodes, _ = hidden.shape
         result, threads, count = torch.empty_like(hidden), torch.get_num_threads(), len(portions)
         taps = {portion.layer: torch.empty_like(hidden) for portion in portions if portion.layer in wanted}
-        slots = max(cache.written if rounds is None else rounds.written) + earlier + nodes
+        slots = max(cache.written) + earlier + nodes if rounds is None else max(rounds.written) + rounds.nodes
         assert cache.begin + slots <= cache.capacity, f"{cache.begin + slots} slots in a cache of {cache.capacity}"
         slots = max(slots, *cache.sources) if cache.sources else slots
         rows = batch * (nodes if rounds is None else rounds.nodes)
