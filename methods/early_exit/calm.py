@@ -66,9 +66,7 @@ class CalmPolicy(Policy):
     def rule(self, roots: Sequence[int], places: Sequence[int]) -> ExitRule | None:
         if self.threshold.never:
             return ExitRule(self._stops, "table", depths=[self.deepest] * len(roots))
-        if (found := self.confidence.rule(self._stops[:-1])) is None:
-            return None
-        return replace(found, thresholds=[self.threshold.at(place, self._limit) for place in places])
+        return self.rule_of_rounds(places, 1)
 
     def rule_of_rounds(self, places: Sequence[int], rounds: int) -> ExitRule | None:
         if self.threshold.never or (found := self.confidence.rule(self._stops[:-1])) is None:

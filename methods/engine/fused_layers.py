@@ -466,8 +466,8 @@ class FusedLayers:
             (c_uint8 * count)(*(part.bits for part in portions)),
             (c_void_p * count)(*(taps[part.layer].data_ptr() if part.layer in taps else None for part in portions)),
         )
-        lengths, turning = (c_int64 * batch)(*cache.written), 0 if cos is None else cos.shape[-1]
-        turning = turning if rounds is None else rounds.rotary
+        lengths = (c_int64 * batch)(*cache.written)
+        turning = rounds.rotary if rounds is not None else 0 if cos is None else cos.shape[-1]
         seen = (c_int64 * batch)(*cache.sources) if cache.sources else None
         if rounds is not None:
             rounds.lengths = ctypes.addressof(lengths)

@@ -12,6 +12,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.cpu_kernels import library
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.linear import Linear, PackedLinear, make_linear, packable
+from tests.helpers.rounds import check_rounds
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -434,20 +435,9 @@ def test_rounds_in_one_call_are_passes_one_by_one(family, dtype):
     assert lm.runs_rounds
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 97, (count,), generator=generator) for count in (7, 4, 9)]
-    cache, moves, roots = lm.new_cache(3, 40), [True, False, True], [5, 9, 30]
+    cache = lm.new_cache(3, 40)
     lm.prefill(prompts, cache)
-    before, kept = list(cache.lengths), cache.store.clone()
-    ran = lm.rounds(roots, cache, 12, moves, lm.eos_ids)
-    assert cache.lengths == before and len(ran.times) == len(ran.tokens) and sorted(ran.times) == ran.times
-    store, tokens = cache.store.clone(), torch.tensor(roots)
-    cache.store.copy_(kept)
-    for chosen in ran.tokens:
-        tokens = lm.forward(tokens[:, None], None, cache).logits[:, 0].argmax(1)
-        assert chosen == tokens.tolist()
-        cache.advance([1, 0, 1])
-    assert torch.equal(cache.store, store), "the same keys and values"
-    ended = [any(chosen[row] in lm.eos_ids for row in (0, 2)) for chosen in ran.tokens]
-    assert not any(ended[:-1]) and (ended[-1] or len(ran.tokens) == 12)
+    check_rounds(lm, cache)
 
 
 def test_only_short_passes_run_several_rounds_in_one_call(monkeypatch):

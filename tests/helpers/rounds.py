@@ -1,0 +1,25 @@
+"""Several rounds in one call of the kernels, beside the same passes one by one."""
+
+from __future__ import annotations
+
+import torch
+
+from methods.engine.causal_lm import CausalLM
+from methods.engine.kv_cache import Cache
+
+
+def check_rounds(lm: CausalLM, cache: Cache) -> None:
+    """Of three rows that the cache holds the second stands still: the same tokens, keys and values as of passes."""
+    moves, roots = [True, False, True], [5, 9, 30]
+    before, kept = list(cache.lengths), cache.store.clone()
+    ran = lm.rounds(roots, cache, 12, moves, lm.eos_ids)
+    assert cache.lengths == before and len(ran.times) == len(ran.tokens) and sorted(ran.times) == ran.times
+    store, tokens = cache.store.clone(), torch.tensor(roots)
+    cache.store.copy_(kept)
+    for chosen in ran.tokens:
+        tokens = lm.forward(tokens[:, None], None, cache).logits[:, 0].argmax(1)
+        assert chosen == tokens.tolist()
+        cache.advance([1, 0, 1])
+    assert torch.equal(cache.store, store), "the same keys and values"
+    ended = [any(chosen[row] in lm.eos_ids for row in (0, 2)) for chosen in ran.tokens]
+    assert not any(ended[:-1]) and (ended[-1] or len(ran.tokens) == 12)
