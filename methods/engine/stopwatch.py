@@ -1,4 +1,4 @@
-"""Time on a device: synchronisation, and a stopwatch that does not wait."""
+"""Time on a device: synchronisation, and a stopwatch that waits only when it is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Time between ``start`` and ``stop``, read later: events on a GPU, the process clock elsewhere.
 
-    ``ns`` may be called only after the device has been synchronised by other means (the host read of a step).
+    ``ns`` waits until the device has come to ``stop``. Call it after the host has read what the step made, when nothing
+    is left to wait for but the end of that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,5 +41,6 @@ class Stopwatch:
     def ns(self) -> int:
         """Nanoseconds between the last ``start`` and ``stop``."""
         if self._cuda:
+            self._events[1].synchronize()
             return round(self._events[0].elapsed_time(self._events[1]) * 1e6)
         return self._stop - self._start
