@@ -109,7 +109,7 @@ class HardwareConfig:
         graphs: replay passes as CUDA graphs where there is CUDA, for baseline and methods alike; or never.
         compile: let torch.compile join the operations between matrix products, for baseline and methods alike.
         kernels: of what is between the matrix products in passes over few nodes: those of torch, or ours in Triton, for
-            baseline and methods alike; ``auto`` is torch until the others are measured on a GPU.
+            baseline and methods alike; ``auto`` is Triton where passes in 16 bit are CUDA graphs, else torch.
         batch_invariant: refuse a model whose bits depend on the number of tokens or rows of a pass.
     """
 

@@ -6,6 +6,7 @@ import functools
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,11 +192,15 @@ def load_module(module: Any, tokenizer: Any, hardware: Mapping[str, Any]) -> Loa
 
 def _graphed(lm: CausalLM, hardware: Mapping[str, Any]) -> CausalLM:
     """The model with CUDA graphs, where that is possible and wanted."""
-    from methods.engine.causal_lm import CausalLM
     from methods.engine.cuda_graphs import GraphedLM
 
-    wanted = lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto"
-    return GraphedLM.of(lm) if wanted else lm
+    return GraphedLM.of(lm) if _replays(lm, hardware) else lm
+
+
+def _replays(lm: CausalLM, hardware: Mapping[str, Any]) -> bool:
+    from methods.engine.causal_lm import CausalLM
+
+    return lm.device.type == "cuda" and type(lm) is CausalLM and hardware.get("graphs", "auto") == "auto"
 
 
 def _hand_over(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
@@ -203,14 +208,17 @@ def _hand_over(lm: CausalLM, hardware: Mapping[str, Any]) -> None:
     from methods.engine.causal_lm import CausalLM
 
     lm.draft_weights = hardware.get("draft_weights", "auto")
-    if hardware.get("kernels", "auto") != "triton":
-        return
-    if type(lm) is not CausalLM:
+    wanted = hardware.get("kernels", "auto")
+    if wanted == "triton" and type(lm) is not CausalLM:
         raise ValueError(
             f"hardware.kernels=triton needs a decoder-only model that writes from left to right, got {lm.name}. Set "
             "hardware.kernels=torch."
         )
-    lm.use_triton()
+    if wanted == "triton":
+        lm.use_triton()
+    elif wanted == "auto" and _replays(lm, hardware) and lm.dtype.itemsize == 2 and not hardware.get("compile"):
+        with suppress(ValueError):  # layers that Triton's kernels lack stay with torch
+            lm.use_triton()
 
 
 def _require_invariant(lm: CausalLM) -> None:

@@ -319,6 +319,12 @@ class Tally:
     nodes: int = 0
     gained: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
+    def note(self, nodes: int) -> None:
+        """A round whose draft has so many nodes per row."""
+        self.rounds += 1
+        self.undrafted += nodes == 0
+        self.nodes += nodes
+
     def stats(self) -> dict[str, float]:
         """Mean number of drafted nodes per round, and the share of the rounds without a draft."""
         rounds = max(self.rounds, 1)
@@ -409,7 +415,7 @@ class Pace:
             draft = Draft.chain(context.root.new_empty(len(context.tokens), 0))
         else:
             draft = self._cut(self._proposed(context, paused), open_rows, self.costs)
-        self._count(draft)
+        self.tally.note(draft.tokens.shape[1])
         return draft
 
     def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
@@ -451,12 +457,6 @@ class Pace:
             self._accounts[part].book(gained - extra)
             self.tally.gained[part] += gained - extra
         self._round = None
-
-    def _count(self, draft: Draft) -> None:
-        nodes = draft.tokens.shape[1]
-        self.tally.rounds += 1
-        self.tally.undrafted += nodes == 0
-        self.tally.nodes += nodes
 
     def _cut(self, draft: Draft, open_rows: Sequence[bool], costs: Costs) -> Draft:
         """The best nodes of a proposal, as many as pay."""

@@ -40,7 +40,7 @@ from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows, steps_of
-from methods.speculative.budget import Costs, CostsOption, Pace, Tally
+from methods.speculative.budget import Costs, CostsOption, Pace, Tally, Unasked
 from methods.speculative.judging import Judged, judge
 from methods.speculative.verification import Greedy
 
@@ -129,7 +129,8 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
         watch, ahead, passing = (Stopwatch(target.device) for _ in range(3))
         launched = False  # the next draft, while the host read the last round
-        runs_ahead = self._recorded and not drafter.nodes and isinstance(target, GraphedLM)
+        plain = self._recorded and (not drafter.nodes or isinstance(drafter, Unasked))  # no round has a draft
+        runs_ahead = plain and isinstance(target, GraphedLM)
 
         passing.start()
         output = target.prefill(
@@ -143,7 +144,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
         yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
-        if self._recorded and not drafter.nodes and target.runs_rounds:
+        if plain and target.runs_rounds:
             yield from self._rounds_together(batch)
 
         while any(open_rows := batch.open):
@@ -210,6 +211,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             cache.advance([len(ran.tokens) * is_open for is_open in open_rows])
             left, passes = set[int](), [end - begin for begin, end in pairwise([0, *ran.times])]
             for count, step in enumerate(steps_of(ran, open_rows, pass_ns=passes), start=1):
+                self._count_undrafted()
                 _extend(context.tokens, step.tokens)
                 yield from self._answered(step, batch, left)
                 if left:
@@ -238,6 +240,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                 tokens = [new if is_open else [] for (_, new), is_open in zip(rows, open_rows, strict=True)]
                 _extend(batch.context.tokens, tokens)
                 step = _step(draft, tokens, [0] * len(tokens), open_rows, (0, other.ns()), 1)
+                self._count_undrafted()
                 yield from self._answered(step, batch, None if following is None else following.left)
             if following is None:
                 return
@@ -264,6 +267,10 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         if not draft.is_chain:
             judged.pack(cache)
         return nodes.shape[1], output, judged
+
+    def _count_undrafted(self) -> None:
+        if self.costs is not None:
+            self._tally.note(0)
 
     @property
     def _recorded(self) -> bool:

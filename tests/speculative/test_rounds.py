@@ -84,6 +84,16 @@ def test_the_next_round_of_the_baseline_is_launched_before_the_last_one_is_read(
     assert found == ["step", "launch", *["launch", "read", "step"] * 22, "read", "step"]
 
 
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+def test_a_text_that_a_network_sits_out_runs_as_the_baseline_does(texts):
+    costs = [[0, 50.0], [1, 1.0], [16, 1.4]]  # no draft pays
+    assert events(lambda *given: eagle(*given, 3, costs=costs), texts) == events(Autoregressive, texts)
+    decoder = eagle(GraphedLM.of(checks.tiny_target(), capture=False), Sampling(), 3, costs=costs)
+    wanted = [checks.greedy_reference(checks.tiny_target(), text, 20) for text in prompts(texts)]
+    assert checks.outputs(decoder, prompts(texts), 20) == wanted
+    assert decoder.stats() == {"nodes_per_round": 0.0, "undrafted_rounds": 1.0}
+
+
 @pytest.mark.parametrize("name", [name for name in DRAFTED if name.startswith(("eagle", "dflash", "dspark"))])
 def test_the_next_draft_of_a_network_is_launched_before_the_last_round_is_read(name):
     _, *found, last, end = events(DRAFTED[name], PROMPTS[:1])

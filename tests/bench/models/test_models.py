@@ -28,6 +28,7 @@ from bench.models.embedded import SMOLLM2, fetch
 from bench.models.random_weights import RandomModel, byte_tokenizer
 from methods.autoregressive import Autoregressive
 from methods.engine import cpu_kernels
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.vocabulary import ForeignModel
 from methods.speculative.mtp import MultiTokenPrediction
@@ -311,6 +312,38 @@ def test_the_random_model_stops_at_the_tokenizers_end(tmp_path: Path) -> None:
 def test_a_shape_that_is_none_is_refused(shape: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size must be at least 260.*got vocab_size="):
         loading.load(RANDOM | shape, FP32, PathsConfig(cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "dtype, hardware, wanted",
+    [
+        (torch.bfloat16, {}, True),
+        (torch.float16, {"kernels": "auto"}, True),
+        (torch.bfloat16, {"kernels": "torch"}, False),
+        (torch.bfloat16, {"graphs": "off"}, False),
+        (torch.bfloat16, {"compile": True}, False),
+        (torch.float32, {}, False),
+    ],
+)
+def test_kernels_in_triton_are_chosen_where_passes_are_graphs_of_16_bit(
+    dtype: torch.dtype, hardware: dict[str, Any], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = CausalLM.from_hf(checks.tiny_target().hf.to(dtype))  # type: ignore[union-attr]
+    lm.device = torch.device("cuda")
+    chosen: list[CausalLM] = []
+    monkeypatch.setattr(CausalLM, "use_triton", lambda model: chosen.append(model))
+    loading._hand_over(lm, hardware)
+    assert chosen == [lm] * wanted
+
+
+def test_layers_that_triton_lacks_stay_with_torch() -> None:
+    lm = CausalLM.from_hf(checks.tiny_target().hf)  # type: ignore[arg-type]
+    lm.device, lm.dtype = torch.device("cuda"), torch.bfloat16
+    lm.layers[0] = replace(lm.layers[0], attention=replace(lm.layers[0].attention, soft_cap=30.0))  # type: ignore[index]
+    loading._hand_over(lm, {"kernels": "auto"})
+    assert lm.kernels == "torch"
+    with pytest.raises(ValueError, match="hardware.kernels=torch"):
+        loading._hand_over(lm, {"kernels": "triton"})
 
 
 def test_a_class_that_is_no_source_is_refused(tmp_path: Path) -> None:
