@@ -20,7 +20,8 @@ are scored beside a draft. The bound counts by ``Costs``, not by a clock.
 
 In large batches on a CPU a trained drafter takes as long as a pass, and so does a probe. One that could not pay even if
 ``_MOST_KEPT`` of its nodes were kept is not asked at all (``affordable``), and one that did not pay in a text sits out
-the next 1, 2, 4, ... 16 texts (``Texts``); the target then keeps no states for it.
+the next 1, 2, 4, ... 16 texts (``Texts``); the target then keeps no states for it. So does a search that takes as long,
+beside the passes of a small model or of a GPU.
 
 Where all nodes of a draft together cost next to nothing, as on a GPU that waits for its memory, recorded rounds judge
 it whole, and its probabilities are not read from the device.
@@ -50,6 +51,7 @@ from methods.drafting import (
     Draft,
     Drafter,
     LaunchedDrafter,
+    Lookup,
     PartedDrafter,
     SkippableDrafter,
     StatelessDrafter,
@@ -69,6 +71,7 @@ _MOST_RATIO = 2.0
 _MOST_KEPT = 0.9  # of the nodes whose parents are kept, by the best of trained drafters
 _DEAR = 0.4  # passes over one node that drafting takes, from which on losing in every text matters
 _MOST_TEXTS = 16
+_EVERY = 1 << 30  # rounds: all of them
 _FLAT = 0.02  # passes over one node that all nodes of a draft may take together without being sized
 
 CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
@@ -189,7 +192,7 @@ def affordable(costs: Costs, nodes: int) -> bool:
 
 
 class Texts:
-    """Which texts a trained drafter sits out, where drafting takes ``_DEAR`` passes over one node or more."""
+    """Which texts a drafter sits out, where drafting takes ``_DEAR`` passes over one node or more."""
 
     def __init__(self) -> None:
         self._wait, self._left = 1, 0
@@ -221,6 +224,11 @@ class Account:
         """Whether the next round goes without a draft; to be asked once a round."""
         self._left -= 1
         return self._left >= 0
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds from here on go without a draft."""
+        return max(self._left, 0)
 
     @property
     def left(self) -> float:
@@ -356,7 +364,7 @@ class _Round:
         return cls([], None, [], {part: extra})
 
 
-_ABILITIES = (PartedDrafter, Unasked, SkippableDrafter, TrimmableDrafter, LaunchedDrafter)
+_ABILITIES = (PartedDrafter, Unasked, SkippableDrafter, TrimmableDrafter, LaunchedDrafter, Lookup)
 _found: dict[type[Drafter], tuple[bool, ...]] = {}
 
 
@@ -392,10 +400,29 @@ class Pace:
     _skips: bool = field(init=False)
     _trims: bool = field(init=False)
     _launches: bool = field(init=False)
+    _searches: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        is_parted, self._idle, self._skips, self._trims, self._launches = _abilities(self.drafter)
+        is_parted, self._idle, self._skips, self._trims, self._launches, self._searches = _abilities(self.drafter)
         self._parts = cast(PartedDrafter, self.drafter).parts if is_parted else ("",)
+
+    @property
+    def rest(self) -> int:
+        """How many rounds from here on go without a draft, if the drafter need not see them: all where nothing is ever
+        drafted, and pauses of a search, which reads the text alone.
+        """
+        if self._idle or not self.drafter.nodes:
+            return _EVERY
+        return self._accounts[self._parts[0]].rounds if self.costs is not None and self._searches else 0
+
+    def note_rest(self) -> None:
+        """One of these rounds."""
+        if self.costs is None:
+            return
+        self._accounts[self._parts[0]].pause()
+        self._ratios[self._parts[0]].note(0.0, 0.0)
+        self._places.fade()
+        self.tally.note(0)
 
     def propose(self, context: Context, open_rows: Sequence[bool]) -> Draft:
         """A draft for every row.

@@ -16,7 +16,8 @@ temperature they draw other numbers from the same distribution.
 
 Recorded rounds (``methods.engine.cuda_graphs``) leave on the device all that the next draft of a network reads, or the
 next round where nothing is drafted. Either is launched before the host reads the last round. A CPU's kernels run
-several rounds of an encoder-decoder model in one call where nothing is drafted: the tokens of a call come together.
+several rounds of a small model in one call where nothing is drafted: the tokens of a call come together. So run the
+pauses of a search that does not pay, too.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from methods.decoder import CostAware, Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
-from methods.drafting import AcceptanceRule, Context, Draft, Drafter, RowDrafter
+from methods.drafting import AcceptanceRule, Context, Draft, Drafter, Lookup, RowDrafter
 from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM, Output
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.greedy_round import Round
-from methods.engine.host_copies import Reading
+from methods.engine.host_copies import Reading, from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows, steps_of
-from methods.speculative.budget import Costs, CostsOption, Pace, Tally, Unasked
+from methods.speculative.budget import Costs, CostsOption, Pace, Tally, Texts, Unasked
 from methods.speculative.judging import Judged, judge
 from methods.speculative.verification import Greedy
 
@@ -83,7 +84,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             )
         self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
         self.guarantee = rule.guarantee
-        self._costs_option, self.costs, self._tally = costs, Costs.given(costs), Tally()
+        self._costs_option, self.costs, self._tally, self._texts = costs, Costs.given(costs), Tally(), Texts()
 
     @property
     def costs_wanted(self) -> int:
@@ -95,7 +96,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         self.costs = Costs.of(costs)
 
     def forget_costs(self) -> None:
-        self.costs, self._tally = Costs.given(self._costs_option), Tally()
+        self.costs, self._tally, self._texts = Costs.given(self._costs_option), Tally(), Texts()
 
     def stats(self) -> dict[str, Any]:
         """Of drafts that were sized: their mean number of nodes, and the share of rounds without one."""
@@ -122,15 +123,13 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
 
     @torch.inference_mode()
     def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
-        target, drafter = self.target, self.drafter
+        target, drafter = self.target, self._asked()
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
         cache = target.new_cache(len(prompts), self._slots(longest, limit))
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
         watch, ahead, passing = (Stopwatch(target.device) for _ in range(3))
         launched = False  # the next draft, while the host read the last round
-        plain = self._recorded and (not drafter.nodes or isinstance(drafter, Unasked))  # no round has a draft
-        runs_ahead = plain and isinstance(target, GraphedLM)
 
         passing.start()
         output = target.prefill(
@@ -141,15 +140,13 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
-        batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache)
+        batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache, drafter)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
         yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
-        if plain and target.runs_rounds:
-            yield from self._rounds_together(batch)
 
         while any(open_rows := batch.open):
-            if runs_ahead:
-                yield from self._rounds_ahead(batch)
+            if self._recorded and pace.rest:
+                yield from self._undrafted(batch, pace)
                 if not any(open_rows := batch.open):
                     return
             if self._drop(batch):
@@ -196,22 +193,36 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         layers = self.drafter.hidden_layers
         return target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers)
 
-    def _rounds_together(self, batch: _Batch) -> Rounds:
-        """All rounds to the end of the texts, without drafts, several in a call.
+    def _asked(self) -> Drafter:
+        """What drafts for the next texts: nothing where a search that takes long did not pay in the last ones."""
+        if self.costs is None or not isinstance(self.drafter, Lookup):
+            return self.drafter
+        rests = self._texts.sits_out(self.costs, self._tally.gained.pop("", None))
+        return Unasked(self.drafter.nodes) if rests else self.drafter
+
+    def _undrafted(self, batch: _Batch, pace: Pace) -> Rounds:
+        """The rounds that go without a draft, where they need not come one by one."""
+        if self.target.runs_rounds:
+            yield from self._rounds_together(batch, pace)
+        elif isinstance(self.target, GraphedLM):
+            yield from self._rounds_ahead(batch, pace)
+
+    def _rounds_together(self, batch: _Batch, pace: Pace) -> Rounds:
+        """Rounds without drafts, several in a call.
 
         Where a row is given a new prompt before all tokens of a call are handed out, the others take them again.
         """
         target, context, cache = self.target, batch.context, batch.cache
-        while any(open_rows := batch.open):
+        while pace.rest and any(open_rows := batch.open):
             if self._drop(batch):
                 open_rows = batch.open
             rows = zip(context.tokens, batch.ends, open_rows, strict=True)
-            most = min([ROUNDS_TOGETHER, *(end - len(text) for text, end, is_open in rows if is_open)])
+            most = min([ROUNDS_TOGETHER, pace.rest, *(end - len(text) for text, end, is_open in rows if is_open)])
             ran = target.rounds([text[-1] for text in context.tokens], cache, most, open_rows, target.eos_ids)
             cache.advance([len(ran.tokens) * is_open for is_open in open_rows])
             left, passes = set[int](), [end - begin for begin, end in pairwise([0, *ran.times])]
             for count, step in enumerate(steps_of(ran, open_rows, pass_ns=passes), start=1):
-                self._count_undrafted()
+                pace.note_rest()
                 _extend(context.tokens, step.tokens)
                 yield from self._answered(step, batch, left)
                 if left:
@@ -220,27 +231,30 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                     kept = zip(cache.lengths, moved, strict=True)
                     cache.set_lengths([length - back * is_moved for length, is_moved in kept])
                     break
+            context.root = from_host([text[-1] for text in context.tokens], context.root.device)
 
-    def _rounds_ahead(self, batch: _Batch) -> Rounds:
+    def _rounds_ahead(self, batch: _Batch, pace: Pace) -> Rounds:
         """Recorded rounds without drafts, each launched before the host reads the one before it.
 
         They end where a round is not recorded (yet), at the latest with the texts. A text that ends by a token takes
         one round more than it needs.
         """
-        draft = self.drafter.propose(batch.context)
+        draft = Draft.chain(batch.context.root.new_empty(len(batch.context.tokens), 0))
         watch, other = Stopwatch(self.target.device), Stopwatch(self.target.device)
         last: _Launched | None = None
         while True:
             watch.start()
-            following = self._launched(draft, batch) if any(batch.open_after(int(last is not None))) else None
+            more = pace.rest > 0 and any(batch.open_after(int(last is not None)))
+            following = self._launched(draft, batch) if more else None
             watch.stop()
+            if following is not None:
+                pace.note_rest()
             if last is not None:
                 open_rows = [is_open and row not in last.left for row, is_open in enumerate(batch.open)]
                 rows = last.made.read(last.reading)
                 tokens = [new if is_open else [] for (_, new), is_open in zip(rows, open_rows, strict=True)]
                 _extend(batch.context.tokens, tokens)
                 step = _step(draft, tokens, [0] * len(tokens), open_rows, (0, other.ns()), 1)
-                self._count_undrafted()
                 yield from self._answered(step, batch, None if following is None else following.left)
             if following is None:
                 return
@@ -268,10 +282,6 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             judged.pack(cache)
         return nodes.shape[1], output, judged
 
-    def _count_undrafted(self) -> None:
-        if self.costs is not None:
-            self._tally.note(0)
-
     @property
     def _recorded(self) -> bool:
         """Whether rounds are as ``GraphedLM.round`` has them."""
@@ -292,7 +302,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
     @torch.inference_mode()
     def _admit(self, prompts: Prompts, batch: _Batch) -> Step:
         """Start new prompts in some rows, with cache, context and drafter as after a prefill."""
-        assert self.continuous_batching and isinstance(self.drafter, RowDrafter), "rows take no new prompts"
+        assert self.continuous_batching and isinstance(batch.drafter, RowDrafter), "rows take no new prompts"
         rows, context = list(prompts), batch.context
         output = self.target.prefill_rows({row: prompts[row].to(self.target.device) for row in rows}, batch.cache)
         root = self.sampling.pick(output.logits[:, 0], context.rng)
@@ -302,7 +312,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             tokens[row], context.tokens[row] = [token], [*texts[row], token]
             batch.ends[row] = len(texts[row]) + batch.limit
         _stand_at_root(context, rows, root, output)
-        self.drafter.reset_rows(texts)
+        batch.drafter.reset_rows(texts)
         return Step.undrafted(tokens, admitted=frozenset(rows), rows=len(rows))
 
     def _drop(self, batch: _Batch) -> bool:
@@ -313,7 +323,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         batch.ends = of_rows(batch.ends, stay)
         batch.cache.select(stay)
         batch.context.keep_rows(stay)
-        self.drafter.keep_rows(stay)
+        batch.drafter.keep_rows(stay)
         return True
 
 
@@ -326,6 +336,7 @@ class _Batch:
     limit: int
     context: Context
     cache: Cache
+    drafter: Drafter
 
     @property
     def open(self) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -9,12 +11,15 @@ import torch
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
+from methods.engine import cpu_kernels
+from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import Calls, GraphedLM
 from methods.engine.host_copies import Reading
 from methods.engine.sampling import Sampling
 from methods.speculative.heads.candidate_tree import TREES
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.suffix_decoding import SuffixDecoding
+from tests.engine.test_causal_lm import tiny
 from tests.helpers.launches import count_rounds
 from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
 from tests.helpers.tiny_eagle import eagle, hybrid
@@ -92,6 +97,52 @@ def test_a_text_that_a_network_sits_out_runs_as_the_baseline_does(texts):
     wanted = [checks.greedy_reference(checks.tiny_target(), text, 20) for text in prompts(texts)]
     assert checks.outputs(decoder, prompts(texts), 20) == wanted
     assert decoder.stats() == {"nodes_per_round": 0.0, "undrafted_rounds": 1.0}
+
+
+LOSES = [[0, 0.35], [1, 1.0], [2, 9.0], [16, 99.0]]  # a search takes a third of a pass, and no node pays
+DEAR = [[0, 0.6], *LOSES[1:]]  # and here so long that the next texts go without it
+
+
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("make", [PromptLookup, SuffixDecoding])
+def test_pauses_of_a_search_are_launched_ahead(make, texts):
+    target, limit = GraphedLM.of(checks.tiny_target(), capture=False), 24
+    wanted = [checks.greedy_reference(checks.tiny_target(), text, limit) for text in prompts(texts)]
+    decoder = make(target, Sampling(), costs=LOSES)
+    for _ in range(3):
+        assert checks.outputs(decoder, prompts(texts), limit) == wanted
+    found = events(partial(make, costs=LOSES), texts)
+    starts = [place for place, pair in enumerate(pairwise(found)) if pair == ("launch", "launch")]
+    pause = ["launch", *["launch", "read", "step"] * 7, "read", "step"]
+    assert starts and found[starts[0] : starts[0] + len(pause)] == pause, "eight rounds"
+    assert decoder.stats()["undrafted_rounds"] == 1.0
+
+
+@pytest.mark.parametrize("make", [PromptLookup, SuffixDecoding])
+def test_a_search_that_takes_long_sits_out_texts(make):
+    first, second = (events(partial(make, costs=costs), PROMPTS[:1]) for costs in (LOSES, DEAR))
+    baseline = events(Autoregressive, PROMPTS[:1])
+    assert second == baseline != first
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("make", [PromptLookup, SuffixDecoding])
+def test_pauses_of_a_search_are_one_call_of_the_kernels(make, texts):
+    target, limit, calls = CausalLM.from_hf(tiny("llama", head_dim=16), linear="panels"), 40, []
+    plain, rounds = checks.outputs(Autoregressive(target, Sampling()), prompts(texts), limit), target.rounds
+    assert target.runs_rounds
+
+    def noted(roots, cache, most, *rest):
+        calls.append(most)
+        return rounds(roots, cache, most, *rest)
+
+    decoder = make(target, Sampling(), costs=LOSES)
+    with mock.patch.object(target, "rounds", noted):
+        steps = list(decoder.decode(prompts(texts), limit, torch.Generator().manual_seed(0)))
+    assert [[token for step in steps for token in step.tokens[row]][:limit] for row in range(len(texts))] == plain
+    assert calls[:2] == [8, 16], "longer and longer pauses"
+    assert decoder.stats()["undrafted_rounds"] == 1.0 and decoder._tally.rounds == len(steps) - 1
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTED if name.startswith(("eagle", "dflash", "dspark"))])

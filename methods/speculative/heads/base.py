@@ -12,7 +12,7 @@ from methods.decoder import Rounds
 from methods.drafting import AcceptanceRule, Drafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
-from methods.speculative.budget import Costs, CostsOption, Texts, Unasked, affordable
+from methods.speculative.budget import Costs, CostsOption, Unasked, affordable
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.published.formats import check_plausible
 
@@ -47,16 +47,11 @@ class HeadsDecoder(SpeculativeDecoder):
         costs: CostsOption = None,
     ) -> None:
         self._heads, self._published = drafter, published
-        self._texts = Texts()
         super().__init__(target, sampling, drafter, rule, costs)
 
     def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
         self._settle()
         return super().decode_refilled(prompts, limit, rng, longest)
-
-    def forget_costs(self) -> None:
-        super().forget_costs()
-        self._texts = Texts()
 
     def _settle(self) -> None:
         """Before a text: draft with the heads, or not at all."""

@@ -40,6 +40,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.bild import Bild
+from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from tests.bench.measure.test_interleave import make_runner, measured
 from tests.engine import test_cuda_graphs, test_seq2seq_lm
@@ -184,6 +185,7 @@ def test_sources_of_an_encoder_decoder_as_well(name: str, variant: str) -> None:
 TOGETHER: dict[str, Any] = {
     "written": Autoregressive,
     "drafted": lambda target, sampling: SpeculativeSampling(target, sampling, gamma=3, draft_model=target),
+    "searched": lambda target, sampling: PromptLookup(target, sampling, costs=[[0, 0.35], [1, 1.0], [2, 9.0]]),
 }
 
 
