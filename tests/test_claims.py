@@ -93,6 +93,22 @@ def passes(digest: str, nodes: int, context: int) -> Source:
     return value
 
 
+def rounds(digest: str, arm: str, part: str) -> Source:
+    """Milliseconds of a round by a device's own clock."""
+    return lambda: 1e3 * of(digest, "device_time", arm, part)()
+
+
+def costs(digest: str, nodes: int) -> Source:
+    """Milliseconds of a round over so many nodes of one row at the shortest context, in a record of costs."""
+
+    def value() -> float:
+        (folder,) = (REFERENCE / "costs").glob(f"*-{digest}")
+        curve = read(folder / "summary.json")["curves"][0]
+        return 1e3 * float(curve["seconds"][0][curve["nodes"].index(nodes)])
+
+    return value
+
+
 def sizes(sweep: str) -> list[Source]:
     """The batch sizes of a named sweep."""
     params = yaml.safe_load((ROOT / "conf" / "sweep" / f"{sweep}.yaml").read_text())["hydra"]["sweeper"]["params"]
@@ -100,6 +116,7 @@ def sizes(sweep: str) -> list[Source]:
 
 
 N = r"(\d+(?:\.\d+)?)"
+GPU, LARGE = "8ba3e3857873", "b290f89f2d58"
 CALM, SUFFIX, HYBRID, HEADS = "95a3ae5fde7b", "2137e5e69667", "34b2ef92b1eb", "6ef0b68f8b8a"
 MASKS, HASHED = "90986e793f34", "799463a6779e"  # a model that drafts by masks, one that exits by a table
 TABLES = {
@@ -119,6 +136,30 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         "README.md",
         rf"`hybrid` writes {N} times as fast as llama\.cpp's own plain decoding, and {N} times as fast",
         [ratio(HYBRID, "5ae55f972a55"), ratio(HYBRID, "567f566362f2")],
+    ),
+    (
+        "docs/gpu.md",
+        rf"writes {N} tokens a second, {N} times as many .* A round takes {N} ms, .* the products {N} ms",
+        [
+            of(GPU, "baseline_tokens_per_s"),
+            lambda: 1.0 / speed("14ecf7b26897")(),
+            rounds(GPU, "baseline", "round_s"),
+            rounds("04e4d14751ba", "baseline", "round_s"),
+        ],
+    ),
+    ("docs/gpu.md", rf"A pass over 64 nodes takes {N} times as long", [passes(GPU, 64, 44)]),
+    (
+        "docs/gpu.md",
+        rf"read: {N} ms of EAGLE's rounds, {N} with 32 rows in those of `hybrid`",
+        [rounds("f59ab6c9c519", "method", "host_s"), rounds("da219bc66045", "method", "host_s")],
+    ),
+    (
+        "docs/gpu.md",
+        rf"takes {N} ms a round, .* a round takes {N}, {N}, {N} and {N} times as long: there",
+        [
+            costs(LARGE, 1),
+            *(lambda nodes=nodes: costs(LARGE, nodes)() / costs(LARGE, 1)() for nodes in (8, 16, 32, 64)),
+        ],
     ),
     (
         "docs/cost.md",
