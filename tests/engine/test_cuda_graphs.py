@@ -14,6 +14,7 @@ from methods.engine.cuda_graphs import Form, GraphedLM, Recorded, Replay, bucket
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import ABSENT, closure_steps
 from methods.speculative.prompt_lookup import PromptLookup
+from methods.speculative.self_speculative.decoder import SelfSpeculative
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.token_recycling import TokenRecycling
 from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
@@ -52,6 +53,21 @@ def test_texts_are_those_of_the_ordinary_passes(name, prompts):
     wanted = decode(Autoregressive(checks.tiny_target(), Sampling()), prompts)
     assert decode(DECODERS[name](fixed, Sampling()), prompts) == wanted
     assert fixed.graphs.captured > 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "skipped", [{"skip_attention": [1], "skip_mlp": [2]}, {"layer_exit": 2}], ids=["inner", "exit"]
+)
+def test_drafts_in_the_cache_of_the_target_are_verified_by_replays(skipped, sampling):
+    prompts, target, ordinary = checks.prompts(61, (5, 1, 14, 8)), with_graphs(), checks.tiny_target()
+    ordinary.pays_to_drop = target.pays_to_drop  # rows that have ended draw too
+    plain = SelfSpeculative(ordinary, sampling, **skipped)
+    decoders = [SelfSpeculative(target, sampling, **skipped) for _ in range(2)]
+    for seed, decoder in enumerate(decoders * 2):
+        missed, wanted = target.graphs.missed, checks.outputs(plain, prompts, 40, seed)
+        assert checks.outputs(decoder, prompts, 40, seed) == wanted
+    assert target.graphs.captured > 0 and target.graphs.missed == missed, "the last decode is replayed"
 
 
 @pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1, 0, 2]]).expand(3, -1)], ids=["chain", "tree"])

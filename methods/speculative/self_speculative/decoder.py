@@ -14,7 +14,7 @@ HumanEval. LayerSkip: 2.16x on CNN/DailyMail, 1.82x on HumanEval, with its own c
 One cache serves both roles: a draft step attends to the target's keys and values of the text so far, so there is no
 second prefill and no extra memory. Layers before the first skipped sub-layer compute for a drafted token exactly what
 verification would, so verification starts after them. That saves arithmetic, not reads of weights: those layers still
-run once, for the last drafted token.
+run once, for the last drafted token. A target with CUDA graphs verifies in whole passes, which are replayed.
 
 Differences: q / p rejection at a temperature; threshold and acceptance rate restart with each prompt; a batch has one
 threshold, and drafting ends when no row is confident.
@@ -37,6 +37,7 @@ from torch import Tensor
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.checkpoint_files import MissingPart
+from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import Nodes, Parents
@@ -224,7 +225,7 @@ class SharedTarget(CausalLM):
 
     def __init__(self, target: CausalLM, common: int) -> None:  # no weights are read: a view, as CausalLM.skip makes
         self.__dict__.update(target.__dict__)
-        self.common = common
+        self.common = 0 if isinstance(target, GraphedLM) else common  # graphs are of whole passes
         self.known: list[Float[Tensor, "B 1 D"]] = []
         self.cache: Cache | None = None
 
