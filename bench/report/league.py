@@ -92,7 +92,7 @@ def cells(table: Standings) -> list[list[str]]:
 def _line(entry: Entry) -> list[str]:
     summary, facts, head = entry.summary, entry.facts, metrics.headline(entry.summary)
     drafting, held_out = summary.get("draft_share"), facts.get("tokens_per_step_of_a_chain")
-    accepted = [f"{share:.2f}"[1:] if share < 1 else "1" for share in summary.get("acceptance_at_conditional") or []]
+    accepted = [_share(each) for each in summary.get("acceptance_at_conditional") or []]
     return [
         entry.name,
         f"{entry.minutes:.1f}",
@@ -108,6 +108,13 @@ def _line(entry: Entry) -> list[str]:
         "-" if drafting is None else f"{drafting:.0%}",
         collect.result(summary),
     ]
+
+
+def _share(value: float | None) -> str:
+    """As in .75; None: no node was judged."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}"[1:] if value < 1 else "1"
 
 
 def text(found: Sequence[Standings]) -> str:

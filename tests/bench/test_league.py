@@ -206,3 +206,8 @@ def test_the_command_prints_and_writes(results: Path, tmp_path: Path, capsys: py
         assert (tmp_path / name).stat().st_size > 200
     assert cli.main(["league", where, "out=league.txt"]) == 2
     assert "out must end in .md, .svg or .png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value, text", [(0.754, ".75"), (1.0, "1"), (0.0, ".00"), (None, "-")])
+def test_a_depth_at_which_no_node_was_judged_has_a_dash(value: float | None, text: str) -> None:
+    assert report._share(value) == text
