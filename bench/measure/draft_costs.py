@@ -17,13 +17,17 @@ from torch import Generator
 
 from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.measure import verify_cost
+from methods.autoregressive import Autoregressive
 from methods.decoder import CostAware, Decoder
 from methods.engine.causal_lm import CausalLM
+from methods.engine.cuda_graphs import GraphedLM
+from methods.engine.sampling import Sampling
 
 ROUNDS = 24  # most tokens that are decoded for the time of drafting
 TOLERANCE = 0.15  # by which times of passes, over that of one node, may differ between two quiet moments
 Pairs = Sequence[Sequence[float]]  # in the form of ``CostAware.use_costs``
 _DIGITS = 4
+_DECODES = 3  # of which the fastest counts
 
 
 def wanted(decoder: Decoder) -> int:
@@ -97,14 +101,16 @@ def rising(times: Mapping[int, float]) -> list[list[float]]:
 
 
 def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Callable[[], int]) -> float:
-    """Seconds by which a round with a draft exceeds its pass, the median over rounds of a random text.
+    """Seconds by which a round with a draft exceeds its pass, the median over rounds of a random text; and by which a
+    pass exceeds a plain round.
 
     A pass is timed by the round itself, where the decoder does: a large pass of another moment may have taken half as
-    long. Where a decoder drafts in two ways, as ``hybrid``, rounds count in which a network drafts.
+    long. Where a decoder drafts in two ways, as ``hybrid``, rounds count in which a network drafts. A search that finds
+    nothing in this text takes time beside plain rounds that need not come one by one.
     """
     prompts = list(verify_cost.random_tokens(target, curve.batch, curve.contexts[0], seed=0))
     steps = iter(decoder.decode(prompts, ROUNDS, Generator(target.device).manual_seed(0)))
-    rounds: list[tuple[bool, float]] = []
+    rounds: list[tuple[bool, bool, float]] = []
     next(steps)
     while len(rounds) < ROUNDS:
         start = clock()
@@ -112,10 +118,29 @@ def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Calla
         if step is None:
             break
         seconds = (clock() - start) / 1e9
-        if step.nodes > 1:
-            own = None if step.pass_ns is None else step.pass_ns / 1e9
-            spent = curve.seconds(step.nodes, curve.batch, curve.contexts[0]) if own is None else own
-            rounds.append((step.draft_passes > 0, seconds - spent))
-    with_passes = [seconds for passes, seconds in rounds if passes]
-    chosen = with_passes or [seconds for _, seconds in rounds]
-    return max(statistics.median(chosen[1:] or chosen or [0.0]), 0.0)  # the first round reads the prompt
+        own = None if step.pass_ns is None else step.pass_ns / 1e9
+        spent = curve.seconds(step.nodes, curve.batch, curve.contexts[0]) if own is None else own
+        rounds.append((step.draft_passes > 0, step.nodes > 1, seconds - spent))
+    with_passes = [seconds for passes, _, seconds in rounds if passes]
+    with_drafts = [seconds for _, drafted, seconds in rounds if drafted]
+    saved = max(curve.seconds(1, curve.batch, curve.contexts[0]) - _plain(target, curve, clock), 0.0)
+    chosen = with_passes or with_drafts or [seconds for *_, seconds in rounds if saved]
+    return max(statistics.median(chosen[1:] or chosen or [0.0]), 0.0) + saved  # the first round reads the prompt
+
+
+def _plain(target: CausalLM, curve: CostCurve, clock: Callable[[], int]) -> float:
+    """Seconds of a round that nothing is asked for a draft in: less than those of its pass where such rounds are
+    launched ahead, or several are one call.
+    """
+    seconds = curve.seconds(1, curve.batch, curve.contexts[0])
+    if not (target.runs_rounds or isinstance(target, GraphedLM)):
+        return seconds
+    decoder = Autoregressive(target, Sampling())
+    for _ in range(_DECODES):
+        prompts = list(verify_cost.random_tokens(target, curve.batch, curve.contexts[0], seed=0))
+        steps = iter(decoder.decode(prompts, ROUNDS, Generator(target.device).manual_seed(0)))
+        next(steps)
+        start = clock()
+        rounds = sum(1 for _ in steps)
+        seconds = min(seconds, (clock() - start) / 1e9 / rounds) if rounds else seconds
+    return seconds

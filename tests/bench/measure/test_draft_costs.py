@@ -16,12 +16,14 @@ from bench.measure import draft_costs
 from bench.measure import run as program
 from bench.measure.run import run
 from bench.records.run_folder import read_manifest, read_samples
-from methods.engine import stopwatch
+from methods.engine import cpu_kernels, stopwatch
+from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.speculative.budget import Costs
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
+from tests.engine.test_causal_lm import tiny
 from tests.helpers.costed_runs import costed_run
 from tests.helpers.fakes import FakeClock
 
@@ -107,6 +109,35 @@ def test_noise_does_not_make_a_larger_pass_cheaper() -> None:
     assert found == [[0.0, 0.0], [1.0, 1.0], [2.0, 1.75], [3.0, 1.75], [4.0, 1.75]], (
         "it finds nothing to draft, or less than free"
     )
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C++ compiler")
+def test_a_search_costs_what_rounds_of_one_call_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes 1,100 ns, 200 more if a search finds nothing, and a round 100 where several are one call."""
+    target, clock = CausalLM.from_hf(tiny("llama", head_dim=16), linear="panels"), FakeClock()
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter_ns=clock))
+    decoder = SuffixDecoding(target, Sampling(), gamma=3, min_match=9, costs="auto")
+    forward, rounds, propose = target.forward, target.rounds, decoder.drafter.propose
+
+    def timed(tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.spend(1_000 + 100 * tokens.shape[1])
+        return forward(tokens, *args, **kwargs)
+
+    def together(*args: Any) -> Any:
+        ran = rounds(*args)
+        clock.spend(100 * len(ran.tokens))
+        return ran
+
+    def proposed(context: Any) -> Any:
+        clock.spend(200)
+        return propose(context)
+
+    target.forward, target.rounds, decoder.drafter.propose = timed, together, proposed  # type: ignore[method-assign]
+    curve = draft_costs.passes(target, [decoder], 1, 20, repeats=1, clock=clock)
+    drafting = draft_costs.measure(target, decoder, curve, clock)[0][1]
+    assert drafting == pytest.approx((200 + 1_100 - 100) / 1_100, abs=1e-3)
+    monkeypatch.setattr(CausalLM, "runs_rounds", False)
+    assert draft_costs.measure(target, decoder, curve, clock)[0][1] == 0.0, "it drafts nothing"
 
 
 def test_of_three_measurements_a_noisy_one_does_not_count() -> None:
