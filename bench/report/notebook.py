@@ -39,5 +39,5 @@ def theme() -> None:
 
     sns.set_theme(style="whitegrid", palette="colorblind", context="notebook")
     sizes = {"axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9}
-    look: dict[Any, Any] = {"figure.dpi": 90, "axes.titlelocation": "left", "legend.fontsize": 9, **sizes}
+    look: dict[Any, Any] = {"figure.dpi": 80, "axes.titlelocation": "left", "legend.fontsize": 9, **sizes}
     plt.rcParams.update(look)
