@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
@@ -71,6 +72,11 @@ class Form(NamedTuple):
     def levels(self) -> int | None:
         """Of the deepest tree of this form; None: a chain."""
         return None if self.closure is None else 1 << self.closure
+
+    @property
+    def places(self) -> int:
+        """For what a round keeps, one of ``NODES`` or M."""
+        return self.nodes if self.levels is None else min(self.nodes, padded(1 + self.levels))
 
 
 class Shape(NamedTuple):
@@ -148,11 +154,9 @@ class Replay:
 
     @property
     def round(self) -> Round:
-        """Of a round; nodes after those that were given are in none of the results."""
+        """Of a round."""
         bonus, path, report, hidden, *seen = self.recorded.results
-        given = self.given
-        taps = {tap: state[:, :given] for tap, state in zip(self.form.hidden_layers, seen, strict=True)}
-        return Round(hidden[:, :given], bonus, path, report, taps)
+        return Round(hidden, bonus, path, report, dict(zip(self.form.hidden_layers, seen, strict=True)))
 
 
 class Aside(NamedTuple):
@@ -373,14 +377,18 @@ class Graphs:
             taps = [seen[tap] for tap in form.hidden_layers]
             if not form.whole:
                 return state.hidden, *taps
-            hidden = lm.norm(state.hidden)
-            wanted = argmax(lm.head(hidden))
+            states = [lm.norm(state.hidden), *taps]
+            wanted = argmax(lm.head(states[0]))
             path = kept_path(tokens, parents, state.reach, form.levels or form.nodes - 1, wanted)
             if parents is not None:
                 pooled.cache.pack(path[:, 1:] - 1)
+                path = F.pad(path, (0, form.places - path.shape[1]), value=ABSENT)
+                nodes = path.clamp(min=0)[:, :, None]
+                states = [each.gather(1, nodes.expand(-1, -1, each.shape[2])) for each in states]
             bonus, moved, report = settled(tokens, path, wanted)
             pooled.cache.length += moved
-            return bonus, path, report, hidden, *taps
+            places = torch.arange(form.places, device=lm.device)
+            return bonus, torch.where(places < moved[:, None], places, ABSENT), report, *states
 
         recorded = record(work, pooled.aside, [pooled.cache.length])
         pooled.replays[form] = Replay(form, tokens, parents, recorded, tables)

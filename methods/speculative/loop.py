@@ -167,7 +167,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                 launched = False
             else:
                 passing.stop()
-                nodes, output, reading = made.hidden.shape[1], _output(made), Reading(made.report)
+                nodes, output, reading = 1 + draft.tokens.shape[1], _output(made), Reading(made.report)
                 ahead.start()
                 launched = any(batch.open_after(1)) and pace.launch(made.report, output, context)
                 ahead.stop()
@@ -176,7 +176,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             tokens = [new if is_open else [] for new, is_open in zip(judged.tokens, open_rows, strict=True)]
             judged.advance(cache, [len(new) for new in tokens])
             _extend(context.tokens, tokens)
-            context.note(output, judged.path, [[0, *(column + 1 for column in row)] for row in judged.columns])
+            context.note(output, judged.path, judged.kept)
             context.auxiliary_tokens, context.report = judged.auxiliary_tokens, judged.report
             context.root = judged.bonus
             accepted = [len(row) for row in judged.columns]

@@ -38,13 +38,11 @@ class KeptTokens:
     """What a round kept, on the device; the first ``counts[b]`` places of each row.
 
     Attributes:
-        path: nodes of the pass.
         following: the tokens after them, of which the last is the bonus.
         counts: of places.
         bonus: the next root.
     """
 
-    path: Int[Tensor, "B P"]
     following: Int[Tensor, "B P"]
     counts: Int[Tensor, "B"]
     bonus: Int[Tensor, "B"]
@@ -56,16 +54,12 @@ class KeptTokens:
         path, tokens = report[:, 1 : 2 + levels], report[:, 2 + levels :]
         counts = (path >= 0).sum(1)
         following = F.pad(tokens, (0, 1)).scatter(1, counts[:, None] - 1, report[:, :1])
-        return cls(path.clamp(min=0), following.clamp(min=0), counts, report[:, 0])
+        return cls(following.clamp(min=0), counts, report[:, 0])
 
-    def context(self, states: Sequence[Float[Tensor, "B M D"]], sampling: Sampling, rng: Generator) -> Context:
+    def context(self, states: Sequence[Float[Tensor, "B P D"]], sampling: Sampling, rng: Generator) -> Context:
         """What a draft may depend on beside these, for the functions that make one."""
         hidden = states[0]
-        return Context([], self.bonus, Output(hidden[:, :, :0], hidden), self.path, sampling, rng)
-
-    def places(self, states: Sequence[Float[Tensor, "B M D"]]) -> list[Float[Tensor, "B P D"]]:
-        """States of the pass at the kept nodes."""
-        return [each.gather(1, self.path[:, :, None].expand(-1, -1, each.shape[2])) for each in states]
+        return Context([], self.bonus, Output(hidden[:, :, :0], hidden), None, sampling, rng)
 
 
 @runtime_checkable
