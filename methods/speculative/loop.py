@@ -126,6 +126,8 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
         cache = target.new_cache(len(prompts), self._slots(longest, limit))
+        if isinstance(target, GraphedLM):
+            target.graphs.expect(1 + drafter.nodes)
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
         watch, ahead, passing = (Stopwatch(target.device) for _ in range(3))
         launched = False  # the next draft, while the host read the last round
