@@ -15,8 +15,9 @@ A round of greedy decoding (``round``) is recorded whole: the pass, the output m
 packing in the cache (``methods.engine.greedy_round``). What it returns lasts until the next round.
 
 A shape is captured at its second use; before, and where nothing fits, a pass runs kernel by kernel. ``prepare``
-captures all that a run may need before its clock starts, and nothing is captured after it. ``capture=False`` runs the
-same fixed form without a graph, for comparison in tests.
+captures all that a run may need before its clock starts, and nothing is captured after it: what has no graph then is
+replayed by that of a larger pass or a deeper tree. ``capture=False`` runs the same fixed form without a graph, for
+comparison in tests.
 
 A graph is of one batch size, so finished rows stay in the batch: without them each pass would need other graphs, which
 would be captured while the decode is timed, or run kernel by kernel.
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
@@ -72,6 +74,17 @@ class Form(NamedTuple):
         """Of the deepest tree of this form; None: a chain."""
         return None if self.closure is None else 1 << self.closure
 
+    @property
+    def places(self) -> int:
+        """For what a round keeps, one of ``NODES`` or M."""
+        return self.nodes if self.levels is None else min(self.nodes, padded(1 + self.levels))
+
+    def serves(self, other: Form, longest: int) -> bool:
+        """Whether what has this form does for another too, over rows of up to so many tokens."""
+        deep = other.closure is None or (self.closure is not None and self.closure >= other.closure)
+        wide = self.nodes >= other.nodes and longest + self.nodes <= self.end
+        return deep and wide and self.whole == other.whole and {*self.hidden_layers} >= {*other.hidden_layers}
+
 
 class Shape(NamedTuple):
     """What passes of different sizes and lengths have in common, see ``Form``."""
@@ -89,11 +102,14 @@ class Recorded(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Parts of the buffers of inputs: those that nodes are copied into, those after the nodes, and what fills these."""
+    """Parts of the buffers of inputs: those that nodes are copied into, those after the nodes, and what fills these;
+    the parents of a chain.
+    """
 
     buffers: list[Tensor]
     unused: list[Tensor]
     fillings: list[Tensor]
+    chain: Parents
 
 
 @dataclass(slots=True)
@@ -122,7 +138,8 @@ class Replay:
         layout = self._layouts.get(widths)
         if layout is None:
             layout = self._layouts[widths] = self._layout(widths, given)
-        buffers, sources = layout.buffers, [*columns] if parents is None else [*columns, parents]
+        above = layout.chain if parents is None else parents
+        buffers, sources = layout.buffers, [*columns] if above is None else [*columns, above]
         if given != self.given:
             buffers, sources = [*buffers, *layout.unused], [*sources, *layout.fillings]
             self.given = given
@@ -132,13 +149,15 @@ class Replay:
     def _layout(self, widths: tuple[int, ...], given: int) -> _Layout:
         with torch.inference_mode(False):
             *buffers, after = self.tokens.split([*widths, self.form.nodes - given], dim=1)
-            unused, fillings = [after], [torch.full_like(after, ABSENT if self.form.whole else 0)]
+            unused, fillings, chain = [after], [torch.full_like(after, ABSENT if self.form.whole else 0)], None
             if self.parents is not None:
                 above, after = self.parents.split([given - 1, self.form.nodes - given], dim=1)
                 buffers.append(above)
                 unused.append(after)
                 fillings.append(torch.full_like(after, -1))
-        return _Layout(buffers, unused, fillings) if given < self.form.nodes else _Layout(buffers, [], [])
+                chain = torch.arange(-1, given - 2, device=above.device).expand_as(above)
+        full = given == self.form.nodes
+        return _Layout(buffers, [] if full else unused, [] if full else fillings, chain)
 
     @property
     def states(self) -> States:
@@ -148,11 +167,9 @@ class Replay:
 
     @property
     def round(self) -> Round:
-        """Of a round; nodes after those that were given are in none of the results."""
+        """Of a round."""
         bonus, path, report, hidden, *seen = self.recorded.results
-        given = self.given
-        taps = {tap: state[:, :given] for tap, state in zip(self.form.hidden_layers, seen, strict=True)}
-        return Round(hidden[:, :given], bonus, path, report, taps)
+        return Round(hidden, bonus, path, report, dict(zip(self.form.hidden_layers, seen, strict=True)))
 
 
 class Aside(NamedTuple):
@@ -239,6 +256,7 @@ class Graphs:
         self._latest: dict[tuple[Shape, int], _Latest] = {}  # by nodes that were given
         self.prepared = False
         self.drafts: weakref.WeakSet[RecordedDrafts] = weakref.WeakSet()
+        self._expected = self._most = 1  # nodes of passes that may come, and of those in all decodes so far
         self.captured, self.seconds, self.missed = 0, 0.0, 0
 
     @property
@@ -268,9 +286,10 @@ class Graphs:
             longest: by batch size, tokens of the longest row at its end.
             make: a cache of a batch size and a capacity.
         """
-        self.prepared, most = False, max(self._shapes.values(), default=1)
+        self.prepared, most = False, max(self._most, *self._shapes.values(), 1)
+        slots = {batch: length + 2 * padded(most) for batch, length in longest.items()}
         for batch, length in longest.items():
-            pooled = self._cache(batch, length + 2 * padded(most), make)
+            pooled = self._cache(batch, slots[batch], make)
             with torch.inference_mode():
                 pooled.cache.reset()
                 for form in self._forms(pooled.cache.capacity, length):
@@ -278,8 +297,19 @@ class Graphs:
                         self._make(pooled, form)
         for drafts in list(self.drafts):
             with torch.inference_mode():
-                drafts.prepare(longest)
+                drafts.prepare(slots)
         self.prepared, self.missed = True, 0
+
+    def expect(self, nodes: int) -> None:
+        """Passes of the decode that begins have up to so many nodes."""
+        self._expected, self._most = min(nodes, NODES[-1]), max(nodes, self._most)
+
+    def _note(self, shape: Shape, given: int) -> None:
+        """A pass over so many nodes; after one over a draft, one over the largest chain or tree may come."""
+        self._shapes[shape] = max(given, self._shapes.get(shape, 0))
+        if 1 < given < self._expected:
+            deepest = None if shape.closure is None else closure_steps(self._expected - 1)
+            self._note(shape._replace(closure=deepest), self._expected)
 
     def _forms(self, capacity: int, longest: int) -> Iterator[Form]:
         """Of the passes seen so far, smaller ones and those without a draft, over rows up to a length."""
@@ -338,15 +368,24 @@ class Graphs:
             self.missed += 1
             return None
         form = Form(nodes, shape.closure, end, shape.hidden_layers, shape.whole)
-        self._shapes[shape] = max(given, self._shapes.get(shape, 0))
+        self._note(shape, given)
         replay = pooled.replays.get(form)
         if replay is None and self._comes_again(pooled, form):
             replay = self._make(pooled, form)
+        if replay is None and self.prepared:
+            replay = self._larger(pooled, form, longest)
         if replay is None:
             self.missed += 1
         else:
-            self._latest[shape, given] = _Latest(replay, pooled.cache, longest, end - nodes)
+            self._latest[shape, given] = _Latest(replay, pooled.cache, longest, replay.form.end - replay.form.nodes)
         return replay
+
+    @staticmethod
+    def _larger(pooled: Pooled, form: Form, longest: int) -> Replay | None:
+        """The smallest that does for a form too."""
+        found = [other for other in pooled.replays if other.serves(form, longest)]
+        best = min(found, key=lambda other: (other.nodes, other.closure or 0, other.end), default=None)
+        return None if best is None else pooled.replays[best]
 
     def _reads_lengths(self, nodes: int) -> bool:
         lm = self._lm()
@@ -373,14 +412,18 @@ class Graphs:
             taps = [seen[tap] for tap in form.hidden_layers]
             if not form.whole:
                 return state.hidden, *taps
-            hidden = lm.norm(state.hidden)
-            wanted = argmax(lm.head(hidden))
+            states = [lm.norm(state.hidden), *taps]
+            wanted = argmax(lm.head(states[0]))
             path = kept_path(tokens, parents, state.reach, form.levels or form.nodes - 1, wanted)
             if parents is not None:
                 pooled.cache.pack(path[:, 1:] - 1)
+                path = F.pad(path, (0, form.places - path.shape[1]), value=ABSENT)
+                nodes = path.clamp(min=0)[:, :, None]
+                states = [each.gather(1, nodes.expand(-1, -1, each.shape[2])) for each in states]
             bonus, moved, report = settled(tokens, path, wanted)
             pooled.cache.length += moved
-            return bonus, path, report, hidden, *taps
+            places = torch.arange(form.places, device=lm.device)
+            return bonus, torch.where(places < moved[:, None], places, ABSENT), report, *states
 
         recorded = record(work, pooled.aside, [pooled.cache.length])
         pooled.replays[form] = Replay(form, tokens, parents, recorded, tables)
@@ -463,8 +506,8 @@ class Calls:
 class RecordedDrafts(Protocol):
     """Drafts that are recorded beside the graphs of a model."""
 
-    def prepare(self, longest: Mapping[int, int]) -> None:
-        """Record what rows of these batch sizes and lengths may need, by what was seen so far."""
+    def prepare(self, slots: Mapping[int, int]) -> None:
+        """Record what rows may need by what was seen so far; ``slots``: of the longest row, by batch size."""
         ...
 
 

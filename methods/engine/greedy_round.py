@@ -18,21 +18,21 @@ from methods.engine.token_tree import ABSENT, Parents, with_root
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A pass and what it keeps.
+    """What a pass keeps, the root in front; rows that keep fewer nodes than P have states without meaning after them.
 
     Attributes:
         hidden: after the final norm.
         hidden_layers: states after the layers asked for.
         bonus: the target's token after the last kept node.
-        path: kept nodes of the pass, the root in front; ``ABSENT`` after the last.
-        report: bonus, path and the tokens of its draft nodes side by side, for the host.
+        path: places of the kept nodes in these states, 0, 1, ..; ``ABSENT`` after the last.
+        report: bonus, the kept nodes of the pass and the tokens of its draft nodes side by side, for the host.
     """
 
-    hidden: Float[Tensor, "B M D"]
+    hidden: Float[Tensor, "B P D"]
     bonus: Int[Tensor, "B"]
     path: Int[Tensor, "B P"]
     report: Int[Tensor, "B R"]
-    hidden_layers: dict[int, Float[Tensor, "B M D"]] = field(default_factory=dict)
+    hidden_layers: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
 
     def read(self, reading: Reading | None = None) -> list[tuple[list[int], list[int]]]:
         """Per row, the columns of the kept draft nodes, and the tokens committed. The one read of a round.

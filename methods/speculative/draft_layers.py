@@ -229,9 +229,26 @@ class Unread:
 
     def take(self) -> tuple[list[int], Sequence[Float[Tensor, "B W D"]]]:
         """All that was noted, as if by one pass: how many places each row has, and the states there; then forget it."""
-        passes, self._passes = [passed.compact() for passed in self._passes], []
+        found, self._passes = self._joined(), []
+        return found.counts, found.states
+
+    def take_last(self, most: int) -> tuple[list[int], Sequence[Float[Tensor, "B W D"]]]:
+        """``take`` of the last ``most`` places of each row at most; the ones before stay, to be taken first."""
+        found, self._passes = self._joined(), []
+        counts = [min(count, most) for count in found.counts]
+        earlier = [count - new for count, new in zip(found.counts, counts, strict=True)]
+        if not any(earlier):
+            return counts, found.states
+        self._passes = [_Passed(earlier, found.states, None, None)]
+        width, device = max(counts), found.states[0].device
+        path = from_host([[start] for start in earlier], device) + torch.arange(width, device=device)
+        return counts, [_at(each, path.clamp_(max=each.shape[1] - 1)) for each in found.states]
+
+    def _joined(self) -> _Passed:
+        """All that was noted, as if by one pass."""
+        passes = [passed.compact() for passed in self._passes]
         if len(passes) == 1:
-            return passes[0].counts, passes[0].states
+            return passes[0]
         counts = [sum(row) for row in zip(*(passed.counts for passed in passes), strict=True)]
         columns: list[list[int]] = [[] for _ in counts]
         start = 0
@@ -242,7 +259,7 @@ class Unread:
         states = [torch.cat(parts, 1) for parts in zip(*(passed.states for passed in passes), strict=True)]
         width = max(counts)
         path = from_host([row + [0] * (width - len(row)) for row in columns], states[0].device)
-        return counts, [_at(each, path) for each in states]
+        return _Passed(counts, [_at(each, path) for each in states], None, None)
 
     def take_row(self, most: int) -> tuple[Sequence[Float[Tensor, "1 P D"]], Sequence[int]] | None:
         """What one pass of one row committed: the states of its nodes, and which of them; then forget it.

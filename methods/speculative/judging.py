@@ -32,7 +32,7 @@ class Judged:
         columns: per row, the columns of the kept draft nodes.
         tokens: per row, the kept tokens and the bonus.
         bonus: [B] on the device.
-        path: [B, P] see ``Context.path``.
+        path, kept: [B, P] and on the host, see ``Context``.
         auxiliary_tokens: see ``Context``.
         report: of a recorded round (``greedy_round.Round``), which has moved the cache's lengths; None: there was none.
     """
@@ -43,6 +43,13 @@ class Judged:
     path: Int[Tensor, "B P"]
     auxiliary_tokens: list[list[int]]
     report: Int[Tensor, "B R"] | None = None
+
+    @property
+    def kept(self) -> list[list[int]]:
+        """The places of the kept nodes among the states of the pass: a recorded round has no others."""
+        if self.report is not None:
+            return [list(range(1 + len(row))) for row in self.columns]
+        return [[0, *(column + 1 for column in row)] for row in self.columns]
 
     @classmethod
     def of(cls, made: Round, reading: Reading | None = None) -> Judged:

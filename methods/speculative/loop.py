@@ -127,6 +127,8 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
         cache = target.new_cache(len(prompts), self._slots(longest, limit))
+        if isinstance(target, GraphedLM):
+            target.graphs.expect(1 + drafter.nodes)
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
         watch, ahead, passing = (Stopwatch(target.device) for _ in range(3))
         launched = False  # the next draft, while the host read the last round
@@ -165,7 +167,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                 launched = False
             else:
                 passing.stop()
-                nodes, output, reading = made.hidden.shape[1], _output(made), Reading(made.report)
+                nodes, output, reading = 1 + draft.tokens.shape[1], _output(made), Reading(made.report)
                 ahead.start()
                 launched = any(batch.open_after(1)) and pace.launch(made.report, output, context)
                 ahead.stop()
@@ -174,7 +176,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             tokens = [new if is_open else [] for new, is_open in zip(judged.tokens, open_rows, strict=True)]
             judged.advance(cache, [len(new) for new in tokens])
             _extend(context.tokens, tokens)
-            context.note(output, judged.path, [[0, *(column + 1 for column in row)] for row in judged.columns])
+            context.note(output, judged.path, judged.kept)
             context.auxiliary_tokens, context.report = judged.auxiliary_tokens, judged.report
             context.root = judged.bonus
             accepted = [len(row) for row in judged.columns]

@@ -1,8 +1,8 @@
 """What the drafters of EAGLE, P-EAGLE, DFlash and DSpark share: their network reads the target's states in every round.
 
 Keys and values of the committed tokens are in a cache of the network's own, the reader. A drafter may sit out rounds;
-what passes of the target said in the meantime is read before the next draft. With CUDA graphs the reading after a
-recorded round, and the draft, are one recorded call (``recorded_network.py``).
+what passes of the target said in the meantime is read before the next draft. With CUDA graphs the reading and the draft
+are one recorded call (``recorded_network.py``); of more than it has room for, the earlier places are read before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM, Output
-from methods.engine.cuda_graphs import GraphedLM, Graphs
+from methods.engine.cuda_graphs import NODES, GraphedLM, Graphs
 from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.speculative.draft_layers import MOST_UNREAD, Sizes, Unread
@@ -102,9 +102,8 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         self._unread.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
-        draft = self._recorded_draft(context)
-        if draft is not None:
-            return draft
+        if self._recorded is not None:
+            return self._recorded_draft(context, self._recorded)
         self._unread.note(context, self._states(context.output))
         return self._draft(self._made_reader(), context)
 
@@ -115,21 +114,27 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         self._launched = self._recorded.launch(self._made_reader(), report, output, context.sampling, context.rng)
         return True
 
-    def _recorded_draft(self, context: Context) -> Draft | None:
-        """The one that was launched, or one by a recorded call; None: the last pass must be read without."""
-        if self._recorded is None or context.report is None or len(self._unread):
-            return None
-        if self._launched is None:
+    def _recorded_draft(self, context: Context, recorded: RecordedNetwork[Any]) -> Draft:
+        """The one that was launched, or one by a recorded call."""
+        reader = self._made_reader()
+        if self._launched is None and context.report is not None:
             self.launch(context.report, context.output, context)
         draft, self._launched = self._launched, None
-        self._unread.read_by(context)
-        self._recorded.note_read(self._made_reader(), context.tokens)
+        if draft is not None:
+            self._unread.read_by(context)
+        else:
+            self._unread.note(context, self._states(context.output))
+            counts, states = self._unread.take_last(NODES[-1])
+            if len(self._unread):
+                self._read(reader, context)
+            draft = recorded.catch_up(reader, context, counts, states)
+        recorded.note_read(reader, context.tokens)
         return draft
 
     def skip(self, context: Context) -> None:
         """Keep the states of the committed tokens, as they are not in the next context; read them once in a while."""
-        if self._launched is not None:  # it has read them
-            self._recorded_draft(context)
+        if self._recorded is not None and self._launched is not None:  # it has read them
+            self._recorded_draft(context, self._recorded)
             return
         self._unread.note(context, self._states(context.output))
         if len(self._unread) > MOST_UNREAD:
@@ -170,7 +175,8 @@ def tokens_after(
         counts: of new places; W is the largest, and shorter rows are padded.
         device: of the network.
     """
-    pending = [row[length + 1 :] for row, length in zip(context.tokens, lengths, strict=True)]
+    rows = zip(context.tokens, lengths, counts, strict=True)
+    pending = [row[length + 1 : length + 1 + count] for row, length, count in rows]
     return from_host([new + [0] * (max(counts) - len(new)) for new in pending], device)
 
 

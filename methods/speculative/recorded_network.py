@@ -2,8 +2,8 @@
 
 A drafter's own passes are many small operators, whose launches take longer than they do on a GPU. After a recorded
 round of the target (``methods.engine.greedy_round``) all that the network reads is on the device and has a fixed shape,
-so all its operators can be replayed by one launch. After a prefill, and after rounds that were sat out, the drafter
-reads as it does without graphs.
+so all its operators can be replayed by one launch. What it has to read after a prefill, or after rounds that it sat
+out, is put into the form that a round has, filled up to one of ``NODES``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import Generator, Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import Output
-from methods.engine.cuda_graphs import Calls, Graphs, Work, bucket
+from methods.engine.cuda_graphs import NODES, Calls, Graphs, Work, bucket, padded
+from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
+from methods.engine.token_tree import ABSENT
 
 Drafted = tuple[tuple[Tensor, ...], Draft]  # the tensors that a replay renews, and the draft that has them
 
@@ -38,13 +40,11 @@ class KeptTokens:
     """What a round kept, on the device; the first ``counts[b]`` places of each row.
 
     Attributes:
-        path: nodes of the pass.
         following: the tokens after them, of which the last is the bonus.
         counts: of places.
         bonus: the next root.
     """
 
-    path: Int[Tensor, "B P"]
     following: Int[Tensor, "B P"]
     counts: Int[Tensor, "B"]
     bonus: Int[Tensor, "B"]
@@ -56,16 +56,12 @@ class KeptTokens:
         path, tokens = report[:, 1 : 2 + levels], report[:, 2 + levels :]
         counts = (path >= 0).sum(1)
         following = F.pad(tokens, (0, 1)).scatter(1, counts[:, None] - 1, report[:, :1])
-        return cls(path.clamp(min=0), following.clamp(min=0), counts, report[:, 0])
+        return cls(following.clamp(min=0), counts, report[:, 0])
 
-    def context(self, states: Sequence[Float[Tensor, "B M D"]], sampling: Sampling, rng: Generator) -> Context:
+    def context(self, states: Sequence[Float[Tensor, "B P D"]], sampling: Sampling, rng: Generator) -> Context:
         """What a draft may depend on beside these, for the functions that make one."""
         hidden = states[0]
-        return Context([], self.bonus, Output(hidden[:, :, :0], hidden), self.path, sampling, rng)
-
-    def places(self, states: Sequence[Float[Tensor, "B M D"]]) -> list[Float[Tensor, "B P D"]]:
-        """States of the pass at the kept nodes."""
-        return [each.gather(1, self.path[:, :, None].expand(-1, -1, each.shape[2])) for each in states]
+        return Context([], self.bonus, Output(hidden[:, :, :0], hidden), None, sampling, rng)
 
 
 @runtime_checkable
@@ -119,9 +115,21 @@ class RecordedNetwork(Generic[R]):
         self, reader: R, report: Int[Tensor, "B R"], output: Output, sampling: Sampling, rng: Generator
     ) -> Draft:
         """Read what a round kept, and draft; ``note_read`` must follow once the host knows what that was."""
+        return self._call(reader, [report, *self._states(output)], sampling, rng)
+
+    def catch_up(
+        self, reader: R, context: Context, counts: Sequence[int], states: Sequence[Float[Tensor, "B W D"]]
+    ) -> Draft:
+        """Like ``launch``, of the last ``counts[b]`` places before each root, at most as many as ``NODES`` has."""
+        width, rows = padded(max(1, *counts)), zip(context.tokens, counts, strict=True)
+        report = from_host([_report(text, max(count, 1), width) for text, count in rows], reader.cache.length.device)
+        filled = [F.pad(each, (0, 0, 0, width - each.shape[1])) for each in states]
+        return self._call(reader, [report, *filled], context.sampling, context.rng)
+
+    def _call(self, reader: R, inputs: Sequence[Tensor], sampling: Sampling, rng: Generator) -> Draft:
         self._sampled, cache = (sampling, rng), reader.cache
-        calls, inputs = self._readers[cache.batch][1], [report, *self._states(output)]
-        draft: Draft = calls(self._work(reader, *self._sampled), inputs, [cache.length])
+        calls = self._readers[cache.batch][1]
+        draft: Draft = calls(self._work(reader, sampling, rng), inputs, [cache.length])
         return draft
 
     @staticmethod
@@ -134,12 +142,22 @@ class RecordedNetwork(Generic[R]):
         else:  # a row at its limit has read what is not part of its text
             cache.set_lengths([length + count for length, count in zip(cache.lengths, counts, strict=True)])
 
-    def prepare(self, longest: Mapping[int, int]) -> None:
+    def prepare(self, slots: Mapping[int, int]) -> None:
         """See ``methods.engine.cuda_graphs.RecordedDrafts``."""
-        if self._sampled is None:
+        seen = [inputs for _, calls in self._readers.values() for inputs in calls.inputs(1)]
+        if self._sampled is None or not seen:
             return
-        seen = [calls for _, calls in self._readers.values()]
-        for batch, length in longest.items():
+        widths = {*NODES, *(inputs[1].shape[1] for inputs in seen)}
+        report, *states = seen[0]
+        for batch, length in slots.items():
             reader = self.reader(batch, length + self._spare)
-            for inputs in [each for calls in seen for each in calls.inputs(batch)]:
+            for width in sorted(widths, reverse=True):  # the first one's work space is enough for the others
+                inputs = [each.new_zeros(batch, width, each.shape[2]) for each in states]
+                inputs = [report.new_zeros(batch, 2 * width), *inputs]
                 self._readers[batch][1].record(self._work(reader, *self._sampled), inputs, [reader.cache.length])
+
+
+def _report(text: Sequence[int], count: int, width: int) -> list[int]:
+    """That of a round which had a chain of so many nodes and kept the last ``count`` tokens before the root."""
+    kept, tokens = range(count), text[-count:-1]
+    return [text[-1], *kept, *[ABSENT] * (width - count), *tokens, *[ABSENT] * (width - count)]

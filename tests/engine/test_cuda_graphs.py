@@ -10,13 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
+from methods.drafting import Draft, StatelessDrafter
 from methods.engine.cuda_graphs import Form, GraphedLM, Recorded, Replay, bucket
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import ABSENT, closure_steps
+from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.self_speculative.decoder import SelfSpeculative
 from methods.speculative.speculative_sampling import SpeculativeSampling
 from methods.speculative.token_recycling import TokenRecycling
+from methods.speculative.verification import Greedy
 from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
 from tests.helpers.tiny_eagle import eagle
 from tests.helpers.tiny_head_trees import hydra, medusa
@@ -149,6 +152,56 @@ def test_what_is_prepared_is_all_that_comes():
     assert target.graphs.missed == 0 and target.graphs.captured == captured
     decode(Autoregressive(target, Sampling()), [prompt * 40 for prompt in PROMPTS[2:]])
     assert target.graphs.missed > 0 and target.graphs.captured == captured, "nothing is captured while a clock runs"
+
+
+def test_a_draft_may_be_larger_than_those_of_the_warm_up():
+    class Growing(StatelessDrafter):
+        nodes = 24
+
+        def propose(self, context):
+            return Draft.chains([[4] * (len(text) // 4) for text in context.tokens], context.root.device)
+
+    target = with_graphs()
+    decoder = SpeculativeDecoder(target, Sampling(), Growing(), Greedy())
+    decode(decoder, [PROMPTS[0]], 5)
+    GraphedLM.prepare({1: 96})
+    plain = Autoregressive(checks.tiny_target(), Sampling())
+    assert decode(decoder, [[4] * 40], 56) == decode(plain, [[4] * 40], 56)
+    assert target.graphs.missed == 0
+
+
+@pytest.mark.parametrize("nodes, levels", [(1, None), (4, None), (3, 2), (8, 5), (8, 7)])
+@pytest.mark.parametrize("whole", [False, True], ids=["pass", "round"])
+@torch.inference_mode()
+def test_once_prepared_a_larger_pass_does_for_a_smaller_one(whole, nodes, levels):
+    """One over a deeper tree, over more nodes, or with the states of more layers."""
+    texts = torch.tensor([checks.greedy_reference(checks.tiny_target(), torch.tensor(text), 7) for text in PROMPTS[:2]])
+    above = torch.tensor([-1, 0, -1, 1, 3, 4, 5]).expand(2, -1)
+    tokens = texts[:, [0, 1, 2, 0, 3, 4, 5, 6]]
+    tokens[1, 5:] = 9
+
+    def scored(target, taps, nodes=8, parents=above, levels=7):
+        cache = target.new_cache(2, 60)
+        target.prefill([torch.tensor(prompt) for prompt in PROMPTS[:2]], cache)
+        given = {"levels": levels, "hidden_layers": taps}
+        if not whole:
+            return target.forward(tokens[:, :nodes], parents, cache, **given)
+        return target.round([tokens[:, :nodes]], parents, cache, **given)
+
+    fixed, own = with_graphs(), with_graphs()
+    for _ in range(2):
+        scored(fixed, (1, 2))
+        wanted = scored(own, (1,), nodes, None if levels is None else above[:, : nodes - 1], levels)
+    GraphedLM.prepare({2: 30})
+    found = scored(fixed, (1,), nodes, None if levels is None else above[:, : nodes - 1], levels)
+    assert fixed.graphs.missed == 0
+    kept = [range(nodes)] * 2
+    if whole:
+        assert found.read() == wanted.read()
+        kept = [range(1 + len(columns)) for columns, _ in found.read()]
+    for row, places in enumerate(kept):
+        torch.testing.assert_close(found.hidden[row, places], wanted.hidden[row, places])
+        torch.testing.assert_close(found.hidden_layers[1][row, places], wanted.hidden_layers[1][row, places])
 
 
 def test_a_cache_made_in_inference_mode_is_used_outside_of_it():

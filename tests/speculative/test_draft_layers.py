@@ -46,6 +46,17 @@ def test_states_of_several_passes_follow_one_another_in_each_row():
     assert len(unread) == 0
 
 
+def test_the_last_places_are_taken_alone_and_the_others_stay():
+    unread = Unread(2)
+    unread.note(after([4, 2], None), states(0, 2, 3))
+    unread.note(after([6, 2], [[0, 3], [0, -1]]), states(100, 2, 4))
+    counts, (found,) = unread.take_last(3)
+    assert counts == [3, 1] and found[0, :, 0].tolist() == [2, 100, 103] and found[1, 0, 0] == 3
+    counts, (found,) = unread.take()
+    assert counts == [2, 0] and found[0, :2, 0].tolist() == [0, 1]
+    assert len(unread) == 0
+
+
 def test_places_that_a_row_does_not_have_stay_within_the_cache():
     """A row at its limit beside one that has much to read."""
     cache = Cache([0], 2, 12, 1, 4, dtype=torch.double, device=torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from unittest import mock
@@ -16,7 +17,9 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import Calls, GraphedLM
 from methods.engine.host_copies import Reading
 from methods.engine.sampling import Sampling
+from methods.speculative.budget import Pace
 from methods.speculative.heads.candidate_tree import TREES
+from methods.speculative.hybrid import Hybrid
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.suffix_decoding import SuffixDecoding
 from tests.engine.test_causal_lm import tiny
@@ -24,6 +27,7 @@ from tests.helpers.launches import count_rounds
 from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
 from tests.helpers.tiny_eagle import eagle, hybrid
 from tests.helpers.tiny_head_trees import hydra, medusa
+from tests.helpers.tiny_p_eagle import p_eagle
 
 PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]
 LOOKUPS = {"autoregressive": Autoregressive, "prompt_lookup": PromptLookup, "suffix": SuffixDecoding}
@@ -37,9 +41,19 @@ DRAFTED = {
     "dflash": lambda target, sampling: block_drafter(target, sampling),
     "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, tree="dynamic"),
     "eagle_2": lambda target, sampling: eagle(target, sampling, 2, depth=2, top_k=4, nodes=9),
+    "p_eagle": lambda target, sampling: p_eagle(target, sampling, tree="dynamic", nodes=7),
 }
-UNRECORDED = {  # drafts of several parts, or of a layer that is also read
+COSTS = [[0, 0.3], [1, 1.0], [2, 1.05], [4, 1.1], [8, 1.2], [16, 1.5], [32, 2.0]]
+LATE = {  # networks that sit out rounds
     "hybrid": lambda target, sampling: hybrid(target, sampling),
+    "hybrid_union": lambda target, sampling: hybrid(target, sampling, policy="union", alone=3, budget=12),
+    "hybrid_costs": lambda target, sampling: hybrid(target, sampling, costs=COSTS),
+    "eagle_costs": lambda target, sampling: eagle(target, sampling, 3, depth=3, top_k=3, nodes=8, costs=COSTS),
+    "dflash_costs": lambda target, sampling: block_drafter(target, sampling, costs=COSTS),
+    "dspark_costs": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, costs=COSTS),
+    "p_eagle_costs": lambda target, sampling: p_eagle(target, sampling, costs=COSTS),
+}
+UNRECORDED = {  # drafts of a layer that is also read
     "hydra_prefix": lambda target, sampling: hydra(target, sampling, nodes=12, prefix=0.3),
 }
 EVERY = LOOKUPS | DRAFTED
@@ -145,11 +159,11 @@ def test_pauses_of_a_search_are_one_call_of_the_kernels(make, texts):
     assert decoder.stats()["undrafted_rounds"] == 1.0 and decoder._tally.rounds == len(steps) - 1
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTED if name.startswith(("eagle", "dflash", "dspark"))])
+@pytest.mark.parametrize("name", [name for name in DRAFTED if not name.startswith(("medusa", "hydra"))])
 def test_the_next_draft_of_a_network_is_launched_before_the_last_round_is_read(name):
-    _, *found, last, end = events(DRAFTED[name], PROMPTS[:1])
-    first = found.index("draft") - 1  # the draft after the prompt is none of a fixed shape
-    rounds = [found[start : start + 4] for start in range(first, len(found), 4)]
+    prefill, first, *found, last, end = events(DRAFTED[name], PROMPTS[:1])
+    assert [prefill, first] == ["step", "draft"], "the draft after the prompt is recorded too"
+    rounds = [found[start : start + 4] for start in range(0, len(found), 4)]
     assert len(rounds) > 4 and all(each == ["launch", "draft", "read", "step"] for each in rounds[:-1])
     assert [last, end] == ["read", "step"]
 
@@ -162,36 +176,41 @@ def test_a_round_on_a_cpu_judges_a_greedy_draft_on_the_host(name, exposed, hidde
 
 
 def drafted(decoder, texts, limit=70):
-    """All drafts of a decode, and its steps."""
-    found, propose = [], decoder.drafter.propose
+    """The draft of every round of a decode, and its steps."""
+    found, propose = [], Pace.propose
 
-    def noted(context):
-        draft = propose(context)
+    def noted(*args):
+        draft = propose(*args)
         found.append((draft.tokens.tolist(), draft.parents.tolist()))
         return draft
 
-    decoder.drafter.propose = noted
-    steps = [
-        (step.tokens, step.accepted, step.drafted, step.depth, step.nodes)
-        for step in decoder.decode(prompts(texts), limit, torch.Generator().manual_seed(0))
-    ]
+    with mock.patch.object(Pace, "propose", noted):
+        steps = [
+            (step.tokens, step.accepted, step.drafted, step.depth, step.nodes)
+            for step in decoder.decode(prompts(texts), limit, torch.Generator().manual_seed(0))
+        ]
     return found, steps
 
 
 @pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
-@pytest.mark.parametrize("name", DRAFTED | UNRECORDED)
+@pytest.mark.parametrize("name", DRAFTED | UNRECORDED | {"hybrid": LATE["hybrid"]})
 def test_recorded_drafts_and_steps_are_those_of_the_ordinary_passes(name, texts):
-    make = (DRAFTED | UNRECORDED)[name]
+    make = (EVERY | UNRECORDED | LATE)[name]
     plain = drafted(make(checks.tiny_target(), Sampling()), texts)
     decoder = make(GraphedLM.of(checks.tiny_target(), capture=False), Sampling())
     for _ in range(2):  # the second decode uses what the first one recorded
         found, steps = drafted(decoder, texts)
-        assert steps == plain[1]
-        open_rows = [[row for row, new in enumerate(step[0]) if new] for step in steps[1:]]
-        for (tokens, parents), (wanted, above), rows in zip(found[-len(plain[0]) :], plain[0], open_rows, strict=True):
-            assert [tokens[row] for row in rows] == [wanted[row] for row in rows]
-            assert [parents[row] for row in rows] == [above[row] for row in rows]
+        require_equal((found, steps), plain)
     assert any(any(step[1]) for step in plain[1]), "some of the drafts are accepted"
+
+
+def require_equal(found, wanted):
+    """The same steps, and the same drafts in rows that are open."""
+    assert found[1] == wanted[1]
+    open_rows = [[row for row, new in enumerate(step[0]) if new] for step in found[1][1:]]
+    for draft, other, rows in zip(found[0], wanted[0], open_rows, strict=True):
+        for ours, theirs in zip(draft, other, strict=True):  # tokens and parents
+            assert [ours[row] for row in rows] == [theirs[row] for row in rows]
 
 
 @pytest.mark.parametrize("name", DRAFTED)
@@ -205,3 +224,45 @@ def test_drafts_are_prepared_for_other_batch_sizes_and_longer_texts(name):
     plain = drafted(DRAFTED[name](checks.tiny_target(), Sampling()), longer, 60)[1]
     assert drafted(decoder, longer, 60)[1] == plain
     assert target.graphs.missed == 0 and target.graphs.captured == captured
+
+
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", LATE)
+def test_once_prepared_a_network_that_sits_out_rounds_drafts_by_recorded_calls_alone(name, texts):
+    """Whatever it has not read: a prompt of more than a call's room, what a lookup drafted, rounds without a draft."""
+    longer, limit, found = [text * 12 for text in texts], 110, []
+    for recorded in (False, True):
+        target = GraphedLM.of(checks.tiny_target(), capture=False)
+        decoder = LATE[name](target, Sampling())
+        network = decoder._network() if isinstance(decoder, Hybrid) else decoder.drafter
+        network._recorded = network._recorded if recorded else None
+        drafted(decoder, texts, 40)
+        target.graphs.prepare({len(texts): max(map(len, longer)) + limit}, target._make_cache)
+        captured = target.graphs.captured
+        with replayed(type(network)) as drafts:
+            found.append(drafted(decoder, longer, limit))
+        assert len(drafts) > 4 and (all(drafts) if recorded else not any(drafts))
+    assert target.graphs.missed == 0 and target.graphs.captured == captured
+    require_equal(*found)
+    for row, text in enumerate(longer):
+        written = [token for step in found[1][1] for token in step[0][row]][:limit]
+        assert written == checks.greedy_reference(target, torch.tensor(text), limit)
+
+
+@contextmanager
+def replayed(kind):
+    """Yields a list that gets for every proposal of a kind of network whether one recorded call makes it."""
+    propose, call, calls, found = kind.propose, Calls.__call__, [], []
+
+    def called(*args, **kwargs):
+        calls.append(args)
+        return call(*args, **kwargs)
+
+    def proposed(network, context):
+        before = len(calls) - (network._launched is not None)
+        draft = propose(network, context)
+        found.append(len(calls) == before + 1)
+        return draft
+
+    with mock.patch.object(kind, "propose", proposed), mock.patch.object(Calls, "__call__", called):
+        yield found

@@ -60,9 +60,8 @@ class BlockDrafter(NetworkDrafter[Network, Growth, Reader]):
         """Reading what a recorded round kept and drafting after it, from its report and states."""
 
         def work(report: Tensor, *states: Tensor) -> Drafted:
-            kept = KeptTokens.of(report)
-            fixed = FixedReader(self.network, reader.cache)
-            fixed.read(kept.places(states), kept.counts)
+            kept, fixed = KeptTokens.of(report), FixedReader(self.network, reader.cache)
+            fixed.read(states, kept.counts)
             hidden = fixed.block(kept.bonus)[:, : self.growth.levels]
             return tensors_of(self.growth.grow(self.network, hidden, kept.context(states, sampling, rng)))
 

@@ -203,8 +203,8 @@ class RecordedHeads:
         draft: Draft = self._calls(self._drafted, inputs)
         return draft
 
-    def prepare(self, longest: Mapping[int, int]) -> None:
-        for batch in longest:
+    def prepare(self, slots: Mapping[int, int]) -> None:
+        for batch in slots:
             for inputs in self._calls.inputs(batch):
                 self._calls.record(self._drafted, inputs)
 

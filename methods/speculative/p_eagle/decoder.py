@@ -24,31 +24,47 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import own_folder
+from methods.engine.cuda_graphs import Graphs, Work
 from methods.engine.sampling import Sampling
 from methods.speculative.budget import CostsOption
 from methods.speculative.dflash.trees import Growth, TreeKind, growth_of
 from methods.speculative.draft_layers import MOST_UNREAD
 from methods.speculative.heads.base import HeadsDecoder
-from methods.speculative.network_drafter import NetworkDrafter, tokens_after
+from methods.speculative.network_drafter import NetworkDrafter, graphs_of, tokens_after
 from methods.speculative.p_eagle.checkpoint import Part
-from methods.speculative.p_eagle.network import Network, Reader
+from methods.speculative.p_eagle.network import FixedReader, Network, Reader
 from methods.speculative.published.eagle import LayersCounted
+from methods.speculative.recorded_network import Drafted, KeptTokens, RecordedNetwork, tensors_of
 from methods.speculative.verification import rule_of_network
 
 
 class PEagleDrafter(NetworkDrafter[Network, Growth, Reader]):
     """Reads pairs of the target's feature at a place and the token after it, and drafts in the same pass."""
 
-    def __init__(self, network: Network, growth: Growth) -> None:
-        super().__init__(network, growth, network.spec.taps, MOST_UNREAD + 2 * (growth.levels + 1))
+    def __init__(self, network: Network, growth: Growth, graphs: Graphs | None = None) -> None:
+        spare = MOST_UNREAD + 2 * (growth.levels + 1)
+        super().__init__(network, growth, network.spec.taps, spare)
+        if graphs is not None:
+            self._recorded = RecordedNetwork(graphs, self._new_reader, self._work, self._states, spare)
 
     def _new_reader(self, batch: int, capacity: int) -> Reader:
         return Reader(self.network, batch, capacity)
+
+    def _work(self, reader: Reader, sampling: Sampling, rng: Generator) -> Work:
+        """Reading what a round kept and drafting after it, from its report and states."""
+
+        def work(report: Tensor, *states: Tensor) -> Drafted:
+            kept, fixed = KeptTokens.of(report), FixedReader(self.network, reader.cache)
+            feature, masks = self.network.feature(states), self.growth.levels - 1
+            hidden = fixed.draft(feature, kept.following, kept.counts, masks)
+            return tensors_of(self.growth.grow(self.network, hidden, kept.context(states, sampling, rng)))
+
+        return work
 
     def _draft(self, reader: Reader, context: Context) -> Draft:
         return self.growth.grow(self.network, self._read(reader, context, self.growth.levels - 1), context)
@@ -100,7 +116,7 @@ class PEagle(HeadsDecoder):
         part = _part(folder, checkpoint, target, layers_counted)
         growth = _growth(part, tree, gamma, top_k, nodes, draw, target.device)
         rule = rule_of_network(sampling, tree, tree == "chain", draw, block)
-        drafter = PEagleDrafter(Network(target, part), growth)
+        drafter = PEagleDrafter(Network(target, part), growth, graphs_of(target, sampling))
         super().__init__(target, sampling, drafter, rule, str(checkpoint) if folder is None else None, costs)
 
 

@@ -102,6 +102,15 @@ class Reader:
         self._portions = [Portion(layer) for layer in layers]
 
     @property
+    def cache(self) -> Cache:
+        """Keys and values of the pairs."""
+        return self._cache
+
+    def reserve(self, positions: int) -> None:
+        """Extend the table of positions."""
+        self.network.rotary.reserve(positions)
+
+    @property
     def lengths(self) -> list[int]:
         """Committed pairs of each row."""
         return self._cache.lengths
@@ -149,37 +158,75 @@ class Reader:
             network.rotary.reserve(end)
             cos, sin = network.rotary.gather(slots)
         if network.first is None or network.others is None:
-            return self._by_operators(residual, beside, slots, cos, sin)
+            return _through_layers(network, residual, beside, cache, slots, (cos, sin), end)
         given = (cos, sin, None, cache)
         states, _ = network.first.run(residual, *given, self._portions[:1], beside=beside)
         if network.spec.draft_layers > 1:
             states, _ = network.others.run(states, *given, self._portions[1:])
         return states
 
-    def _by_operators(
-        self,
-        residual: Float[Tensor, "B M D"],
-        beside: Float[Tensor, "B M D"],
-        slots: Int[Tensor, "B M"],
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Float[Tensor, "B M D"]:
-        cache, network, spec = self._cache, self.network, self.network.spec
-        end = max(cache.lengths) + residual.shape[1]
-        later: Bool[Tensor, "B M S"] = torch.arange(end, device=slots.device) > slots[:, :, None]
-        mask = torch.zeros(later.shape, dtype=network.dtype, device=slots.device).masked_fill_(later, -torch.inf)
-        rows = residual.flatten(0, 1)
-        for number, layer in enumerate(network.layers):
-            attention = layer.attention
-            read = rows if attention.norm is None else attention.norm(rows)
-            if number == 0:
-                read = torch.cat([beside.flatten(0, 1), read], dim=-1)
-            heads = attention.qkv(read).view(*residual.shape[:2], -1, spec.head_dim)
-            rotate_(heads[:, :, : spec.heads + spec.kv_heads], cos, sin)
-            cache.write(number, heads[:, :, spec.heads :], None if cache.uniform else slots)
-            mixed = attend(heads[:, :, : spec.heads], *cache.view(number, end), mask)
-            rows = after_attention(layer, rows, mixed)
-        return rows.view(residual.shape)
+
+class FixedReader:
+    """A ``Reader`` in a pass of fixed shape, as it can be recorded: where rows end is known on the device alone.
+
+    It works on a reader's cache. Attention reads all slots, those after each place masked.
+    """
+
+    def __init__(self, network: Network, cache: Cache) -> None:
+        self.network, self._cache = network, cache
+
+    def draft(
+        self, feature: Float[Tensor, "B W D"], tokens: Int[Tensor, "B W"], counts: Int[Tensor, "B"], masks: int
+    ) -> Float[Tensor, "B n D"]:
+        """``Reader.draft``; the cache's lengths grow on the device only."""
+        network, cache, (batch, width) = self.network, self._cache, tokens.shape
+        places = torch.arange(width + masks, device=tokens.device)
+        after = places - counts[:, None]
+        at = torch.where(after < 0, places, (width + after).clamp(max=width + masks - 1))
+        pairs = zip(network.enter(feature, network.embed(tokens)), network.masked(batch, masks), strict=True)
+        residual, beside = (_at(torch.cat(halves, dim=1), at) for halves in pairs)
+        slots = cache.slots(width + masks).clamp_(max=cache.capacity - 1)
+        turn = network.rotary.gather(slots)
+        states = _through_layers(network, residual, beside, cache, slots, turn, cache.capacity)
+        cache.length += counts
+        return network.out(_at(states, (counts - 1)[:, None] + places[: masks + 1]))
+
+
+def _through_layers(
+    network: Network,
+    residual: Float[Tensor, "B M D"],
+    beside: Float[Tensor, "B M D"],
+    cache: Cache,
+    slots: Int[Tensor, "B M"],
+    turn: tuple[Tensor, Tensor],
+    end: int,
+) -> Float[Tensor, "B M D"]:
+    """Places after all layers, by torch's operators.
+
+    Args:
+        cache: gets their keys and values, at ``slots``.
+        turn: cosines and sines of the places.
+        end: slots that attention reads.
+    """
+    spec = network.spec
+    later: Bool[Tensor, "B M S"] = torch.arange(end, device=slots.device) > slots[:, :, None]
+    mask = torch.zeros(later.shape, dtype=network.dtype, device=slots.device).masked_fill_(later, -torch.inf)
+    rows = residual.flatten(0, 1)
+    for number, layer in enumerate(network.layers):
+        attention = layer.attention
+        read = rows if attention.norm is None else attention.norm(rows)
+        if number == 0:
+            read = torch.cat([beside.flatten(0, 1), read], dim=-1)
+        heads = attention.qkv(read).view(*residual.shape[:2], -1, spec.head_dim)
+        rotate_(heads[:, :, : spec.heads + spec.kv_heads], *turn)
+        cache.write(number, heads[:, :, spec.heads :], slots)
+        mixed = attend(heads[:, :, : spec.heads], *cache.view(number, end), mask)
+        rows = after_attention(layer, rows, mixed)
+    return rows.view(residual.shape)
+
+
+def _at(places: Float[Tensor, "B W D"], index: Int[Tensor, "B w"]) -> Float[Tensor, "B w D"]:
+    return places.gather(1, index[:, :, None].expand(-1, -1, places.shape[2]))
 
 
 def _from(places: Float[Tensor, "B W D"], starts: Sequence[int], width: int) -> Float[Tensor, "B w D"]:
@@ -187,8 +234,7 @@ def _from(places: Float[Tensor, "B W D"], starts: Sequence[int], width: int) -> 
     if min(starts) == max(starts) and starts[0] + width <= places.shape[1]:
         return places[:, starts[0] : starts[0] + width]
     at = torch.tensor(starts)[:, None] + torch.arange(width)
-    at = at.clamp_(max=places.shape[1] - 1).to(places.device)
-    return places.gather(1, at[:, :, None].expand(-1, -1, places.shape[2]))
+    return _at(places, at.clamp_(max=places.shape[1] - 1).to(places.device))
 
 
 def _followed(
@@ -200,5 +246,4 @@ def _followed(
         return whole
     width = places.shape[1]
     rows = [[*range(count), *range(width, width + masks.shape[1]), *range(count, width)] for count in counts]
-    at = torch.tensor(rows, device=places.device)
-    return whole.gather(1, at[:, :, None].expand(-1, -1, places.shape[2]))
+    return _at(whole, torch.tensor(rows, device=places.device))
