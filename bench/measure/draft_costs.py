@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from scipy.optimize import isotonic_regression
 from torch import Generator
@@ -18,7 +18,7 @@ from torch import Generator
 from bench.analysis.cost_curve import CostCurve, CostSurface
 from bench.measure import verify_cost
 from methods.autoregressive import Autoregressive
-from methods.decoder import CostAware, Decoder
+from methods.decoder import CostAware, Decoder, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.sampling import Sampling
@@ -108,10 +108,8 @@ def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Calla
     long. Where a decoder drafts in two ways, as ``hybrid``, rounds count in which a network drafts. A search that finds
     nothing in this text takes time beside plain rounds that need not come one by one.
     """
-    prompts = list(verify_cost.random_tokens(target, curve.batch, curve.contexts[0], seed=0))
-    steps = iter(decoder.decode(prompts, ROUNDS, Generator(target.device).manual_seed(0)))
+    steps = _rounds(target, decoder, curve)
     rounds: list[tuple[bool, bool, float]] = []
-    next(steps)
     while len(rounds) < ROUNDS:
         start = clock()
         step = next(steps, None)
@@ -128,6 +126,14 @@ def _drafting(target: CausalLM, decoder: Decoder, curve: CostCurve, clock: Calla
     return max(statistics.median(chosen[1:] or chosen or [0.0]), 0.0) + saved  # the first round reads the prompt
 
 
+def _rounds(target: CausalLM, decoder: Decoder, curve: CostCurve) -> Iterator[Step]:
+    """Rounds over a random text of the curve's context, whose prompts have been read."""
+    prompts = list(verify_cost.random_tokens(target, curve.batch, curve.contexts[0], seed=0))
+    steps = iter(decoder.decode(prompts, ROUNDS, Generator(target.device).manual_seed(0)))
+    next(steps)
+    return steps
+
+
 def _plain(target: CausalLM, curve: CostCurve, clock: Callable[[], int]) -> float:
     """Seconds of a round that nothing is asked for a draft in: less than those of its pass where such rounds are
     launched ahead, or several are one call.
@@ -137,9 +143,7 @@ def _plain(target: CausalLM, curve: CostCurve, clock: Callable[[], int]) -> floa
         return seconds
     decoder = Autoregressive(target, Sampling())
     for _ in range(_DECODES):
-        prompts = list(verify_cost.random_tokens(target, curve.batch, curve.contexts[0], seed=0))
-        steps = iter(decoder.decode(prompts, ROUNDS, Generator(target.device).manual_seed(0)))
-        next(steps)
+        steps = _rounds(target, decoder, curve)
         start = clock()
         rounds = sum(1 for _ in steps)
         seconds = min(seconds, (clock() - start) / 1e9 / rounds) if rounds else seconds

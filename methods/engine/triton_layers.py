@@ -3,7 +3,7 @@
 A layer is four products and seven kernels or fewer: sum and norm, rotary embedding and cache, attention in two, sum and
 norm, gate. No mask is made, and nothing depends on the length of a row but what the kernels read on the device.
 
-Larger passes (prompts) stay with torch. Speed on a GPU has not been measured yet, so the option is off by default.
+Larger passes (prompts) stay with torch. The option is on by default where passes are CUDA graphs of 16 bit.
 """
 
 from __future__ import annotations
