@@ -80,6 +80,8 @@ class Output:
         memory: [B, S, D] encoder states of the sources, rows padded at the end; only after a prefill of an
             encoder-decoder.
         best: [B, M] the first of the largest logits of every node; None: the pass did not look for it.
+        candidates: the k most likely tokens after every node, the likeliest first, where the logits are not kept; what
+            is after the nodes of the pass has no meaning. None: nothing asked for them.
     """
 
     logits: Float[Tensor, "B M V"]
@@ -87,13 +89,15 @@ class Output:
     hidden_layers: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
     memory: Float[Tensor, "B S D"] | None = None
     best: Int[Tensor, "B M"] | None = None
+    candidates: Int[Tensor, "B C k"] | None = None
 
     def of_rows(self, rows: list[int]) -> Output:
         """The result of these rows, in this order."""
         layers = {layer: states[rows] for layer, states in self.hidden_layers.items()}
         memory = None if self.memory is None else self.memory[rows]
         best = None if self.best is None else self.best[rows]
-        return Output(self.logits[rows], self.hidden[rows], layers, memory, best)
+        candidates = None if self.candidates is None else self.candidates[rows]
+        return Output(self.logits[rows], self.hidden[rows], layers, memory, best, candidates)
 
 
 @dataclass(slots=True)

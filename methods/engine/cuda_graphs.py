@@ -41,7 +41,7 @@ from torch import Tensor
 from methods.engine.causal_lm import CausalLM, States
 from methods.engine.greedy_round import Round, kept_path, settled
 from methods.engine.kv_cache import Cache
-from methods.engine.sampling import argmax
+from methods.engine.sampling import argmax, top_candidates
 from methods.engine.token_tree import ABSENT, Nodes, Parents, closure_steps
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # of a pass; larger ones are as they are
@@ -61,6 +61,7 @@ class Form(NamedTuple):
         end: slots that attention reads, a bucket; all that the cache has where kernels find the rows' ends.
         hidden_layers: layers whose states are wanted.
         whole: a round and not only its pass.
+        candidates: of a round, how many of the most likely tokens after each node are wanted.
     """
 
     nodes: int
@@ -68,6 +69,7 @@ class Form(NamedTuple):
     end: int
     hidden_layers: tuple[int, ...]
     whole: bool = False
+    candidates: int = 0
 
     @property
     def levels(self) -> int | None:
@@ -83,7 +85,8 @@ class Form(NamedTuple):
         """Whether what has this form does for another too, over rows of up to so many tokens."""
         deep = other.closure is None or (self.closure is not None and self.closure >= other.closure)
         wide = self.nodes >= other.nodes and longest + self.nodes <= self.end
-        return deep and wide and self.whole == other.whole and {*self.hidden_layers} >= {*other.hidden_layers}
+        same = (self.whole, self.candidates) == (other.whole, other.candidates)
+        return deep and wide and same and {*self.hidden_layers} >= {*other.hidden_layers}
 
 
 class Shape(NamedTuple):
@@ -91,7 +94,12 @@ class Shape(NamedTuple):
 
     closure: int | None
     hidden_layers: tuple[int, ...]
-    whole: bool
+    whole: bool = False
+    candidates: int = 0
+
+    def form(self, nodes: int, end: int) -> Form:
+        """Of a pass of this shape."""
+        return Form(nodes, self.closure, end, self.hidden_layers, self.whole, self.candidates)
 
 
 class Recorded(NamedTuple):
@@ -169,7 +177,8 @@ class Replay:
     def round(self) -> Round:
         """Of a round."""
         bonus, path, report, hidden, *seen = self.recorded.results
-        return Round(hidden, bonus, path, report, dict(zip(self.form.hidden_layers, seen, strict=True)))
+        candidates = seen.pop() if self.form.candidates else None
+        return Round(hidden, bonus, path, report, dict(zip(self.form.hidden_layers, seen, strict=True)), candidates)
 
 
 class Aside(NamedTuple):
@@ -314,15 +323,15 @@ class Graphs:
     def _forms(self, capacity: int, longest: int) -> Iterator[Form]:
         """Of the passes seen so far, smaller ones and those without a draft, over rows up to a length."""
         undrafted = {shape._replace(closure=None): 1 for shape in self._shapes}
-        for (closure, taps, whole), most in (undrafted | self._shapes).items():
-            sizes = {padded(most), *(nodes for nodes in NODES if nodes <= most and (closure is None or nodes > 1))}
-            for nodes in sorted(sizes):
+        for shape, most in (undrafted | self._shapes).items():
+            least = 1 if shape.closure is None else 2
+            for nodes in sorted({padded(most), *(nodes for nodes in NODES if least <= nodes <= most)}):
                 if self._reads_lengths(nodes):
-                    yield Form(nodes, closure, capacity, taps, whole)
+                    yield shape.form(nodes, capacity)
                     continue
                 end, last = _LEAST_BUCKET, min(bucket(longest + nodes), capacity)
                 while end <= last:
-                    yield Form(nodes, closure, end, taps, whole)
+                    yield shape.form(nodes, end)
                     end = bucket(end + 1)
 
     def states(
@@ -330,7 +339,7 @@ class Graphs:
     ) -> States | None:
         """Hidden states after all layers and after ``hidden_layers``; None where this pass has no fixed form (yet)."""
         given = tokens.shape[1]
-        shape = Shape(None if parents is None else closure_steps(levels or given), tuple(sorted(hidden_layers)), False)
+        shape = Shape(None if parents is None else closure_steps(levels or given), tuple(sorted(hidden_layers)))
         replay = self._replay(shape, given, cache)
         if replay is None:
             return None
@@ -345,10 +354,12 @@ class Graphs:
         cache: Cache,
         levels: int | None,
         hidden_layers: Collection[int],
+        candidates: int = 0,
     ) -> Round | None:
         """A round of greedy decoding, see ``GraphedLM.round``; None where it has no fixed form (yet)."""
         given = sum(part.shape[1] for part in columns)
-        shape = Shape(None if parents is None else closure_steps(levels or given), tuple(sorted(hidden_layers)), True)
+        closure = None if parents is None else closure_steps(levels or given)
+        shape = Shape(closure, tuple(sorted(hidden_layers)), True, candidates)
         replay = self._replay(shape, given, cache)
         if replay is None:
             return None
@@ -367,7 +378,7 @@ class Graphs:
         if pooled is None or end > cache.capacity or cache.length is not pooled.cache.length:
             self.missed += 1
             return None
-        form = Form(nodes, shape.closure, end, shape.hidden_layers, shape.whole)
+        form = shape.form(nodes, end)
         self._note(shape, given)
         replay = pooled.replays.get(form)
         if replay is None and self._comes_again(pooled, form):
@@ -413,7 +424,9 @@ class Graphs:
             if not form.whole:
                 return state.hidden, *taps
             states = [lm.norm(state.hidden), *taps]
-            wanted = argmax(lm.head(states[0]))
+            logits = lm.head(states[0])
+            wanted = argmax(logits)
+            candidates = [top_candidates(logits, form.candidates)] if form.candidates else []
             path = kept_path(tokens, parents, state.reach, form.levels or form.nodes - 1, wanted)
             if parents is not None:
                 pooled.cache.pack(path[:, 1:] - 1)
@@ -423,7 +436,7 @@ class Graphs:
             bonus, moved, report = settled(tokens, path, wanted)
             pooled.cache.length += moved
             places = torch.arange(form.places, device=lm.device)
-            return bonus, torch.where(places < moved[:, None], places, ABSENT), report, *states
+            return bonus, torch.where(places < moved[:, None], places, ABSENT), report, *states, *candidates
 
         recorded = record(work, pooled.aside, [pooled.cache.length])
         pooled.replays[form] = Replay(form, tokens, parents, recorded, tables)
@@ -561,6 +574,7 @@ class GraphedLM(CausalLM):
         *,
         levels: int | None = None,
         hidden_layers: Collection[int] = (),
+        candidates: int = 0,
     ) -> Round | None:
         """A round of greedy decoding in one replay: the pass, which nodes are kept, their packing and the new lengths.
 
@@ -571,11 +585,12 @@ class GraphedLM(CausalLM):
             columns: ids of the nodes in parts, side by side, the root first; -1: there is no node.
             parents: of the other nodes; None: a chain.
             levels, hidden_layers: see ``forward``.
+            candidates: how many of the most likely tokens after each node are wanted, see ``Output``.
 
         Returns:
             None where this round has no graph (yet).
         """
-        return self.graphs.round(columns, parents, cache, levels, hidden_layers)
+        return self.graphs.round(columns, parents, cache, levels, hidden_layers, candidates)
 
     @staticmethod
     def prepare(longest: Mapping[int, int]) -> None:

@@ -26,6 +26,7 @@ class Round:
         bonus: the target's token after the last kept node.
         path: places of the kept nodes in these states, 0, 1, ..; ``ABSENT`` after the last.
         report: bonus, the kept nodes of the pass and the tokens of its draft nodes side by side, for the host.
+        candidates: see ``causal_lm.Output``.
     """
 
     hidden: Float[Tensor, "B P D"]
@@ -33,6 +34,7 @@ class Round:
     path: Int[Tensor, "B P"]
     report: Int[Tensor, "B R"]
     hidden_layers: dict[int, Float[Tensor, "B P D"]] = field(default_factory=dict)
+    candidates: Int[Tensor, "B C k"] | None = None
 
     def read(self, reading: Reading | None = None) -> list[tuple[list[int], list[int]]]:
         """Per row, the columns of the kept draft nodes, and the tokens committed. The one read of a round.

@@ -38,7 +38,7 @@ from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.greedy_round import Round
 from methods.engine.host_copies import Reading, from_host
 from methods.engine.kv_cache import Cache
-from methods.engine.sampling import Sampling
+from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.stopwatch import Stopwatch
 from methods.rows import ComputedRows, of_rows, steps_of
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally, Texts, Unasked
@@ -58,7 +58,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         guarantee: what the rule promises.
         continuous_batching: a class whose drafter is ``RowDrafter`` may declare it.
         costs: those in use; None: every proposal is drafted whole.
-        reads_logits: its drafter reads the target's logits, which a recorded round does not keep.
+        candidates: how many of the most likely tokens after each node its drafter reads.
 
     Raises:
         ValueError: costs that are none, or a drafter of more than ``MOST_NODES``.
@@ -67,7 +67,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
     guarantee = Guarantee.EXACT
     family: ClassVar[Family] = "speculative"
     parallel: ClassVar[bool] = True
-    reads_logits: ClassVar[bool] = False
+    candidates: int = 0
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             return None
         given = [context.root[:, None], *([draft.tokens] if draft.tokens.shape[1] else [])]
         parents = None if draft.is_chain else draft.parents
-        layers = self.drafter.hidden_layers
-        return target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers)
+        layers, wanted = self.drafter.hidden_layers, self.candidates
+        return target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers, candidates=wanted)
 
     def _asked(self) -> Drafter:
         """What drafts for the next texts: nothing where a search that takes long did not pay in the last ones."""
@@ -287,7 +287,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
     @property
     def _recorded(self) -> bool:
         """Whether rounds are as ``GraphedLM.round`` has them."""
-        return self.sampling.greedy and type(self.rule) is Greedy and not self.reads_logits
+        return self.sampling.greedy and type(self.rule) is Greedy
 
     def _answered(self, step: Step, batch: _Batch, left: set[int] | None = None) -> Rounds:
         """Yield a step, and one more for each set of prompts that is sent in return.
@@ -362,7 +362,7 @@ class _Launched:
 
 def _output(made: Round) -> Output:
     """Its states; a recorded round keeps no logits."""
-    return Output(made.hidden[:, :, :0], made.hidden, made.hidden_layers)
+    return Output(made.hidden[:, :, :0], made.hidden, made.hidden_layers, candidates=made.candidates)
 
 
 def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], output: Output) -> None:
@@ -370,12 +370,16 @@ def _stand_at_root(context: Context, rows: list[int], root: Int[Tensor, "n"], ou
     context.root[rows] = root
     if context.output.logits.shape[2]:
         context.output.logits[rows, 0] = output.logits[:, 0]
+    if (candidates := context.output.candidates) is not None:
+        candidates[rows, 0] = top_candidates(output.logits[:, 0], candidates.shape[2])
     context.output.hidden[rows, 0] = output.hidden[:, 0]
     if context.path is not None:
         context.path = context.path.clone()  # it may be shared by rows, and by rounds
         context.path[rows] = -1
         context.path[rows, 0] = 0
-    context.report = None
+    if context.report is not None:
+        context.report[rows] = -1
+        context.report[rows, 0], context.report[rows, 1] = root, 0
     if context.kept is not None:
         context.kept = [[0] if row in rows else nodes for row, nodes in enumerate(context.kept)]
     if context.auxiliary_tokens:

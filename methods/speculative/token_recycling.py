@@ -21,13 +21,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
 from methods.drafting import Context, Draft
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, Output
+from methods.engine.cuda_graphs import NODES, Calls, GraphedLM, Graphs, padded
 from methods.engine.sampling import Sampling, top_candidates
-from methods.engine.token_tree import Shape
+from methods.engine.token_tree import ABSENT, Shape
 from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.verification import default_rule
@@ -58,35 +60,40 @@ class CandidateMatrix:
 
     Attributes:
         nothing: marks a token without known candidates.
+        lines: the matrix. Those of a batch size keep their address.
     """
 
     def __init__(self, vocab_size: int, k: int, warm: bool, device: torch.device) -> None:
         self._warm = warm
         self.nothing = vocab_size  # one line more than there are tokens: where what is not to be learnt is written
-        self._lines = torch.zeros(1, vocab_size + 1, k, dtype=torch.int32, device=device)
-        self._set_rows([0])
+        self.lines = torch.zeros(1, vocab_size + 1, k, dtype=torch.int32, device=device)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.reset(1)
 
     def reset(self, batch: int) -> None:
         """Make room for ``batch`` rows. A warm matrix keeps its rows; further ones start as copies of the first."""
+        before = self.lines
+        if batch not in self._tables:
+            with torch.inference_mode(False):
+                rows = torch.arange(batch, device=before.device)[:, None]
+                self._tables[batch] = before.new_zeros(batch, *before.shape[1:]), rows
+        self.lines, self._row = self._tables[batch]
+        self._rows = list(range(batch))
         if not self._warm:
-            self._lines = self._lines.new_zeros(batch, *self._lines.shape[1:])
-        elif batch != len(self._lines):
-            more = self._lines[:1].expand(max(batch - len(self._lines), 0), -1, -1)
-            self._lines = torch.cat([self._lines[:batch], more])
-        self._set_rows(range(batch))
+            self.lines.zero_()
+        elif self.lines is not before:
+            both = min(batch, len(before))
+            self.lines[:both], self.lines[both:] = before[:both], before[:1]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with some rows only, in this order; a warm matrix keeps the lines of the others for later texts."""
-        self._set_rows([self._rows[row] for row in rows])
-
-    def _set_rows(self, rows: Sequence[int]) -> None:
-        self._rows = list(rows)
-        self._row = torch.tensor(self._rows, device=self._lines.device)[:, None]
+        self._rows = [self._rows[row] for row in rows]
+        self._row = torch.tensor(self._rows, device=self.lines.device)[:, None]
 
     def forget(self, row: int) -> None:
         """Let a row know nothing, unless the matrix is warm."""
         if not self._warm:
-            self._lines[self._rows[row]] = 0
+            self.lines[self._rows[row]] = 0
 
     def suggest(self, row: int, text: Sequence[int]) -> None:
         """Use the bigrams of a text, latest first, as candidates of tokens that have none yet."""
@@ -95,12 +102,12 @@ class CandidateMatrix:
             followers.setdefault(token, {})[follower] = None
         if not followers:
             return
-        k = self._lines.shape[2]
-        tokens = torch.tensor(list(followers), device=self._lines.device)
-        bigrams = self._lines.new_tensor([(list(found) + [0] * k)[:k] for found in followers.values()])
+        k = self.lines.shape[2]
+        tokens = torch.tensor(list(followers), device=self.lines.device)
+        bigrams = self.lines.new_tensor([(list(found) + [0] * k)[:k] for found in followers.values()])
         line = self._rows[row]
-        known = self._lines[line, tokens]
-        self._lines[line, tokens] = torch.where(known.any(1, keepdim=True), known, bigrams)
+        known = self.lines[line, tokens]
+        self.lines[line, tokens] = torch.where(known.any(1, keepdim=True), known, bigrams)
 
     def learn(
         self, tokens: Int[Tensor, "B M"], candidates: Int[Tensor, "B M k"], rank: Int[Tensor, "B M"] | None = None
@@ -110,11 +117,11 @@ class CandidateMatrix:
             equal = tokens[:, :, None] == tokens[:, None, :]
             beaten = (equal & (rank[:, None, :] > rank[:, :, None])).any(2)
             tokens = torch.where(beaten, self.nothing, tokens)
-        self._lines[self._row, tokens] = candidates.to(self._lines.dtype)
+        self.lines[self._row, tokens] = candidates.to(self.lines.dtype)
 
     def find(self, tokens: Int[Tensor, "B n"], ranks: Int[Tensor, "n"]) -> Int[Tensor, "B n"]:
         """The candidate of rank ``ranks[i]`` after ``tokens[:, i]``."""
-        return self._lines[self._row, tokens, ranks].long()
+        return self.lines[self._row, tokens, ranks].long()
 
 
 class RecyclingDrafter:
@@ -122,15 +129,22 @@ class RecyclingDrafter:
 
     hidden_layers: Sequence[int] = ()
 
-    def __init__(self, shape: Shape, vocab_size: int, warm: bool, device: torch.device) -> None:
+    def __init__(
+        self, shape: Shape, vocab_size: int, warm: bool, device: torch.device, graphs: Graphs | None = None
+    ) -> None:
         self.nodes = len(shape.parents)
         self._shape, self._k = shape, shape.width
         self._matrix = CandidateMatrix(vocab_size, self._k, warm, device)
         self._parents = torch.tensor(shape.parents, device=device)
         self._ranks = torch.tensor(shape.ranks, device=device)
         self._scored = torch.empty(0, 1, dtype=torch.long, device=device)
+        self._calls = None if graphs is None else Calls(graphs)
+        self._draft: Draft | None = None  # what was launched
+        if graphs is not None:
+            graphs.drafts.add(self)
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
+        self._draft = None
         self._matrix.reset(len(prompts))
         for row, prompt in enumerate(prompts):
             self._matrix.suggest(row, prompt)
@@ -141,6 +155,9 @@ class RecyclingDrafter:
         self._scored = self._scored[list(rows)]
 
     def reset_rows(self, prompts: Mapping[int, list[int]]) -> None:
+        if self._draft is not None:  # what the last pass said of the other rows is learnt
+            self._draft = None
+            self._scored.fill_(self._matrix.nothing)
         for row, prompt in prompts.items():
             self._matrix.forget(row)
             self._matrix.suggest(row, prompt)
@@ -148,22 +165,66 @@ class RecyclingDrafter:
             self._scored[row, 0] = prompt[-1]
 
     def propose(self, context: Context) -> Draft:
-        candidates = top_candidates(context.output.logits, self._k)
-        self._matrix.learn(self._scored, candidates, _authority(self._scored, context.path))
-        self._scored = self._fill(context.root)
-        return Draft(
-            self._scored[:, 1:],
-            self._parents.expand(len(self._scored), -1),
-            levels=len(self._shape.level_ends),
-            width=self._shape.width,
-        )
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            return draft
+        path = context.path if context.report is None else kept_nodes(context.report)
+        return self._recycled(context.root, context.output, path)
+
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+        """See ``LaunchedDrafter``."""
+        self._draft = self._recycled(report[:, 0], output, kept_nodes(report))
+        return True
+
+    def _recycled(self, root: Int[Tensor, "B"], output: Output, path: Int[Tensor, "B P"] | None) -> Draft:
+        """Learn from a pass of which the nodes of a path were kept, and draft."""
+        candidates = output.candidates
+        if candidates is None:
+            candidates = top_candidates(output.logits, self._k)
+        if self._calls is None:
+            self._scored, draft = self._learnt(root, self._scored, candidates, path)[1]
+            return draft
+        path = torch.zeros_like(self._scored[:, :1]) if path is None else path
+        width = padded(self._scored.shape[1])
+        scored, path = _wide(self._scored, width, self._matrix.nothing), _wide(path, width, ABSENT)
+        if candidates.shape[1] != width:
+            candidates = F.pad(candidates, (0, 0, 0, width - candidates.shape[1]))
+        inputs = [root, scored, candidates, path]
+        self._scored, draft = self._calls(self._learnt, inputs, [self._matrix.lines])
+        return draft
+
+    def _learnt(
+        self,
+        root: Int[Tensor, "B"],
+        scored: Int[Tensor, "B M"],
+        candidates: Int[Tensor, "B C k"],
+        path: Int[Tensor, "B P"] | None,
+    ) -> tuple[tuple[Tensor, ...], tuple[Int[Tensor, "B N"], Draft]]:
+        """What a call renews, and the nodes of the next pass with their draft."""
+        self._matrix.learn(scored, candidates, _authority(scored, path))
+        nodes, levels = self._fill(root), len(self._shape.level_ends)
+        parents = self._parents.expand(len(nodes), -1)
+        return (nodes,), (nodes, Draft(nodes[:, 1:], parents, levels=levels, width=self._shape.width))
+
+    def prepare(self, slots: Mapping[int, int]) -> None:
+        """See ``methods.engine.cuda_graphs.RecordedDrafts``."""
+        if self._calls is None or not self._calls.inputs(1):
+            return
+        most = padded(1 + self.nodes)
+        for batch in slots:
+            self._matrix.reset(batch)
+            for width in {most, *(nodes for nodes in NODES if nodes < most)}:
+                scored = torch.zeros(batch, width, dtype=torch.long, device=self._parents.device)
+                inputs = [scored[:, 0], scored, scored[:, :, None].expand(-1, -1, self._k), scored]
+                self._calls.record(self._learnt, inputs, [self._matrix.lines])
 
     def trim(self, columns: Int[Tensor, "B n"]) -> None:
         """Learn only after these columns, which are those that the target scores."""
         self._scored = torch.cat([self._scored[:, :1], self._scored.gather(1, columns + 1)], dim=1)
 
     def skip(self, context: Context) -> None:
-        """Of the rounds until the next proposal only the last one is learned from."""
+        """Of the rounds until the next proposal only the last one is learned from, beside what was launched."""
+        self._draft = None
         self._scored = context.root[:, None].clone()
 
     def _fill(self, root: Int[Tensor, "B"]) -> Int[Tensor, "B M"]:
@@ -174,6 +235,16 @@ class RecyclingDrafter:
             nodes[:, 1 + start : 1 + end] = self._matrix.find(parents, self._ranks[start:end])
             start = end
         return nodes
+
+
+def kept_nodes(report: Int[Tensor, "B R"]) -> Int[Tensor, "B P"]:
+    """Of a recorded round (``methods.engine.greedy_round``)."""
+    return report[:, 1 : 1 + report.shape[1] // 2]
+
+
+def _wide(columns: Int[Tensor, "B M"], width: int, filling: int) -> Int[Tensor, "B W"]:
+    more = width - columns.shape[1]
+    return F.pad(columns, (0, more), value=filling) if more else columns
 
 
 def _authority(tokens: Int[Tensor, "B M"], path: Int[Tensor, "B P"] | None) -> Int[Tensor, "B M"]:
@@ -204,7 +275,6 @@ class TokenRecycling(SpeculativeDecoder):
     """
 
     continuous_batching = True
-    reads_logits = True
     paper = "Luo et al. 2024, arXiv 2408.08696"
 
     def __init__(
@@ -216,5 +286,6 @@ class TokenRecycling(SpeculativeDecoder):
         costs: CostsOption = None,
     ) -> None:
         shape = Shape.chosen("tree", tree, TREES, target.vocab_size)
-        drafter = RecyclingDrafter(shape, target.vocab_size, warm, target.device)
+        graphs = target.graphs if isinstance(target, GraphedLM) else None
+        drafter, self.candidates = RecyclingDrafter(shape, target.vocab_size, warm, target.device, graphs), shape.width
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs)

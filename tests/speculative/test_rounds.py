@@ -22,6 +22,7 @@ from methods.speculative.heads.candidate_tree import TREES
 from methods.speculative.hybrid import Hybrid
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.suffix_decoding import SuffixDecoding
+from methods.speculative.token_recycling import TokenRecycling
 from tests.engine.test_causal_lm import tiny
 from tests.helpers.launches import count_rounds
 from tests.helpers.tiny_block_drafter import DSPARK, block_drafter
@@ -42,6 +43,7 @@ DRAFTED = {
     "dspark": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, tree="dynamic"),
     "eagle_2": lambda target, sampling: eagle(target, sampling, 2, depth=2, top_k=4, nodes=9),
     "p_eagle": lambda target, sampling: p_eagle(target, sampling, tree="dynamic", nodes=7),
+    "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
 }
 COSTS = [[0, 0.3], [1, 1.0], [2, 1.05], [4, 1.1], [8, 1.2], [16, 1.5], [32, 2.0]]
 LATE = {  # networks that sit out rounds
@@ -53,7 +55,8 @@ LATE = {  # networks that sit out rounds
     "dspark_costs": lambda target, sampling: block_drafter(target, sampling, sizes=DSPARK, costs=COSTS),
     "p_eagle_costs": lambda target, sampling: p_eagle(target, sampling, costs=COSTS),
 }
-UNRECORDED = {  # drafts of a layer that is also read
+OTHERS = {  # rounds of more launches: a layer is also read, a path is filled up to 81 nodes
+    "token_recycling_paper": lambda target, sampling: TokenRecycling(target, sampling),
     "hydra_prefix": lambda target, sampling: hydra(target, sampling, nodes=12, prefix=0.3),
 }
 EVERY = LOOKUPS | DRAFTED
@@ -193,9 +196,9 @@ def drafted(decoder, texts, limit=70):
 
 
 @pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
-@pytest.mark.parametrize("name", DRAFTED | UNRECORDED | {"hybrid": LATE["hybrid"]})
+@pytest.mark.parametrize("name", DRAFTED | OTHERS | {"hybrid": LATE["hybrid"]})
 def test_recorded_drafts_and_steps_are_those_of_the_ordinary_passes(name, texts):
-    make = (EVERY | UNRECORDED | LATE)[name]
+    make = (EVERY | OTHERS | LATE)[name]
     plain = drafted(make(checks.tiny_target(), Sampling()), texts)
     decoder = make(GraphedLM.of(checks.tiny_target(), capture=False), Sampling())
     for _ in range(2):  # the second decode uses what the first one recorded
@@ -224,6 +227,20 @@ def test_drafts_are_prepared_for_other_batch_sizes_and_longer_texts(name):
     plain = drafted(DRAFTED[name](checks.tiny_target(), Sampling()), longer, 60)[1]
     assert drafted(decoder, longer, 60)[1] == plain
     assert target.graphs.missed == 0 and target.graphs.captured == captured
+
+
+@pytest.mark.parametrize("name", ["token_recycling", "token_recycling_paper", "medusa"])
+def test_rows_that_take_new_prompts_draft_as_in_the_ordinary_passes(name):
+    found = []
+    for target in (checks.tiny_target(), GraphedLM.of(checks.tiny_target(), capture=False)):
+        decoder = (DRAFTED | OTHERS)[name](target, Sampling())
+        for _ in range(2):  # the second decode uses what the first one recorded
+            steps = decoder.decode_refilled(prompts(PROMPTS), 40, torch.Generator(), 20)
+            refilled = [next(steps) for _ in range(9)] + [steps.send({1: torch.tensor([8, 3, 8, 3, 8])})]
+            refilled += [next(steps) for _ in range(5)] + [steps.send({0: torch.tensor([5]), 2: torch.tensor([7, 6])})]
+            refilled += [next(steps) for _ in range(14)]
+            found.append([(step.tokens, step.accepted, step.drafted) for step in refilled])
+    assert found[2] == found[3] == found[0] and any(any(accepted) for _, accepted, _ in found[0])
 
 
 @pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
