@@ -19,11 +19,12 @@ import yaml
 from bench.analysis import ranking
 from bench.config import compose, instantiate
 from bench.config.schema import checkout
-from bench.report import collect, leaderboard, markdown, plots, tables, terminal
+from bench.report import collect, leaderboard, markdown, plots, series, tables, terminal
 
 _FOLDER = Path("results", "reference")  # in a checkout: the committed records
 BLOCK = re.compile(
-    r"<!-- (short: [^ ]+|leaderboard: [^>]+|lossless: \w+|promises|methods|packages: \w+) -->\n.*?<!-- end -->",
+    r"<!-- (short: [^ ]+|(?:leaderboard|series): [^>]+|(?:lossless|packages): \w+|promises|methods) -->\n"
+    r".*?<!-- end -->",
     re.DOTALL,
 )
 FIGURE = Path("docs/figures/speedup_mtbench.svg")
@@ -46,11 +47,11 @@ def written(text: str, results: Path) -> str:
 
 
 def _block(what: str, results: Path) -> str:
-    kind, _, rest = what.partition(": ")
-    if kind in ("methods", "packages", "promises"):
-        table = {"methods": _methods, "promises": _promises}[kind](results) if kind != "packages" else _packages(rest)
-        return f"<!-- {what} -->\n{table}\n<!-- end -->"
-    body = {"lossless": _lossless, "short": _short, "leaderboard": _leaderboard}[kind](results, rest)
+    kind, _, words = what.partition(": ")
+    tables_of = {"methods": _methods, "packages": _packages, "promises": _promises, "series": _series}
+    if kind in tables_of:
+        return f"<!-- {what} -->\n{tables_of[kind](results, words)}\n<!-- end -->"
+    body = {"lossless": _lossless, "short": _short, "leaderboard": _leaderboard}[kind](results, words)
     lines = "\n".join(f"    {line}".rstrip() for line in body)
     return f"<!-- {what} -->\n{lines}\n<!-- end -->"
 
@@ -76,6 +77,16 @@ def _leaderboard(results: Path, words: str) -> list[str]:
     return [line for line in terminal.leaderboard(chosen).splitlines() if line]
 
 
+def _series(results: Path, words: str) -> str:
+    """``over=AXIS``: speed-ups over one of ``series.AXES``, of the runs that ``collect`` selects."""
+    *filters, over = words.split()
+    rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
+    groups = leaderboard.groups(row["record"] for row in collect.select(rows, filters))
+    found = [table for _, table in series.markdown(groups, series.AXES[over.removeprefix("over=")])]
+    assert len(found) == 1, f"{words} selects {len(found)} tables"
+    return found[0]
+
+
 def _short(results: Path, prefix: str) -> list[str]:
     """The main lines of one run's table."""
     (folder,) = (file.parent for file in results.glob(f"{prefix}*/summary.json"))
@@ -83,7 +94,7 @@ def _short(results: Path, prefix: str) -> list[str]:
     return [lines[0], *(line for line in lines[1:] if line.strip().startswith(_SHORT))]
 
 
-def _methods(results: Path) -> str:
+def _methods(results: Path, _: str) -> str:
     """The methods of conf/method with their papers, by family, exactness and what they need."""
     guarantees: dict[str, set[str]] = {}
     for record in collect.read(results):
@@ -110,7 +121,7 @@ def _with_paper(name: str, paper: str) -> str:
     return f"`{name}` ({source})" if source else f"`{name}`"
 
 
-def _packages(top: str) -> str:
+def _packages(_: Path, top: str) -> str:
     """The packages of bench or methods, each with the first line of its docstring and its modules."""
     root, cells = Path(__file__).resolve().parents[1], []
     for file in sorted(root.glob(f"{top}/**/__init__.py")):
@@ -121,7 +132,7 @@ def _packages(top: str) -> str:
     return tables.markdown(["package", "what it does", "modules"], cells)
 
 
-def _promises(results: Path) -> str:
+def _promises(results: Path, _: str) -> str:
     """The tested promises: a row for each loss and tolerance of a record."""
     from bench.promise import records
 

@@ -29,16 +29,16 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from IPython.display import Markdown, display
 
-from bench.report import leaderboard, notebook, plots, terminal
+from bench.report import leaderboard, notebook, plots, series, terminal
 
 notebook.theme()
 SIZES = (1, 2, 4, 8, 16, 32)  # of the sweep
 
 GROUPS = leaderboard.groups(notebook.records())
-COVERAGE = leaderboard.batch_coverage(GROUPS, SIZES)
+COVERAGE = series.coverage(GROUPS, SIZES)
 SERIES = [  # a figure of one method alone shows no difference between methods
     (heading, lines)
-    for heading, lines in leaderboard.batch_series(GROUPS)
+    for heading, lines in series.of(GROUPS)
     if len({rows[0].method for rows in lines.values()}) > 1
 ]
 

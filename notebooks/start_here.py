@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from IPython.display import display
 
-from bench.report import leaderboard, notebook, plots
+from bench.report import leaderboard, notebook, plots, series
 
 notebook.theme()
 RECORDS = [record for record in notebook.records() if record.finished and record.summary]
@@ -115,7 +115,7 @@ if not TRANSLATION:
 # work for each sentence and keep their advantage.
 
 # %%
-SERIES = [(heading, lines) for heading, lines in leaderboard.batch_series(GROUPS) if len({rows[0].method for rows in lines.values()}) > 1]
+SERIES = [(heading, lines) for heading, lines in series.of(GROUPS) if len({rows[0].method for rows in lines.values()}) > 1]
 for heading, lines in SERIES:
     rows = [row for line in lines.values() for row in line]
     figure, ax = plt.subplots(figsize=(10, 5.5), layout="constrained")

@@ -128,6 +128,10 @@ TABLES = {
     r"three layers for every token \(`static_depth`\)": "ae03baeb25d4",
 }
 CONTROLS = "e16dc2a6aab0", "4775cf338971", "db6f91ee691d", "d91aa4a517c5", "48678438b977"
+DRAWN = (  # drafts judged as a block, and token by token
+    "a686890c58ab", "cf3a5cf96bc5", "75a4137c1819", "e320b768c6a3",
+    "34ee3fcc4e7c", "bfb5a4cd330c", "b4c72fca9c9b", "1405e45b4108",
+)  # fmt: skip
 STUDENTS = ("cmlm", "glat", "depa", "nat")
 TEACHER = "teacher-multi30k_4_4"
 LENSES = "calm-multi30k_4_4_distilled_calm"
@@ -289,6 +293,32 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         rf".* instead of `glat` has {N} BLEU",
         [of(run, "quality", "bleu") for run in CONTROLS],
     ),
+    (
+        "docs/chat.md",
+        rf"`hybrid` writes {N} tokens per step at temperature 0, {N} at 0\.7 and {N} at 1\.",
+        [of(run, "tokens_per_step") for run in ("469578fac658", "196892c08302", "aa7326dce728")],
+    ),
+    (
+        "docs/chat.md",
+        rf"the block writes {N} tokens per step instead of {N} at 0\.7, and {N} instead of {N} at 1\. "
+        rf"With a drawn chain of `eagle` it is {N} instead of {N} and {N} instead of {N}:",
+        [of(run, "tokens_per_step") for run in DRAWN],
+    ),
+    (
+        "docs/chat.md",
+        rf"{N} s of {N} with 8,064 tokens",
+        [
+            of("bddc087db992", "ttft_s", "mean"),
+            lambda: of("bddc087db992", "ms_per_prompt")() / 1000,
+        ],
+    ),
+    (
+        "docs/chat.md",
+        rf"decode {N} \(`suffix`\) and {N} times as fast",
+        [of(run, "speedup", "decode") for run in ("56b0fe386b4c", "3dfee09c10b0")],
+    ),
+    ("docs/chat.md", rf"`suffix` decodes {N} times as fast as plain decoding does with one", [speed("e985f8142aef")]),
+    ("docs/chat.md", rf"{N} % of the answers to GSM8K", [of("81995d5465e4", "quality", "exact_match_flexible")]),
     ("docs/translation.md", rf"lose {N} to {N} BLEU", [lost_in_one_pass(min), lost_in_one_pass(max)]),
     ("docs/translation.md", rf"width 128: {N} BLEU with a beam of 5", [published(41.02)]),
     (

@@ -9,7 +9,7 @@ from typing import Any
 from bench.analysis import audit
 from bench.analysis.ranking import NAMES as SCORES
 from bench.analysis.ranking import first_score
-from bench.report import leaderboard, terminal
+from bench.report import series, terminal
 from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.style import COLOURS, style_of
 from bench.utils.files import read_json
@@ -25,21 +25,21 @@ def charts(groups: Sequence[ComparisonGroup], ids: Mapping[Path, str]) -> dict[s
         groups: of ``leaderboard.groups``, the most important first.
         ids: by folder of the run, the id of its row on the page.
     """
-    series = [
+    over_sizes = [
         {"heading": heading, "rows": [_point(row, ids) for line in lines.values() for row in line]}
-        for heading, lines in leaderboard.batch_series(groups)
+        for heading, lines in series.of(groups)
     ]
     return {
         "colours": COLOURS,
         "tables": [_table(group, ids) for group in groups if len(group.valid) > 1],
-        "batches": sorted(series, key=_importance),
+        "batches": sorted(over_sizes, key=_importance),
         "roofs": list(_roofs(groups)),
     }
 
 
-def _importance(series: Mapping[str, Any]) -> tuple[bool, int]:
+def _importance(lines: Mapping[str, Any]) -> tuple[bool, int]:
     """Own runs first, then many."""
-    return all(row["source"] == "reference" for row in series["rows"]), -len(series["rows"])
+    return all(row["source"] == "reference" for row in lines["rows"]), -len(lines["rows"])
 
 
 def score(rows: Sequence[Row]) -> str | None:

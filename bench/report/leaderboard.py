@@ -7,7 +7,7 @@ are ranked separately; runs without a rank (``bench.analysis.ranking``) come las
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,7 @@ def _headings(firsts: Sequence[Mapping[str, Any]]) -> list[str]:
     revisions = ("schema_version", "model_revision", "dataset_revision")
     prompts = [f"{first.get('n_prompts')} prompts" for first in firsts]
     every = [", ".join(f"{key} {terminal.join_value(first, key)}" for key in revisions) for first in firsts]
-    return _apart(_apart([_heading(first) for first in firsts], prompts), every)
+    return _apart(_apart([heading_of(first) for first in firsts], prompts), every)
 
 
 def _apart(names: Sequence[str], marks: Sequence[str]) -> list[str]:
@@ -153,7 +153,8 @@ def _apart(names: Sequence[str], marks: Sequence[str]) -> list[str]:
     return [name if count[name] == 1 else f"{name}, {mark}" for name, mark in zip(names, marks, strict=True)]
 
 
-def _heading(first: Mapping[str, Any]) -> str:
+def heading_of(first: Mapping[str, Any]) -> str:
+    """What the runs of a group share, as text, from one of their summaries."""
     limit = f"{first.get('max_new_tokens')} new tokens at most"
     return ", ".join([str(first.get("dataset")), terminal.place(first), terminal.how(first), limit])
 
@@ -311,7 +312,7 @@ def quality_speed_plots(found: Sequence[ComparisonGroup], metric: str, dataset: 
     alike: dict[str, list[Row]] = {}
     for group in found:
         if str(group.first.get("dataset")).startswith(dataset):
-            alike.setdefault(_shared(group, _OF_MODEL), []).extend(group.rows)
+            alike.setdefault(shared(group, _OF_MODEL), []).extend(group.rows)
     made = (_quality_speed_plot(rows, metric) for rows in alike.values())
     return [plot for plot in made if plot.points]
 
@@ -349,62 +350,8 @@ def _quality_speed_point(row: Row, metric: str, baselines: Mapping[Any, float]) 
     return QualitySpeedPoint(row, float(quality), rate / own_before * rate_before, before)
 
 
-def batch_series(found: Sequence[ComparisonGroup]) -> list[tuple[str, dict[str, list[Row]]]]:
-    """Groups that differ in their batch size alone: heading, and by label the runs by batch size, if several.
-
-    INCONCLUSIVE runs are among them, as they show where an advantage ends; INVALID ones are not.
-    """
-    made = []
-    for heading, lines in _by_batch(found, lambda group: group.sound):
-        several = {name: [line[b] for b in sorted(line)] for name, line in lines.items() if len(line) > 1}
-        if several:
-            made.append((heading, several))
-    return made
-
-
-def batch_coverage(found: Sequence[ComparisonGroup], sizes: Sequence[int]) -> list[tuple[str, pd.DataFrame]]:
-    """As ``batch_series``, of all runs: by label (rows) the speed-up, INVALID or ``-`` at each batch size."""
-    import pandas as pd
-
-    made = []
-    for heading, lines in _by_batch(found, lambda group: group.rows):
-        columns = sorted({*sizes, *(size for line in lines.values() for size in line)})
-        cells = {name: {f"B = {size}": _recorded(line.get(size)) for size in columns} for name, line in lines.items()}
-        made.append((heading, pd.DataFrame.from_dict(cells, orient="index")))
-    return made
-
-
-def _recorded(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    return terminal.times(row.speed) if row.valid else audit.result(row.summary)
-
-
-def _by_batch(
-    found: Sequence[ComparisonGroup], rows: Callable[[ComparisonGroup], Sequence[Row]]
-) -> Iterator[tuple[str, dict[str, dict[int, Row]]]]:
-    """Of groups that differ in their batch size alone: heading, and by label and size an row, valid if any is."""
-    alike: dict[str, list[ComparisonGroup]] = {}
-    for group in found:
-        alike.setdefault(_shared(group, _OF_BATCH), []).append(group)
-    for groups in alike.values():
-        settings = frontier.settings([row.record for group in groups for row in rows(group)])
-        lines: dict[str, dict[int, Row]] = {}
-        for row in sorted((row for group in groups for row in rows(group)), key=lambda row: not row.valid):
-            named = replace(row, setting=settings[str(row.summary["run_id"])])
-            lines.setdefault(named.label, {}).setdefault(int(row.summary["batch_size"]), named)
-        first = groups[0].first
-        kinds = [word for word in terminal.how(first).split(", ") if not word.startswith("batch ")]
-        heading = [
-            str(first.get("dataset")),
-            terminal.place(first),
-            *kinds,
-            f"{first.get('max_new_tokens')} new tokens at most",
-        ]
-        yield ", ".join(heading), dict(sorted(lines.items()))
-
-
-def _shared(group: ComparisonGroup, apart: Sequence[str]) -> str:
+def shared(group: ComparisonGroup, apart: Sequence[str]) -> str:
+    """What makes groups alike that may differ in some of ``terminal.JOIN_KEYS``."""
     return repr([terminal.join_value(group.first, key) for key in terminal.JOIN_KEYS if key not in apart])
 
 

@@ -17,14 +17,15 @@ from bench.analysis.summary import summarise
 from bench.errors import UserError
 from bench.records import digests, run_folder
 from bench.records.rivals import Row
-from bench.report import html, leaderboard, rivals, robustness, tables, terminal
+from bench.report import html, leaderboard, rivals, robustness, series, tables, terminal
 from bench.report.collect import Record
 from bench.report.leaderboard import ComparisonGroup
 from bench.utils import files
 
-_SIZES = (
-    "Speed-ups by batch size; those of INCONCLUSIVE runs have a question mark and their interval. An advantage ends at "
-    "the first batch size whose interval is not above 1."
+_SERIES = (
+    "Speed-ups by batch size, temperature and length of the prompt; those of INCONCLUSIVE runs have a question mark "
+    "and their interval. Behind a slash is the speed-up of decoding alone, without the prompt. An advantage ends at "
+    "the first value whose interval is not above 1."
 )
 _ORACLE = "Computed from these records and not ranked: what the drafts would give if their length were known before."
 
@@ -88,8 +89,9 @@ def to_markdown(
     parts = [f"# {html.TITLE}", *(_index(groups) if len(groups) > 1 else [])]
     parts += [_plain(noise)] if (noise := robustness.noise(groups)) else []
     parts += [_section(group, folder) for group in groups] or ["No finished run yet. Run: python -m bench"]
-    if sizes := list(robustness.batches(groups)):
-        parts.append("\n\n".join(["## Where advantages end", _SIZES, *sizes]))
+    over = [f"{head}:\n\n{table}" for axis in series.AXES.values() for head, table in series.markdown(groups, axis)]
+    if over:
+        parts.append("\n\n".join(["## Where advantages end", _SERIES, *over]))
     if imported:
         parts.append(rivals.markdown(imported))
     if open_runs:

@@ -1,14 +1,14 @@
-"""How far the ranks of tables hold: over texts of equal length, against noise, and at larger batches."""
+"""How far the ranks of tables hold: over texts of equal length, and against noise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.analysis import audit, equal_lengths
 from bench.records import run_folder
-from bench.report import leaderboard, tables, terminal
+from bench.report import leaderboard, terminal
 from bench.report.leaderboard import ComparisonGroup, Row
 from bench.report.terminal import plural
 
@@ -91,48 +91,3 @@ def noise(groups: Sequence[ComparisonGroup]) -> str:
         f"{terminal.times(max(speeds))}; {hold} of {len(rows)} intervals hold 1, and {wrong} of {len(valid)} VALID "
         f"runs are outside {audit.SAME[0]} to {audit.SAME[1]}."
     )
-
-
-# ------------------------------------------------------------------------------------------------------ larger batches
-
-
-def advantage_ends(rows: Sequence[Row]) -> str:
-    """The first batch size at which the interval of a method is not above 1; a run without an interval shows neither.
-
-    Args:
-        rows: of one method by batch size.
-    """
-    known = [row for row in rows if terminal.interval(row.headline) != terminal.MISSING]
-    if not known:
-        return "not known"
-    faster = {int(row.summary["batch_size"]): bool(row.headline["low"] > 1) for row in known}
-    if not any(faster.values()):
-        return "never faster" if all(row.headline["high"] <= 1 for row in known) else "never shown faster"
-    first = next((size for size, above in faster.items() if not above), None)
-    if first is None:
-        return f"beyond {plural(max(faster), 'row')}"
-    return f"{'at' if faster[min(faster)] else 'none at'} {plural(first, 'row')}"
-
-
-def batches(groups: Sequence[ComparisonGroup]) -> Iterator[str]:
-    """In Markdown, for groups that differ in their batch size alone: speed-ups by size, and where advantages end."""
-    for heading, found in leaderboard.batch_series(groups):
-        lines = {name: rows for name, rows in found.items() if rows[0].family != leaderboard.BASELINE}
-        if not lines:
-            continue
-        sizes = sorted({int(row.summary["batch_size"]) for rows in lines.values() for row in rows})
-        cells = []
-        for name, rows in lines.items():
-            speeds = {int(row.summary["batch_size"]): _speed(row) for row in rows}
-            cells.append([name, *(speeds.get(size, "-") for size in sizes), advantage_ends(rows)])
-        header = ["method", *(f"B = {size}" for size in sizes), "advantage ends"]
-        yield f"{heading}:\n\n{tables.markdown(header, cells)}"
-
-
-def _speed(row: Row) -> str:
-    """Its speed-up; one that shows nothing has a question mark and its interval."""
-    shown = terminal.times(row.speed)
-    if row.valid:
-        return shown
-    span = terminal.interval(row.headline)
-    return f"{shown}? ({'no interval' if span == terminal.MISSING else span})"

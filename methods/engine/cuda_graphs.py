@@ -426,7 +426,7 @@ class Graphs:
             states = [lm.norm(state.hidden), *taps]
             logits = lm.head(states[0])
             wanted = argmax(logits)
-            candidates = [top_candidates(logits, form.candidates)] if form.candidates else []
+            candidates = [top_candidates(logits, k, lm.kernels == "triton")] if (k := form.candidates) else []
             path = kept_path(tokens, parents, state.reach, form.levels or form.nodes - 1, wanted)
             if parents is not None:
                 pooled.cache.pack(path[:, 1:] - 1)

@@ -85,8 +85,14 @@ def argmax(scores: Float[Tensor, "*batch V"]) -> Int[Tensor, "*batch"]:
     return block * _BLOCK + inside[..., 0, :].argmax(-1)
 
 
-def top_candidates(logits: Float[Tensor, "*batch V"], k: int) -> Int[Tensor, "*batch k"]:
-    """Ids of the k largest logits, largest first. They are in the k blocks with the largest maxima."""
+def top_candidates(logits: Float[Tensor, "*batch V"], k: int, triton: bool = False) -> Int[Tensor, "*batch k"]:
+    """Ids of the k largest logits, largest first. They are in the k blocks with the largest maxima.
+
+    Args:
+        triton: Triton's kernels find them.
+    """
+    if triton:
+        return top_log_probs(logits, k, triton)[1]
     if cpu_kernels.reads(logits):
         return cpu_kernels.largest(logits, k)
     vocab = logits.shape[-1]
@@ -104,6 +110,19 @@ def log_probs_of(logits: Float[Tensor, "*batch V"], ids: Int[Tensor, "*batch k"]
     """Log-probabilities of some ids in each row, of at least 32 bit."""
     total = cpu_kernels.log_totals(logits) if cpu_kernels.reads(logits) else in_float(logits).logsumexp(-1)
     return in_float(logits.gather(-1, ids)) - total[..., None]
+
+
+def top_log_probs(
+    logits: Float[Tensor, "*batch V"], k: int, triton: bool = False
+) -> tuple[Float[Tensor, "*batch k"], Int[Tensor, "*batch k"]]:
+    """Log-probabilities of the k most likely tokens, see ``log_probs_of``, and their ids, see ``top_candidates``."""
+    if triton:
+        from methods.engine import triton_kernels  # a package that not every machine has
+
+        found: tuple[Tensor, Tensor] = triton_kernels.top_log_probs(logits, k)
+        return found
+    ids = top_candidates(logits, k)
+    return log_probs_of(logits, ids), ids
 
 
 def draw(weights: Float[Tensor, "*batch V"], rng: Generator) -> Int[Tensor, "*batch"]:

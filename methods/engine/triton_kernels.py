@@ -33,6 +33,8 @@ _KEYS = {2: 64, 4: 32}  # of a tile
 _MOST_SPLITS = 32
 _HEADS = 8  # that one program turns
 _COLUMNS = 1024  # that one program gates
+_VOCABULARY = 1024  # columns whose largest one program finds
+_LEAST = tl.constexpr(-(2**63))  # below the key of any number
 _LARGE_ROW = 2048  # from here on a row of a norm takes more threads
 _PROGRAMS = 4  # that the interpreter runs, one after another
 
@@ -40,7 +42,7 @@ _PROGRAMS = 4  # that the interpreter runs, one after another
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["nodes", "capacity"])
+@triton.jit(do_not_specialize=["nodes", "earlier", "capacity"])
 @no_type_check
 def _attend_split(
     QUERY,
@@ -53,6 +55,7 @@ def _attend_split(
     TOTAL,
     scale,
     nodes,
+    earlier,
     capacity,
     store_batch,
     store_slot,
@@ -80,7 +83,7 @@ def _attend_split(
     if WIDEN:
         query = query.to(tl.float32)
     length = tl.load(LENGTH + batch).to(tl.int32)
-    end = tl.minimum(length + nodes, capacity)
+    end = tl.minimum(length + earlier + nodes, capacity)
     tiles = (end + KEYS - 1) // KEYS
     each = (tiles + SPLITS - 1) // SPLITS
     if TREE:
@@ -104,7 +107,7 @@ def _attend_split(
             shift = tl.minimum(tl.maximum(of_pass, 0), 63)
             seen = (of_pass < 0)[None, :] | (((bits[:, None] >> shift[None, :]) & 1) == 1)
         else:
-            seen = of_pass[None, :] <= node[:, None]
+            seen = of_pass[None, :] <= earlier + node[:, None]
         scores = tl.where(seen & (slot < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.reduce(scores, 1, _elementwise_max))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
@@ -144,6 +147,7 @@ def attend(
     bits: Int[Tensor, "B M"] | None,
     scale: float,
     splits: int | None = None,
+    earlier: int = 0,
 ) -> Float[Tensor, "B M H d"]:
     """Attention of the nodes of a pass to the tokens before it, and to those nodes of it that they see.
 
@@ -151,9 +155,10 @@ def attend(
         query: after the rotary embedding.
         store: K key heads of a slot, then K value heads (``Cache.store``); those of the pass are in it already.
         length: tokens of each row before the pass.
-        bits: of the nodes that each node sees, see ``pack_bits``; None: a chain.
+        bits: of the earlier nodes and of these that each node sees, see ``pack_bits``; None: a chain.
         scale: of the scores.
         splits: of the keys of a row, a power of 2; None: as many as keep the device busy.
+        earlier: nodes that were run before and are not part of the rows' lengths.
     """
     batch, nodes, heads, dim = query.shape
     capacity, kv_heads = store.shape[1], store.shape[2] // 2
@@ -167,7 +172,7 @@ def attend(
     best, total = torch.empty(2, count, splits, dtype=torch.float32, device=query.device)
     _attend_split[(batch * kv_heads, splits, tiles)](
         *(query, store, length, length if bits is None else bits, out, acc, best, total),
-        *(scale, nodes, capacity, *store.stride()[:3]),
+        *(scale, nodes, earlier, capacity, *store.stride()[:3]),
         KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, WIDTH=width, TREE=bits is not None,
         ROWS=rows, KEYS=keys, SPLITS=splits, WIDEN=INTERPRETED and query.dtype == torch.bfloat16, num_stages=2,
     )  # fmt: skip
@@ -182,22 +187,24 @@ def attend_eager(
     length: Int[Tensor, "B"],
     bits: Int[Tensor, "B M"] | None,
     scale: float,
+    earlier: int = 0,
 ) -> Float[Tensor, "B M H d"]:
     """See ``attend``; all keys at once, in 32 bit."""
     nodes, heads = query.shape[1:3]
+    every = earlier + nodes
     keys, values = (part.repeat_interleave(heads // part.shape[2], 2).float() for part in store.chunk(2, dim=2))
     of_pass = (torch.arange(store.shape[1], device=store.device) - length[:, None])[:, None]
     if bits is None:
-        seen = of_pass <= torch.arange(nodes, device=store.device)[:, None]
+        seen = of_pass <= torch.arange(earlier, every, device=store.device)[:, None]
     else:
-        inside = (of_pass >= 0) & (of_pass < nodes)
-        seen = torch.where(inside, (bits[:, :, None] >> of_pass.clamp(0, nodes - 1)) & 1 == 1, of_pass < 0)
+        inside = (of_pass >= 0) & (of_pass < every)
+        seen = torch.where(inside, (bits[:, :, None] >> of_pass.clamp(0, every - 1)) & 1 == 1, of_pass < 0)
     scores = torch.einsum("bmhd,bshd->bhms", query.float(), keys) * scale
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     return torch.einsum("bhms,bshd->bmhd", weights, values).to(query.dtype)
 
 
-def pack_bits(reach: Bool[Tensor, "B M M"]) -> Int[Tensor, "B M"]:
+def pack_bits(reach: Bool[Tensor, "B M G"]) -> Int[Tensor, "B M"]:
     """Bit j of [b, i]: node i sees node j."""
     return (reach.long() << torch.arange(reach.shape[2], device=reach.device)).sum(2)
 
@@ -271,7 +278,7 @@ def add_norm_eager(
 # -- rotary positions and the cache -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["nodes", "capacity"])
+@triton.jit(do_not_specialize=["nodes", "earlier", "capacity"])
 @no_type_check
 def _turn_write(
     HEADS,
@@ -281,6 +288,7 @@ def _turn_write(
     QUERY,
     STORE,
     nodes,
+    earlier,
     capacity,
     table_batch,
     store_batch,
@@ -313,7 +321,7 @@ def _turn_write(
         x = tl.where(turns, (straight + across).to(x.dtype), x)
     queries = inside & (head < QUERIES)[:, None]
     tl.store(QUERY + (at * QUERIES + head)[:, None] * DIM + column[None, :], x, mask=queries)
-    slot = tl.load(LENGTH + batch) + node
+    slot = tl.load(LENGTH + batch) + earlier + node
     kept = inside & (head >= QUERIES)[:, None] & (slot < capacity)
     place = batch * store_batch + slot * store_slot + (head - QUERIES).to(tl.int64)[:, None] * store_head
     tl.store(STORE + place + column[None, :], x, mask=kept)
@@ -325,6 +333,7 @@ def turn_write(
     sin: Float[Tensor, "b M 1 r"] | None,
     store: Float[Tensor, "B S KV d"],
     length: Int[Tensor, "B"],
+    earlier: int = 0,
 ) -> Float[Tensor, "B M H d"]:
     """Rotary embedding of queries and keys; keys and values are written after the rows' ends.
 
@@ -333,6 +342,7 @@ def turn_write(
         cos, sin: see ``Pass``; None: no rotary embedding.
         store: see ``attend``.
         length: tokens of each row before the pass.
+        earlier: see ``attend``.
 
     Returns:
         The queries.
@@ -346,7 +356,7 @@ def turn_write(
     table_batch = 0 if len(tables[0]) == 1 else nodes * turned
     block = min(triton.next_power_of_2(every), _HEADS)
     _turn_write[(batch * nodes, triton.cdiv(every, block))](
-        *(heads, *tables, length, queries, store, nodes, store.shape[1], table_batch, *store.stride()[:3]),
+        *(heads, *tables, length, queries, store, nodes, earlier, store.shape[1], table_batch, *store.stride()[:3]),
         QUERIES=every - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
         TURNED=turned, BLOCK=block,
     )  # fmt: skip
@@ -359,6 +369,7 @@ def turn_write_eager(
     sin: Float[Tensor, "b M 1 r"] | None,
     store: Float[Tensor, "B S KV d"],
     length: Int[Tensor, "B"],
+    earlier: int = 0,
 ) -> Float[Tensor, "B M H d"]:
     """See ``turn_write``."""
     batch, nodes, every, _ = heads.shape
@@ -369,7 +380,8 @@ def turn_write_eager(
         part = heads[:, :, : every - kv // 2, :width]
         part.copy_(part * cos + part.roll(width // 2, -1) * sin)
     rows = torch.arange(batch, device=heads.device)[:, None]
-    store[rows, length[:, None] + torch.arange(nodes, device=heads.device)] = heads[:, :, every - kv :]
+    slots = length[:, None] + torch.arange(earlier, earlier + nodes, device=heads.device)
+    store[rows, slots] = heads[:, :, every - kv :]
     return heads[:, :, : every - kv]
 
 
@@ -402,6 +414,84 @@ def gate_up_eager(both: Float[Tensor, "R G"]) -> Float[Tensor, "R F"]:
     """See ``gate_up``."""
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+# -- the most likely tokens --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+@no_type_check
+def _top_of_chunk(LOGITS, TOPS, BEST, TOTAL, width, chunks, K: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """BLOCK columns of one row: the K largest, their maximum, and the sum of exp(x - maximum).
+
+    A number and its column are one integer, which is larger for a larger number, and of equal ones for the first.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(LOGITS + row * width + column, mask=inside, other=float("-inf")).to(tl.float32)
+    best = tl.reduce(x, 0, _elementwise_max)
+    finite = tl.where(best == float("-inf"), 0.0, best)
+    part = row * chunks + chunk
+    tl.store(BEST + part, best)
+    tl.store(TOTAL + part, tl.reduce(tl.exp(x - finite), 0, _sum_combine))
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    keys = tl.where(inside, keys, _LEAST)
+    for number in tl.static_range(K):
+        top = tl.reduce(keys, 0, _elementwise_max)
+        tl.store(TOPS + part * K + number, top)
+        keys = tl.where(keys == top, _LEAST, keys)
+
+
+@triton.jit
+@no_type_check
+def _top_of_row(
+    TOPS, BEST, TOTAL, IDS, LOG_PROBS, chunks, K: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
+) -> None:
+    """One row: the K largest of its chunks, as columns and log-probabilities."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
+    best = tl.load(BEST + row * chunks + part, mask=part < chunks, other=float("-inf"))
+    total = tl.load(TOTAL + row * chunks + part, mask=part < chunks, other=0.0)
+    most = tl.reduce(best, 0, _elementwise_max)
+    log_total = most + tl.log(tl.reduce(total * tl.exp(best - most), 0, _sum_combine))
+    at = tl.arange(0, BLOCK)
+    keys = tl.load(TOPS + row * chunks * K + at, mask=at < chunks * K, other=_LEAST)
+    for number in tl.static_range(K):
+        top = tl.reduce(keys, 0, _elementwise_max)
+        ordered = (top >> 32).to(tl.int32)
+        logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        tl.store(IDS + row * K + number, 0x7FFFFFFF - (top & 0x7FFFFFFF))
+        tl.store(LOG_PROBS + row * K + number, logit - log_total)
+        keys = tl.where(keys == top, _LEAST, keys)
+
+
+def top_log_probs(
+    logits: Float[Tensor, "*batch V"], k: int
+) -> tuple[Float[Tensor, "*batch k"], Int[Tensor, "*batch k"]]:
+    """Log-probabilities of the k most likely tokens, in 32 bit, and their ids; of equal ones the first."""
+    width = logits.shape[-1]
+    rows = logits.reshape(-1, width).contiguous()
+    count, chunks = len(rows), triton.cdiv(width, _VOCABULARY)
+    tops = torch.empty(count, chunks, k, dtype=torch.long, device=logits.device)
+    best, total = torch.empty(2, count, chunks, device=logits.device)
+    ids = torch.empty(count, k, dtype=torch.long, device=logits.device)
+    log_probs = torch.empty(count, k, device=logits.device)
+    block = min(triton.next_power_of_2(width), _VOCABULARY)
+    _top_of_chunk[(count, chunks)](rows, tops, best, total, width, chunks, K=k, BLOCK=block)
+    sizes = {"BLOCK": triton.next_power_of_2(chunks * k), "CHUNKS": triton.next_power_of_2(chunks)}
+    _top_of_row[(count,)](tops, best, total, ids, log_probs, chunks, K=k, **sizes)
+    shape = *logits.shape[:-1], k
+    return log_probs.view(shape), ids.view(shape)
+
+
+def top_log_probs_eager(
+    logits: Float[Tensor, "*batch V"], k: int
+) -> tuple[Float[Tensor, "*batch k"], Int[Tensor, "*batch k"]]:
+    """See ``top_log_probs``."""
+    found, ids = logits.float().sort(dim=-1, descending=True, stable=True)
+    return found[..., :k] - logits.float().logsumexp(-1, keepdim=True), ids[..., :k]
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

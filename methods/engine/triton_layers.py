@@ -79,10 +79,13 @@ class TritonLayers:
         hidden: Float[Tensor, "B M D"],
         cos: Float[Tensor, "b M 1 r"],
         sin: Float[Tensor, "b M 1 r"],
-        reach: Bool[Tensor, "B M M"] | None,
+        reach: Bool[Tensor, "B M G"] | None,
         cache: Cache,
         portions: Sequence[Portion],
-        wanted: Collection[int],
+        wanted: Collection[int] = (),
+        *,
+        earlier: int = 0,
+        beside: Float[Tensor, "B M E"] | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
         """See ``FusedLayers.run``."""
         bits = None if reach is None else self._kernels.pack_bits(reach)
@@ -92,7 +95,8 @@ class TritonLayers:
             layer = self._layers[portion.layer]
             if portion.attention:
                 state, rows = self._enter(state, update, layer.attention.norm)
-                update = self._attend(layer, rows.view(shape), cos, sin, bits, cache, portion.layer)
+                read = rows.view(shape) if beside is None else torch.cat([beside, rows.view(shape)], -1)
+                update = self._attend(layer, read, cos, sin, bits, cache, portion.layer, earlier)
             if portion.mlp:
                 state, rows = self._enter(state, update, layer.mlp.norm)
                 update = self._feed(layer.mlp, rows)
@@ -110,7 +114,15 @@ class TritonLayers:
         return added, added if norm is None else norm(added)
 
     def _attend(
-        self, layer: Layer, rows: Tensor, cos: Tensor, sin: Tensor, bits: Tensor | None, cache: Cache, index: int
+        self,
+        layer: Layer,
+        rows: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bits: Tensor | None,
+        cache: Cache,
+        index: int,
+        earlier: int,
     ) -> Float[Tensor, "R D"]:
         attention = layer.attention
         batch, nodes, width = rows.shape
@@ -118,8 +130,8 @@ class TritonLayers:
         heads = attention.qkv(rows.reshape(-1, width)).view(batch, nodes, -1, store.shape[-1])
         heads = norm_heads(attention, heads, self._kv_heads)
         turn = (cos, sin) if attention.rotary else (None, None)
-        query = self._kernels.turn_write(heads, *turn, store, cache.length)
-        mixed = self._kernels.attend(query, store, cache.length, bits, self._scale)
+        query = self._kernels.turn_write(heads, *turn, store, cache.length, earlier)
+        mixed = self._kernels.attend(query, store, cache.length, bits, self._scale, earlier=earlier)
         update = attention.out(mixed.view(batch * nodes, -1))
         return update if attention.post_norm is None else attention.post_norm(update)
 

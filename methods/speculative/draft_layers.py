@@ -23,6 +23,7 @@ from methods.engine.fused_layers import FusedLayers
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import Linear
+from methods.engine.triton_layers import TritonLayers
 from methods.rows import of_rows
 
 MOST_UNREAD = 128  # passes that a drafter sits out before it reads
@@ -175,6 +176,13 @@ def kernels_of(layers: Sequence[Layer], sizes: Sizes, beside: int = 0) -> FusedL
     if found is None:
         return None
     return FusedLayers(found, sizes.heads, sizes.kv_heads, sizes.head_dim**-0.5, 1.0, beside)
+
+
+def triton_of(target: CausalLM, layers: Sequence[Layer], sizes: Sizes) -> TritonLayers | None:
+    """What runs these layers in recorded drafts; None: torch's operators do, as in the target."""
+    if target.kernels != "triton":
+        return None
+    return TritonLayers(layers, sizes.kv_heads, sizes.head_dim**-0.5, 1.0)
 
 
 def bytes_of(layer: Layer) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from methods.drafting import Draft
 from methods.engine.draft_vocabulary import DraftVocabulary
-from methods.engine.sampling import log_probs_of, top_candidates
+from methods.engine.sampling import top_candidates, top_log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class RankedTree:
         logits: Float[Tensor, "B 1 v"],
         expand: Callable[[Beam], Float[Tensor, "B m v"]],
         passes: int,
+        triton: bool = False,
     ) -> Draft:
         """The tree of every row.
 
@@ -66,9 +67,10 @@ class RankedTree:
             expand: the logits after the nodes of a beam, or one row that all of them share; called for each level but
                 the last.
             passes: of the draft network for all levels; the draft reports one less for each that did not grow.
+            triton: Triton's kernels find the candidates.
         """
         batch, k = len(logits), self._k
-        scores, tokens = (found[:, 0] for found in self._candidates(vocabulary, logits))
+        scores, tokens = (found[:, 0] for found in self._candidates(vocabulary, logits, triton))
         parents, columns = self._roots.expand(batch, -1), self._columns.expand(batch, -1)
         every = [(scores, tokens, parents)]
         beam, levels = Beam(0, tokens, None), 1
@@ -76,7 +78,7 @@ class RankedTree:
             if self._ends(scores):
                 break
             levels += 1
-            gained, tokens = self._candidates(vocabulary, expand(beam))
+            gained, tokens = self._candidates(vocabulary, expand(beam), triton)
             scores = _below(scores)[:, :, None].minimum(scores[:, :, None] + gained).flatten(1)
             start, tokens = k + level * k * k, tokens.expand(-1, k, -1).flatten(1)
             every.append((scores, tokens, columns.repeat_interleave(k, 1)))
@@ -92,10 +94,10 @@ class RankedTree:
         return self._least > -math.inf and bool((scores.amax(1) < self._least).all())
 
     def _candidates(
-        self, vocabulary: DraftVocabulary, logits: Float[Tensor, "B m v"]
+        self, vocabulary: DraftVocabulary, logits: Float[Tensor, "B m v"], triton: bool
     ) -> tuple[Float[Tensor, "B m k"], Int[Tensor, "B m k"]]:
-        places = top_candidates(logits, self._k)
-        return log_probs_of(logits, places), vocabulary.tokens(places)
+        gained, places = top_log_probs(logits, self._k, triton)
+        return gained, vocabulary.tokens(places)
 
     def _best(
         self,

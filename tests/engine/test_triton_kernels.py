@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench import cli, errors
 from bench.config import compose, identity
 from bench.config.schema import HardwareConfig, PathsConfig
+from bench.contract import checks
 from bench.errors import UserError
 from bench.measure.run import run
 from bench.models import loading
@@ -28,11 +29,13 @@ from methods.engine import token_tree
 from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.sampling import Sampling
+from methods.engine.triton_layers import TritonLayers
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.self_speculative.decoder import SelfSpeculative
 from methods.speculative.token_recycling import TokenRecycling
 from tests.engine import test_seq2seq_lm
 from tests.engine.test_causal_lm import tiny
+from tests.speculative import test_rounds
 
 triton = pytest.importorskip("triton", reason="no package named triton, which the dev extra brings on Linux")
 ON_GPU = torch.cuda.is_available()
@@ -101,6 +104,24 @@ def test_a_node_sees_what_the_tree_says_alone() -> None:
     close(found[0, :, 0, :4], torch.tensor([[x / (2 + sum(row)) for x in row] for row in counts], device=DEVICE))
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_nodes_see_those_of_earlier_passes(tree: bool) -> None:
+    """A level of a draft after others attends as it does in one pass over all."""
+    torch.manual_seed(0)
+    batch, before, nodes = 2, 5, 9
+    store = random(batch, 4, 60, 16).transpose(1, 2)
+    query, length = random(batch, nodes, 4, 16), torch.tensor([7, 30], device=DEVICE)
+    bits = kernels.pack_bits(token_tree.ancestors(any_tree(batch, nodes), nodes)) if tree else None
+    wanted = kernels.attend_eager(query, store, length, bits, 0.25)[:, before:]
+    for row, end in enumerate((length + nodes).tolist()):
+        store[row, end:] = torch.nan
+    given = query[:, before:], store, length, bits if bits is None else bits[:, before:].contiguous(), 0.25
+    for splits in (1, 4):
+        close(kernels.attend(*given, splits, earlier=before), wanted)
+    store[torch.isnan(store)] = 0.0
+    close(kernels.attend_eager(*given, earlier=before), wanted)
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     ("rotary", "shared", "dim"), [(64, False, 64), (40, True, 80), (0, True, 16)], ids=["whole", "half", "none"]
@@ -115,6 +136,8 @@ def test_rotary_embedding_and_cache(dtype: torch.dtype, rotary: int, shared: boo
     stores = [before.clone().transpose(1, 2) for _ in range(2)]
     queries = kernels.turn_write(every, *tables, stores[0], length)
     close(queries, kernels.turn_write_eager(every, *tables, stores[1], length), TYPES[dtype])
+    close(stores[0], stores[1], TYPES[dtype])
+    kernels.turn_write(every, *tables, stores[0], length - 4, earlier=4)
     close(stores[0], stores[1], TYPES[dtype])
 
 
@@ -138,6 +161,25 @@ def test_gate(dtype: torch.dtype, rows: int, width: int) -> None:
     close(kernels.gate_up(both), kernels.gate_up_eager(both), TYPES[dtype])
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("batch", "width", "k"), [((2, 3), 3000, 10), ((1,), 1024, 4), ((5,), 61, 7)])
+def test_the_most_likely_tokens(dtype: torch.dtype, batch: tuple[int, ...], width: int, k: int) -> None:
+    torch.manual_seed(0)
+    logits = random(*batch, width, dtype=dtype) * 5
+    wanted, ids = kernels.top_log_probs_eager(logits, k)
+    wide = torch.stack([logits, logits + 1.0], -2)[..., 0, :]  # rows that are not side by side
+    for given in (logits, wide):
+        found, places = kernels.top_log_probs(given, k)
+        assert places.tolist() == ids.tolist()
+        close(found, wanted)
+
+
+def test_of_equal_tokens_the_first_are_the_most_likely() -> None:
+    logits = torch.zeros(1, 2500, device=DEVICE)
+    logits[0, ::2], logits[0, 1100], logits[0, 2400], logits[0, 7] = -0.0, 3.0, 3.0, -torch.inf
+    assert kernels.top_log_probs(logits, 5)[1].tolist() == [[1100, 2400, 0, 1, 2]]
+
+
 @pytest.mark.skipif(ON_GPU, reason="the other tests compile the kernels")
 def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To machine code, which takes no GPU, and within the memory of one multiprocessor."""
@@ -145,7 +187,8 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pointers = {"LENGTH": "*i64", "BITS": "*i64", "ACC": "*fp32", "BEST": "*fp32", "TOTAL": "*fp32"}
+    pointers = dict.fromkeys(("LENGTH", "BITS", "TOPS", "IDS"), "*i64")
+    pointers |= dict.fromkeys(("ACC", "BEST", "TOTAL", "LOG_PROBS"), "*fp32")
     floats = ("scale", "factor", "eps")
     attention = {"KV_HEADS": 3, "GROUPS": 3, "DIM": 80, "WIDTH": 128, "ROWS": 64, "KEYS": 64, "WIDEN": False}
     turning = {"QUERIES": 9, "KV_HEADS": 3, "DIM": 80, "WIDTH": 128, "TURNED": 40, "BLOCK": 8}
@@ -155,6 +198,8 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (kernels._add_norm, {"ADD": True, "NORM": True, "BLOCK": 4096}),
         (kernels._turn_write, turning),
         (kernels._gate_up, {"BLOCK": 1024}),
+        (kernels._top_of_chunk, {"K": 10, "BLOCK": 1024}),
+        (kernels._top_of_row, {"K": 10, "BLOCK": 512, "CHUNKS": 64}),
     ):
         function = triton.runtime.JITFunction(kernel.fn)
         types = {
@@ -221,7 +266,9 @@ def test_logits_are_those_of_torch(rows: int, nodes: int, tree: bool) -> None:
 def test_kernels_run_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda *given: calls.append(given[0].shape[1]) or attend(*given))
+    monkeypatch.setattr(
+        kernels, "attend", lambda *given, **more: calls.append(given[0].shape[1]) or attend(*given, **more)
+    )
     _, ours = both()
     outputs(ours, None, 1, 1)
     assert calls == [7, 7, 1, 1], "a short prompt and a pass, through two layers"
@@ -294,6 +341,20 @@ def test_texts_are_those_of_torch(name: str) -> None:
     assert decode(make(target, Sampling()), PROMPTS[:2]) == wanted
     if fixed:
         assert target.graphs.captured > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle_chain", "eagle_static", "eagle_2", "eagle_dynamic", "p_eagle", "dflash", "dspark"]
+)
+def test_recorded_drafts_of_networks_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, found, run_layers = [], [], TritonLayers.run
+    monkeypatch.setattr(TritonLayers, "run", lambda *given, **more: ran.append(given[0]) or run_layers(*given, **more))
+    for target in both(lambda: checks.tiny_target().hf.float()):
+        decoder = test_rounds.DRAFTED[name](GraphedLM.of(target, capture=ON_GPU), Sampling())
+        found.append([test_rounds.drafted(decoder, PROMPTS[:2], 9) for _ in range(2)])
+    for theirs, ours in zip(*found, strict=True):
+        test_rounds.require_equal(ours, theirs)
+    assert decoder.drafter.network.triton in ran
 
 
 # -- the option -------------------------------------------------------------------------------------------------------

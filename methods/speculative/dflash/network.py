@@ -34,6 +34,7 @@ from methods.speculative.draft_layers import (
     kernels_of,
     rotary_table,
     slots_of,
+    triton_of,
 )
 
 
@@ -52,7 +53,7 @@ class Network:
         self._fc, self._feature_norm = weights.linear("fc"), weights.norm("hidden_norm")
         names = [spec.layer(number) for number in range(spec.draft_layers)]
         self.layers = [weights.layer(name, norm_heads=spec.qk_norm) for name in names]
-        self.fused = kernels_of(self.layers, spec)
+        self.fused, self.triton = kernels_of(self.layers, spec), triton_of(target, self.layers, spec)
         self._key_value = weights.linear(*(f"{name}.self_attn.{part}_proj" for name in names for part in "kv"))
         norms = [weights.tensor(f"{name}.self_attn.k_norm.weight") for name in names if spec.qk_norm]
         self._key_norms = torch.stack(norms)[:, None] if norms else None
@@ -199,8 +200,8 @@ class Reader:
 class FixedReader:
     """A ``Reader`` in a pass of fixed shape, as it can be recorded: where rows end is known on the device alone.
 
-    It works on a reader's cache. A block is at each row's own slots, and attention reads all slots, those after the
-    block masked.
+    It works on a reader's cache. A block is at each row's own slots. By torch's operators attention reads all slots,
+    those after the block masked; Triton's kernels read those that there are.
     """
 
     def __init__(self, network: Network, cache: Cache) -> None:
@@ -220,6 +221,11 @@ class FixedReader:
         """See ``Reader.block``."""
         network, spec, cache = self.network, self.network.spec, self._cache
         slots = cache.slots(spec.block).clamp_(max=cache.capacity - 1)
+        inputs, turn = network.inputs(anchors), network.rotary.gather(slots)
+        if network.triton is not None and network.triton.takes(spec.block, True):
+            whole = torch.ones(len(anchors), spec.block, spec.block, dtype=torch.bool, device=slots.device)
+            portions = [Portion(layer) for layer in range(spec.draft_layers)]
+            return self._out(network.triton.run(inputs, *turn, whole, cache, portions)[0])
         places = torch.arange(cache.capacity, device=slots.device)
         hidden = (places >= cache.length[:, None] + spec.block)[:, None]
         mask = torch.zeros(hidden.shape, dtype=network.dtype, device=slots.device).masked_fill_(hidden, -torch.inf)
@@ -227,10 +233,11 @@ class FixedReader:
         def write(layer: int, new: Float[Tensor, "B b G d"]) -> None:
             cache.write(layer, new, slots)
 
-        inputs, turn = network.inputs(anchors), network.rotary.gather(slots)
-        rows = through_layers(network, inputs, turn, cache, write, cache.capacity, mask)
-        drafting = rows[:, spec.block - spec.drafted :]
-        return network.out(drafting.flatten(0, 1)).view(drafting.shape)
+        return self._out(through_layers(network, inputs, turn, cache, write, cache.capacity, mask))
+
+    def _out(self, rows: Float[Tensor, "B b D"]) -> Float[Tensor, "B n D"]:
+        drafting = rows[:, self.network.spec.block - self.network.spec.drafted :]
+        return self.network.out(drafting.flatten(0, 1)).view(drafting.shape)
 
 
 def through_layers(

@@ -18,6 +18,7 @@ from torch import Tensor
 from methods.drafting import ABSENT, Context, Draft
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling, argmax, draw, log_probs_of
+from methods.engine.triton_layers import TritonLayers
 from methods.speculative.ranked_tree import Beam, RankedTree, require_sizes
 
 TreeKind = Literal["chain", "dynamic"]
@@ -28,6 +29,7 @@ class BlockHeads(Protocol):
     """What makes tokens of the states at the places of a block; see ``methods.speculative.dflash.network.Network``."""
 
     vocabulary: DraftVocabulary
+    triton: TritonLayers | None
 
     def logits(self, hidden: Float[Tensor, "B M D"]) -> Float[Tensor, "B M v"]:
         """Logits over the draft vocabulary, without what depends on the token before."""
@@ -118,7 +120,8 @@ class Dynamic:
         def expand(beam: Beam) -> Float[Tensor, "B m v"]:
             return after(beam.level + 1, beam.tokens)
 
-        return self._tree.grow(network.vocabulary, after(0, context.root[:, None]), expand, 1)
+        roots = after(0, context.root[:, None])
+        return self._tree.grow(network.vocabulary, roots, expand, 1, network.triton is not None)
 
 
 def _path(

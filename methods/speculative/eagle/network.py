@@ -35,6 +35,7 @@ from methods.speculative.draft_layers import (
     kernels_of,
     rotary_table,
     slots_of,
+    triton_of,
 )
 from methods.speculative.eagle.checkpoint import Part
 from methods.speculative.ranked_tree import tree_of
@@ -56,6 +57,7 @@ class Network:
         within = spec.version == 3 and not spec.norm_before_residual
         self.layer = weights.layer(name, norm="hidden_norm" if within else None)
         self.fused = kernels_of([self.layer], spec, spec.hidden_size if spec.version == 3 else 0)
+        self.triton = triton_of(target, [self.layer], spec)
         if spec.version == 3:
             self._token_norm = weights.norm(f"{name}.input_layernorm")
             self._feature_norm = weights.norm(f"{name}.hidden_norm")
@@ -312,27 +314,28 @@ class Reader:
 class FixedReader:
     """A ``Reader`` in a pass of fixed shape, as it can be recorded: where rows end is known on the device alone.
 
-    It works on a reader's cache. Guesses are at each row's own slots, and attention reads all slots, those that a node
-    does not see masked.
+    It works on a reader's cache. Guesses are at each row's own slots. By torch's operators attention reads all slots,
+    those that a node does not see masked; Triton's kernels read those that there are.
     """
 
     def __init__(self, network: Network, cache: Cache) -> None:
         self.network, self._cache = network, cache
-        self._guesses = 0
-        self._start = cache.length  # of the guesses
+        self._guesses = 0  # after the rows' ends
 
     def read(
         self, feature: Float[Tensor, "B W D"], tokens: Int[Tensor, "B W"], counts: Int[Tensor, "B"]
     ) -> Float[Tensor, "B 1 D"]:
         """``Reader.read``; the cache's lengths grow on the device only."""
-        cache, spec = self._cache, self.network.spec
+        cache, spec, self._guesses = self._cache, self.network.spec, 0
         residual, beside = self.network.enter(feature, tokens)
         slots = cache.slots(feature.shape[1]).clamp_(max=cache.capacity - 1)
-        heads = self._written(residual, beside, slots, slots)
-        cache.length += counts
-        self._start, self._guesses = cache.length, 0
         last = (counts - 1)[:, None]
         rows = last[:, :, None].expand(-1, -1, residual.shape[2])
+        if (states := self._by_kernels(residual, beside, slots, None)) is not None:
+            cache.length += counts
+            return states.gather(1, rows)
+        heads = self._written(residual, beside, slots, slots)
+        cache.length += counts
         query = heads[:, :, : spec.heads].flatten(2)
         query = query.gather(1, last[:, :, None].expand(-1, -1, query.shape[2])).unflatten(2, (spec.heads, -1))
         return self.network.leave(residual.gather(1, rows), self._mix(query, None))
@@ -345,16 +348,33 @@ class FixedReader:
         reach: Bool[Tensor, "b M g"] | None = None,
     ) -> Float[Tensor, "B M D"]:
         """See ``Reader.guess``."""
-        nodes = tokens.shape[1]
+        nodes, start = tokens.shape[1], self._cache.length
         residual, beside = self.network.enter(feature, tokens)
-        slots = self._start[:, None] + torch.arange(self._guesses, self._guesses + nodes, device=tokens.device)
-        place = (self._start + level)[:, None].expand(-1, nodes)
-        heads = self._written(residual, beside, slots.clamp_(max=self._cache.capacity - 1), place)
-        self._guesses += nodes
+        place = (start + level)[:, None].expand(-1, nodes)
         if reach is None:
-            reach = torch.ones(1, nodes, self._guesses, dtype=torch.bool, device=tokens.device)
-        query = heads[:, :, : self.network.spec.heads]
-        return self.network.leave(residual, self._mix(query, reach.expand(len(tokens), -1, -1)))
+            reach = torch.ones(1, nodes, self._guesses + nodes, dtype=torch.bool, device=tokens.device)
+        reach = reach.expand(len(tokens), -1, -1)
+        states = self._by_kernels(residual, beside, place, reach)
+        if states is None:
+            slots = start[:, None] + torch.arange(self._guesses, self._guesses + nodes, device=tokens.device)
+            heads = self._written(residual, beside, slots.clamp_(max=self._cache.capacity - 1), place)
+            states = self.network.leave(residual, self._mix(heads[:, :, : self.network.spec.heads], reach))
+        self._guesses += nodes
+        return states
+
+    def _by_kernels(
+        self,
+        residual: Float[Tensor, "B M D"],
+        beside: Float[Tensor, "B M D"] | None,
+        places: Int[Tensor, "B M"],
+        reach: Bool[Tensor, "B M g"] | None,
+    ) -> Float[Tensor, "B M D"] | None:
+        """The layer's output, with keys and values in the cache; None: Triton does not run such a pass."""
+        kernels = self.network.triton
+        if kernels is None or not kernels.takes(self._guesses + residual.shape[1], True):
+            return None
+        where = (*self.network.rotary.gather(places), reach, self._cache, [Portion(0)])
+        return kernels.run(residual, *where, earlier=self._guesses, beside=beside)[0]
 
     def _written(
         self,
@@ -373,11 +393,12 @@ class FixedReader:
     def _mix(self, query: Float[Tensor, "B M H d"], reach: Bool[Tensor, "B M g"] | None) -> Float[Tensor, "R HD"]:
         """Attention over what rows hold and, of their guesses, those in ``reach``."""
         capacity, nodes = self._cache.capacity, query.shape[1]
-        offset = torch.arange(capacity, device=query.device)[None] - self._start[:, None]
+        offset = torch.arange(capacity, device=query.device)[None] - self._cache.length[:, None]
         visible = (offset < 0)[:, None].expand(-1, nodes, -1)
         if reach is not None:
-            inside = ((offset >= 0) & (offset < self._guesses))[:, None]
-            columns = offset.clamp(0, self._guesses - 1)[:, None].expand(-1, nodes, -1)
+            guesses = reach.shape[2]
+            inside = ((offset >= 0) & (offset < guesses))[:, None]
+            columns = offset.clamp(0, guesses - 1)[:, None].expand(-1, nodes, -1)
             visible = torch.where(inside, reach.gather(2, columns), visible)
         mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -torch.inf)
         return attend(query, *self._cache.view(0, capacity), mask)

@@ -144,7 +144,7 @@ class Static:
                 places = _draw_different(chances, level.width, context)
                 probs.append(network.vocabulary.everywhere(chances)[:, level.parents])
             else:
-                places = top_candidates(logits, level.width)
+                places = top_candidates(logits, level.width, network.triton is not None)
             tokens.append(network.vocabulary.tokens(places[:, level.parents, level.ranks]))
             if level.inner:
                 behind = feature[:, level.parents[level.open]]
@@ -183,7 +183,8 @@ class Dynamic:
             logits, states = reader.network.logits(reader.guess(states, beam.tokens, beam.level, reach))
             return logits
 
-        return self._tree.grow(reader.network.vocabulary, logits, expand, self.levels)
+        network = reader.network
+        return self._tree.grow(network.vocabulary, logits, expand, self.levels, network.triton is not None)
 
 
 def _chances(logits: Float[Tensor, "B m v"], sampling: Sampling) -> Float[Tensor, "B m v"]:

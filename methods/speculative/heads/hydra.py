@@ -225,7 +225,7 @@ class HydraDrafter(StatelessDrafter):
     def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
         shape = tree.shape()
         self.nodes = len(shape.parents)
-        self._target, self._vocabulary = target, heads.vocabulary
+        self._target, self._vocabulary, self._triton = target, heads.vocabulary, target.kernels == "triton"
         self._layout, self._levels = Layout(shape, target.device), levels_of(shape, target.device)
         self._gains = tree.gains()
         self._heads = [HydraHead(target, head) for head in heads.blocks[: tree.levels]]
@@ -262,7 +262,7 @@ class HydraDrafter(StatelessDrafter):
     def _candidates(self, head: int, inputs: Float[Tensor, "B k I"], width: int) -> Int[Tensor, "B k width"]:
         output = self._outputs[min(head, len(self._outputs) - 1)]
         logits = output(self._heads[head](inputs.flatten(0, 1)))
-        return self._vocabulary.tokens(top_candidates(logits.view(*inputs.shape[:2], -1), width))
+        return self._vocabulary.tokens(top_candidates(logits.view(*inputs.shape[:2], -1), width, self._triton))
 
 
 class PrefixedHydraDrafter(HydraDrafter):

@@ -164,7 +164,7 @@ class MedusaDrafter(StatelessDrafter):
     def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
         shape = tree.shape()
         self.model = MedusaModel(target, heads, tree.levels)
-        self.nodes, self._width = len(shape.parents), tree.width
+        self.nodes, self._width, self._triton = len(shape.parents), tree.width, target.kernels == "triton"
         self.nbytes = self.model.nbytes
         self._layout, self._gains = Layout(shape, target.device), tree.gains()
         self._vocabulary = heads.vocabulary
@@ -178,7 +178,7 @@ class MedusaDrafter(StatelessDrafter):
         return self._drafted(hidden)[1] if self._recorded is None else self._recorded(hidden)
 
     def _drafted(self, hidden: Float[Tensor, "B D"]) -> Drafted:
-        candidates = top_candidates(self.model(hidden), self._width)
+        candidates = top_candidates(self.model(hidden), self._width, self._triton)
         tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
         return (tokens,), self._layout.draft(tokens, 1, self._gains)
 

@@ -17,7 +17,15 @@ from torch import Tensor
 from methods.engine.causal_lm import CausalLM, rotate_
 from methods.engine.fused_layers import Portion
 from methods.engine.kv_cache import Cache
-from methods.speculative.draft_layers import Weights, after_attention, attend, bytes_of, kernels_of, rotary_table
+from methods.speculative.draft_layers import (
+    Weights,
+    after_attention,
+    attend,
+    bytes_of,
+    kernels_of,
+    rotary_table,
+    triton_of,
+)
 from methods.speculative.p_eagle.checkpoint import MASK_EMBEDDING, MASK_HIDDEN, Part
 
 _MOST_ROWS = 1024  # of a pass over pairs: what a pass holds at once
@@ -43,6 +51,7 @@ class Network:
         ]
         self.first = kernels_of(self.layers[:1], spec, spec.hidden_size)
         self.others = kernels_of(self.layers, spec)
+        self.triton = triton_of(target, self.layers, spec)
         self._last_norm = weights.norm("norm")
         self._score, own = weights.output(self.vocabulary)
         mask = weights.get(MASK_EMBEDDING)
@@ -169,7 +178,8 @@ class Reader:
 class FixedReader:
     """A ``Reader`` in a pass of fixed shape, as it can be recorded: where rows end is known on the device alone.
 
-    It works on a reader's cache. Attention reads all slots, those after each place masked.
+    It works on a reader's cache. By torch's operators attention reads all slots, those after each place masked;
+    Triton's kernels read those that there are.
     """
 
     def __init__(self, network: Network, cache: Cache) -> None:
@@ -187,7 +197,12 @@ class FixedReader:
         residual, beside = (_at(torch.cat(halves, dim=1), at) for halves in pairs)
         slots = cache.slots(width + masks).clamp_(max=cache.capacity - 1)
         turn = network.rotary.gather(slots)
-        states = _through_layers(network, residual, beside, cache, slots, turn, cache.capacity)
+        if network.triton is not None and network.triton.takes(width + masks, True):
+            first, *others = (Portion(layer) for layer in range(network.spec.draft_layers))
+            states, _ = network.triton.run(residual, *turn, None, cache, [first], beside=beside)
+            states, _ = network.triton.run(states, *turn, None, cache, others)
+        else:
+            states = _through_layers(network, residual, beside, cache, slots, turn, cache.capacity)
         cache.length += counts
         return network.out(_at(states, (counts - 1)[:, None] + places[: masks + 1]))
 

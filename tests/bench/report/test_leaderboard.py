@@ -16,7 +16,7 @@ import pytest
 from bench.analysis import metrics
 from bench.analysis.cost_curve import CostCurve
 from bench.config import compose
-from bench.report import leaderboard, plots, terminal
+from bench.report import leaderboard, plots, series, terminal
 from bench.report.collect import Record
 from bench.report.style import style_of
 from bench.utils import stats
@@ -195,40 +195,6 @@ def test_the_pareto_front_keeps_ties() -> None:
     assert stats.pareto({"a": (1.0, 2.0), "b": (1.0, 2.5)}) == {"b"}
 
 
-def test_batch_series_need_two_sizes() -> None:
-    rows = [
-        run("suffix", batch_size=8),
-        run("suffix", batch_size=1),
-        run("calm"),
-        run("suffix", batch_size=16, valid=False),
-    ]
-    ((heading, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
-    assert list(lines) == ["suffix"] and [e.summary["batch_size"] for e in lines["suffix"]] == [1, 8]
-    assert leaderboard.batch_series(leaderboard.groups(rows[2:])) == [] and heading.startswith("multi30k, m (A CPU")
-    rows += [run("suffix", 3.0, batch_size=size, verdict=DOUBTED) for size in (8, 32)]
-    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
-    shown = [(row.summary["batch_size"], row.valid) for row in lines["suffix"]]
-    assert shown == [(1, True), (8, True), (32, False)], "a VALID run counts before an INCONCLUSIVE one"
-
-
-def test_batch_coverage_names_what_is_not_recorded() -> None:
-    rows = [
-        run("suffix", 1.2, batch_size=8),
-        run("suffix", 1.6),
-        run("calm", 2.0, batch_size=3),
-        run("calm", valid=False),
-    ]
-    again = run("calm", 1.9, dataset_revision={"content": "another", "files": []})
-    ((heading, cells),) = leaderboard.batch_coverage(leaderboard.groups([*rows, again]), (1, 2, 8))
-    assert heading == "multi30k, m (A CPU, float32, 2 threads), greedy, 64 new tokens at most"
-    assert list(cells) == ["B = 1", "B = 2", "B = 3", "B = 8"]
-    assert cells.loc["suffix"].tolist() == ["1.60x", "-", "-", "1.20x"]
-    assert cells.loc["calm"].tolist() == ["1.90x", "-", "2.00x", "-"], "the valid one of two"
-    assert leaderboard.batch_coverage(leaderboard.groups(rows[3:]), (1,))[0][1].loc["calm"].tolist() == ["INVALID"]
-    refilled = leaderboard.batch_coverage(leaderboard.groups([*rows, run("suffix", batch_size=8, refill=True)]), (8,))
-    assert len(refilled) == 2 and sum(", refilled" in name for name, _ in refilled) == 1
-
-
 def test_slopes_are_of_the_measured_passes() -> None:
     record = run("suffix")
     curve = CostCurve((1, 4, 8), 1, (64, 128), ((0.01, 0.0125, 0.02), (0.02, 0.025, 0.04)))
@@ -334,7 +300,7 @@ def test_figures_across_boards(ax: Any) -> None:
     plots.pareto(ax, plot)
     names = {"suffix (yours)", "nat (yours)", "autoregressive m", "autoregressive o"}
     assert {text.get_text() for text in ax.texts} == names
-    (heading, lines) = leaderboard.batch_series(found)[0]
+    (heading, lines) = series.of(found)[0]
     figure, axes = plt.subplots()
     plots.over_batches(axes, lines, lambda row: row.speed)
     assert heading and [text.get_text() for text in axes.texts] == ["suffix (yours)"]
@@ -362,7 +328,7 @@ def test_names_of_lines_that_end_together_do_not_overlap(ax: Any) -> None:
     rows = [
         run(method, 1.0 + i / 1000 + size / 10, batch_size=size) for i, method in enumerate(TARGETS) for size in (1, 8)
     ]
-    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
+    ((_, lines),) = series.of(leaderboard.groups(rows))
     plots.over_batches(ax, lines, lambda row: row.speed)
     ax.figure.canvas.draw()
     assert len(ax.texts) == len(TARGETS) and not overlapping(ax.texts)
@@ -370,7 +336,7 @@ def test_names_of_lines_that_end_together_do_not_overlap(ax: Any) -> None:
 
 def test_inconclusive_points_of_a_line_are_crossed_and_have_their_interval(ax: Any) -> None:
     rows = [run("suffix", 1.5), run("suffix", 1.2, batch_size=8, verdict=DOUBTED)]
-    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(rows))
+    ((_, lines),) = series.of(leaderboard.groups(rows))
     plots.over_batches(ax, lines, lambda row: row.speed)
     (cross,) = [line for line in ax.lines if line.get_marker() == "x"]
     assert (list(cross.get_xdata()), list(cross.get_ydata())) == ([8], [1.2])

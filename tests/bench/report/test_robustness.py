@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.report import leaderboard, markdown, robustness
+from bench.report import leaderboard, robustness
 from bench.report.collect import Record
-from tests.bench.report.test_leaderboard import DOUBTED, run
+from tests.bench.report.test_leaderboard import run
 from tests.helpers.sample_rows import both
 
 
@@ -53,41 +53,3 @@ def test_noise_counts_intervals_and_wrong_verdicts() -> None:
     found = robustness.noise(leaderboard.groups(rows))
     assert "3 runs, 1.00x to 1.30x; 2 of 3 intervals hold 1, and 1 of 3 VALID runs are outside 0.98 to 1.02." in found
     assert robustness.noise(leaderboard.groups([run("suffix", 2.0)])) == ""
-
-
-@pytest.mark.parametrize(
-    ("speeds", "expected"),
-    [
-        ({1: 2.0, 4: 0.5}, "at 4 rows"),
-        ({1: 1.5, 8: 1.2}, "beyond 8 rows"),
-        ({1: 2.0, 2: 1.5, 32: 1.0}, "at 32 rows"),
-        ({1: 1.5, 4: 1.05, 8: 1.2}, "at 4 rows"),  # 0.95 to 1.15
-        ({1: 0.9, 8: 0.8}, "never faster"),
-        ({1: 1.05, 8: 0.8}, "never shown faster"),
-        ({1: 0.9, 8: 1.2}, "none at 1 row"),
-    ],
-)
-def test_where_an_advantage_ends(speeds: dict[int, float], expected: str) -> None:
-    found = leaderboard.groups([run("suffix", speed, batch_size=size) for size, speed in speeds.items()])
-    ((_, lines),) = leaderboard.batch_series(found)
-    assert robustness.advantage_ends(lines["suffix"]) == expected
-    rows = [run("autoregressive", batch_size=size, model="other") for size in (1, 8)]
-    text = markdown.to_markdown([*found, *leaderboard.groups(rows)], [])
-    assert "| autoregressive |" not in text.partition("## Where advantages end")[2]
-    assert "## Where advantages end" in text and f"| {expected} |" in text
-
-
-def test_an_inconclusive_run_ends_an_advantage_and_is_marked() -> None:
-    runs = [run("suffix", 1.5), run("suffix", 1.2, batch_size=4), run("suffix", 0.97, batch_size=16, verdict=DOUBTED)]
-    runs.append(run("suffix", 9.0, valid=False, batch_size=32))
-    text = "\n".join(robustness.batches(leaderboard.groups(runs)))
-    assert "| suffix | 1.50x | 1.20x | 0.97x? (0.87-1.07) | at 16 rows |" in text and "B = 32" not in text
-
-
-def test_a_run_without_an_interval_ends_no_advantage() -> None:
-    runs = [run("suffix", 1.5), run("suffix", 0.5, batch_size=32, verdict=DOUBTED)]
-    assert runs[1].summary is not None
-    runs[1].summary["speedup"]["headline"] |= {"low": None, "high": None}
-    assert "| 1.50x | 0.50x? (no interval) | beyond 1 row |" in "".join(robustness.batches(leaderboard.groups(runs)))
-    ((_, lines),) = leaderboard.batch_series(leaderboard.groups(runs))
-    assert robustness.advantage_ends(lines["suffix"][1:]) == "not known"
