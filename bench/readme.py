@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,7 @@ def _leaderboard(results: Path, words: str) -> list[str]:
     of these runs, with a rank or without.
     """
     *filters, best = words.split()
-    rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
-    groups = leaderboard.groups(row["record"] for row in collect.select(rows, filters))
+    groups = _groups(results, filters)
     assert len(groups) == 1, f"{words} selects {len(groups)} tables"
     if best == "best=all":
         every = [entry.summary | {"method": entry.label} for entry in groups[0].rows]
@@ -80,11 +80,15 @@ def _leaderboard(results: Path, words: str) -> list[str]:
 def _series(results: Path, words: str) -> str:
     """``over=AXIS``: speed-ups over one of ``series.AXES``, of the runs that ``collect`` selects."""
     *filters, over = words.split()
-    rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
-    groups = leaderboard.groups(row["record"] for row in collect.select(rows, filters))
-    found = [table for _, table in series.markdown(groups, series.AXES[over.removeprefix("over=")])]
+    found = [table for _, table in series.markdown(_groups(results, filters), series.AXES[over.removeprefix("over=")])]
     assert len(found) == 1, f"{words} selects {len(found)} tables"
     return found[0]
+
+
+def _groups(results: Path, filters: Sequence[str]) -> list[leaderboard.ComparisonGroup]:
+    """The runs that ``collect`` selects, by what makes them comparable."""
+    rows = [collect.row(record) | {"record": record} for record in collect.read(results)]
+    return leaderboard.groups(row["record"] for row in collect.select(rows, filters))
 
 
 def _short(results: Path, prefix: str) -> list[str]:

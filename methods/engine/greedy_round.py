@@ -90,3 +90,8 @@ def settled(
     bonus = wanted.gather(1, last)
     report = torch.cat([bonus, path, tokens.gather(1, path[:, 1:].clamp(min=0))], dim=1)
     return bonus[:, 0], moved, report
+
+
+def kept_nodes(report: Int[Tensor, "B R"]) -> Int[Tensor, "B P"]:
+    """The path in the report of a round, ``ABSENT`` after the last node."""
+    return report[:, 1 : 1 + report.shape[1] // 2]

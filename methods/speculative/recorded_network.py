@@ -20,6 +20,7 @@ from torch import Generator, Tensor
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import Output
 from methods.engine.cuda_graphs import NODES, Calls, Graphs, Work, bucket, padded
+from methods.engine.greedy_round import kept_nodes
 from methods.engine.host_copies import from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
@@ -52,8 +53,8 @@ class KeptTokens:
     @classmethod
     def of(cls, report: Int[Tensor, "B R"]) -> KeptTokens:
         """From the report of a recorded round."""
-        levels = (report.shape[1] - 2) // 2
-        path, tokens = report[:, 1 : 2 + levels], report[:, 2 + levels :]
+        path = kept_nodes(report)
+        tokens = report[:, 1 + path.shape[1] :]
         counts = (path >= 0).sum(1)
         following = F.pad(tokens, (0, 1)).scatter(1, counts[:, None] - 1, report[:, :1])
         return cls(following.clamp(min=0), counts, report[:, 0])

@@ -28,6 +28,7 @@ from torch import Tensor
 from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.cuda_graphs import NODES, Calls, GraphedLM, Graphs, padded
+from methods.engine.greedy_round import kept_nodes
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.token_tree import ABSENT, Shape
 from methods.speculative.budget import CostsOption
@@ -235,11 +236,6 @@ class RecyclingDrafter:
             nodes[:, 1 + start : 1 + end] = self._matrix.find(parents, self._ranks[start:end])
             start = end
         return nodes
-
-
-def kept_nodes(report: Int[Tensor, "B R"]) -> Int[Tensor, "B P"]:
-    """Of a recorded round (``methods.engine.greedy_round``)."""
-    return report[:, 1 : 1 + report.shape[1] // 2]
 
 
 def _wide(columns: Int[Tensor, "B M"], width: int, filling: int) -> Int[Tensor, "B W"]:
