@@ -330,6 +330,17 @@ class SkippableDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class RestingDrafter(SkippableDrafter, Protocol):
+    """A drafter that may sit out many rounds at once.
+
+    Attributes:
+        reads_last: of rounds in which nothing is drafted it need see the last one alone.
+    """
+
+    reads_last: bool
+
+
+@runtime_checkable
 class PartedDrafter(SkippableDrafter, Protocol):
     """A drafter of several parts, each of which may sit out a round.
 
@@ -348,7 +359,7 @@ class PartedDrafter(SkippableDrafter, Protocol):
 class LaunchedDrafter(SkippableDrafter, Protocol):
     """A drafter that can draft on the device before the host knows what the last pass kept."""
 
-    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> Draft | None:
         """Begin the draft that ``propose`` returns next, or that ``skip`` drops.
 
         Args:
@@ -356,7 +367,7 @@ class LaunchedDrafter(SkippableDrafter, Protocol):
             context: of that round; the host does not know yet what follows it.
 
         Returns:
-            Whether it has begun; False: ``propose`` does all.
+            That draft, which lasts until the next one; None: ``propose`` does all.
         """
         ...
 

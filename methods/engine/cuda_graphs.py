@@ -355,20 +355,21 @@ class Graphs:
         levels: int | None,
         hidden_layers: Collection[int],
         candidates: int = 0,
+        unread: int = 0,
     ) -> Round | None:
         """A round of greedy decoding, see ``GraphedLM.round``; None where it has no fixed form (yet)."""
         given = sum(part.shape[1] for part in columns)
         closure = None if parents is None else closure_steps(levels or given)
         shape = Shape(closure, tuple(sorted(hidden_layers)), True, candidates)
-        replay = self._replay(shape, given, cache)
+        replay = self._replay(shape, given, cache, unread)
         if replay is None:
             return None
         replay.run(columns, parents, given)
         return replay.round
 
-    def _replay(self, shape: Shape, given: int, cache: Cache) -> Replay | None:
+    def _replay(self, shape: Shape, given: int, cache: Cache, unread: int = 0) -> Replay | None:
         """Of a pass over so many nodes; at its second use it is captured."""
-        longest, latest = max(cache.lengths), self._latest.get((shape, given))
+        longest, latest = max(cache.lengths) + unread, self._latest.get((shape, given))
         if latest is not None and latest.serves(cache, longest):
             return latest.replay
         pooled = next((known for known in self._pooled if known.cache.store is cache.store), None)
@@ -575,6 +576,7 @@ class GraphedLM(CausalLM):
         levels: int | None = None,
         hidden_layers: Collection[int] = (),
         candidates: int = 0,
+        unread: int = 0,
     ) -> Round | None:
         """A round of greedy decoding in one replay: the pass, which nodes are kept, their packing and the new lengths.
 
@@ -586,11 +588,12 @@ class GraphedLM(CausalLM):
             parents: of the other nodes; None: a chain.
             levels, hidden_layers: see ``forward``.
             candidates: how many of the most likely tokens after each node are wanted, see ``Output``.
+            unread: tokens by which rows may have grown on the device since the host read their lengths.
 
         Returns:
             None where this round has no graph (yet).
         """
-        return self.graphs.round(columns, parents, cache, levels, hidden_layers, candidates)
+        return self.graphs.round(columns, parents, cache, levels, hidden_layers, candidates, unread)
 
     @staticmethod
     def prepare(longest: Mapping[int, int]) -> None:

@@ -16,15 +16,17 @@ decodes, ``size`` finds the number, and ``Pace`` applies both to the drafts of o
 
 So over n rounds at most ALLOWANCE + p * (1 + log2(1 + n / 8)) passes over one node are lost by each part, with a probe
 in 128 rounds once waits are that long: 2 passes in 128 rounds where p is a quarter of one. Drafting includes nodes that
-are scored beside a draft. The bound counts by ``Costs``, not by a clock.
+are scored beside a draft. The bound counts by ``Costs``, not by a clock. A round that was launched before the host read
+what ended the drafting is booked too.
 
 In large batches on a CPU a trained drafter takes as long as a pass, and so does a probe. One that could not pay even if
 ``_MOST_KEPT`` of its nodes were kept is not asked at all (``affordable``), and one that did not pay in a text sits out
 the next 1, 2, 4, ... 16 texts (``Texts``); the target then keeps no states for it. So does a search that takes as long,
 beside the passes of a small model or of a GPU.
 
-Where all nodes of a draft together cost next to nothing, as on a GPU that waits for its memory, recorded rounds judge
-it whole, and its probabilities are not read from the device.
+Where all nodes of a draft together cost less than the host takes to size it, as on a GPU that waits for its memory,
+recorded rounds judge it whole: its probabilities are not read from the device, and its round can be launched before the
+host has read the last one.
 
 Texts stay exact at any temperature. The size depends on committed tokens and on the drafter's own scores, never on what
 the target makes of the draft in flight; drawn nodes are cut by their places, not by their tokens. Rows of a batch are
@@ -53,6 +55,7 @@ from methods.drafting import (
     LaunchedDrafter,
     Lookup,
     PartedDrafter,
+    RestingDrafter,
     SkippableDrafter,
     StatelessDrafter,
     TrimmableDrafter,
@@ -72,7 +75,7 @@ _MOST_KEPT = 0.9  # of the nodes whose parents are kept, by the best of trained 
 _DEAR = 0.4  # passes over one node that drafting takes, from which on losing in every text matters
 _MOST_TEXTS = 16
 _EVERY = 1 << 30  # rounds: all of them
-_FLAT = 0.02  # passes over one node that all nodes of a draft may take together without being sized
+_FLAT = 0.1  # passes over one node that all nodes of a draft may take together without being sized
 
 CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
 """``auto``: as measured for the run (``methods.decoder.CostAware``), all nodes before that; pairs: see ``Costs.of``;
@@ -246,8 +249,10 @@ class Account:
         if self.balance >= 0.0:
             self._wait = _FIRST_WAIT
         elif self.balance <= RISK / 2 - ALLOWANCE:
-            self.balance, self._left = -ALLOWANCE, self._wait
-            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+            self.balance = -ALLOWANCE
+            if not self.pausing:  # the round was under way when the pause began
+                self._left = self._wait
+                self._wait = min(2 * self._wait, _LONGEST_WAIT)
 
 
 @dataclass(slots=True)
@@ -364,7 +369,7 @@ class _Round:
         return cls([], None, [], {part: extra})
 
 
-_ABILITIES = (PartedDrafter, Unasked, SkippableDrafter, TrimmableDrafter, LaunchedDrafter, Lookup)
+_ABILITIES = (PartedDrafter, Unasked, SkippableDrafter, TrimmableDrafter, LaunchedDrafter, Lookup, RestingDrafter)
 _found: dict[type[Drafter], tuple[bool, ...]] = {}
 
 
@@ -385,12 +390,14 @@ class Pace:
         costs: of rounds; None: every proposal is drafted whole.
         tally: of the decoder.
         fixed_passes: passes have one of the sizes in ``costs`` (where those of other sizes lack a CUDA graph).
+        refilled: rows may be given new prompts.
     """
 
     drafter: Drafter
     costs: Costs | None
     tally: Tally
     fixed_passes: bool = False
+    refilled: bool = False
     _accounts: dict[str, Account] = field(default_factory=lambda: defaultdict(Account))
     _ratios: dict[str, Ratio] = field(default_factory=lambda: defaultdict(Ratio))
     _places: Places = field(default_factory=Places)
@@ -400,20 +407,27 @@ class Pace:
     _skips: bool = field(init=False)
     _trims: bool = field(init=False)
     _launches: bool = field(init=False)
-    _searches: bool = field(init=False)
+    _rests: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        is_parted, self._idle, self._skips, self._trims, self._launches, self._searches = _abilities(self.drafter)
+        is_parted, self._idle, self._skips, self._trims, self._launches, searches, rests = _abilities(self.drafter)
+        reads_last = rests and cast(RestingDrafter, self.drafter).reads_last
+        self._rests = searches or (reads_last and self.fixed_passes and not self.refilled)
         self._parts = cast(PartedDrafter, self.drafter).parts if is_parted else ("",)
 
     @property
     def rest(self) -> int:
-        """How many rounds from here on go without a draft, if the drafter need not see them: all where nothing is ever
-        drafted, and pauses of a search, which reads the text alone.
+        """How many rounds from here on go without a draft, if the drafter need not see each of them: all where nothing
+        is ever drafted, and pauses of a search, which reads the text alone, or of a drafter that reads the last pass.
         """
         if self._idle or not self.drafter.nodes:
             return _EVERY
-        return self._accounts[self._parts[0]].rounds if self.costs is not None and self._searches else 0
+        return self._accounts[self._parts[0]].rounds if self.costs is not None and self._rests else 0
+
+    def end_rest(self, context: Context) -> None:
+        """The last of these rounds."""
+        if self.costs is not None and self._skips:
+            cast(SkippableDrafter, self.drafter).skip(context)
 
     def note_rest(self) -> None:
         """One of these rounds."""
@@ -424,14 +438,19 @@ class Pace:
         self._places.fade()
         self.tally.note(0)
 
-    def propose(self, context: Context, open_rows: Sequence[bool]) -> Draft:
+    def propose(self, context: Context, open_rows: Sequence[bool], under_way: bool = False) -> Draft:
         """A draft for every row.
 
         Args:
             open_rows: whether more of a row is wanted; what the others would keep does not count.
+            under_way: the round over the draft that was launched is launched too, see ``whole``.
         """
         if self.costs is None:
             return self.drafter.propose(context)
+        if under_way:
+            draft = self._cut(self.drafter.propose(context), open_rows, self.costs)
+            self.tally.note(draft.tokens.shape[1])
+            return draft
         paused = [part for part in self._parts if self._idle or (self._skips and self._accounts[part].pause())]
         for part in paused:  # what was kept before a pause says less about what is kept after it
             self._ratios[part].note(0.0, 0.0)
@@ -445,14 +464,24 @@ class Pace:
         self.tally.note(draft.tokens.shape[1])
         return draft
 
-    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> Draft | None:
         """Let the drafter begin its next draft before the host has read a round; see ``LaunchedDrafter``.
 
         A draft that is then not asked for, because that round ends in a pause, is lost.
         """
         if not self._launches or any(self._accounts[part].pausing for part in self._parts):
-            return False
+            return None
         return cast(LaunchedDrafter, self.drafter).launch(report, output, context)
+
+    def whole(self, draft: Draft) -> bool:
+        """Whether a draft is judged whole whatever it says, so that its round can be launched at once."""
+        return draft.auxiliary is None and (self.costs is None or self._flat(draft, self.costs))
+
+    def _flat(self, draft: Draft, costs: Costs) -> bool:
+        """Whether a recorded draft of one part is not worth being sized."""
+        beside = draft.auxiliary.tokens.shape[1] if draft.auxiliary else 0
+        more = costs.time(1 + beside + draft.tokens.shape[1]) - costs.time(1 + beside)
+        return self.fixed_passes and draft.tokens.shape[1] > 0 and len(self._parts) == 1 and more <= _FLAT
 
     def _proposed(self, context: Context, paused: Collection[str]) -> Draft:
         if not paused:
@@ -488,9 +517,8 @@ class Pace:
     def _cut(self, draft: Draft, open_rows: Sequence[bool], costs: Costs) -> Draft:
         """The best nodes of a proposal, as many as pay."""
         most, beside = draft.tokens.shape[1], draft.auxiliary.tokens.shape[1] if draft.auxiliary else 0
-        whole = costs.time(1 + beside + most)
-        if self.fixed_passes and most and len(self._parts) == 1 and whole - costs.time(1 + beside) <= _FLAT:
-            self._round = _Round.whole(self._parts[0], costs.draft + whole - 1.0)
+        if self._flat(draft, costs):
+            self._round = _Round.whole(self._parts[0], costs.draft + costs.time(1 + beside + most) - 1.0)
             return draft
         trees = _trees(draft)
         scores, sources = _scores(draft, trees), _sources(draft, trees)

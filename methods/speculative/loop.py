@@ -15,7 +15,8 @@ others from then on. Their texts are what they would be with it, up to the round
 temperature they draw other numbers from the same distribution.
 
 Recorded rounds (``methods.engine.cuda_graphs``) leave on the device all that the next draft of a network reads, or the
-next round where nothing is drafted. Either is launched before the host reads the last round. A CPU's kernels run
+next round where nothing is drafted. Either is launched before the host reads the last round, and so is the round over
+that draft where its size depends on nothing. A CPU's kernels run
 several rounds of a small model in one call where nothing is drafted: the tokens of a call come together. So run the
 pauses of a search that does not pay, too.
 """
@@ -119,10 +120,16 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         return longest + limit + 2 * (self.drafter.nodes + 1)
 
     def decode(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator) -> Iterator[Step]:
-        return self.decode_refilled(prompts, limit, rng, max(map(len, prompts)))
+        return self._decode(prompts, limit, rng, max(map(len, prompts)), refilled=False)
+
+    def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
+        return self._decode(prompts, limit, rng, longest, refilled=True)
 
     @torch.inference_mode()
-    def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
+    def _decode(
+        self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int, refilled: bool
+    ) -> Rounds:
+        """See ``decode_refilled``; ``refilled``: whether rows may be given new prompts."""
         target, drafter = self.target, self._asked()
         committed = [prompt.tolist() for prompt in prompts]
         ends = [len(row) + limit for row in committed]
@@ -130,8 +137,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         if isinstance(target, GraphedLM):
             target.graphs.expect(1 + drafter.nodes)
         drafter.reset(committed, longest - max(map(len, committed)) + limit)
-        watch, ahead, passing = (Stopwatch(target.device) for _ in range(3))
-        launched = False  # the next draft, while the host read the last round
+        passing = Stopwatch(target.device)
 
         passing.start()
         output = target.prefill(
@@ -143,35 +149,47 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng)
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache, drafter)
-        pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM))
+        pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM), refilled)
+        drafting: Stopwatch | None = None  # of the next draft, if it was launched while the host read the last round
+        launched: _Launched | None = None  # the same of its round
         yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
 
         while any(open_rows := batch.open):
-            if self._recorded and pace.rest:
-                yield from self._undrafted(batch, pace)
-                if not any(open_rows := batch.open):
-                    return
-            if self._drop(batch):
-                open_rows = batch.open
-            if launched:
-                draft = pace.propose(context, open_rows)
-            else:
-                watch.start()
-                draft = pace.propose(context, open_rows)
-                watch.stop()
-            passing.start()
-            made = self._launch(draft, context, cache)
-            if made is None:
+            if launched is None:
+                if self._recorded and pace.rest:
+                    yield from self._undrafted(batch, pace)
+                    if not any(open_rows := batch.open):
+                        return
+                if self._drop(batch):
+                    open_rows = batch.open
+                if drafting is None:
+                    drafting = Stopwatch(target.device)
+                    drafting.start()
+                    draft = pace.propose(context, open_rows)
+                    drafting.stop()
+                else:
+                    draft = pace.propose(context, open_rows)
+                passing = Stopwatch(target.device)
+                launched = self._launched(draft, context.root, cache, passing)
+            spent, drafting, following = drafting, None, None
+            if launched is None:
+                passing.start()
                 nodes, output, judged = self._verify(draft, context, cache)
                 passing.stop()
-                launched = False
             else:
-                passing.stop()
-                nodes, output, reading = 1 + draft.tokens.shape[1], _output(made), Reading(made.report)
-                ahead.start()
-                launched = any(batch.open_after(1)) and pace.launch(made.report, output, context)
-                ahead.stop()
-                judged = Judged.of(made, reading)
+                made, passing = launched.made, launched.passing
+                nodes, output = 1 + draft.tokens.shape[1], _output(made)
+                if any(batch.open_after(1)):
+                    drafting = Stopwatch(target.device)
+                    drafting.start()
+                    upcoming = pace.launch(made.report, output, context)
+                    drafting.stop()
+                    if upcoming is None:
+                        drafting = None
+                    elif not refilled and all(batch.open_after(1 + draft.max_depth)) and pace.whole(upcoming):
+                        ahead = Stopwatch(target.device)
+                        following = self._launched(upcoming, made.bonus, cache, ahead, unread=1 + draft.max_depth)
+                judged = Judged.of(made, launched.reading)
             pace.note(judged.columns, open_rows)
             tokens = [new if is_open else [] for new, is_open in zip(judged.tokens, open_rows, strict=True)]
             judged.advance(cache, [len(new) for new in tokens])
@@ -180,20 +198,34 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
             context.auxiliary_tokens, context.report = judged.auxiliary_tokens, judged.report
             context.root = judged.bonus
             accepted = [len(row) for row in judged.columns]
-            times = (watch.ns(), passing.ns())
-            if launched:
-                watch, ahead = ahead, watch
-            yield from self._answered(_step(draft, tokens, accepted, open_rows, times, nodes), batch)
+            assert spent is not None, "every round has a draft, if an empty one"
+            step = _step(draft, tokens, accepted, open_rows, (spent.ns(), passing.ns()), nodes)
+            if following is not None:
+                draft = pace.propose(context, open_rows, under_way=True)
+            launched = following
+            yield from self._answered(step, batch)
 
-    def _launch(self, draft: Draft, context: Context, cache: Cache) -> Round | None:
-        """A recorded round over a draft, to be read; None: it has none (yet)."""
+    def _launched(
+        self, draft: Draft, root: Int[Tensor, "B"], cache: Cache, watch: Stopwatch, unread: int = 0
+    ) -> _Launched | None:
+        """A recorded round over a draft, and its read under way; None: there is none (yet).
+
+        Args:
+            watch: of the pass.
+            unread: tokens by which rows may have grown on the device since the host read their lengths.
+        """
         target = self.target
         if not self._recorded or draft.auxiliary is not None or not isinstance(target, GraphedLM):
             return None
-        given = [context.root[:, None], *([draft.tokens] if draft.tokens.shape[1] else [])]
+        given = [root[:, None], *([draft.tokens] if draft.tokens.shape[1] else [])]
         parents = None if draft.is_chain else draft.parents
         layers, wanted = self.drafter.hidden_layers, self.candidates
-        return target.round(given, parents, cache, levels=draft.max_depth, hidden_layers=layers, candidates=wanted)
+        watch.start()
+        made = target.round(
+            given, parents, cache, levels=draft.max_depth, hidden_layers=layers, candidates=wanted, unread=unread
+        )
+        watch.stop()
+        return None if made is None else _Launched(made, Reading(made.report), watch)
 
     def _asked(self) -> Drafter:
         """What drafts for the next texts: nothing where a search that takes long did not pay in the last ones."""
@@ -238,42 +270,44 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
     def _rounds_ahead(self, batch: _Batch, pace: Pace) -> Rounds:
         """Recorded rounds without drafts, each launched before the host reads the one before it.
 
-        They end where a round is not recorded (yet), at the latest with the texts. A text that ends by a token takes
-        one round more than it needs.
+        They end where a round is not recorded (yet), at the latest with the texts. Drafters read the last one. A text
+        that ends by a token takes one round more than it needs.
         """
         draft = Draft.chain(batch.context.root.new_empty(len(batch.context.tokens), 0))
-        watch, other = Stopwatch(self.target.device), Stopwatch(self.target.device)
         last: _Launched | None = None
         while True:
-            watch.start()
             more = pace.rest > 0 and any(batch.open_after(int(last is not None)))
-            following = self._launched(draft, batch) if more else None
-            watch.stop()
+            following = self._rest_launched(draft, batch) if more else None
             if following is not None:
                 pace.note_rest()
             if last is not None:
                 open_rows = [is_open and row not in last.left for row, is_open in enumerate(batch.open)]
                 rows = last.made.read(last.reading)
+                if following is None:
+                    batch.context.note(_output(last.made), last.made.path, [[0]] * len(rows))
+                    batch.context.report = last.made.report
                 tokens = [new if is_open else [] for (_, new), is_open in zip(rows, open_rows, strict=True)]
                 _extend(batch.context.tokens, tokens)
-                step = _step(draft, tokens, [0] * len(tokens), open_rows, (0, other.ns()), 1)
+                if following is None:
+                    pace.end_rest(batch.context)
+                step = _step(draft, tokens, [0] * len(tokens), open_rows, (0, last.passing.ns()), 1)
                 yield from self._answered(step, batch, None if following is None else following.left)
             if following is None:
                 return
-            last, watch, other = following, other, watch
+            last = following
 
-    def _launched(self, draft: Draft, batch: _Batch) -> _Launched | None:
-        """A round without a draft, and its read under way; what it commits is the next root."""
+    def _rest_launched(self, draft: Draft, batch: _Batch) -> _Launched | None:
+        """A round without a draft; what it commits is the next root."""
         context, cache = batch.context, batch.cache
-        made = self._launch(draft, context, cache)
-        if made is None:
+        launched = self._launched(draft, context.root, cache, Stopwatch(self.target.device))
+        if launched is None:
             return None
-        context.root = made.bonus
+        context.root = launched.made.bonus
         if all(open_rows := batch.open):
             cache.advanced([1] * len(open_rows))
         else:
             cache.set_lengths([length + is_open for length, is_open in zip(cache.lengths, open_rows, strict=True)])
-        return _Launched(made, Reading(made.report))
+        return launched
 
     def _verify(self, draft: Draft, context: Context, cache: Cache) -> tuple[int, Output, Judged]:
         """A pass over a draft, of how many nodes, and what is kept of it; ``Judged.advance`` is to follow."""
@@ -353,10 +387,16 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Launched:
-    """A round that the host has not read; ``left``: rows that had another text then."""
+    """A round that the host has not read.
+
+    Attributes:
+        passing: times its pass.
+        left: rows that had another text then.
+    """
 
     made: Round
     reading: Reading
+    passing: Stopwatch
     left: set[int] = field(default_factory=set)
 
 

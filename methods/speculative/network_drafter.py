@@ -107,12 +107,12 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         self._unread.note(context, self._states(context.output))
         return self._draft(self._made_reader(), context)
 
-    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> Draft | None:
         """See ``LaunchedDrafter``."""
         if self._recorded is None or len(self._unread):
-            return False
+            return None
         self._launched = self._recorded.launch(self._made_reader(), report, output, context.sampling, context.rng)
-        return True
+        return self._launched
 
     def _recorded_draft(self, context: Context, recorded: RecordedNetwork[Any]) -> Draft:
         """The one that was launched, or one by a recorded call."""

@@ -129,6 +129,7 @@ class RecyclingDrafter:
     """Fills a tree of fixed shape from the matrix, and the matrix from whatever the target has scored."""
 
     hidden_layers: Sequence[int] = ()
+    reads_last = True
 
     def __init__(
         self, shape: Shape, vocab_size: int, warm: bool, device: torch.device, graphs: Graphs | None = None
@@ -172,10 +173,10 @@ class RecyclingDrafter:
         path = context.path if context.report is None else kept_nodes(context.report)
         return self._recycled(context.root, context.output, path)
 
-    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> bool:
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> Draft | None:
         """See ``LaunchedDrafter``."""
         self._draft = self._recycled(report[:, 0], output, kept_nodes(report))
-        return True
+        return self._draft
 
     def _recycled(self, root: Int[Tensor, "B"], output: Output, path: Int[Tensor, "B P"] | None) -> Draft:
         """Learn from a pass of which the nodes of a path were kept, and draft."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -17,7 +19,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.cuda_graphs import Calls, GraphedLM
 from methods.engine.host_copies import Reading
 from methods.engine.sampling import Sampling
-from methods.speculative.budget import Pace
+from methods.speculative.budget import ALLOWANCE, Account, Pace
 from methods.speculative.heads.candidate_tree import TREES
 from methods.speculative.hybrid import Hybrid
 from methods.speculative.prompt_lookup import PromptLookup
@@ -162,13 +164,84 @@ def test_pauses_of_a_search_are_one_call_of_the_kernels(make, texts):
     assert decoder.stats()["undrafted_rounds"] == 1.0 and decoder._tally.rounds == len(steps) - 1
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTED if not name.startswith(("medusa", "hydra"))])
-def test_the_next_draft_of_a_network_is_launched_before_the_last_round_is_read(name):
-    prefill, first, *found, last, end = events(DRAFTED[name], PROMPTS[:1])
-    assert [prefill, first] == ["step", "draft"], "the draft after the prompt is recorded too"
-    rounds = [found[start : start + 4] for start in range(0, len(found), 4)]
-    assert len(rounds) > 4 and all(each == ["launch", "draft", "read", "step"] for each in rounds[:-1])
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", [name for name in DRAFTED if name != "hydra_prefix"])
+def test_the_next_draft_and_its_round_are_launched_before_the_last_round_is_read(name, texts):
+    prefill, first, launch, *found, last, end = events(DRAFTED[name], texts, limit=48)
+    assert [prefill, first, launch] == ["step", "draft", "launch"], "the draft after the prompt is recorded too"
+    ahead = ["draft", "launch", "read", "step"]
+    count = next(number for number in range(0, len(found), 4) if found[number : number + 4] != ahead) // 4
+    assert count > 4
+    one_by_one = "".join({"launch": "l", "draft": "d", "read": "r", "step": "s"}[event] for event in found[4 * count :])
+    assert re.fullmatch("(drsl)*d?(rsl)*", one_by_one), "near the limit a round may be the last"
     assert [last, end] == ["read", "step"]
+
+
+FLAT = [[0, 0.39], [1, 1.0], [64, 1.05]]  # nodes cost next to nothing, drafting does
+
+
+def dear(name):
+    def make(target, sampling):
+        decoder = DRAFTED[name](target, sampling)
+        decoder.use_costs(FLAT)
+        return decoder
+
+    return make
+
+
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", ["medusa", "hydra_heads", "token_recycling"])
+def test_pauses_of_drafters_that_read_the_last_pass_are_launched_ahead(name, texts):
+    found = "".join(
+        {"launch": "l", "draft": "d", "read": "r", "step": "s"}[event] for event in events(dear(name), texts, 60)
+    )
+    pause = "l" + 7 * "lrs" + "rs"
+    assert pause + "dl" in found, "eight rounds, then a draft after the last of them"
+    target = GraphedLM.of(checks.tiny_target(), capture=False)
+    decoder, limit = dear(name)(target, Sampling()), 60
+    wanted = [checks.greedy_reference(checks.tiny_target(), text, limit) for text in prompts(texts)]
+    for _ in range(3):
+        assert checks.outputs(decoder, prompts(texts), limit) == wanted
+    assert decoder.stats()["undrafted_rounds"] > 0.5
+
+
+@pytest.mark.parametrize("texts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", ["medusa", "eagle_dynamic"])
+def test_a_round_that_is_under_way_when_drafting_ends_is_booked_and_the_pause_is_kept(name, texts):
+    target, limit, gains = GraphedLM.of(checks.tiny_target(), capture=False), 60, []
+    wanted = [checks.greedy_reference(checks.tiny_target(), text, limit) for text in prompts(texts)]
+    decoder, book = DRAFTED[name](target, Sampling()), Account.book
+
+    def booked(account, gain):
+        waits = account.pausing
+        book(account, gain)
+        gains.append((waits, account.rounds, account.balance))
+
+    for _ in range(3):
+        assert checks.outputs(decoder, prompts(texts), limit) == wanted
+    decoder.use_costs(FLAT)
+    with mock.patch.object(Account, "book", booked):
+        assert checks.outputs(decoder, prompts(texts), limit) == wanted
+    assert any(waits and balance < 0.0 for waits, _, balance in gains), "a round was under way"
+    assert all(balance >= -ALLOWANCE for *_, balance in gains)
+    assert 0.1 < decoder.stats()["undrafted_rounds"] < 0.99
+
+
+def test_a_text_that_ends_by_a_token_leaves_a_round_unread():
+    target = GraphedLM.of(checks.tiny_target(), capture=False)
+    decoder = DRAFTED["medusa"](target, Sampling())
+    for _ in range(3):
+        plain = checks.outputs(decoder, prompts(PROMPTS[:1]), 48)
+    for end in range(1, 20):
+        steps, written = decoder.decode(prompts(PROMPTS[:1]), 48, torch.Generator().manual_seed(0)), []
+        changes = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = steps.send(changes)
+                written += step.tokens[0]
+                changes = {0: None} if len(written) >= end else None
+        assert len(written) < end + 8 and written == plain[0][: len(written)]
+    assert checks.outputs(decoder, prompts(PROMPTS[:1]), 48) == plain, "what was under way spoils no other text"
 
 
 @pytest.mark.parametrize("name, exposed, hidden", [("autoregressive", 1, 6), ("suffix", 2, 7), ("medusa", 20, 8)])
@@ -182,8 +255,8 @@ def drafted(decoder, texts, limit=70):
     """The draft of every round of a decode, and its steps."""
     found, propose = [], Pace.propose
 
-    def noted(*args):
-        draft = propose(*args)
+    def noted(*args, **kwargs):
+        draft = propose(*args, **kwargs)
         found.append((draft.tokens.tolist(), draft.parents.tolist()))
         return draft
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Int
-from torch import Generator, Tensor
-
-from methods.decoder import Rounds
 from methods.drafting import AcceptanceRule, Drafter
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
@@ -49,9 +45,9 @@ class HeadsDecoder(SpeculativeDecoder):
         self._heads, self._published = drafter, published
         super().__init__(target, sampling, drafter, rule, costs)
 
-    def decode_refilled(self, prompts: list[Int[Tensor, "_"]], limit: int, rng: Generator, longest: int) -> Rounds:
+    def _asked(self) -> Drafter:
         self._settle()
-        return super().decode_refilled(prompts, limit, rng, longest)
+        return super()._asked()
 
     def _settle(self) -> None:
         """Before a text: draft with the heads, or not at all."""

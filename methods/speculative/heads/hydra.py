@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.drafting import Context, Draft, StatelessDrafter
-from methods.engine.causal_lm import CausalLM
+from methods.drafting import Context, Draft
+from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.checkpoint_files import own_folder
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling, top_candidates
@@ -45,11 +45,11 @@ from methods.engine.token_tree import Shape
 from methods.speculative.budget import CostsOption
 from methods.speculative.heads.candidate_tree import Tree
 from methods.speculative.heads.hydra_prefix import Prefix, prefix_shapes
+from methods.speculative.heads.launched import LaunchedHeads
 from methods.speculative.heads.medusa import (
     MEASURED,
     Acceptance,
     Layout,
-    RecordedHeads,
     StaticTreeDecoder,
     TreeChoice,
     output_products,
@@ -219,10 +219,11 @@ def levels_of(shape: Shape, device: torch.device) -> list[Level]:
     return found
 
 
-class HydraDrafter(StatelessDrafter):
+class HydraDrafter(LaunchedHeads):
     """Fills a tree of fixed shape level by level: every node's children are candidates given the path to it."""
 
     def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
+        super().__init__(target)
         shape = tree.shape()
         self.nodes = len(shape.parents)
         self._target, self._vocabulary, self._triton = target, heads.vocabulary, target.kernels == "triton"
@@ -237,12 +238,6 @@ class HydraDrafter(StatelessDrafter):
             "draft_output_matrix": sum(product.nbytes for product in self._outputs),
         }
 
-        self._recorded = RecordedHeads.of(target, self._drafted)
-
-    def propose(self, context: Context) -> Draft:
-        given = [self._state(context), context.root]
-        return self._drafted(*given)[1] if self._recorded is None else self._recorded(*given)
-
     def _drafted(self, state: Float[Tensor, "B D"], root: Int[Tensor, "B"]) -> Drafted:
         begin = torch.cat([state, self._target.embed(root)], 1)
         inputs = begin[:, None]  # what the path to each node says
@@ -256,9 +251,6 @@ class HydraDrafter(StatelessDrafter):
         every = torch.cat(drafted, 1)
         return (every,), self._layout.draft(every, len(self._levels), self._gains)
 
-    def _state(self, context: Context) -> Float[Tensor, "B D"]:
-        return context.last_hidden
-
     def _candidates(self, head: int, inputs: Float[Tensor, "B k I"], width: int) -> Int[Tensor, "B k width"]:
         output = self._outputs[min(head, len(self._outputs) - 1)]
         logits = output(self._heads[head](inputs.flatten(0, 1)))
@@ -267,6 +259,8 @@ class HydraDrafter(StatelessDrafter):
 
 class PrefixedHydraDrafter(HydraDrafter):
     """Hydra++: the heads read what the prefix layer makes of the text's states."""
+
+    reads_last = False
 
     def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
         super().__init__(target, heads, tree)
@@ -294,6 +288,9 @@ class PrefixedHydraDrafter(HydraDrafter):
 
     def skip(self, context: Context) -> None:
         self._prefix.skip(context)
+
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> Draft | None:
+        """Nothing: the prefix layer reads what the host knows of a round."""
 
     def _state(self, context: Context) -> Float[Tensor, "B D"]:
         return self._prefix.state(context)

@@ -22,7 +22,7 @@ Command: ``python -m bench method=medusa dataset=mtbench``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from methods.drafting import AcceptanceRule, Context, Draft, StatelessDrafter
+from methods.drafting import AcceptanceRule, Draft
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import (
     own_folder,
@@ -43,7 +43,6 @@ from methods.engine.checkpoint_files import (
     target_sizes,
     write_part,
 )
-from methods.engine.cuda_graphs import Calls, GraphedLM, Graphs
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.linear import Linear
 from methods.engine.sampling import Sampling, top_candidates
@@ -52,6 +51,7 @@ from methods.speculative.budget import Costs, CostsOption
 from methods.speculative.heads import candidate_tree
 from methods.speculative.heads.base import HeadsDecoder, HeadsDrafter
 from methods.speculative.heads.candidate_tree import TREES, Tree
+from methods.speculative.heads.launched import LaunchedHeads
 from methods.speculative.published.formats import MedusaWeights, read
 from methods.speculative.recorded_network import Drafted
 from methods.speculative.verification import Typical, default_rule
@@ -158,10 +158,11 @@ class MedusaModel:
         return torch.stack(logits, 1)
 
 
-class MedusaDrafter(StatelessDrafter):
+class MedusaDrafter(LaunchedHeads):
     """Fills a tree of fixed shape with the heads' candidates; a node's token does not depend on its parent."""
 
     def __init__(self, target: CausalLM, heads: Heads, tree: Tree) -> None:
+        super().__init__(target)
         shape = tree.shape()
         self.model = MedusaModel(target, heads, tree.levels)
         self.nodes, self._width, self._triton = len(shape.parents), tree.width, target.kernels == "triton"
@@ -171,42 +172,11 @@ class MedusaDrafter(StatelessDrafter):
         depth = [len(path) - 1 for path in sorted(tree.paths, key=lambda path: (len(path), path))]
         place = torch.tensor(depth) * self._width + torch.tensor(shape.ranks)
         self._place = place.to(target.device)  # of each node among the candidates of all heads
-        self._recorded = RecordedHeads.of(target, self._drafted)
 
-    def propose(self, context: Context) -> Draft:
-        hidden = context.last_hidden
-        return self._drafted(hidden)[1] if self._recorded is None else self._recorded(hidden)
-
-    def _drafted(self, hidden: Float[Tensor, "B D"]) -> Drafted:
-        candidates = top_candidates(self.model(hidden), self._width, self._triton)
+    def _drafted(self, state: Float[Tensor, "B D"], root: Int[Tensor, "B"]) -> Drafted:
+        candidates = top_candidates(self.model(state), self._width, self._triton)
         tokens = self._vocabulary.tokens(candidates.flatten(1)[:, self._place])
         return (tokens,), self._layout.draft(tokens, 1, self._gains)
-
-
-class RecordedHeads:
-    """Replays drafts that depend on nothing but their inputs.
-
-    Args:
-        drafted: makes a draft.
-    """
-
-    def __init__(self, graphs: Graphs, drafted: Callable[..., Drafted]) -> None:
-        self._drafted, self._calls = drafted, Calls(graphs)
-        graphs.drafts.add(self)
-
-    @classmethod
-    def of(cls, target: CausalLM, drafted: Callable[..., Drafted]) -> RecordedHeads | None:
-        """None: the target has no graphs."""
-        return cls(target.graphs, drafted) if isinstance(target, GraphedLM) else None
-
-    def __call__(self, *inputs: Tensor) -> Draft:
-        draft: Draft = self._calls(self._drafted, inputs)
-        return draft
-
-    def prepare(self, slots: Mapping[int, int]) -> None:
-        for batch in slots:
-            for inputs in self._calls.inputs(batch):
-                self._calls.record(self._drafted, inputs)
 
 
 class Layout:
