@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,7 @@ from methods.speculative.token_recycling import TokenRecycling
 from tests.engine import test_triton_kernels as layers
 from tests.engine.test_triton_kernels import DEVICE, ON_GPU, PROMPTS, TYPES, any_tree, kernels, random, triton
 
-with pytest.MonkeyPatch.context() as _patch:
-    if not ON_GPU:
-        _patch.setenv("TRITON_INTERPRET", "1")
-    from methods.engine import triton_rounds as rounds
-
+rounds = importlib.import_module("methods.engine.triton_rounds")  # where triton is, and interpreted without a GPU
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # of a GPU's tests, too
 
 
