@@ -123,11 +123,12 @@ class Pass:
         hidden: [B, M, D] input of the next layer.
         cos, sin: rotary tables at the nodes' positions, [B or 1, M, 1, r]; ``sin`` carries the sign of the half turn.
         mask: [B or 1, 1, M * G, S] additive, G query heads per key head; None where all of S is visible, or ``fused``.
-        slots: cache slots of the nodes; None where all rows have the same length.
+        slots: cache slots of the nodes; None where all rows have the same length, or kernels find them.
         end: S, the slots a node may see at most.
         near: of layers with a sliding window; None if the model has none.
         fused: kernels run the layers, which know what a node sees from ``reach`` and the cache's lengths.
-        reach: ancestors of each node, its own place included; None: a chain.
+        reach: ancestors of each node, its own place included, of a pass of fixed shape by Triton's kernels as bits (see
+            ``methods.engine.triton_kernels.pack_bits``); None: a chain.
     """
 
     hidden: Float[Tensor, "B M D"]
@@ -139,7 +140,7 @@ class Pass:
     cache: Cache
     near: Near | None = None
     fused: bool = False
-    reach: Bool[Tensor, "B M M"] | None = None
+    reach: Bool[Tensor, "B M M"] | Int[Tensor, "B M"] | None = None
 
 
 class CausalLM:
@@ -399,6 +400,10 @@ class CausalLM:
         nodes, fixed = tokens.shape[1], end is not None
         end = end or max(cache.lengths) + nodes
         assert end <= cache.capacity, f"a pass over {nodes} nodes needs {end} slots, the cache has {cache.capacity}"
+        if fixed and (kernels := self.round_kernels(nodes)) is not None:
+            factor, tables = None if self._embed_scale == 1.0 else self._embed_factor, self._rope.slice(0, end)
+            laid = kernels.lay_out(tokens, parents, levels, self._embedding, factor, *tables, cache.length)
+            return Pass(laid.hidden, laid.cos, laid.sin, None, None, end, cache, fused=True, reach=laid.bits)
         hidden = F.embedding(tokens, self._embedding)
         if self._embed_scale != 1.0:
             hidden = hidden * self._embed_factor
@@ -622,6 +627,10 @@ class CausalLM:
     def reads_lengths(self, nodes: int) -> bool:
         """Whether a pass of fixed shape over so many nodes finds the ends of the rows on the device."""
         return isinstance(self._fused, TritonLayers) and self._fused.takes(nodes, True)
+
+    def round_kernels(self, nodes: int) -> Any | None:
+        """Triton's kernels of what is around the layers in a pass of fixed shape over so many nodes; None: torch."""
+        return self._fused.rounds if isinstance(self._fused, TritonLayers) and self.reads_lengths(nodes) else None
 
     @property
     def batch_invariant(self) -> bool:

@@ -34,12 +34,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
 from methods.engine.causal_lm import CausalLM, States
-from methods.engine.greedy_round import Round, kept_path, settled
+from methods.engine.greedy_round import Round, end_round
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import argmax, top_candidates
 from methods.engine.token_tree import ABSENT, Nodes, Parents, closure_steps
@@ -416,9 +415,10 @@ class Graphs:
         with torch.inference_mode(False):
             tokens = torch.zeros(pooled.cache.batch, form.nodes, dtype=torch.long, device=lm.device)
             parents = None if form.closure is None else torch.full_like(tokens[:, 1:], -1)
+        kernels = lm.round_kernels(form.nodes)
 
         def work() -> tuple[Tensor, ...]:
-            read = tokens.clamp(min=0) if form.whole else tokens
+            read = tokens.clamp(min=0) if form.whole and kernels is None else tokens
             state = lm.begin(read, parents, pooled.cache, form.levels, end=form.end)
             seen = lm.run(state, range(lm.n_layers), form.hidden_layers)
             taps = [seen[tap] for tap in form.hidden_layers]
@@ -426,18 +426,14 @@ class Graphs:
                 return state.hidden, *taps
             states = [lm.norm(state.hidden), *taps]
             logits = lm.head(states[0])
-            wanted = argmax(logits)
             candidates = [top_candidates(logits, k, lm.kernels == "triton")] if (k := form.candidates) else []
-            path = kept_path(tokens, parents, state.reach, form.levels or form.nodes - 1, wanted)
-            if parents is not None:
-                pooled.cache.pack(path[:, 1:] - 1)
-                path = F.pad(path, (0, form.places - path.shape[1]), value=ABSENT)
-                nodes = path.clamp(min=0)[:, :, None]
-                states = [each.gather(1, nodes.expand(-1, -1, each.shape[2])) for each in states]
-            bonus, moved, report = settled(tokens, path, wanted)
-            pooled.cache.length += moved
-            places = torch.arange(form.places, device=lm.device)
-            return bonus, torch.where(places < moved[:, None], places, ABSENT), report, *states, *candidates
+            if kernels is None:
+                end, wanted = end_round, argmax(logits)
+            else:
+                end, wanted = kernels.end_round, candidates[0][..., 0] if candidates else kernels.argmax(logits)
+            levels = form.levels or form.nodes - 1
+            *found, kept = end(tokens, parents, state.reach, levels, form.places, wanted, states, pooled.cache)
+            return *found, *kept, *candidates
 
         recorded = record(work, pooled.aside, [pooled.cache.length])
         pooled.replays[form] = Replay(form, tokens, parents, recorded, tables)

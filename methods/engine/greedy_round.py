@@ -6,13 +6,16 @@ can be recorded together with the pass (``methods.engine.cuda_graphs``). One ten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.engine.host_copies import Reading
+from methods.engine.kv_cache import Cache
 from methods.engine.token_tree import ABSENT, Parents, with_root
 
 
@@ -90,6 +93,40 @@ def settled(
     bonus = wanted.gather(1, last)
     report = torch.cat([bonus, path, tokens.gather(1, path[:, 1:].clamp(min=0))], dim=1)
     return bonus[:, 0], moved, report
+
+
+def end_round(
+    tokens: Int[Tensor, "B M"],
+    parents: Parents,
+    reach: Bool[Tensor, "B M M"] | None,
+    levels: int,
+    places: int,
+    wanted: Int[Tensor, "B M"],
+    states: Sequence[Float[Tensor, "B M _"]],
+    cache: Cache,
+) -> tuple[Int[Tensor, "B"], Int[Tensor, "B P"], Int[Tensor, "B R"], list[Float[Tensor, "B P _"]]]:
+    """Keep nodes of a pass: they are packed in the cache, whose lengths grow on the device.
+
+    Args:
+        tokens, parents, reach, levels, wanted: see ``kept_path``.
+        places: P, for the kept nodes; M of a chain.
+        states: of all nodes.
+        cache: of the pass.
+
+    Returns:
+        Bonus, path and report of the round, see ``Round``, and the states of the kept nodes.
+    """
+    line = kept_path(tokens, parents, reach, levels, wanted)
+    kept = list(states)
+    if parents is not None:
+        cache.pack(line[:, 1:] - 1)
+        line = F.pad(line, (0, places - line.shape[1]), value=ABSENT)
+        nodes = line.clamp(min=0)[:, :, None]
+        kept = [each.gather(1, nodes.expand(-1, -1, each.shape[2])) for each in states]
+    bonus, moved, report = settled(tokens, line, wanted)
+    cache.length += moved
+    every = torch.arange(places, device=tokens.device)
+    return bonus, torch.where(every < moved[:, None], every, ABSENT), report, kept
 
 
 def kept_nodes(report: Int[Tensor, "B R"]) -> Int[Tensor, "B P"]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.engine.causal_layers import FeedForward, Layer, RMSNorm, Rows, SparseFeedForward, norm_heads
@@ -24,12 +24,17 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonLayers:
-    """The layers of a model. Build it with ``of``."""
+    """The layers of a model. Build it with ``of``.
+
+    Attributes:
+        rounds: kernels of what is around the layers.
+    """
 
     def __init__(self, layers: Sequence[Layer], kv_heads: int, scale: float, residual: float) -> None:
-        from methods.engine import triton_kernels
+        from methods.engine import triton_kernels, triton_rounds
 
         self._kernels: Any = triton_kernels
+        self.rounds: Any = triton_rounds
         self._layers, self._kv_heads, self._scale, self._residual = layers, kv_heads, scale, residual
         self._factors: dict[int, Tensor] = {}  # of norms, by their addresses: an attribute of some computes it anew
         for layer in layers:
@@ -79,7 +84,7 @@ class TritonLayers:
         hidden: Float[Tensor, "B M D"],
         cos: Float[Tensor, "b M 1 r"],
         sin: Float[Tensor, "b M 1 r"],
-        reach: Bool[Tensor, "B M G"] | None,
+        reach: Bool[Tensor, "B M G"] | Int[Tensor, "B M"] | None,
         cache: Cache,
         portions: Sequence[Portion],
         wanted: Collection[int] = (),
@@ -87,8 +92,8 @@ class TritonLayers:
         earlier: int = 0,
         beside: Float[Tensor, "B M E"] | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
-        """See ``FusedLayers.run``."""
-        bits = None if reach is None else self._kernels.pack_bits(reach)
+        """See ``FusedLayers.run``; ``reach`` may be packed into bits."""
+        bits = self._kernels.pack_bits(reach) if reach is not None and reach.dtype == torch.bool else reach
         shape, taps = hidden.shape, {}
         state, update = hidden.reshape(-1, shape[-1]), None  # what a sub-layer adds is added before the next one's norm
         for portion in portions:
