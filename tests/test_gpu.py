@@ -104,12 +104,15 @@ def test_greedy_text_is_that_of_the_cpu(make):
     assert decode(make(target, Sampling()), batch, 11) == wanted
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
-def test_text_by_graphs_is_that_of_the_cpu(make):
+def test_text_by_graphs_is_that_of_the_cpu(make, kernels):
     reference = checks.tiny_target()
     batch = checks.prompts(reference.vocab_size, (5, 1, 14, 8))
     wanted = [checks.greedy_reference(reference, prompt, 40) for prompt in batch]
     target = CausalLM.from_hf(checks.tiny_target().hf.cuda())
+    if kernels == "triton":
+        target.use_triton()
     target = GraphedLM.of(target)
     for _ in range(2):  # captured, then replayed over the same cache
         decoder = make(target, Sampling())
