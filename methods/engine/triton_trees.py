@@ -1,7 +1,8 @@
 """Triton kernels of draft trees that grow level by level, see ``methods.speculative.ranked_tree``.
 
 One program makes a level of one row, and one chooses the nodes of its tree. Scores are 32 bit; of equal ones the first
-is the best, and what is chosen is exactly what torch's operators choose. Nothing is read from the device.
+is the best, and what is chosen is exactly what torch's operators choose. Other kernels make what a draft network reads:
+the tokens that a round kept, and pairs of a feature and a token. Nothing is read from the device.
 
 Without a GPU the kernels run in Triton's interpreter, see ``methods.engine.triton_kernels``.
 """
@@ -220,3 +221,168 @@ def best_nodes(
         NODES=nodes, BLOCK=block, num_warps=8 if block >= _LARGE_ROW else 4,
     )  # fmt: skip
     return tokens, parents, gains
+
+
+# -- what a draft network reads ---------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["width"])
+@no_type_check
+def _kept_tokens(REPORT, FOLLOWING, COUNTS, width, BLOCK: tl.constexpr) -> None:
+    """One row: its bonus, ``width`` kept nodes, and the tokens of its draft nodes but the root."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, report = at < width, REPORT + row * 2 * width
+    path = tl.load(report + 1 + at, mask=inside, other=-1)
+    count = tl.reduce((path >= 0).to(tl.int32), 0, _sum_combine)
+    tokens = tl.load(report + 1 + width + at, mask=at < width - 1, other=0)
+    tokens = tl.where(at == count - 1, tl.load(report), tokens)
+    tl.store(FOLLOWING + row * width + at, tl.maximum(tokens, 0), mask=inside)
+    tl.store(COUNTS + row, count.to(tl.int64))
+
+
+def kept_tokens(report: Int[Tensor, "B R"]) -> tuple[Int[Tensor, "B P"], Int[Tensor, "B"]]:
+    """The tokens after those that a round kept, and how many these are; see ``recorded_network.KeptTokens``.
+
+    Args:
+        report: see ``methods.engine.greedy_round.Round``.
+    """
+    batch, width = len(report), report.shape[1] // 2
+    following = torch.empty(batch, width, dtype=torch.long, device=report.device)
+    counts = torch.empty(batch, dtype=torch.long, device=report.device)
+    block = triton.next_power_of_2(width)
+    _kept_tokens[(batch,)](report.contiguous(), following, counts, width, BLOCK=block, num_warps=1)
+    return following, counts
+
+
+@triton.jit(do_not_specialize=["nodes", "given", "place", "last", "earlier"])
+@no_type_check
+def _enter_pairs(
+    FEATURE,
+    SOURCE,
+    TOKENS,
+    EMBEDDING,
+    TOKEN_WEIGHT,
+    FEATURE_WEIGHT,
+    COS_TABLE,
+    SIN_TABLE,
+    LENGTH,
+    ABOVE_BITS,
+    RESIDUAL,
+    READ,
+    COS,
+    SIN,
+    BITS,
+    eps,
+    nodes,
+    given,
+    place,
+    last,
+    earlier,
+    WIDTH,
+    TURNED,
+    BLOCK: tl.constexpr,
+    TURNED_BLOCK: tl.constexpr,
+    FOLLOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHAIN: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_RESIDUAL: tl.constexpr,
+) -> None:
+    """One pair of one row."""
+    at = tl.program_id(0).to(tl.int64)
+    batch, node = at // nodes, at % nodes
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    from_ = node * 0 if SHARED else node
+    if FOLLOW:
+        from_ = tl.load(SOURCE + at)
+    feature = tl.load(FEATURE + (batch * given + from_) * WIDTH + column, mask=inside, other=0.0)
+    embedding = tl.load(EMBEDDING + tl.load(TOKENS + at) * WIDTH + column, mask=inside, other=0.0)
+    residual = feature
+    if NORM:
+        x = embedding.to(tl.float32)
+        x = x * tl.rsqrt(tl.reduce(x * x, 0, _sum_combine) / WIDTH + eps)
+        weight = tl.load(TOKEN_WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
+        embedding = (x * weight).to(embedding.dtype)
+        x = feature.to(tl.float32)
+        x = x * tl.rsqrt(tl.reduce(x * x, 0, _sum_combine) / WIDTH + eps)
+        weight = tl.load(FEATURE_WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
+        feature = (x * weight).to(feature.dtype)
+    if NORM_RESIDUAL:
+        residual = feature
+    tl.store(READ + at * 2 * WIDTH + column, embedding, mask=inside)
+    tl.store(READ + (at * 2 + 1) * WIDTH + column, feature, mask=inside)
+    tl.store(RESIDUAL + at * WIDTH + column, residual, mask=inside)
+    position = tl.load(LENGTH + batch) + place
+    if CHAIN:
+        position += node
+    position = tl.minimum(position, last)
+    turn = tl.arange(0, TURNED_BLOCK)
+    turned = turn < TURNED
+    cos = tl.load(COS_TABLE + position * TURNED + turn, mask=turned, other=0.0)
+    sin = tl.load(SIN_TABLE + position * TURNED + turn, mask=turned, other=0.0)
+    tl.store(COS + at * TURNED + turn, cos, mask=turned)
+    tl.store(SIN + at * TURNED + turn, sin, mask=turned)
+    if not CHAIN:
+        bits = (node * 0 + 1) << (earlier + node)
+        if FOLLOW:
+            bits |= tl.load(ABOVE_BITS + batch * given + from_)
+        tl.store(BITS + at, bits)
+
+
+def enter_pairs(
+    feature: Float[Tensor, "B m D"],
+    tokens: Int[Tensor, "B M"],
+    embedding: Float[Tensor, "V D"],
+    norms: tuple[Float[Tensor, "D"], Float[Tensor, "D"], float] | None,
+    norm_residual: bool,
+    table: tuple[Float[Tensor, "S 1 r"], Float[Tensor, "S 1 r"]],
+    length: Int[Tensor, "B"],
+    last: int,
+    level: int | None = None,
+    source: Int[Tensor, "B M"] | None = None,
+    above: Int[Tensor, "B m"] | None = None,
+    earlier: int = 0,
+) -> tuple[
+    Float[Tensor, "B M D"],
+    Float[Tensor, "B M E"],
+    Float[Tensor, "B M 1 r"],
+    Float[Tensor, "B M 1 r"],
+    Int[Tensor, "B M"] | None,
+]:
+    """Pairs of a feature and the token after it.
+
+    Args:
+        feature: of each pair; of a level of guesses, after the nodes of the level before, or after the root.
+        embedding: of all tokens.
+        norms: RMSNorms of the embeddings and of the features: their weights, and what is added to the mean square;
+            None: neither is normalised.
+        norm_residual: the residual is the feature after its norm.
+        table: cosines and sines of all positions.
+        length: pairs of each row before these.
+        last: the last position that is looked up.
+        level: of guesses, which all are at one position; None: a chain of pairs.
+        source: of guesses, which node of the level before is the parent of each; None: the root.
+        above: which guesses the nodes of the level before see, see ``triton_kernels.pack_bits``.
+        earlier: guesses before these.
+
+    Returns:
+        The residuals; the embeddings and the features side by side; cosines and sines of the positions; which guesses
+        each sees, its ancestors and itself, None of a chain.
+    """
+    (batch, given, width), nodes = feature.shape, tokens.shape[1]
+    turned, chain, device = table[0].shape[-1], level is None, feature.device
+    residual = torch.empty(batch, nodes, width, dtype=feature.dtype, device=device)
+    read = torch.empty(batch, nodes, 2 * width, dtype=feature.dtype, device=device)
+    cos, sin = torch.empty(2, batch, nodes, 1, turned, dtype=table[0].dtype, device=device)
+    bits = torch.empty(batch, nodes, dtype=torch.long, device=device)
+    token_weight, feature_weight, eps = norms or (embedding, embedding, 0.0)
+    _enter_pairs[(batch * nodes,)](
+        *(feature.contiguous(), bits if source is None else source.contiguous(), tokens.contiguous()),
+        *(embedding.contiguous(), token_weight, feature_weight, *table, length, bits if above is None else above),
+        *(residual, read, cos, sin, bits, eps, nodes, given, level or 0, last, earlier, width, turned),
+        BLOCK=triton.next_power_of_2(width), TURNED_BLOCK=triton.next_power_of_2(turned), FOLLOW=source is not None,
+        SHARED=given == 1, CHAIN=chain, NORM=norms is not None, NORM_RESIDUAL=norm_residual,
+        num_warps=8 if width >= _LARGE_ROW else 4,
+    )  # fmt: skip
+    return residual, read, cos, sin, None if chain else bits

@@ -5,6 +5,7 @@ Without a GPU they run in Triton's interpreter, which rounds to bfloat16 towards
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,6 +46,8 @@ with pytest.MonkeyPatch.context() as _patch:
     if not ON_GPU:
         _patch.setenv("TRITON_INTERPRET", "1")
     from methods.engine import triton_kernels as kernels
+
+    importlib.import_module("methods.engine.triton_trees")  # interpreted, too
 
 TYPES = {torch.float32: 1e-4 if ON_GPU else 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]

@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from bench.contract import checks
+from methods.engine import token_tree
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.draft_vocabulary import DraftVocabulary
 from methods.engine.sampling import Sampling
 from methods.speculative import ranked_tree
+from methods.speculative.eagle.network import FixedReader
 from methods.speculative.ranked_tree import Beam, KernelPaths, RankedTree, TorchPaths
-from tests.engine.test_triton_kernels import DEVICE, ON_GPU, PROMPTS, both
+from methods.speculative.recorded_network import KeptTokens
+from tests.engine.test_triton_kernels import DEVICE, ON_GPU, PROMPTS, both, kernels, random
 from tests.speculative import test_rounds
 
 triton = pytest.importorskip("triton", reason="no package named triton, which the dev extra brings on Linux")
@@ -29,6 +32,7 @@ with pytest.MonkeyPatch.context() as _patch:
     from methods.engine import triton_trees as trees
 
 VOCABULARY = 50
+GROWN = {"depth": 3, "top_k": 3, "nodes": 8}
 SIZES = [  # rows, k, levels, nodes
     (1, 1, 1, 1),
     (2, 1, 3, 3),
@@ -193,6 +197,10 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     floats = {"ABOVE", "GAINED", "SCORES", "BEST", "GAINS"}
     sizes = {"K": 10, "COUNT": 100, "BLOCK": 128, "ROOT": False, "SHARED": False, "TABLE": True, "CHOOSE": True}
+    entered = {"BLOCK": 1024, "TURNED_BLOCK": 128, "FOLLOW": True, "SHARED": False, "CHAIN": False, "NORM": True}
+    entered |= {"NORM_RESIDUAL": False}
+    wide = {"FEATURE", "EMBEDDING", "RESIDUAL", "READ", "COS", "SIN"}
+    wide |= {"TOKEN_WEIGHT", "FEATURE_WEIGHT", "COS_TABLE", "SIN_TABLE"}
     for kernel, constants, warps in (
         (trees._next_level, sizes, 4),
         (trees._next_level, sizes | {"COUNT": 10, "BLOCK": 16, "ROOT": True, "SHARED": True}, 4),
@@ -200,11 +208,15 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (trees._best_nodes, {"NODES": 59, "BLOCK": 512}, 4),
         (trees._best_nodes, {"NODES": 8, "BLOCK": 16}, 4),
         (trees._best_nodes, {"NODES": 64, "BLOCK": 4096}, 8),
+        (trees._kept_tokens, {"BLOCK": 64}, 1),
+        (trees._enter_pairs, entered, 4),
+        (trees._enter_pairs, entered | {"BLOCK": 4096, "FOLLOW": False, "CHAIN": True}, 8),
     ):
         function = triton.runtime.JITFunction(kernel.fn)
         types = {
-            name: "constexpr" if name in constants else "i32" if name.islower() else "*fp32" if name in floats
-            else "*i64"
+            name: "constexpr" if name in constants else "fp32" if name == "eps"
+            else "i32" if name.islower() or name in ("WIDTH", "TURNED")
+            else "*fp32" if name in floats else "*bf16" if name in wide else "*i64"
             for name in function.arg_names
         }  # fmt: skip
         source = ASTSource(function, types, constexprs=constants)
@@ -212,14 +224,78 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert made.asm["cubin"] and made.metadata.shared <= 48 << 10
 
 
-def test_recorded_drafts_of_eagle_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, found = [], []
-    best_nodes = trees.best_nodes
-    monkeypatch.setattr(trees, "best_nodes", lambda *given: counts.append(given[1]) or best_nodes(*given))
-    for target in both(lambda: checks.tiny_target().hf.float()):
-        assert not counts, "torch makes the first trees"
-        decoder = test_rounds.DRAFTED["eagle_dynamic"](GraphedLM.of(target, capture=ON_GPU), Sampling())
-        found.append([test_rounds.drafted(decoder, PROMPTS[:2], 9) for _ in range(2)])
-    for theirs, ours in zip(*found, strict=True):
-        test_rounds.require_equal(ours, theirs)
-    assert counts, "kernels make the others"
+# -- what a draft network reads ---------------------------------------------------------------------------------------
+
+
+def test_what_a_round_kept() -> None:
+    absent = token_tree.ABSENT
+    rows = [[9, 0, 2, absent, absent, 5, absent, absent], [7, 0, absent, absent, absent, absent, absent, absent]]
+    rows += [[3, 0, 1, 4, 5, 8, 6, 2], [0, 0, 3, 4, absent, 1, 2, absent]]
+    report = torch.tensor(rows, device=DEVICE)
+    for given in (report, report[:, [0, 1, 5]][:, :2], report.repeat(1, 2)[:, :8]):
+        ours, theirs = KeptTokens.of(given, True), KeptTokens.of(given)
+        for part in ("following", "counts", "bonus"):
+            require_equal(getattr(ours, part), getattr(theirs, part))
+    assert KeptTokens.of(report, True).following.tolist() == [[5, 9, 0, 0], [7, 0, 0, 0], [8, 6, 2, 3], [1, 2, 0, 0]]
+
+
+@pytest.mark.parametrize("normed", ["neither", "both", "residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [24, 2304])
+def test_pairs_enter_a_layer(width: int, dtype: torch.dtype, normed: str) -> None:
+    torch.manual_seed(0)
+    rows, nodes, before, turned, most = 2, 5, 7, 12, 1e-5 if dtype == torch.float32 else 2e-2
+    feature, embedding = (random(*shape, width, dtype=dtype) for shape in ((rows, nodes), (30,)))
+    weights, table = random(2, width, dtype=dtype), random(2, 40, 1, turned, dtype=dtype)
+    norms = None if normed == "neither" else (weights[0], weights[1], 1e-5)
+    tokens, length = torch.randint(0, 30, (rows, nodes), device=DEVICE), torch.tensor([3, 33], device=DEVICE)
+    source = torch.randint(0, nodes, (rows, nodes), device=DEVICE)
+    reach = torch.rand(rows, nodes, before, device=DEVICE) < 0.5
+    above, last = kernels.pack_bits(reach), 36
+    own = torch.eye(nodes, dtype=torch.bool, device=DEVICE).expand(rows, -1, -1)
+    followed = torch.cat([reach.gather(1, source[:, :, None].expand(-1, -1, before)), own], 2)
+    columns = torch.arange(nodes, device=DEVICE)
+    tree = {"level": 3, "source": source, "above": above, "earlier": before}
+    for given, more, places, from_, seen in (
+        (feature, {}, length[:, None] + columns, columns.expand(rows, -1), None),
+        (feature, {"level": 2}, length[:, None] + 2, columns.expand(rows, -1), own),
+        (feature[:, :1], {"level": 0}, length[:, None], torch.zeros_like(source), own),
+        (feature, tree, length[:, None] + 3, source, followed),
+    ):
+        states, tokens_of = given.gather(1, from_[:, :, None].expand(-1, -1, width)), embedding[tokens]
+        read = [tokens_of, states]
+        if norms is not None:
+            pairs = zip((tokens_of, states), weights, strict=True)
+            read = [kernels.add_norm_eager(x.flatten(0, 1), None, weight, 1e-5)[1].view_as(x) for x, weight in pairs]
+        residual, found, cos, sin, bits = trees.enter_pairs(
+            given, tokens, embedding, norms, normed == "residual", (table[0], table[1]), length, last, **more
+        )
+        torch.testing.assert_close(residual, read[1] if normed == "residual" else states, rtol=most, atol=most)
+        torch.testing.assert_close(found, torch.cat(read, 2), rtol=most, atol=most)
+        places = places.clamp(max=last).expand(rows, nodes)
+        require_equal(cos, table[0][places])
+        require_equal(sin, table[1][places])
+        if seen is None:
+            assert bits is None
+        else:
+            require_equal(bits, kernels.pack_bits(seen))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_tree_is_drafted_by_kernels_from_its_tokens_on(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same tree where they follow no ancestors."""
+    asked, made, enter_pairs, best_nodes = [], [], trees.enter_pairs, trees.best_nodes
+    monkeypatch.setattr(trees, "best_nodes", lambda *given: made.append(given[1:]) or best_nodes(*given))
+    monkeypatch.setattr(trees, "enter_pairs", lambda *given, **more: asked.append(more) or enter_pairs(*given, **more))
+    found = []
+    for follows in (True, False):
+        _, target = both(lambda: checks.tiny_target().hf.float())
+        decoder = test_rounds.eagle(GraphedLM.of(target, capture=ON_GPU), Sampling(), version, **GROWN)
+        if not follows:
+            asked.clear()
+            monkeypatch.setattr(FixedReader, "follows", lambda *given: False)
+        found.append(test_rounds.drafted(decoder, PROMPTS[:2], 4))
+        levels = [more.get("level") for more in asked]
+        assert set(levels) == {None, 0, 1} if follows else not levels
+        assert set(made) == {(3 + 2 * 9, 8)}
+    test_rounds.require_equal(*found)
