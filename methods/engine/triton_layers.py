@@ -91,17 +91,24 @@ class TritonLayers:
         *,
         earlier: int = 0,
         beside: Float[Tensor, "B M E"] | None = None,
+        read: Float[Tensor, "B M E"] | None = None,
     ) -> tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]:
-        """See ``FusedLayers.run``; ``reach`` may be packed into bits."""
+        """See ``FusedLayers.run``.
+
+        Args:
+            reach: also as bits, see ``triton_kernels.pack_bits``.
+            read: by the first attention, after its norm and with what is beside it; None: they are made here.
+        """
         bits = self._kernels.pack_bits(reach) if reach is not None and reach.dtype == torch.bool else reach
         shape, taps = hidden.shape, {}
         state, update = hidden.reshape(-1, shape[-1]), None  # what a sub-layer adds is added before the next one's norm
         for portion in portions:
             layer = self._layers[portion.layer]
             if portion.attention:
-                state, rows = self._enter(state, update, layer.attention.norm)
-                read = rows.view(shape) if beside is None else torch.cat([beside, rows.view(shape)], -1)
-                update = self._attend(layer, read, cos, sin, bits, cache, portion.layer, earlier)
+                if read is None:
+                    state, rows = self._enter(state, update, layer.attention.norm)
+                    read = rows.view(shape) if beside is None else torch.cat([beside, rows.view(shape)], -1)
+                update, read = self._attend(layer, read, cos, sin, bits, cache, portion.layer, earlier), None
             if portion.mlp:
                 state, rows = self._enter(state, update, layer.mlp.norm)
                 update = self._feed(layer.mlp, rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -33,6 +34,90 @@ class Beam:
     level: int
     tokens: Int[Tensor, "B k"]
     source: Int[Tensor, "B k"] | None
+
+
+class TorchPaths:
+    """The candidates of a growing tree, by torch's operators.
+
+    Args:
+        roots, columns: [B, k] -1, and 0, 1, ..
+
+    Attributes:
+        beam: of the last level; there is none of one that was added as the last.
+        scores: of the beam: log-probabilities of the paths to its nodes.
+    """
+
+    beam: Beam
+    scores: Float[Tensor, "B k"]
+
+    def __init__(self, roots: Int[Tensor, "B k"], columns: Int[Tensor, "B k"], vocabulary: DraftVocabulary) -> None:
+        self._roots, self._columns, self._vocabulary = roots, columns, vocabulary
+        self._levels: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, gained: Float[Tensor, "B m k"], places: Int[Tensor, "B m k"], last: bool) -> None:
+        """A level: the children of the beam's nodes.
+
+        Args:
+            gained: log-probabilities of the children of each node; ``m = 1``: they share theirs, or it is the first
+                level.
+            places: of the children in the draft vocabulary.
+            last: nothing grows after it.
+        """
+        tokens, k, level = self._vocabulary.tokens(places), gained.shape[2], len(self._levels)
+        if not level:
+            self.scores, self.beam = gained[:, 0], Beam(0, tokens[:, 0], None)
+            self._levels.append((self.scores, self.beam.tokens, self._roots))
+            return
+        scores = _below(self.scores)[:, :, None].minimum(self.scores[:, :, None] + gained).flatten(1)
+        tokens = tokens.expand(-1, k, -1).flatten(1)
+        self._levels.append((scores, tokens, self._columns.repeat_interleave(k, 1)))
+        if not last:
+            chosen = top_candidates(scores, k)  # of equal ones the first, where the kernels find them
+            self.scores = scores.gather(1, chosen)
+            self.beam = Beam(level, tokens.gather(1, chosen), chosen // k)
+            self._columns = chosen + (k + (level - 1) * k * k)
+
+    def best(self, nodes: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Float[Tensor, "B N"]]:
+        """Tokens, parents and probabilities of the best candidates, in the order in which they were added."""
+        scores, tokens, parents = (torch.cat(parts, 1) for parts in zip(*self._levels, strict=True))
+        kept = top_candidates(scores, min(nodes, scores.shape[1])).sort(1).values
+        above = parents.gather(1, kept)
+        columns = torch.searchsorted(kept, above.clamp(min=0))
+        return tokens.gather(1, kept), torch.where(above < 0, above, columns), scores.gather(1, kept).exp()
+
+
+class KernelPaths:
+    """``TorchPaths`` by Triton's kernels: one of each level, and one of the best nodes.
+
+    Args:
+        levels: most levels.
+    """
+
+    beam: Beam
+    scores: Float[Tensor, "B k"]
+
+    def __init__(self, batch: int, k: int, levels: int, vocabulary: DraftVocabulary) -> None:
+        from methods.engine import triton_trees
+
+        self._kernels: Any = triton_trees
+        self._ids = None if vocabulary.full else vocabulary.ids
+        self._room = triton_trees.Candidates.room(batch, k + (levels - 1) * k * k, vocabulary.ids.device)
+        self._above: Any = None
+        self._count, self._level = 0, 0
+
+    def add(self, gained: Float[Tensor, "B m k"], places: Int[Tensor, "B m k"], last: bool) -> None:
+        """See ``TorchPaths``."""
+        k, above = gained.shape[2], self._above
+        found = self._kernels.next_level(above, gained, places, self._ids, self._room, self._count, not last)
+        if found is not None:
+            self.scores = found.scores
+            self.beam = Beam(self._level, found.tokens, None if above is None else found.source)
+        self._above, self._count, self._level = found, self._count + (k if above is None else k * k), self._level + 1
+
+    def best(self, nodes: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Float[Tensor, "B N"]]:
+        """See ``TorchPaths``."""
+        found: tuple[Tensor, Tensor, Tensor] = self._kernels.best_nodes(self._room, self._count, nodes)
+        return found
 
 
 class RankedTree:
@@ -69,49 +154,27 @@ class RankedTree:
             passes: of the draft network for all levels; the draft reports one less for each that did not grow.
             triton: Triton's kernels find the candidates.
         """
-        batch, k = len(logits), self._k
-        scores, tokens = (found[:, 0] for found in self._candidates(vocabulary, logits, triton))
-        parents, columns = self._roots.expand(batch, -1), self._columns.expand(batch, -1)
-        every = [(scores, tokens, parents)]
-        beam, levels = Beam(0, tokens, None), 1
-        for level in range(self.levels - 1):
-            if self._ends(scores):
-                break
+        paths, levels = self._paths(len(logits), vocabulary, triton), 1
+        paths.add(*top_log_probs(logits, self._k, triton), last=False)
+        while levels < self.levels and not self._ends(paths.scores):
+            gained, places = top_log_probs(expand(paths.beam), self._k, triton)
             levels += 1
-            gained, tokens = self._candidates(vocabulary, expand(beam), triton)
-            scores = _below(scores)[:, :, None].minimum(scores[:, :, None] + gained).flatten(1)
-            start, tokens = k + level * k * k, tokens.expand(-1, k, -1).flatten(1)
-            every.append((scores, tokens, columns.repeat_interleave(k, 1)))
-            if level + 2 < self.levels:
-                chosen = top_candidates(scores, k)  # of equal ones the first, where the kernels find them
-                scores = scores.gather(1, chosen)
-                beam, columns = Beam(level + 1, tokens.gather(1, chosen), chosen // k), chosen + start
-        scores, tokens, parents = (torch.cat(parts, 1) for parts in zip(*every, strict=True))
-        return self._best(scores, tokens, parents, levels, passes - self.levels + levels)
+            paths.add(gained, places, last=levels == self.levels)
+        tokens, parents, gains = paths.best(self.nodes)
+        passes += levels - self.levels
+        return Draft(tokens, parents, levels=levels, width=self._k, passes=passes, gains=gains)
+
+    def _paths(self, batch: int, vocabulary: DraftVocabulary, triton: bool) -> TorchPaths | KernelPaths:
+        if triton:
+            from methods.engine import triton_trees  # needs a package that not every machine has
+
+            if triton_trees.takes(self._k, self.levels):
+                return KernelPaths(batch, self._k, self.levels, vocabulary)
+        return TorchPaths(self._roots.expand(batch, -1), self._columns.expand(batch, -1), vocabulary)
 
     def _ends(self, scores: Float[Tensor, "B n"]) -> bool:
         """Whether paths of these scores are too unlikely for another level."""
         return self._least > -math.inf and bool((scores.amax(1) < self._least).all())
-
-    def _candidates(
-        self, vocabulary: DraftVocabulary, logits: Float[Tensor, "B m v"], triton: bool
-    ) -> tuple[Float[Tensor, "B m k"], Int[Tensor, "B m k"]]:
-        gained, places = top_log_probs(logits, self._k, triton)
-        return gained, vocabulary.tokens(places)
-
-    def _best(
-        self,
-        scores: Float[Tensor, "B C"],
-        tokens: Int[Tensor, "B C"],
-        parents: Int[Tensor, "B C"],
-        levels: int,
-        passes: int,
-    ) -> Draft:
-        kept = top_candidates(scores, min(self.nodes, scores.shape[1])).sort(1).values
-        above = parents.gather(1, kept)
-        columns = torch.searchsorted(kept, above.clamp(min=0))
-        columns = torch.where(above < 0, above, columns)
-        return tree_of(tokens.gather(1, kept), columns, scores.gather(1, kept), levels, self._k, passes)
 
 
 def tree_of(

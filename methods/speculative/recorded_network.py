@@ -51,8 +51,16 @@ class KeptTokens:
     bonus: Int[Tensor, "B"]
 
     @classmethod
-    def of(cls, report: Int[Tensor, "B R"]) -> KeptTokens:
-        """From the report of a recorded round."""
+    def of(cls, report: Int[Tensor, "B R"], triton: bool = False) -> KeptTokens:
+        """From the report of a recorded round.
+
+        Args:
+            triton: a kernel of Triton's reads it.
+        """
+        if triton:
+            from methods.engine import triton_trees  # needs a package that not every machine has
+
+            return cls(*triton_trees.kept_tokens(report), report[:, 0])
         path = kept_nodes(report)
         tokens = report[:, 1 + path.shape[1] :]
         counts = (path >= 0).sum(1)

@@ -47,7 +47,8 @@ with pytest.MonkeyPatch.context() as _patch:
         _patch.setenv("TRITON_INTERPRET", "1")
     from methods.engine import triton_kernels as kernels
 
-    importlib.import_module("methods.engine.triton_rounds")  # interpreted as well
+    for _name in ("triton_rounds", "triton_trees"):  # interpreted as well
+        importlib.import_module(f"methods.engine.{_name}")
 
 TYPES = {torch.float32: 1e-4 if ON_GPU else 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 PROMPTS = [[3, 5, 7, 5, 3, 5, 7], [11, 2], [4, 4, 4, 4, 9, 8, 1, 2, 3, 4, 4]]

@@ -60,7 +60,8 @@ class BlockDrafter(NetworkDrafter[Network, Growth, Reader]):
         """Reading what a recorded round kept and drafting after it, from its report and states."""
 
         def work(report: Tensor, *states: Tensor) -> Drafted:
-            kept, fixed = KeptTokens.of(report), FixedReader(self.network, reader.cache)
+            kept = KeptTokens.of(report, self.network.triton is not None)
+            fixed = FixedReader(self.network, reader.cache)
             fixed.read(states, kept.counts)
             hidden = fixed.block(kept.bonus)[:, : self.growth.levels]
             return tensors_of(self.growth.grow(self.network, hidden, kept.context(states, sampling, rng)))

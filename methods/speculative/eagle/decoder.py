@@ -71,7 +71,8 @@ class EagleDrafter(NetworkDrafter[Network, Growth, Reader]):
         """Reading what a recorded round kept and drafting after it, from its report and states."""
 
         def work(report: Tensor, *states: Tensor) -> Drafted:
-            kept, pairs = KeptTokens.of(report), FixedReader(self.network, reader.cache)
+            kept = KeptTokens.of(report, self.network.triton is not None)
+            pairs = FixedReader(self.network, reader.cache)
             feature = pairs.read(self.network.feature(states[0], states[1:]), kept.following, kept.counts)
             return tensors_of(self.growth.grow(pairs, feature, kept.context(states, sampling, rng)))
 

@@ -12,7 +12,8 @@ gives the layer both halves of the pair side by side, and does not require its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,24 @@ from methods.speculative.eagle.checkpoint import Part
 from methods.speculative.ranked_tree import tree_of
 
 _MOST_ROWS = 256  # of a pass of the kernels, whose buffers take 25 kB a row
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What the layer's kernels read of pairs.
+
+    Attributes:
+        residual: input of the layer.
+        read: by its attention, after all norms.
+        cos, sin: of the positions.
+        bits: which guesses each sees, see ``methods.engine.triton_kernels.pack_bits``; None: they are no guesses.
+    """
+
+    residual: Float[Tensor, "B M D"]
+    read: Float[Tensor, "B M E"]
+    cos: Float[Tensor, "B M 1 r"]
+    sin: Float[Tensor, "B M 1 r"]
+    bits: Int[Tensor, "B M"] | None
 
 
 class Network:
@@ -104,6 +123,34 @@ class Network:
             return read.view(feature.shape), None
         residual = self._feature_norm(feature) if self.spec.norm_before_residual else feature
         return residual, self._token_norm(embedding)
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether ``pairs`` may be called: Triton's kernels run the layer, and nothing is done to an embedding."""
+        return self.triton is not None and self._table is not None
+
+    def pairs(
+        self, feature: Float[Tensor, "B m D"], tokens: Int[Tensor, "B M"], cache: Cache, last: int, **guesses: Any
+    ) -> Entered:
+        """``enter`` and the norm of the layer by one kernel, with what depends on the places of pairs.
+
+        Args:
+            cache: that they are written into.
+            last: the last position that is looked up.
+            guesses: see ``methods.engine.triton_trees.enter_pairs``.
+        """
+        from methods.engine import triton_trees  # needs a package that not every machine has
+
+        assert self._table is not None
+        spec, norms, (cos, sin) = self.spec, None, self.rotary.slice(0, 2 * cache.capacity)
+        if spec.version == 3:
+            norms = self._token_norm.factor, self._feature_norm.factor, spec.rms_eps
+        where = (self._table, norms, spec.norm_before_residual, (cos[0], sin[0]), cache.length, last)
+        made = Entered(*triton_trees.enter_pairs(feature, tokens, *where, **guesses))
+        if spec.version == 3:
+            return made
+        mixed = self._fc(made.read.flatten(0, 1)).view(made.residual.shape)
+        return replace(made, residual=mixed, read=mixed)
 
     def heads(
         self, residual: Float[Tensor, "B M D"], beside: Float[Tensor, "B M D"] | None
@@ -321,16 +368,21 @@ class FixedReader:
     def __init__(self, network: Network, cache: Cache) -> None:
         self.network, self._cache = network, cache
         self._guesses = 0  # after the rows' ends
+        self._bits: Tensor | None = None  # of the guesses that the last level sees
 
     def read(
         self, feature: Float[Tensor, "B W D"], tokens: Int[Tensor, "B W"], counts: Int[Tensor, "B"]
     ) -> Float[Tensor, "B 1 D"]:
         """``Reader.read``; the cache's lengths grow on the device only."""
         cache, spec, self._guesses = self._cache, self.network.spec, 0
+        last = (counts - 1)[:, None]
+        rows = last[:, :, None].expand(-1, -1, feature.shape[2])
+        if self.follows(feature.shape[1]):
+            after = self._ran(self.network.pairs(feature, tokens, cache, cache.capacity - 1), None)
+            cache.length += counts
+            return after.gather(1, rows)
         residual, beside = self.network.enter(feature, tokens)
         slots = cache.slots(feature.shape[1]).clamp_(max=cache.capacity - 1)
-        last = (counts - 1)[:, None]
-        rows = last[:, :, None].expand(-1, -1, residual.shape[2])
         if (states := self._by_kernels(residual, beside, slots, None)) is not None:
             cache.length += counts
             return states.gather(1, rows)
@@ -349,6 +401,11 @@ class FixedReader:
     ) -> Float[Tensor, "B M D"]:
         """See ``Reader.guess``."""
         nodes, start = tokens.shape[1], self._cache.length
+        if self.follows(nodes) and (reach is not None or nodes == 1):
+            pairs = self.network.pairs(feature, tokens, self._cache, self._last, level=level)
+            after = self._ran(pairs, None if reach is None else reach.expand(len(tokens), -1, -1))
+            self._guesses += nodes
+            return after
         residual, beside = self.network.enter(feature, tokens)
         place = (start + level)[:, None].expand(-1, nodes)
         if reach is None:
@@ -361,6 +418,40 @@ class FixedReader:
             states = self.network.leave(residual, self._mix(heads[:, :, : self.network.spec.heads], reach))
         self._guesses += nodes
         return states
+
+    def follows(self, guesses: int) -> bool:
+        """Whether kernels run passes up to so many more guesses from their tokens on."""
+        kernels = self.network.triton
+        return kernels is not None and self.network.makes_pairs and kernels.takes(self._guesses + guesses, True)
+
+    def follow(
+        self, feature: Float[Tensor, "B m D"], tokens: Int[Tensor, "B M"], level: int, source: Int[Tensor, "B M"] | None
+    ) -> Float[Tensor, "B M D"]:
+        """``guess`` for a level of a tree, of which each node sees its ancestors; where it ``follows``.
+
+        Args:
+            feature: after the nodes of the level before, or after the root.
+            tokens: the guesses.
+            level: guesses between each and the root.
+            source: which node of the level before is the parent of each; None: the root.
+        """
+        above, earlier = None if source is None else self._bits, self._guesses
+        guesses = {"level": level, "source": source, "above": above, "earlier": earlier}
+        pairs = self.network.pairs(feature, tokens, self._cache, self._last, **guesses)
+        states = self._ran(pairs, pairs.bits)
+        self._bits, self._guesses = pairs.bits, earlier + tokens.shape[1]
+        return states
+
+    @property
+    def _last(self) -> int:
+        """The last position that any guess has."""
+        return 2 * self._cache.capacity - 1
+
+    def _ran(self, pairs: Entered, reach: Bool[Tensor, "B M g"] | Int[Tensor, "B M"] | None) -> Float[Tensor, "B M D"]:
+        """The layer's output, with keys and values in the cache."""
+        assert self.network.triton is not None
+        where = (pairs.cos, pairs.sin, reach, self._cache, [Portion(0)])
+        return self.network.triton.run(pairs.residual, *where, earlier=self._guesses, read=pairs.read)[0]
 
     def _by_kernels(
         self,

@@ -171,6 +171,8 @@ class Dynamic:
 
     def grow(self, reader: Pairs, feature: Float[Tensor, "B 1 D"], context: Context) -> Draft:
         logits, feature = reader.network.logits(feature)
+        if isinstance(reader, FixedReader) and reader.follows(self.guesses):
+            return self._followed(reader, logits, feature)
         states = feature.expand(-1, self._self.shape[1], -1)
         own = reach = self._self.expand(len(feature), -1, -1)
 
@@ -185,6 +187,17 @@ class Dynamic:
 
         network = reader.network
         return self._tree.grow(network.vocabulary, logits, expand, self.levels, network.triton is not None)
+
+    def _followed(self, reader: FixedReader, logits: Float[Tensor, "B 1 v"], feature: Float[Tensor, "B 1 D"]) -> Draft:
+        """``grow`` where kernels look up the ancestors of a level."""
+        network, states = reader.network, feature
+
+        def expand(beam: Beam) -> Float[Tensor, "B k v"]:
+            nonlocal states
+            logits, states = network.logits(reader.follow(states, beam.tokens, beam.level, beam.source))
+            return logits
+
+        return self._tree.grow(network.vocabulary, logits, expand, self.levels, True)
 
 
 def _chances(logits: Float[Tensor, "B m v"], sampling: Sampling) -> Float[Tensor, "B m v"]:

@@ -59,7 +59,8 @@ class PEagleDrafter(NetworkDrafter[Network, Growth, Reader]):
         """Reading what a round kept and drafting after it, from its report and states."""
 
         def work(report: Tensor, *states: Tensor) -> Drafted:
-            kept, fixed = KeptTokens.of(report), FixedReader(self.network, reader.cache)
+            kept = KeptTokens.of(report, self.network.triton is not None)
+            fixed = FixedReader(self.network, reader.cache)
             feature, masks = self.network.feature(states), self.growth.levels - 1
             hidden = fixed.draft(feature, kept.following, kept.counts, masks)
             return tensors_of(self.growth.grow(self.network, hidden, kept.context(states, sampling, rng)))
