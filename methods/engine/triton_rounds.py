@@ -33,7 +33,7 @@ _LARGE_ROW = 2048  # from here on an embedded row takes more threads
 
 @triton.jit
 @no_type_check
-def _count_bits(x) -> None:
+def _count_bits(x):
     """Bits that are set in numbers of 64 bit."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
