@@ -75,7 +75,7 @@ _MOST_KEPT = 0.9  # of the nodes whose parents are kept, by the best of trained 
 _DEAR = 0.4  # passes over one node that drafting takes, from which on losing in every text matters
 _MOST_TEXTS = 16
 _EVERY = 1 << 30  # rounds: all of them
-_FLAT = 0.1  # passes over one node that all nodes of a draft may take together without being sized
+_FLAT = 0.2  # passes over one node that all nodes of a draft may take together without being sized
 
 CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
 """``auto``: as measured for the run (``methods.decoder.CostAware``), all nodes before that; pairs: see ``Costs.of``;

@@ -331,7 +331,7 @@ def test_recorded_rounds_judge_drafts_whole_where_their_nodes_cost_nothing():
         def propose(self, context):
             return replace(super().propose(context), gains=torch.empty(1, self.nodes, device="meta"))
 
-    flat, steep = Costs.of([[0, 0.1], [1, 1.0], [31, 1.09]]), Costs.of([[0, 0.1], [1, 1.0], [31, 1.12]])
+    flat, steep = Costs.of([[0, 0.1], [1, 1.0], [31, 1.19]]), Costs.of([[0, 0.1], [1, 1.0], [31, 1.22]])
     pace = Pace(Unread(30, 0.5), flat, Tally(), fixed_passes=True)
     for _ in range(20):
         assert pace.propose(context(), [True]).tokens.shape[1] == 30
