@@ -116,7 +116,7 @@ def sizes(sweep: str) -> list[Source]:
 
 
 N = r"(\d+(?:\.\d+)?)"
-GPU, LARGE = "8ba3e3857873", "b290f89f2d58"
+GPU, LARGE = "b53a609d68d0", "b290f89f2d58"
 CALM, SUFFIX, HYBRID, HEADS = "95a3ae5fde7b", "2137e5e69667", "34b2ef92b1eb", "6ef0b68f8b8a"
 MASKS, HASHED = "90986e793f34", "799463a6779e"  # a model that drafts by masks, one that exits by a table
 TABLES = {
@@ -154,8 +154,26 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
     ("docs/gpu.md", rf"A pass over 64 nodes takes {N} times as long", [passes(GPU, 64, 44)]),
     (
         "docs/gpu.md",
-        rf"read: {N} ms of EAGLE's rounds, {N} with 32 rows in those of `hybrid`",
-        [rounds("f59ab6c9c519", "method", "host_s"), rounds("da219bc66045", "method", "host_s")],
+        rf"keeps {N} tokens a step instead of {N}\.",
+        [of("8207a3502287", "tokens_per_step"), of("554cb066a6b6", "tokens_per_step")],
+    ),
+    (
+        "docs/gpu.md",
+        rf"EAGLE's network take {N} ms, heads of Hydra {N}, of Medusa {N}, a lookup on the host {N}\.",
+        [
+            rounds(run, "method", "draft_s")
+            for run in ("554cb066a6b6", "5130d5c80a5d", "8dcbd84dbafb", "df8f4d020434")
+        ],
+    ),
+    (
+        "docs/gpu.md",
+        rf"EAGLE's rounds are exposed for {N} ms\. .*: {N} ms on average over rounds, and {N} in those of `hybrid`",
+        [rounds(run, "method", "host_s") for run in ("554cb066a6b6", "df8f4d020434", "afa36f7769aa")],
+    ),
+    (
+        "docs/gpu.md",
+        rf"`hydra_heads` was exposed for {N} ms a round",
+        [rounds("cfa1d1152b19", "method", "host_s")],
     ),
     (
         "docs/gpu.md",

@@ -107,10 +107,10 @@ def test_greedy_text_is_that_of_the_cpu(make):
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
 def test_text_by_graphs_is_that_of_the_cpu(make, kernels):
-    dtype = torch.float64 if kernels == "torch" else torch.float32  # Triton's have no 64 bit
-    reference = CausalLM.from_hf(checks.tiny_target().hf.to(dtype))
+    reference = checks.tiny_target()
     batch = checks.prompts(reference.vocab_size, (5, 1, 14, 8))
     wanted = [checks.greedy_reference(reference, prompt, 40) for prompt in batch]
+    dtype = torch.float64 if kernels == "torch" else torch.float32  # Triton's have no 64 bit
     target = CausalLM.from_hf(checks.tiny_target().hf.to("cuda", dtype))
     if kernels == "triton":
         target.use_triton()

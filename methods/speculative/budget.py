@@ -76,6 +76,7 @@ _DEAR = 0.4  # passes over one node that drafting takes, from which on losing in
 _MOST_TEXTS = 16
 _EVERY = 1 << 30  # rounds: all of them
 _FLAT = 0.2  # passes over one node that all nodes of a draft may take together without being sized
+_WEIGHED = 5e-4  # the same for each node of a row, which the host would have to weigh
 
 CostsOption = Literal["auto"] | Sequence[Sequence[int | float]] | None
 """``auto``: as measured for the run (``methods.decoder.CostAware``), all nodes before that; pairs: see ``Costs.of``;
@@ -481,7 +482,8 @@ class Pace:
         """Whether a recorded draft of one part is not worth being sized."""
         beside = draft.auxiliary.tokens.shape[1] if draft.auxiliary else 0
         more = costs.time(1 + beside + draft.tokens.shape[1]) - costs.time(1 + beside)
-        return self.fixed_passes and draft.tokens.shape[1] > 0 and len(self._parts) == 1 and more <= _FLAT
+        most = _FLAT + _WEIGHED * draft.tokens.numel()
+        return self.fixed_passes and draft.tokens.shape[1] > 0 and len(self._parts) == 1 and more <= most
 
     def _proposed(self, context: Context, paused: Collection[str]) -> Draft:
         if not paused:
