@@ -360,7 +360,7 @@ class LaunchedDrafter(SkippableDrafter, Protocol):
     """A drafter that can draft on the device before the host knows what the last pass kept."""
 
     def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> Draft | None:
-        """Begin the draft that ``propose`` returns next, or that ``skip`` drops.
+        """Begin the draft that ``propose`` returns next, or that ``skip`` drops; of several parts the last one's.
 
         Args:
             report, output: of a recorded round of the target, see ``methods.engine.greedy_round``.

@@ -403,6 +403,7 @@ class Pace:
     _ratios: dict[str, Ratio] = field(default_factory=lambda: defaultdict(Ratio))
     _places: Places = field(default_factory=Places)
     _round: _Round | None = None
+    _begun: bool = False  # the next draft was launched
     _parts: Sequence[str] = field(init=False)
     _idle: bool = field(init=False)
     _skips: bool = field(init=False)
@@ -456,6 +457,7 @@ class Pace:
         for part in paused:  # what was kept before a pause says less about what is kept after it
             self._ratios[part].note(0.0, 0.0)
         if len(paused) == len(self._parts):
+            self._begun = False
             cast(SkippableDrafter, self.drafter).skip(context)
             self._round = None
             self._places.fade()
@@ -470,13 +472,17 @@ class Pace:
 
         A draft that is then not asked for, because that round ends in a pause, is lost.
         """
-        if not self._launches or any(self._accounts[part].pausing for part in self._parts):
+        if not self._launches or self._accounts[self._parts[-1]].pausing:
             return None
-        return cast(LaunchedDrafter, self.drafter).launch(report, output, context)
+        begun = cast(LaunchedDrafter, self.drafter).launch(report, output, context)
+        self._begun = begun is not None
+        return begun
 
     def whole(self, draft: Draft) -> bool:
         """Whether a draft is judged whole whatever it says, so that its round can be launched at once."""
-        return draft.auxiliary is None and (self.costs is None or self._flat(draft, self.costs))
+        if draft.auxiliary is not None or len(self._parts) > 1:
+            return False
+        return self.costs is None or self._flat(draft, self.costs)
 
     def _flat(self, draft: Draft, costs: Costs) -> bool:
         """Whether a recorded draft of one part is not worth being sized."""
@@ -518,6 +524,7 @@ class Pace:
 
     def _cut(self, draft: Draft, open_rows: Sequence[bool], costs: Costs) -> Draft:
         """The best nodes of a proposal, as many as pay."""
+        begun, self._begun = self._begun, False
         most, beside = draft.tokens.shape[1], draft.auxiliary.tokens.shape[1] if draft.auxiliary else 0
         if self._flat(draft, costs):
             self._round = _Round.whole(self._parts[0], costs.draft + costs.time(1 + beside + most) - 1.0)
@@ -529,6 +536,8 @@ class Pace:
         else:
             gains = [self._calibrated(*row) for row in zip(scores, sources, trees, strict=True)]
         offered = [draft.source] if draft.source in self._parts else self._parts
+        if begun and self._parts[-1] not in offered:  # it has drafted in vain
+            offered = [*offered, self._parts[-1]]
         drafting = costs.draft if self._parts[-1] in offered else 0.0
         probe = drafting + max(RISK + costs.time(1 + beside), costs.time(2 + beside)) - 1.0
         allowed = max(sum(self._accounts[part].left for part in offered), probe)

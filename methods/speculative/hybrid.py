@@ -15,7 +15,8 @@ is exact, whatever the policy does: it sees nothing that the target has yet to j
 
 With ``costs`` a round drafts as many of these nodes as pay, and nothing where none does (``budget.py``). What lookup
 and network promise is corrected by what was kept of each, and each sits out rounds while it does not pay. A
-network that cannot pay, as in large batches, is not asked, and no states are kept for it.
+network that cannot pay, as in large batches, is not asked, and no states are kept for it. On a GPU it drafts while the
+host reads the last round and searches, and pays for what is then not used.
 
 Published: SuffixDecoding with a neural speculator 179 tokens/s on ShareGPT, where the speculator alone has 172 and
 suffixes alone 113, and 302 against 294 and 286 on SWE-bench (documentation of Arctic Inference). SAM decoding (Hu et
@@ -35,10 +36,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from methods.drafting import ABSENT, Context, Continuation, Draft, Lookup, SkippableDrafter, padded
-from methods.engine.causal_lm import CausalLM
+from methods.drafting import ABSENT, Context, Continuation, Draft, LaunchedDrafter, Lookup, SkippableDrafter, padded
+from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
 from methods.rows import of_rows
@@ -120,6 +122,14 @@ class HybridDrafter:
         self._note_kept(context.tokens)
         self._asked = [False] * len(self._asked)
         self._network.skip(context)
+
+    def launch(self, report: Int[Tensor, "B R"], output: Output, context: Context) -> Draft | None:
+        """Let the network draft while the host reads and searches, see ``LaunchedDrafter``: what it makes may not be
+        what ``propose`` returns.
+        """
+        if isinstance(self._network, Unasked) or not isinstance(self._network, LaunchedDrafter):
+            return None
+        return self._network.launch(report, output, context)
 
     def propose(self, context: Context) -> Draft:
         return self.propose_by(context, self.parts)

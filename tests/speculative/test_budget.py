@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from bench.config import compose
 from bench.contract import checks
 from methods.drafting import ABSENT, Context, Draft, StatelessDrafter
+from methods.engine.causal_lm import Output
 from methods.engine.sampling import Sampling
 from methods.speculative import budget
 from methods.speculative.budget import Costs, Pace, Places, Ratio, Tally, Texts, affordable, size
@@ -322,6 +323,34 @@ def test_a_tree_is_cut_to_its_best_nodes():
     assert (draft.sizes, draft.depths, draft.levels, draft.width, draft.passes) == ([3], [2], 2, 2, 1)
     chain = Pace(Tree(), Costs.of([[1, 1.0], [3, 1.2], [4, 2.0]]), Tally()).propose(context(), [True])
     assert chain.is_chain and chain.tokens.tolist() == [[11, 13]]
+
+
+def test_a_network_that_drafts_in_vain_while_the_host_searches_pays_for_it():
+    class Both(Chains):
+        """A lookup that always finds something, and a network that was launched beside it."""
+
+        parts = ("lookup", "network")
+
+        def launch(self, report, output, given):
+            self.launched += 1
+            return Draft.chain(torch.zeros(1, self.nodes, dtype=torch.long))
+
+        def propose(self, given):
+            return self.propose_by(given, self.parts)
+
+        def propose_by(self, given, parts):
+            return replace(super().propose(given), source="lookup")
+
+    drafter = Both(4, 0.9)
+    drafter.launched, output = 0, Output(torch.zeros(1, 1, 0), torch.zeros(1, 1, 4))
+    pace = Pace(drafter, Costs.of([[0, 0.3], [1, 1.0], [5, 1.05]]), Tally())
+    for _ in range(40):
+        begun = pace.launch(torch.zeros(1, 2, dtype=torch.long), output, context())
+        assert begun is None or not pace.whole(begun), "the host has to search first"
+        pace.propose(context(), [True])
+        pace.note([[0, 1, 2]], [True])
+    assert pace.tally.undrafted == 0 and pace.tally.gained["lookup"] > 0.0 > pace.tally.gained["network"]
+    assert 2 < drafter.launched < 10, "a network that is never used is launched for probes alone"
 
 
 def test_recorded_rounds_judge_drafts_whole_where_their_nodes_cost_nothing():

@@ -177,6 +177,15 @@ def test_the_next_draft_and_its_round_are_launched_before_the_last_round_is_read
     assert [last, end] == ["read", "step"]
 
 
+@pytest.mark.parametrize("name", ["hybrid", "hybrid_union"])
+def test_the_network_of_a_hybrid_drafts_while_the_host_reads_and_searches(name):
+    _, first, *found, last, end = events(LATE[name], PROMPTS[:1], limit=48)
+    rounds = [found[start : start + 4] for start in range(0, len(found) - 1, 4)]
+    assert first in ("draft", "launch") and [last, end] == ["read", "step"]
+    begun = sum(each == ["launch", "draft", "read", "step"] for each in rounds)
+    assert begun > 4 and begun >= len(rounds) - 2
+
+
 FLAT = [[0, 0.39], [1, 1.0], [64, 1.05]]  # nodes cost next to nothing, drafting does
 
 
