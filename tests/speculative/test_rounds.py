@@ -47,7 +47,7 @@ DRAFTED = {
     "p_eagle": lambda target, sampling: p_eagle(target, sampling, tree="dynamic", nodes=7),
     "token_recycling": lambda target, sampling: TokenRecycling(target, sampling, tree="small"),
 }
-COSTS = [[0, 0.3], [1, 1.0], [2, 1.05], [4, 1.1], [8, 1.2], [16, 1.5], [32, 2.0]]
+COSTS = [[0, 0.3], [1, 1.0], [2, 1.22], [4, 1.26], [8, 1.35], [16, 1.6], [32, 2.1]]  # drafts are sized
 LATE = {  # networks that sit out rounds
     "hybrid": lambda target, sampling: hybrid(target, sampling),
     "hybrid_union": lambda target, sampling: hybrid(target, sampling, policy="union", alone=3, budget=12),
