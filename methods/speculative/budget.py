@@ -449,11 +449,7 @@ class Pace:
         """
         if self.costs is None:
             return self.drafter.propose(context)
-        if under_way:
-            draft = self._cut(self.drafter.propose(context), open_rows, self.costs)
-            self.tally.note(draft.tokens.shape[1])
-            return draft
-        paused = [part for part in self._parts if self._idle or (self._skips and self._accounts[part].pause())]
+        paused = [] if under_way else self._paused()
         for part in paused:  # what was kept before a pause says less about what is kept after it
             self._ratios[part].note(0.0, 0.0)
         if len(paused) == len(self._parts):
@@ -490,6 +486,10 @@ class Pace:
         more = costs.time(1 + beside + draft.tokens.shape[1]) - costs.time(1 + beside)
         most = _FLAT + _WEIGHED * draft.tokens.numel()
         return self.fixed_passes and draft.tokens.shape[1] > 0 and len(self._parts) == 1 and more <= most
+
+    def _paused(self) -> list[str]:
+        """Parts that sit out the next round; to be asked once a round."""
+        return [part for part in self._parts if self._idle or (self._skips and self._accounts[part].pause())]
 
     def _proposed(self, context: Context, paused: Collection[str]) -> Draft:
         if not paused:

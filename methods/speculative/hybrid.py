@@ -86,6 +86,7 @@ class HybridDrafter:
         self.parts = ("lookup",) if isinstance(network, Unasked) else ("lookup", "network")
         self.rounds = rounds
         self._lookup, self._network, self._policy, self._min_match = lookup, network, policy, min_match
+        self._launcher = network if isinstance(network, LaunchedDrafter) else None
         most = lookup.nodes + network.nodes
         self._budget = min(budget or most, most)
         self._alone = min_match if policy != "union" else alone
@@ -127,9 +128,7 @@ class HybridDrafter:
         """Let the network draft while the host reads and searches, see ``LaunchedDrafter``: what it makes may not be
         what ``propose`` returns.
         """
-        if isinstance(self._network, Unasked) or not isinstance(self._network, LaunchedDrafter):
-            return None
-        return self._network.launch(report, output, context)
+        return None if self._launcher is None else self._launcher.launch(report, output, context)
 
     def propose(self, context: Context) -> Draft:
         return self.propose_by(context, self.parts)
