@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 
 if TYPE_CHECKING:
     from methods.engine.causal_lm import Output
+    from methods.engine.kv_cache import Cache
     from methods.engine.sampling import Sampling
 from methods.decoder import Guarantee
 from methods.engine.host_copies import from_host
@@ -210,6 +211,8 @@ class Context:
         kept: ``path`` on the host, without what fills it up; None where it is not known there.
         report: of the last pass, if it was a recorded round (``methods.engine.greedy_round``): bonus, path and the
             tokens of its draft nodes, on the device.
+        cache: the target's, of all committed tokens but the last; a drafter that writes behind its ends sets the
+            lengths back. None outside a decode.
     """
 
     tokens: list[list[int]]
@@ -221,6 +224,7 @@ class Context:
     auxiliary_tokens: list[list[int]] = field(default_factory=list)
     kept: list[list[int]] | None = None
     report: Int[Tensor, "B R"] | None = None
+    cache: Cache | None = None
 
     def note(self, output: Output, path: Int[Tensor, "B P"], kept: list[list[int]]) -> None:
         """A pass of the target, and what was kept of it."""

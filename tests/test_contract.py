@@ -37,6 +37,7 @@ from methods.speculative.rest_datastore import Datastore
 from methods.speculative.self_diffusion import SelfDiffusion
 from methods.speculative.self_speculative.decoder import SelfSpeculative
 from methods.speculative.speculative_sampling import SpeculativeSampling
+from methods.speculative.staged import Staged
 from methods.speculative.suffix_decoding import SuffixDecoding
 from methods.speculative.token_recycling import TokenRecycling
 from methods.speculative.verification import ChainRejection
@@ -128,13 +129,20 @@ def river(target, sampling, *args, **options):
     return River(in_32_bit(target), sampling, *args, **options)
 
 
+def staged(target, sampling, **options):
+    return Staged(in_32_bit(target), sampling, **options)
+
+
 PRICED = [[0, 0.05], [1, 1.0], [2, 1.05], [4, 1.2], [8, 1.9], [64, 20.0]]  # few nodes pay, and not always
 
-RIVERS = {  # need the kernels, and 32 bit; the target's text and distribution are those of 64 bit nevertheless
+COPIES = {  # need the kernels, and 32 bit; the target's text and distribution are those of 64 bit nevertheless
     "river_full": Row(lambda t, s: river(t, s, 1.0, [2])),
     "river_verify": Row(lambda t, s: river(t, s, 0.0, [1], accept="verify", max_pending=4)),
     "river_verify_similar": Row(lambda t, s: river(t, s, 0.6, [2, 3], "full", accept="verify")),
     "river_verify_drawn": Row(lambda t, s: river(t, s, 0.0, [2], accept="verify", rule=ChainRejection())),
+    "staged": Row(lambda t, s: staged(t, s, gamma=6)),
+    "staged_copy": Row(lambda t, s: staged(t, s, gamma=3, lookup=False, block=True)),
+    "staged_costs": Row(lambda t, s: staged(t, s, gamma=5, alone=2, costs=PRICED)),
 }
 
 DECODERS = {
@@ -268,7 +276,7 @@ DECODERS = {
         lambda t, s: StaticDepth(t, s, 3, "lens", accept="verify", rule=ChainRejection(), max_pending=1)
     ),
     "hash_ee_verify": Row(lambda t, s: hash_ee(t, s, [2, 3, 4], head="lens", accept="verify")),
-    **(RIVERS if cpu_kernels.library() is not None else {}),
+    **(COPIES if cpu_kernels.library() is not None else {}),
     "hf_generate": Row(HFGenerate, samples=False, leaves=False),
     "hf_compiled": Row(
         lambda target, sampling: HFCompiled(target, sampling, cache_length=64, backend="eager"),

@@ -40,7 +40,22 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import DecoderPass
 from methods.rows import ComputedRows, of_rows, one_each, steps_of
 
-FixedExit = tuple[int, KernelLinear | None]  # its depth, and its map
+
+@dataclass(frozen=True, slots=True)
+class FixedExit:
+    """The exit that all tokens take, where the kernels read it in the pass that makes its states.
+
+    Attributes:
+        model: what runs the pass: the target, or a view of it that shares its cache.
+        layers: of ``model`` that run, the first ones.
+        depth: layers of the target among them.
+        exit_map: of the normed states, before the output matrix.
+    """
+
+    model: CausalLM
+    layers: int
+    depth: int
+    exit_map: KernelLinear | None = None
 
 
 @dataclass(slots=True)
@@ -257,12 +272,9 @@ class EarlyExitDecoder(ExitDecoder):
         roots, batch = root.tolist(), ComputedRows(len(prompts))
         first = [[token] for token in roots]
         batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
-        done, fixed = [1] * len(prompts), self._fixed_exit()
-        if (
-            self.sampling.greedy
-            and target.runs_rounds
-            and (fixed is not None or self._rule_of_rounds([1], 1) is not None)
-        ):
+        done, fixed = [1] * len(prompts), self.fixed_exit()
+        together = fixed.model if fixed is not None else target if self._rule_of_rounds([1], 1) is not None else None
+        if self.sampling.greedy and together is not None and together.runs_rounds:
             yield from self._rounds_together(fixed, roots, batch, cache, limit)
             return
         while any(rows := batch.below(limit, done)):
@@ -276,8 +288,8 @@ class EarlyExitDecoder(ExitDecoder):
                 assert logits is not None, "a step that drafts nothing always ends"
                 new = self.sampling.pick(logits, rng)
             else:
-                made, depths = self._run_fixed(fixed, root, cache), [fixed[0]]
-                self._count_step(fixed[0], rows)
+                made, depths = self._run_fixed(fixed, root, cache), [fixed.depth]
+                self._count_step(fixed.depth, rows)
                 new = made.best[:, 0] if self.sampling.greedy else self.sampling.pick(made.logits[:, 0], rng)
             root = new if all(rows) else torch.where(torch.tensor(rows, device=new.device), new, root)
             roots = root.tolist()
@@ -287,19 +299,23 @@ class EarlyExitDecoder(ExitDecoder):
             self.counters.spent_ns += perf_counter_ns() - began
             batch.take((yield batch.step(step)))
 
-    def _fixed_exit(self) -> FixedExit | None:
-        """The exit that all tokens take, where the kernels read it in the pass that makes its states."""
+    def fixed_exit(self) -> FixedExit | None:
+        """The exit that all tokens take; None: they differ, or the kernels cannot read it."""
         depth, maps = self.policy.fixed, self.reader.kernel_maps()
-        return None if depth is None or maps is None or not self.target.ends_fused else (depth, maps.get(depth))
+        if depth is None or maps is None or not self.target.ends_fused:
+            return None
+        return FixedExit(self.target, depth, depth, maps.get(depth))
 
     def _run_fixed(self, fixed: FixedExit, root: Int[Tensor, "B"], cache: Cache) -> Scored:
-        made = self.target.run_to_logits(self.target.begin(root[:, None], None, cache), *fixed)
-        self._count_fixed(fixed[0])
+        model = fixed.model
+        made = model.run_to_logits(model.begin(root[:, None], None, cache), fixed.layers, fixed.exit_map)
+        self._count_fixed(fixed)
         return made
 
-    def _count_fixed(self, depth: int) -> None:
-        self.counters.layers += depth
-        self.counters.maps += self.reader.maps(depth)
+    def _count_fixed(self, fixed: FixedExit) -> None:
+        """Add a pass of an exit that all tokens take to the counters."""
+        self.counters.layers += fixed.depth
+        self.counters.maps += self.reader.maps(fixed.depth)
         self.counters.columns += self.target.vocab_size
 
     def _count_step(self, depth: int, rows: Sequence[bool]) -> None:
@@ -323,25 +339,25 @@ class EarlyExitDecoder(ExitDecoder):
                 roots, done, rows = of_rows(roots, stay), of_rows(done, stay), of_rows(rows, stay)
             most = min(ROUNDS_TOGETHER, *(limit - count for count, is_open in zip(done, rows, strict=True) if is_open))
             rule = None if fixed is not None else self._rule_of_rounds(done, most)
-            depth, exit_map = fixed or (deepest, None)
-            ran = target.rounds(roots, cache, most, rows, target.eos_ids, depth, exit_map, rule)
+            taken = fixed or FixedExit(target, deepest, deepest)
+            ran = taken.model.rounds(roots, cache, most, rows, target.eos_ids, taken.layers, taken.exit_map, rule)
             cache.advance([len(ran.tokens) * is_open for is_open in rows])
             done = [count + len(ran.tokens) * is_open for count, is_open in zip(done, rows, strict=True)]
             roots = ran.tokens[-1]
-            shares = self._count_rounds(ran, rule, rows, depth)
+            shares = self._count_rounds(ran, rule, rows, taken)
             self.counters.spent_ns += perf_counter_ns() - began
             for step in steps_of(ran, rows, shares):
                 batch.take((yield batch.step(step)))
             began = perf_counter_ns()
 
-    def _count_rounds(self, ran: Ran, rule: ExitRule | None, rows: Sequence[bool], depth: int) -> list[float]:
-        """Add the rounds of a call to the counters; ``depth``: of all, without a rule. Returns ``share`` of each."""
+    def _count_rounds(self, ran: Ran, rule: ExitRule | None, rows: Sequence[bool], taken: FixedExit) -> list[float]:
+        """Add the rounds of a call to the counters; ``taken``: by all, without a rule. Returns ``share`` of each."""
         rounds = len(ran.tokens)
         if rule is None:
             for _ in range(rounds):
-                self._count_fixed(depth)
-                self._count_step(depth, rows)
-            return [self.share(depth)] * rounds
+                self._count_fixed(taken)
+                self._count_step(taken.depth, rows)
+            return [self.share(taken.depth)] * rounds
         every = [self._layers_run(left, rows) for left in ran.depths]
         self._count_exits(every, rule)
         self.counters.columns += ran.columns
@@ -377,10 +393,27 @@ class EarlyExitDecoder(ExitDecoder):
 
     def draft(self, root: Int[Tensor, "B"], cache: Cache, rows: list[bool]) -> tuple[Float[Tensor, "B V"] | None, int]:
         """Logits of the exits after the roots, None where an open row does not exit early; and the layers that ran."""
-        if (fixed := self._fixed_exit()) is not None and fixed[0] < self.target.n_layers:
-            return self._run_fixed(fixed, root, cache).logits[:, 0], fixed[0]
+        if (fixed := self.fixed_exit()) is not None and fixed.depth < self.target.n_layers:
+            return self._run_fixed(fixed, root, cache).logits[:, 0], fixed.depth
         logits, depths = self._forward(root, root.tolist(), cache, rows, drafting=True)
         return logits, max(depths)
+
+    def draft_chain(
+        self, root: Int[Tensor, "B"], cache: Cache, rows: list[bool], most: int
+    ) -> tuple[Int[Tensor, "n B"], int] | None:
+        """Up to ``most`` likeliest tokens of an exit that all take, in one call, and the layers of each pass.
+
+        The cache's lengths do not change; a text that is alone ends its draft. None: tokens come one by one, see
+        ``draft``.
+        """
+        fixed, target = self.fixed_exit(), self.target
+        if fixed is None or fixed.depth == target.n_layers or not fixed.model.rounds_fused:
+            return None
+        ends = target.eos_ids if len(rows) == 1 else ()
+        ran = fixed.model.rounds(root.tolist(), cache, most, rows, ends, fixed.layers, fixed.exit_map)
+        for _ in ran.tokens:
+            self._count_fixed(fixed)
+        return torch.tensor(ran.tokens, device=root.device), fixed.depth
 
     def _forward(
         self,

@@ -38,7 +38,7 @@ from methods.decoder import Calibrated
 from methods.drafting import AcceptanceRule
 from methods.early_exit.calibrator import RiskTarget
 from methods.early_exit.exits import Lens, require_depths
-from methods.early_exit.loop import ExitDecision, ExitPoint, Policy, Walk, exact_if, layer_bytes
+from methods.early_exit.loop import ExitDecision, ExitPoint, FixedExit, Policy, Walk, exact_if, layer_bytes
 from methods.early_exit.rounds import RoundsDecoder
 from methods.early_exit.threshold import Threshold
 from methods.early_exit.verified import Judged, verification
@@ -63,6 +63,7 @@ class RiverPolicy(Policy):
 
     def __init__(self, depths: Sequence[int], layers: int, threshold: Threshold) -> None:
         self.threshold, self.deepest = threshold, layers
+        self.fixed = layers if threshold.never else depths[0] if threshold.value == 0 else None
         self.guarantee = exact_if(threshold.never)
         self._exits = frozenset(depths)
         every = sorted({stop for depth in depths for stop in (depth - 1, depth)} | {layers})
@@ -145,21 +146,43 @@ class River(RoundsDecoder, Calibrated):
         """Memory beside the target's."""
         return {"copies": self.light.int4_bytes + (self.light.output_bytes if self._output == "int8" else 0)}
 
+    def fixed_exit(self) -> FixedExit | None:
+        """With a threshold of 0 the view with the copies runs all of its layers, with 1 the model does."""
+        target, depth, light = self.target, self.policy.fixed, self.light
+        if depth is None or not light.ends_fused:
+            return None
+        return FixedExit(light if depth < target.n_layers else target, target.n_layers, depth)
+
+    def _count_fixed(self, fixed: FixedExit) -> None:
+        self.counters.layers += fixed.depth
+        self._count_copies(self.target.n_layers - fixed.depth)
+        self._count_output(fixed.depth < self.target.n_layers)
+
+    def _count_copies(self, layers: int) -> None:
+        self.counters.copies += layers * self._copy_share
+
+    def _count_output(self, copied: bool) -> None:
+        """An output matrix; ``copied``: of what the copies made."""
+        if copied and self._output == "int8":
+            self.counters.copies += self.light.output_bytes / layer_bytes(self.target)
+        else:
+            self.counters.columns += self.target.vocab_size
+
     def _finish(self, walk: Walk, logits: Float[Tensor, "B V"] | None) -> Float[Tensor, "B V"]:
         """Run the copies of the layers that are left, and read the states after them."""
-        target, light, counters = self.target, self.light, self.counters
+        target, light = self.target, self.light
         above = range(walk.depth, target.n_layers)
         if above:
             light.run(walk.state, above)
-        counters.copies += (len(above) + walk.mixed) * self._copy_share
+        self._count_copies(len(above) + walk.mixed)
         ready = target.norm(walk.state.hidden[:, 0])
         early = [depth < target.n_layers for depth in walk.depths]
         if self._output == "full" or not any(early):
-            counters.columns += target.vocab_size
+            self._count_output(copied=False)
             return target.head(ready)
-        counters.copies += light.output_bytes / layer_bytes(target)
+        self._count_output(copied=True)
         if all(early):
             return light.head(ready)
-        counters.columns += target.vocab_size
+        self._count_output(copied=False)
         left = torch.tensor(early, device=ready.device)[:, None]
         return torch.where(left, light.head(ready), target.head(ready))

@@ -160,6 +160,10 @@ class _Exited:
     ) -> _Exited:
         """Up to ``most`` tokens; ends before one with which some open row does not leave early."""
         found, lengths = cls(), cache.lengths
+        if most > 0 and not drawn and (made := decoder.draft_chain(root, cache, rows, most)) is not None:
+            chain, depth = made
+            found.tokens, found._depths, found.passes = list(chain), [depth] * len(chain), len(chain)
+            return found
         while len(found.tokens) < most:
             found.passes += 1
             logits, depth = decoder.draft(root, cache, rows)

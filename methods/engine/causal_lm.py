@@ -533,13 +533,17 @@ class CausalLM:
         return self._fused.run_to_exits(state.hidden, *where, rule, *after, rows, first, last)
 
     @property
-    def runs_rounds(self) -> bool:
-        """Whether the kernels run several rounds in one call, see ``rounds``.
+    def rounds_fused(self) -> bool:
+        """Whether the kernels can run several rounds in one call, see ``rounds``."""
+        return type(self) is CausalLM and self._embed_scale == 1.0 and self.ends_fused
 
-        The tokens of a call come together, so they only do where a pass is short and the host takes a part of it.
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether texts are written by several rounds in one call.
+
+        The tokens of a call come together, so they only are where a pass is short and the host takes a part of it.
         """
-        plain = type(self) is CausalLM and self._embed_scale == 1.0
-        return plain and self.ends_fused and self.pass_bytes(1) <= _SHORT
+        return self.rounds_fused and self.pass_bytes(1) <= _SHORT
 
     def rounds(
         self,

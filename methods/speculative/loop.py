@@ -147,7 +147,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         passing.stop()
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
-        context = Context(committed, root, output, None, self.sampling, rng)
+        context = Context(committed, root, output, None, self.sampling, rng, cache=cache)
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache, drafter)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM), refilled)
         drafting: Stopwatch | None = None  # of the next draft, if it was launched while the host read the last round

@@ -1,0 +1,324 @@
+"""Staged speculative decoding: a copy of the target in 4 bits drafts in the target's cache, and lookups draft for it.
+
+Three models of rising cost judge each other (Spector & Re 2023, arXiv 2308.04623): a suffix automaton of the text
+proposes, the copy keeps what it would have written and adds a token, and after ``gamma`` tokens or so the target
+judges the chain in one pass. The copy has the target's layers with weights rounded to 4 bits and an output matrix of 8,
+as in QSpec (Zhao et al. 2024, arXiv 2410.11305), where both share one cache too: the copy needs no prefill and no cache
+of its own, and the pass that judges a draft overwrites what drafting wrote. Nothing is trained.
+
+Where at least ``alone`` tokens at the end of the text occurred before, what followed them there goes to the target
+at once. ``lookup=false`` is the copy alone. At a temperature the copy's tokens are drawn, nothing is looked up, and the
+chain is judged by rejection, token by token or as a block.
+
+How many tokens a chain has follows from how many were kept lately, from the time a token of the copy takes, and
+from what passes cost (``costs``): n tokens have the most tokens per time, (1 + k + k^2 + .. + k^n) / (n c + v(1 + n)),
+for a share k that is kept. An account bounds what drafts can lose (``budget.py``).
+
+Published: staged 3.16x with GPT-2-L (762M), a small draft model and n-grams; QSpec up to 1.64x over the same 4-bit
+weights with 16-bit inputs. Differences: chains instead of trees; n-grams come from the text alone; weights of the copy
+are in blocks of 32 numbers with a scale and a zero each, and inputs in 8 bits, by C++ kernels of a CPU.
+
+The embedded SmolLM2-135M is read from a file of 4-bit numbers, so its copy loses only what the rounding of inputs
+loses. Copies of a model published in 16 bits lose more.
+
+Command: ``python -m bench method=staged dataset=mtbench``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from methods.drafting import Context, Continuation, Draft
+from methods.engine.causal_lm import CausalLM
+from methods.engine.kv_cache import Cache
+from methods.engine.sampling import Sampling, draw
+from methods.rows import of_rows
+from methods.speculative.budget import Account, Costs, CostsOption, Ratio, size
+from methods.speculative.loop import SpeculativeDecoder
+from methods.speculative.suffix_decoding import SuffixDrafter
+from methods.speculative.verification import default_rule
+
+_FIRST_SHARE, _FIRST_WEIGHT = (
+    0.9,
+    8.0,
+)  # of the copy's tokens that are kept, and drafted tokens that this guess counts for
+_MEMORY = 0.97  # weight of the past per round
+_LIKELY = 0.3  # how likely a token of a lookup must be, for the copy to judge it
+_FACTOR, _MIN_PROB = 1.0, 0.1  # of lookups, see ``SuffixDecoding``
+
+
+class ChainLength:
+    """How many tokens of a chain to draft, by what was kept lately.
+
+    Attributes:
+        most: tokens of a chain.
+        costs: of passes, and of drafting ``most`` tokens; None: every chain has as many.
+        account: of what chains gain.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.costs: Costs | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start new texts; what was kept of chains and what they took is still known."""
+        self.account = Account()
+        if not hasattr(self, "_judged"):
+            self._kept, self._judged = _FIRST_SHARE * _FIRST_WEIGHT, _FIRST_WEIGHT
+            self._passes, self._tokens = 1.0, 1.0
+
+    @property
+    def share(self) -> float:
+        """Of the tokens whose predecessors were kept, those that were kept too."""
+        return self._kept / self._judged
+
+    @property
+    def each(self) -> float:
+        """Time of drafting a token, in passes of the target over one node."""
+        assert self.costs is not None
+        return self.costs.draft / self.most * self._passes / self._tokens
+
+    def choose(self, room: int) -> int:
+        """Tokens of the next chain, at most ``room``; 0: the round goes without. To be asked once a round."""
+        most = min(self.most, room)
+        if self.costs is None or most < 1:
+            return max(most, 0)
+        if self.account.pause():
+            return 0
+        best, best_rate, tokens, kept = 1, 0.0, 1.0, 1.0
+        for count in range(1, most + 1):
+            kept *= self.share
+            tokens += kept
+            if count > 1 and self._extra(count) > self.account.left:
+                break
+            rate = tokens / (1.0 + self._extra(count))
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def _extra(self, count: int) -> float:
+        assert self.costs is not None
+        return count * self.each + self.costs.time(1 + count) - 1.0
+
+    def note_drafted(self, tokens: int, passes: int) -> None:
+        """A chain of so many tokens took so many passes of the copy."""
+        self._passes = _MEMORY * self._passes + passes
+        self._tokens = _MEMORY * self._tokens + tokens
+
+    def note_kept(self, drafted: int, kept: float, rejected: float) -> None:
+        """A chain was judged: of the mean row so many tokens were kept, and one or none was rejected."""
+        self._kept = _MEMORY * self._kept + kept
+        self._judged = _MEMORY * self._judged + kept + rejected
+        if self.costs is not None:
+            self.account.book(kept - self._extra(drafted))
+
+
+class StagedDrafter:
+    """Drafts a chain by a copy that shares the target's cache.
+
+    Args:
+        light: the copy.
+        gamma: most tokens of a chain.
+        lookup: in the text, for the copy and for the target; None: none.
+        alone: tokens that must match for a lookup to draft without the copy.
+    """
+
+    hidden_layers: Sequence[int] = ()
+
+    def __init__(self, light: CausalLM, gamma: int, lookup: SuffixDrafter | None, alone: int) -> None:
+        self.light, self.length = light, ChainLength(gamma)
+        self._lookup, self._alone, self._ratio = lookup, alone, Ratio()
+        self.nodes = gamma if lookup is None else max(gamma, lookup.nodes)
+        self.rounds = {"copy": 0, "lookup": 0, "none": 0}
+        self._ends: list[int] = []
+        self._lengths: list[int] = []  # of the texts when the last draft was made
+        self._last: tuple[str, int, float] = "none", 0, 0.0  # what drafted it, its tokens, and how many were expected
+
+    def reset(self, prompts: list[list[int]], limit: int) -> None:
+        self.length.reset()
+        self._ends, self._lengths, self._last = [len(prompt) + limit for prompt in prompts], [], ("none", 0, 0.0)
+        if self._lookup is not None:
+            self._lookup.reset(prompts, limit)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._ends, self._lengths = of_rows(self._ends, rows), of_rows(self._lengths, rows) if self._lengths else []
+        if self._lookup is not None:
+            self._lookup.keep_rows(rows)
+
+    def propose(self, context: Context) -> Draft:
+        texts, greedy = context.tokens, context.sampling.greedy
+        self._learn(texts)
+        found = self._found(texts) if greedy else None
+        if found is not None:
+            draft = Draft.chains([path.tokens for path in found], context.root.device)
+            expected = sum(sum(path.gains or []) for path in found) / len(found)
+            self._last = "lookup", draft.tokens.shape[1], expected
+        else:
+            room = max(end - len(text) for end, text in zip(self._ends, texts, strict=True)) - 1
+            count = self.length.choose(room)
+            draft = self._drafted(context, count) if count else Draft.chain(context.root.new_empty(len(texts), 0))
+            self._last = "copy" if count else "none", draft.tokens.shape[1], 0.0
+        self._lengths = [len(text) for text in texts]
+        self.rounds[self._last[0]] += 1
+        return draft
+
+    def _learn(self, texts: Sequence[list[int]]) -> None:
+        """What was kept of the last draft; rows that have ended do not count."""
+        source, drafted, expected = self._last
+        grown = [len(text) - before - 1 for text, before in zip(texts, self._lengths, strict=False)]
+        counted = [count for count in grown if count >= 0]
+        if not drafted or not counted:
+            return
+        kept = sum(counted) / len(counted)
+        if source == "copy":
+            rejected = sum(count < drafted for count in counted) / len(counted)
+            self.length.note_kept(drafted, kept, rejected)
+        else:
+            self._ratio.note(kept, expected)
+
+    def _found(self, texts: Sequence[list[int]]) -> list[Continuation] | None:
+        """Paths that are drafted without the copy, where every row has one."""
+        if self._lookup is None:
+            return None
+        found = [self._lookup.find(row, text) for row, text in enumerate(texts)]
+        if any(path.match < self._alone for path in found):
+            return None
+        costs = self.length.costs
+        if costs is None:
+            return found
+        ratio = self._ratio.value
+        counts = [size([ratio * gain for gain in path.gains or []], costs) for path in found]
+        if not any(counts):
+            return None
+        return [_cut(path, count) for path, count in zip(found, counts, strict=True)]
+
+    def _drafted(self, context: Context, count: int) -> Draft:
+        cache = context.cache
+        assert cache is not None, "the loop makes the cache before it asks for a draft"
+        lengths = cache.lengths
+        if not (context.sampling.greedy and self.light.rounds_fused):
+            draft = self._drawn(context, cache, count)
+        elif len(lengths) == 1 and self._lookup is not None:
+            tokens, passes = self._staged(self._lookup, context.tokens[0], cache, count)
+            draft = replace(Draft.chains([tokens], context.root.device), passes=passes)
+        else:
+            roots = context.root.tolist()
+            ran = self.light.rounds(roots, cache, count, [True] * len(roots), self._ends_of(roots))
+            chains = [list(row) for row in zip(*ran.tokens, strict=True)]
+            draft = replace(Draft.chains(chains, context.root.device), passes=len(ran.tokens))
+        cache.set_lengths(lengths)  # what was drafted is not committed
+        self.length.note_drafted(draft.tokens.shape[1], draft.passes)
+        return draft
+
+    def _ends_of(self, rows: Sequence[int] | Tensor) -> Sequence[int]:
+        """Tokens with which a draft ends: those that end a text that drafts alone."""
+        return tuple(self.light.eos_ids) if len(rows) == 1 else ()
+
+    def _staged(self, lookup: SuffixDrafter, text: list[int], cache: Cache, most: int) -> tuple[list[int], int]:
+        """The copy's likeliest tokens, and its passes: each over what a lookup found, or over one token."""
+        light, cursor, found, passes = self.light, lookup.cursor(0, text), list[int](), 0
+        while len(found) < most and not (found and found[-1] in light.eos_ids):
+            path, root = cursor.find(), found[-1] if found else text[-1]
+            likely = sum(gain >= _LIKELY for gain in path.gains or [])
+            tried = path.tokens[: min(likely, most - len(found) - 1)]
+            if tried:
+                state = light.begin(torch.tensor([[root, *tried]]), None, cache)
+                best = light.run_to_logits(state, light.n_layers).best[0].tolist()
+                kept = next((at for at, token in enumerate(tried) if token != best[at]), len(tried))
+                new = best[: kept + 1]
+            else:
+                new = light.rounds([root], cache, 1, [True], ()).tokens[0]
+            passes += 1
+            cache.advance([len(new)])
+            cursor.read(new)
+            found += new
+        ended = next((at + 1 for at, token in enumerate(found) if token in light.eos_ids), len(found))
+        return found[:ended], passes
+
+    def _drawn(self, context: Context, cache: Cache, count: int) -> Draft:
+        """Token by token; drawn at a temperature."""
+        light, sampling, root = self.light, context.sampling, context.root
+        tokens, probs, ends = list[Tensor](), list[Tensor](), self._ends_of(root)
+        while len(tokens) < count and not (tokens and ends and int(root) in ends):
+            logits = light.forward(root[:, None], None, cache).logits[:, 0]
+            cache.advance([1] * len(root))
+            if sampling.greedy:
+                root = sampling.pick(logits, context.rng)
+            else:
+                probs.append(sampling.probs(logits))
+                root = draw(probs[-1], context.rng)
+            tokens.append(root)
+        drawn = torch.stack(probs, dim=1) if probs else None
+        return Draft.chain(torch.stack(tokens, dim=1), drawn, passes=len(tokens))
+
+
+def _cut(path: Continuation, count: int) -> Continuation:
+    return replace(path, tokens=path.tokens[:count], gains=(path.gains or [])[:count])
+
+
+class Staged(SpeculativeDecoder):
+    """A copy of the target in 4 bits drafts, with the help of lookups in the text.
+
+    Args:
+        gamma: most tokens of a chain.
+        lookup: whether endings of the text are looked up.
+        alone: tokens that must match for a lookup to draft without the copy.
+        block: at a temperature, judge a chain as a block (Sun et al. 2024, arXiv 2403.10444), not token by token.
+        costs: of passes, by which chains are sized; ``auto``: as measured; None: all of ``gamma`` tokens.
+
+    Raises:
+        ValueError: no 4-bit weights for this model or here (see ``CausalLM.rounded``), or an option out of range.
+    """
+
+    paper = "Spector and Re 2023, arXiv 2308.04623; Zhao et al. 2024, arXiv 2410.11305"
+
+    drafter: StagedDrafter
+
+    def __init__(
+        self,
+        target: CausalLM,
+        sampling: Sampling,
+        gamma: int = 12,
+        lookup: bool = True,
+        alone: int = 4,
+        block: bool = False,
+        costs: CostsOption = None,
+    ) -> None:
+        if min(gamma, alone) < 1:
+            raise ValueError(
+                f"staged needs gamma >= 1 and alone >= 1, got gamma={gamma}, alone={alone}. Set method.gamma=12 and "
+                "method.alone=4 or so."
+            )
+        light = target.rounded(0, "int8")
+        search = SuffixDrafter(max(gamma, 24), _FACTOR, 1, _MIN_PROB) if lookup else None
+        drafter = StagedDrafter(light, gamma, search, alone)
+        super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=True, block=block))
+        self._chain_costs, drafter.length.costs = costs, Costs.given(costs)
+
+    @property
+    def costs_wanted(self) -> int:
+        return 1 + self.drafter.nodes if self._chain_costs == "auto" and self.drafter.length.costs is None else 0
+
+    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        self.drafter.length.costs = Costs.of(costs)
+
+    def forget_costs(self) -> None:
+        self.drafter.length.costs = Costs.given(self._chain_costs)
+
+    def memory(self) -> dict[str, int | None]:
+        """Memory of the copy."""
+        return {"copy": self.drafter.light.int4_bytes + self.drafter.light.output_bytes}
+
+    def stats(self) -> dict[str, Any]:
+        """Shares of the rounds by what drafted, and how many of the copy's tokens were kept lately."""
+        rounds = self.drafter.rounds
+        total = max(sum(rounds.values()), 1)
+        return {f"rounds_by_{name}": round(count / total, 4) for name, count in rounds.items()} | {
+            "kept_of_the_copy": round(self.drafter.length.share, 4)
+        }

@@ -1,0 +1,273 @@
+"""Staged drafts: a copy of 4 bits in the target's cache, lookups for it, and the number of tokens that pays."""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.contract import checks
+from methods.decoder import Guarantee
+from methods.drafting import Context, Continuation
+from methods.engine import cpu_kernels
+from methods.engine.causal_lm import CausalLM
+from methods.engine.sampling import Sampling
+from methods.speculative.budget import ALLOWANCE, Costs
+from methods.speculative.staged import ChainLength, Staged
+from methods.speculative.suffix_decoding import SuffixDrafter
+from tests.engine.test_causal_lm import tiny
+
+GREEDY = Sampling()
+COSTS = [[0, 4.8], [1, 1.0], [2, 1.05], [4, 1.15], [8, 1.4], [16, 1.9]]
+kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
+
+
+@pytest.fixture(scope="module", params=["kernels", "operators"])
+def target(request: pytest.FixtureRequest) -> CausalLM:
+    """Layers that the kernels run in one call, or one product at a time."""
+    if request.param == "kernels":
+        return CausalLM.from_hf(
+            tiny(
+                "llama", head_dim=16, num_attention_heads=4, hidden_size=64, intermediate_size=96, num_hidden_layers=4
+            ).float(),
+            linear="panels",
+        )
+    return CausalLM.from_hf(copy.deepcopy(checks.tiny_target(layers=4, seed=2).hf).float())  # type: ignore[union-attr]
+
+
+def begun(decoder: Staged, texts: list[list[int]], limit: int = 40) -> Context:
+    """A decode of these texts, each of which ends with its root, before its first proposal."""
+    target = decoder.target
+    cache = target.new_cache(len(texts), max(map(len, texts)) + limit + 2 * decoder.drafter.nodes)
+    decoder.drafter.reset([text[:-1] for text in texts], limit)
+    output = target.prefill([torch.tensor(text[:-1]) for text in texts], cache)
+    root = torch.tensor([text[-1] for text in texts])
+    return Context(texts, root, output, None, decoder.sampling, torch.Generator().manual_seed(0), cache=cache)
+
+
+def written(view: CausalLM, target: CausalLM, text: list[int], count: int) -> list[int]:
+    """What a view writes after a text whose states are the target's."""
+    cache, last, new = target.new_cache(1, len(text) + count), text[-1], list[int]()
+    target.prefill([torch.tensor(text[:-1])], cache)
+    while len(new) < count:
+        last = int(view.forward(torch.tensor([[last]]), None, cache).logits.argmax())
+        cache.advance([1])
+        new.append(last)
+    return new
+
+
+# --------------------------------------------------------------------------------------------------------- the drafts
+
+
+@kernels
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_chain_is_what_the_copy_writes_after_the_targets_states(target: CausalLM, lookup: bool) -> None:
+    decoder = Staged(target, GREEDY, gamma=7, lookup=lookup, alone=99)
+    pattern = checks.prompts(target.vocab_size, (6,))[0].tolist()
+    for text in (pattern, [*pattern * 3, pattern[0]], [3] * 9):
+        context = begun(decoder, [text])
+        draft = decoder.drafter.propose(context)
+        assert draft.tokens[0].tolist() == written(decoder.drafter.light, target, text, 7)
+        assert draft.is_chain and draft.gains is None and context.cache is not None
+        assert context.cache.lengths == [len(text) - 1], "what was drafted is not committed"
+        assert 1 <= draft.passes <= 7
+        if not lookup:
+            assert draft.passes == 7
+
+
+@kernels
+@pytest.mark.parametrize(("wrong", "passes"), [(None, 3), (1, 6), (0, 12)])
+def test_lookups_save_the_copy_passes(target: CausalLM, wrong: int | None, passes: int) -> None:
+    """Of paths of three tokens, of which the one at ``wrong`` is not what the copy writes."""
+    decoder, text = Staged(target, GREEDY, gamma=12, alone=99), [5, 6, 7]
+    if not decoder.drafter.light.rounds_fused:
+        pytest.skip("the copy judges lookups in the kernels alone")
+    free = written(decoder.drafter.light, target, text, 16)
+
+    class Told:
+        """A cursor that knows what the copy writes."""
+
+        read_so_far = 0
+
+        def read(self, tokens: list[int]) -> None:
+            self.read_so_far += len(tokens)
+
+        def find(self) -> Continuation:
+            path = free[self.read_so_far : self.read_so_far + 3]
+            if wrong is not None:
+                path[wrong] = (path[wrong] + 1) % target.vocab_size
+            return Continuation([*path, 0], 3, 3.0, [0.9, 0.8, 0.7, 0.1])
+
+    context = begun(decoder, [text])
+    assert decoder.drafter._lookup is not None
+    decoder.drafter._lookup.cursor = lambda row, tokens: Told()  # type: ignore[method-assign, assignment, return-value]
+    draft = decoder.drafter.propose(context)
+    assert draft.tokens[0].tolist() == free[:12] and draft.passes == passes
+
+
+@kernels
+def test_rows_draft_together_what_they_draft_alone(target: CausalLM) -> None:
+    decoder = Staged(target, GREEDY, gamma=4, alone=99)
+    texts = [prompt.tolist() for prompt in checks.prompts(target.vocab_size, (3, 8, 5))]
+    together = decoder.drafter.propose(begun(decoder, texts))
+    for row, text in enumerate(texts):
+        assert together.tokens[row].tolist() == written(decoder.drafter.light, target, text, 4)
+
+
+@kernels
+def test_a_long_match_is_drafted_without_the_copy(target: CausalLM) -> None:
+    decoder = Staged(target, GREEDY, gamma=4, alone=3)
+    text = [7, 8, 9, 10, 11, 12, 7, 8, 9]
+    draft = decoder.drafter.propose(begun(decoder, [text]))
+    assert draft.tokens.tolist() == [[10, 11, 12]] and draft.passes == 0
+    assert Staged(target, GREEDY, gamma=4, lookup=False).drafter.nodes == 4
+    none = Staged(target, GREEDY, gamma=4, alone=4)
+    assert none.drafter.propose(begun(none, [text])).passes > 0
+
+
+@kernels
+def test_chains_end_with_the_text_and_before_its_limit(target: CausalLM) -> None:
+    text = [4, 5, 6]
+    free = written(Staged(target, GREEDY).drafter.light, target, text, 8)
+    ended = target.skip()
+    ended.eos_ids = frozenset({free[3]})
+    first = free.index(free[3]) + 1
+    for lookup in (False, True):
+        draft = Staged(ended, GREEDY, gamma=8, lookup=lookup, alone=99)
+        assert draft.drafter.propose(begun(draft, [text])).tokens[0].tolist() == free[:first]
+        short = Staged(target, GREEDY, gamma=8, lookup=lookup, alone=99)
+        context = begun(short, [text], limit=5)  # the root is the first of them, and a round commits one more
+        assert short.drafter.propose(context).tokens.shape[1] == 3
+
+
+@kernels
+def test_drawn_chains_report_what_they_were_drawn_from(target: CausalLM) -> None:
+    warm = Sampling(0.8, top_p=0.9)
+    decoder = Staged(target, warm, gamma=3, alone=1)
+    context = begun(decoder, [[7, 8, 9, 7, 8]])
+    draft = decoder.drafter.propose(context)
+    assert draft.tokens.shape == (1, 3) and draft.probs is not None and draft.passes == 3
+    light, cache = decoder.drafter.light, target.new_cache(1, 16)
+    target.prefill([torch.tensor([7, 8, 9, 7])], cache)
+    for place, token in enumerate([8, *draft.tokens[0, :-1].tolist()]):
+        probs = warm.probs(light.forward(torch.tensor([[token]]), None, cache).logits[:, 0])
+        torch.testing.assert_close(draft.probs[:, place], probs)
+        cache.advance([1])
+    assert context.cache is not None and context.cache.lengths == [4]
+
+
+@kernels
+def test_the_cache_holds_the_targets_states_alone(target: CausalLM) -> None:
+    made, view = [], target.skip()
+    new_cache = view.new_cache
+    view.new_cache = lambda *shape: made.append(new_cache(*shape)) or made[-1]  # type: ignore[method-assign]
+    decoder = Staged(view, GREEDY, gamma=5)
+    prompt = checks.prompts(target.vocab_size, (7,))[0]
+    text = checks.outputs(decoder, [prompt], 14)[0]
+    length, twin = made[0].lengths[0], target.new_cache(1, 40)
+    target.prefill([torch.cat([prompt, torch.tensor(text)])[:length]], twin)
+    torch.testing.assert_close(made[0].store[:, :, :length], twin.store[:, :, :length], rtol=1e-4, atol=1e-4)
+    assert decoder.guarantee is Guarantee.EXACT and decoder.memory()["copy"]
+
+
+# -------------------------------------------------------------------------------------------------- how long they are
+
+
+def brute(length: ChainLength, share: float, each: float, costs: Costs, most: int) -> int:
+    kept = list(accumulate([share] * most, lambda a, b: a * b))
+    rates = [(1 + sum(kept[:n])) / (n * each + costs.time(1 + n)) for n in range(1, most + 1)]
+    return 1 + rates.index(max(rates))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.8, 0.9, 0.97, 0.995])
+def test_a_chain_has_as_many_tokens_as_make_the_fastest_round(share: float) -> None:
+    length = ChainLength(12)
+    length.costs = Costs.of(COSTS)
+    length.account.balance = 4.0
+    for _ in range(200):
+        length.note_drafted(12, 12)
+        length._kept, length._judged = share * 100, 100.0
+    assert length.each == pytest.approx(0.4)
+    allowed = [n for n in range(1, 13) if n == 1 or n * 0.4 + length.costs.time(1 + n) - 1 <= 4.0 + ALLOWANCE]
+    best = brute(length, share, 0.4, length.costs, max(allowed))
+    assert length.choose(12) == best and length.choose(2) == min(best, brute(length, share, 0.4, length.costs, 2))
+
+
+def test_without_costs_chains_are_whole_and_end_with_the_text() -> None:
+    length = ChainLength(6)
+    assert [length.choose(room) for room in (100, 6, 2, 0, -3)] == [6, 6, 2, 0, 0]
+
+
+def test_chains_that_are_not_kept_end_up_in_pauses_and_those_that_are_grow() -> None:
+    lost, won = ChainLength(12), ChainLength(12)
+    for length, kept in ((lost, 0.0), (won, 1.0)):
+        length.costs = Costs.of(COSTS)
+        chosen = []
+        for _ in range(300):
+            count = length.choose(12)
+            chosen.append(count)
+            if count:
+                length.note_drafted(count, count)
+                length.note_kept(count, kept * count, 1.0 - kept)
+        if kept:
+            assert chosen[-1] > 6 and 0 not in chosen
+        else:
+            spent = sum(count * 0.4 + length.costs.time(1 + count) - 1 for count in chosen if count)
+            assert spent < 5.0 and chosen.count(0) > 280 and set(chosen[20:]) == {0, 1}
+
+
+def test_lookups_make_a_token_cheaper() -> None:
+    length = ChainLength(12)
+    length.costs = Costs.of(COSTS)
+    before = length.each
+    for _ in range(50):
+        length.note_drafted(10, 4)
+    assert before == pytest.approx(0.4) and length.each == pytest.approx(0.4 * 0.4, rel=0.1)
+
+
+@kernels
+def test_costs_are_asked_for_and_taken(target: CausalLM) -> None:
+    decoder = Staged(target, GREEDY, gamma=5, costs="auto")
+    assert decoder.costs_wanted == 1 + decoder.drafter.nodes and decoder.drafter.length.costs is None
+    decoder.use_costs(COSTS)
+    assert decoder.costs_wanted == 0 and decoder.drafter.length.costs == Costs.of(COSTS)
+    decoder.forget_costs()
+    assert decoder.costs_wanted and Staged(target, GREEDY, costs=COSTS).drafter.length.costs == Costs.of(COSTS)
+
+
+# ------------------------------------------------------------------------------------------------------- the cursor
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.lists(st.integers(0, 2), max_size=8))
+def test_a_cursor_knows_the_longest_match_of_text_and_draft(text: list[int], draft: list[int]) -> None:
+    drafter = SuffixDrafter(24, 1.0, 1, 0.0)
+    drafter.reset([text[:1]], 40)
+    cursor = drafter.cursor(0, text)
+    cursor.read(draft)
+    whole = text + draft
+    inside = {tuple(text[a:b]) for a in range(len(text)) for b in range(a + 1, len(text) + 1)}
+    if draft:
+        longest = max((n for n in range(1, len(whole) + 1) if tuple(whole[-n:]) in inside), default=0)
+    else:  # the whole text does not count as a match of itself
+        before = {tuple(text[a:b]) for a in range(len(text)) for b in range(a + 1, len(text))}
+        longest = max((n for n in range(1, len(text)) if tuple(text[-n:]) in before), default=0)
+    found = cursor.find()
+    assert found.match == longest and bool(found.tokens) == bool(longest)
+    assert drafter.find(0, text).tokens == drafter.cursor(0, text).find().tokens, "the text is as it was"
+
+
+# ------------------------------------------------------------------------------------------------------- its options
+
+
+@kernels
+def test_options_out_of_range_are_refused(target: CausalLM) -> None:
+    with pytest.raises(ValueError, match="gamma >= 1 and alone >= 1, got gamma=0"):
+        Staged(target, GREEDY, gamma=0)
+    with pytest.raises(ValueError, match="costs must be auto"):
+        Staged(target, GREEDY, costs=[[1, 1.0]])
+    with pytest.raises(ValueError, match="Layers rounded to 4 bits need bfloat16 or float32"):
+        Staged(checks.tiny_target(), GREEDY)
