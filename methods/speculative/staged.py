@@ -84,13 +84,15 @@ class ChainLength:
         assert self.costs is not None
         return self.costs.draft / self.most * self._passes / self._tokens
 
+    def pauses(self) -> bool:
+        """Whether the next round goes without a draft; to be asked once a round."""
+        return self.costs is not None and self.account.pause()
+
     def choose(self, room: int) -> int:
-        """Tokens of the next chain, at most ``room``; 0: the round goes without. To be asked once a round."""
+        """Tokens of the next chain, at most ``room``."""
         most = min(self.most, room)
         if self.costs is None or most < 1:
             return max(most, 0)
-        if self.account.pause():
-            return 0
         best, best_rate, tokens, kept = 1, 0.0, 1.0, 1.0
         for count in range(1, most + 1):
             kept *= self.share
@@ -117,6 +119,11 @@ class ChainLength:
         self._judged = _MEMORY * self._judged + kept + rejected
         if self.costs is not None:
             self.account.book(kept - self._extra(drafted))
+
+    def note_found(self, drafted: int, kept: float) -> None:
+        """The same of tokens that a lookup found, which took no time."""
+        if self.costs is not None:
+            self.account.book(kept - (self.costs.time(1 + drafted) - 1.0))
 
 
 class StagedDrafter:
@@ -152,16 +159,17 @@ class StagedDrafter:
             self._lookup.keep_rows(rows)
 
     def propose(self, context: Context) -> Draft:
-        texts, greedy = context.tokens, context.sampling.greedy
+        texts = context.tokens
         self._learn(texts)
-        found = self._found(texts) if greedy else None
+        pauses = self.length.pauses()
+        found = self._found(texts) if context.sampling.greedy and not pauses else None
         if found is not None:
             draft = Draft.chains([path.tokens for path in found], context.root.device)
             expected = sum(sum(path.gains or []) for path in found) / len(found)
             self._last = "lookup", draft.tokens.shape[1], expected
         else:
             room = max(end - len(text) for end, text in zip(self._ends, texts, strict=True)) - 1
-            count = self.length.choose(room)
+            count = 0 if pauses else self.length.choose(room)
             draft = self._drafted(context, count) if count else Draft.chain(context.root.new_empty(len(texts), 0))
             self._last = "copy" if count else "none", draft.tokens.shape[1], 0.0
         self._lengths = [len(text) for text in texts]
@@ -181,6 +189,7 @@ class StagedDrafter:
             self.length.note_kept(drafted, kept, rejected)
         else:
             self._ratio.note(kept, expected)
+            self.length.note_found(drafted, kept)
 
     def _found(self, texts: Sequence[list[int]]) -> list[Continuation] | None:
         """Paths that are drafted without the copy, where every row has one."""
