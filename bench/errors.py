@@ -59,8 +59,8 @@ def classify(error: BaseException, *, measures: bool = True) -> tuple[int, str, 
     """Exit code, message, and whether this kind of failure is expected."""
     if isinstance(error, UserError):
         return BAD_INPUT, str(error), True
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(_OWN):
-        return BAD_INPUT, f"{error.name} is not installed for this Python, {sys.executable}. {_INSTALL}", True
+    if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)):
+        return BAD_INPUT, str(missing), True
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"Interrupted. {_resume(getattr(error, 'kept', None))}.", True
     if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename:
@@ -71,6 +71,13 @@ def classify(error: BaseException, *, measures: bool = True) -> tuple[int, str, 
     if failed := explain(error, measures=measures):
         return FAILED, str(failed), True
     return FAILED, f"The run failed: {type(error).__name__}: {error}", False
+
+
+def missing_package(error: ModuleNotFoundError) -> UserError | None:
+    """A package of others that is not installed, as a message; None: a module of this project is missing."""
+    if (error.name or "").startswith(_OWN):
+        return None
+    return UserError(f"{error.name} is not installed for this Python, {sys.executable}. {_INSTALL}")
 
 
 def explain(

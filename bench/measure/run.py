@@ -19,7 +19,7 @@ from bench.analysis.summary import summarise
 from bench.config import instantiate
 from bench.config.identity import run_id
 from bench.config.schema import RunConfig
-from bench.errors import RunFailed, UserError, explain
+from bench.errors import RunFailed, UserError, explain, missing_package
 from bench.measure import (
     acceptance_check,
     agreement,
@@ -278,6 +278,8 @@ def _parts(cfg: RunConfig, shared: Shared, given: Given) -> Parts | Exception:
         drawn = threshold_calibration.draw(cfg, method, shared.loaded, shared.examples, part, shared.settings.context)
     except UserError as error:
         return error
+    except ModuleNotFoundError as error:
+        return missing_package(error) or error
     except (RuntimeError, MemoryError, OSError) as error:
         return explain(error, f"loading method {cfg.method['name']}") or error
     parts = Parts(shared, method, part, drawn, lookup.local_files(cfg.method), max(0, _held(shared) - before))

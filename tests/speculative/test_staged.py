@@ -220,6 +220,23 @@ def test_chains_that_are_not_kept_end_up_in_pauses_and_those_that_are_grow() -> 
             assert spent < 5.0 and chosen.count(0) > 280 and set(chosen[20:]) == {0, 1}
 
 
+@kernels
+def test_rounds_go_without_a_draft_where_lookups_and_copy_lose(target: CausalLM) -> None:
+    """A text that repeats itself for a target that never keeps what is drafted."""
+    decoder = Staged(target, GREEDY, gamma=4, alone=1, costs=COSTS)
+    drafter, costs = decoder.drafter, Costs.of(COSTS)
+    context = begun(decoder, [[7, 8] * 10], limit=400)
+    lost, empty = 0.0, 0
+    for token in [7, 8] * 100:
+        before = dict(drafter.rounds)
+        nodes = drafter.propose(context).tokens.shape[1]
+        copied = drafter.rounds["copy"] > before["copy"]
+        lost += costs.time(1 + nodes) - 1.0 + nodes * (costs.draft / 4 if copied else 0.0)
+        empty += nodes == 0
+        context.tokens[0].append(token)
+    assert drafter.rounds["lookup"] and empty > 180 and lost < 8.0, (drafter.rounds, lost)
+
+
 def test_lookups_make_a_token_cheaper() -> None:
     length = ChainLength(12)
     length.costs = Costs.of(COSTS)

@@ -148,6 +148,18 @@ def test_a_method_that_is_refused_is_one_message_and_the_others_run(cfgs: list[R
     assert "eagle has no checkpoint" in str(found[1])
 
 
+def test_a_package_that_one_method_lacks_is_one_message_and_the_others_run(
+    cfgs: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(self: SuffixDecoding, *given: Any, **options: Any) -> None:
+        raise ModuleNotFoundError("No module named 'diskcache'", name="diskcache")
+
+    monkeypatch.setattr(SuffixDecoding, "__init__", lacks)
+    found = run_together(cfgs)
+    assert isinstance(found[1], UserError) and "diskcache is not installed for this Python" in str(found[1])
+    assert all(isinstance(found[place], RunResult) for place in (0, 2))
+
+
 def test_arms_on_the_command_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["arms=[prompt_lookup,suffix]", *words]) == OK
     said = capsys.readouterr().out
