@@ -6,8 +6,8 @@ judges the chain in one pass. The copy has the target's layers with weights roun
 as in QSpec (Zhao et al. 2024, arXiv 2410.11305), where both share one cache too: the copy needs no prefill and no cache
 of its own, and the pass that judges a draft overwrites what drafting wrote. Nothing is trained.
 
-Where at least ``alone`` tokens at the end of the text occurred before, what followed them there goes to the target
-at once. ``lookup=false`` is the copy alone. At a temperature the copy's tokens are drawn, nothing is looked up, and the
+Where a lookup alone promises more tokens per time than a chain, as after a long match, the target judges it at once.
+``lookup=false`` is the copy alone. At a temperature the copy's tokens are drawn, nothing is looked up, and the
 chain is judged by rejection, token by token or as a block.
 
 How many tokens a chain has follows from how many were kept lately, from the time a token of the copy takes, and
@@ -26,6 +26,7 @@ Command: ``python -m bench method=staged dataset=mtbench``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,11 +89,14 @@ class ChainLength:
         """Whether the next round goes without a draft; to be asked once a round."""
         return self.costs is not None and self.account.pause()
 
-    def choose(self, room: int) -> int:
-        """Tokens of the next chain, at most ``room``."""
+    def choose(self, room: int) -> tuple[int, float]:
+        """Tokens of the next chain, at most ``room``, and the tokens per time of a round with it.
+
+        Time is in passes over one node, and without costs it is not known: the chain is whole, and its rate infinite.
+        """
         most = min(self.most, room)
         if self.costs is None or most < 1:
-            return max(most, 0)
+            return max(most, 0), math.inf if most > 0 else 1.0
         best, best_rate, tokens, kept = 1, 0.0, 1.0, 1.0
         for count in range(1, most + 1):
             kept *= self.share
@@ -102,7 +106,7 @@ class ChainLength:
             rate = tokens / (1.0 + self._extra(count))
             if rate > best_rate:
                 best, best_rate = count, rate
-        return best
+        return best, best_rate
 
     def _extra(self, count: int) -> float:
         assert self.costs is not None
@@ -133,7 +137,7 @@ class StagedDrafter:
         light: the copy.
         gamma: most tokens of a chain.
         lookup: in the text, for the copy and for the target; None: none.
-        alone: tokens that must match for a lookup to draft without the copy.
+        alone: without costs, tokens that must match for a lookup to draft without the copy.
     """
 
     hidden_layers: Sequence[int] = ()
@@ -161,17 +165,21 @@ class StagedDrafter:
     def propose(self, context: Context) -> Draft:
         texts = context.tokens
         self._learn(texts)
-        pauses = self.length.pauses()
-        found = self._found(texts) if context.sampling.greedy and not pauses else None
-        if found is not None:
-            draft = Draft.chains([path.tokens for path in found], context.root.device)
-            expected = sum(sum(path.gains or []) for path in found) / len(found)
-            self._last = "lookup", draft.tokens.shape[1], expected
+        if self.length.pauses():
+            chain, found = 0, None
         else:
             room = max(end - len(text) for end, text in zip(self._ends, texts, strict=True)) - 1
-            count = 0 if pauses else self.length.choose(room)
-            draft = self._drafted(context, count) if count else Draft.chain(context.root.new_empty(len(texts), 0))
-            self._last = "copy" if count else "none", draft.tokens.shape[1], 0.0
+            chain, rate = self.length.choose(room)
+            found = self._found(texts, rate) if context.sampling.greedy else None
+        if found is not None:
+            draft = Draft.chains([path.tokens for path in found], context.root.device)
+            self._last = "lookup", draft.tokens.shape[1], sum(sum(path.gains or []) for path in found) / len(found)
+        elif chain:
+            draft = self._drafted(context, chain)
+            self._last = "copy", draft.tokens.shape[1], 0.0
+        else:
+            draft = Draft.chain(context.root.new_empty(len(texts), 0))
+            self._last = "none", 0, 0.0
         self._lengths = [len(text) for text in texts]
         self.rounds[self._last[0]] += 1
         return draft
@@ -191,21 +199,20 @@ class StagedDrafter:
             self._ratio.note(kept, expected)
             self.length.note_found(drafted, kept)
 
-    def _found(self, texts: Sequence[list[int]]) -> list[Continuation] | None:
-        """Paths that are drafted without the copy, where every row has one."""
+    def _found(self, texts: Sequence[list[int]], rate: float) -> list[Continuation] | None:
+        """Paths that go to the target without the copy: those of which more is expected per time than of a chain.
+
+        Without costs, those after ``alone`` tokens that match in every row.
+        """
         if self._lookup is None:
             return None
-        found = [self._lookup.find(row, text) for row, text in enumerate(texts)]
-        if any(path.match < self._alone for path in found):
-            return None
-        costs = self.length.costs
+        found, costs = [self._lookup.find(row, text) for row, text in enumerate(texts)], self.length.costs
         if costs is None:
-            return found
-        ratio = self._ratio.value
-        counts = [size([ratio * gain for gain in path.gains or []], costs) for path in found]
-        if not any(counts):
-            return None
-        return [_cut(path, count) for path, count in zip(found, counts, strict=True)]
+            return None if any(path.match < self._alone for path in found) else found
+        counts = [size([self._ratio.value * gain for gain in path.gains or []], costs) for path in found]
+        cut = [_cut(path, count) for path, count in zip(found, counts, strict=True)]
+        expected = self._ratio.value * sum(sum(path.gains or []) for path in cut) / len(cut)
+        return cut if (1.0 + expected) / costs.time(1 + max(counts)) > rate else None
 
     def _drafted(self, context: Context, count: int) -> Draft:
         cache = context.cache
@@ -277,7 +284,7 @@ class Staged(SpeculativeDecoder):
     Args:
         gamma: most tokens of a chain.
         lookup: whether endings of the text are looked up.
-        alone: tokens that must match for a lookup to draft without the copy.
+        alone: without costs, tokens that must match for a lookup to draft without the copy.
         block: at a temperature, judge a chain as a block (Sun et al. 2024, arXiv 2403.10444), not token by token.
         costs: of passes, by which chains are sized; ``auto``: as measured; None: all of ``gamma`` tokens.
 
