@@ -300,7 +300,7 @@ class Staged(SpeculativeDecoder):
         self,
         target: CausalLM,
         sampling: Sampling,
-        gamma: int = 12,
+        gamma: int = 16,
         lookup: bool = True,
         alone: int = 4,
         block: bool = False,
@@ -308,7 +308,7 @@ class Staged(SpeculativeDecoder):
     ) -> None:
         if min(gamma, alone) < 1:
             raise ValueError(
-                f"staged needs gamma >= 1 and alone >= 1, got gamma={gamma}, alone={alone}. Set method.gamma=12 and "
+                f"staged needs gamma >= 1 and alone >= 1, got gamma={gamma}, alone={alone}. Set method.gamma=16 and "
                 "method.alone=4 or so."
             )
         light = target.rounded(0, "int8")
