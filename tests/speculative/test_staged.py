@@ -130,6 +130,25 @@ def test_a_long_match_is_drafted_without_the_copy(target: CausalLM) -> None:
 
 
 @kernels
+@pytest.mark.parametrize(("share", "alone"), [(0.99, False), (0.3, True)])
+def test_a_lookup_drafts_without_the_copy_where_it_promises_more_per_time(
+    target: CausalLM, share: float, alone: bool
+) -> None:
+    """After a match of three tokens, the more rarely the copy's tokens were kept lately."""
+    cheap = [[0, 1.6], *COSTS[1:]]
+    decoder = Staged(target, GREEDY, gamma=8, costs=cheap)
+    length, text = decoder.drafter.length, [7, 8, 9, 10, 11, 12, 7, 8, 9]
+    context = begun(decoder, [text])
+    length._kept, length._judged, length.account.balance = share * 100, 100.0, 4.0
+    costs, gains = Costs.of(cheap), [3 / 4, 3 / 5, 3 / 6]
+    by_lookup = max((1 + sum(gains[:n])) / costs.time(1 + n) for n in range(4))
+    each = costs.draft / 8
+    by_copy = max(sum(share**k for k in range(n + 1)) / (n * each + costs.time(1 + n)) for n in range(1, 9))
+    assert (by_lookup > by_copy) == alone
+    assert (decoder.drafter.propose(context).passes == 0) == alone
+
+
+@kernels
 def test_chains_end_with_the_text_and_before_its_limit(target: CausalLM) -> None:
     text = [4, 5, 6]
     free = written(Staged(target, GREEDY).drafter.light, target, text, 8)
