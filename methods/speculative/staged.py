@@ -44,10 +44,8 @@ from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.suffix_decoding import SuffixDrafter
 from methods.speculative.verification import default_rule
 
-_FIRST_SHARE, _FIRST_WEIGHT = (
-    0.9,
-    8.0,
-)  # of the copy's tokens that are kept, and drafted tokens that this guess counts for
+_FIRST_SHARE = 0.95  # of the copy's tokens that are kept, a guess
+_GUESSED = 4.0  # drafted tokens that it counts for
 _MEMORY = 0.97  # weight of the past per round
 _LIKELY = 0.3  # how likely a token of a lookup must be, for the copy to judge it
 _FACTOR, _MIN_PROB = 1.0, 0.1  # of lookups, see ``SuffixDecoding``
@@ -68,11 +66,10 @@ class ChainLength:
         self.reset()
 
     def reset(self) -> None:
-        """Start new texts; what was kept of chains and what they took is still known."""
+        """Start new texts, and forget the others."""
         self.account = Account()
-        if not hasattr(self, "_judged"):
-            self._kept, self._judged = _FIRST_SHARE * _FIRST_WEIGHT, _FIRST_WEIGHT
-            self._passes, self._tokens = 1.0, 1.0
+        self._kept, self._judged = _FIRST_SHARE * _GUESSED, _GUESSED
+        self._passes, self._tokens = 1.0, 1.0
 
     @property
     def share(self) -> float:
@@ -138,21 +135,29 @@ class StagedDrafter:
         gamma: most tokens of a chain.
         lookup: in the text, for the copy and for the target; None: none.
         alone: without costs, tokens that must match for a lookup to draft without the copy.
+
+    Attributes:
+        length: of the chains.
+        rounds: by what drafted.
+        copied, kept: tokens that the copy drafted in all texts, and those that the mean row kept.
     """
 
     hidden_layers: Sequence[int] = ()
 
     def __init__(self, light: CausalLM, gamma: int, lookup: SuffixDrafter | None, alone: int) -> None:
         self.light, self.length = light, ChainLength(gamma)
-        self._lookup, self._alone, self._ratio = lookup, alone, Ratio()
+        self._lookup, self._alone = lookup, alone
         self.nodes = gamma if lookup is None else max(gamma, lookup.nodes)
         self.rounds = {"copy": 0, "lookup": 0, "none": 0}
+        self.copied, self.kept = 0, 0.0
+        self._ratio = Ratio()
         self._ends: list[int] = []
         self._lengths: list[int] = []  # of the texts when the last draft was made
         self._last: tuple[str, int, float] = "none", 0, 0.0  # what drafted it, its tokens, and how many were expected
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self.length.reset()
+        self._ratio = Ratio()
         self._ends, self._lengths, self._last = [len(prompt) + limit for prompt in prompts], [], ("none", 0, 0.0)
         if self._lookup is not None:
             self._lookup.reset(prompts, limit)
@@ -195,6 +200,7 @@ class StagedDrafter:
         if source == "copy":
             rejected = sum(count < drafted for count in counted) / len(counted)
             self.length.note_kept(drafted, kept, rejected)
+            self.copied, self.kept = self.copied + drafted, self.kept + kept
         else:
             self._ratio.note(kept, expected)
             self.length.note_found(drafted, kept)
@@ -332,9 +338,7 @@ class Staged(SpeculativeDecoder):
         return {"copy": self.drafter.light.int4_bytes + self.drafter.light.output_bytes}
 
     def stats(self) -> dict[str, Any]:
-        """Shares of the rounds by what drafted, and how many of the copy's tokens were kept lately."""
-        rounds = self.drafter.rounds
-        total = max(sum(rounds.values()), 1)
-        return {f"rounds_by_{name}": round(count / total, 4) for name, count in rounds.items()} | {
-            "kept_of_the_copy": round(self.drafter.length.share, 4)
-        }
+        """Shares of the rounds by what drafted, and of the copy's tokens that were kept."""
+        drafter, total = self.drafter, max(sum(self.drafter.rounds.values()), 1)
+        shares = {f"rounds_by_{name}": round(count / total, 4) for name, count in drafter.rounds.items()}
+        return shares | {"kept_of_the_copy": round(drafter.kept / max(drafter.copied, 1), 4)}
