@@ -19,7 +19,7 @@ weights with 16-bit inputs. Differences: chains instead of trees; n-grams come f
 are in blocks of 32 numbers with a scale and a zero each, and inputs in 8 bits, by C++ kernels of a CPU.
 
 The embedded SmolLM2-135M is read from a file of 4-bit numbers, so its copy loses only what the rounding of inputs
-loses. Copies of a model published in 16 bits lose more.
+loses: 98 of 100 tokens are kept whose predecessors were. With weights that lie on no grid it is 81.
 
 Command: ``python -m bench method=staged dataset=mtbench``
 """

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.contract import checks
+from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
 from methods.early_exit.river import River
 from methods.engine import cpu_kernels, linear
@@ -124,6 +125,17 @@ def test_what_was_drafted_leaves_nothing_in_the_cache(target: CausalLM) -> None:
     twin = target.new_cache(1, 32)
     target.prefill([torch.cat([prompt, torch.tensor(text)])[:length]], twin)
     torch.testing.assert_close(made[0].store[:, :, :length], twin.store[:, :, :length], rtol=1e-4, atol=1e-4)
+
+
+@kernels
+@pytest.mark.parametrize("exits", [[1], [2], [2, 4]])
+def test_drafts_that_are_judged_leave_the_models_own_text(target: CausalLM, exits: list[int]) -> None:
+    prompts = checks.prompts(target.vocab_size, (9, 3, 14))
+    wanted = checks.outputs(Autoregressive(target, GREEDY), prompts, 20)
+    decoder = River(target, GREEDY, 0.0, exits, accept="verify", max_pending=5)
+    assert checks.outputs(decoder, prompts, 20) == wanted
+    assert [checks.outputs(decoder, [prompt], 20)[0] for prompt in prompts] == wanted
+    assert decoder.stats()["exits"].get(str(exits[0])), "no draft was kept"
 
 
 @kernels

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.contract import checks
+from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
 from methods.drafting import Context, Continuation
 from methods.engine import cpu_kernels
@@ -191,6 +192,19 @@ def test_the_cache_holds_the_targets_states_alone(target: CausalLM) -> None:
     target.prefill([torch.cat([prompt, torch.tensor(text)])[:length]], twin)
     torch.testing.assert_close(made[0].store[:, :, :length], twin.store[:, :, :length], rtol=1e-4, atol=1e-4)
     assert decoder.guarantee is Guarantee.EXACT and decoder.memory()["copy"]
+
+
+@kernels
+@pytest.mark.parametrize("options", [{}, {"lookup": False, "gamma": 3}, {"costs": COSTS}, {"alone": 1}])
+def test_texts_are_the_targets_alone_and_in_a_batch(target: CausalLM, options: dict) -> None:
+    prompts = [*checks.prompts(target.vocab_size, (9, 3, 14)), torch.tensor([7, 8, 9] * 5)]
+    wanted = checks.outputs(Autoregressive(target, GREEDY), prompts, 30)
+    decoder = Staged(target, GREEDY, **options)
+    assert checks.outputs(decoder, prompts, 30) == wanted
+    assert [checks.outputs(decoder, [prompt], 30)[0] for prompt in prompts] == wanted
+    shares = decoder.stats()
+    assert shares["rounds_by_copy"] > 0 and 0.0 < shares["kept_of_the_copy"] <= 1.0
+    assert sum(share for name, share in shares.items() if name.startswith("rounds_by_")) == pytest.approx(1.0, abs=1e-3)
 
 
 # -------------------------------------------------------------------------------------------------- how long they are
