@@ -298,6 +298,7 @@ class Staged(SpeculativeDecoder):
         ValueError: no 4-bit weights for this model or here (see ``CausalLM.rounded``), or an option out of range.
     """
 
+    model_kind = "causal"
     paper = "Spector and Re 2023, arXiv 2308.04623; Zhao et al. 2024, arXiv 2410.11305"
 
     drafter: StagedDrafter
