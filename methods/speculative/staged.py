@@ -42,7 +42,7 @@ from methods.rows import of_rows
 from methods.speculative.budget import Account, Costs, CostsOption, Ratio, size
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.suffix_decoding import SuffixDrafter
-from methods.speculative.verification import default_rule
+from methods.speculative.verification import default_rule, walk_on_host
 
 _FIRST_SHARE = 0.95  # of the copy's tokens that are kept, a guess
 _GUESSED = 4.0  # drafted tokens that it counts for
@@ -94,13 +94,15 @@ class ChainLength:
         most = min(self.most, room)
         if self.costs is None or most < 1:
             return max(most, 0), math.inf if most > 0 else 1.0
+        share, left = self.share, self.account.left
         best, best_rate, tokens, kept = 1, 0.0, 1.0, 1.0
         for count in range(1, most + 1):
-            kept *= self.share
+            kept *= share
             tokens += kept
-            if count > 1 and self._extra(count) > self.account.left:
+            extra = self._extra(count)
+            if count > 1 and extra > left:
                 break
-            rate = tokens / (1.0 + self._extra(count))
+            rate = tokens / (1.0 + extra)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best, best_rate
@@ -252,8 +254,7 @@ class StagedDrafter:
             if tried:
                 state = light.begin(torch.tensor([[root, *tried]]), None, cache)
                 best = light.run_to_logits(state, light.n_layers).best[0].tolist()
-                kept = next((at for at, token in enumerate(tried) if token != best[at]), len(tried))
-                new = best[: kept + 1]
+                new = best[: 1 + len(walk_on_host(tried, None, best))]
             else:
                 new = light.rounds([root], cache, 1, [True], ()).tokens[0]
             passes += 1

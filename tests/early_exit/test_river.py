@@ -15,23 +15,15 @@ from methods.engine import cpu_kernels, linear
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from tests.engine.test_causal_lm import tiny
+from tests.helpers.rounded_targets import BY, rounded_target
 
 GREEDY = Sampling()
 kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
 
 
-@pytest.fixture(scope="module", params=["kernels", "operators"])
+@pytest.fixture(scope="module", params=BY)
 def target(request: pytest.FixtureRequest) -> CausalLM:
-    """Layers that the kernels run in one call, or one product at a time."""
-    if request.param == "kernels":
-        return CausalLM.from_hf(
-            tiny(
-                "llama", head_dim=16, num_attention_heads=4, hidden_size=64, intermediate_size=96, num_hidden_layers=6
-            ).float(),
-            linear="panels",
-            keep_hf=True,
-        )
-    return CausalLM.from_hf(copy.deepcopy(checks.tiny_target(layers=6, seed=2).hf).float())  # type: ignore[union-attr]
+    return rounded_target(request.param, layers=6)
 
 
 @kernels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import accumulate
 
 import pytest
@@ -20,24 +19,16 @@ from methods.engine.sampling import Sampling
 from methods.speculative.budget import ALLOWANCE, Costs
 from methods.speculative.staged import ChainLength, Staged
 from methods.speculative.suffix_decoding import SuffixDrafter
-from tests.engine.test_causal_lm import tiny
+from tests.helpers.rounded_targets import BY, rounded_target
 
 GREEDY = Sampling()
 COSTS = [[0, 4.8], [1, 1.0], [2, 1.05], [4, 1.15], [8, 1.4], [16, 1.9]]
 kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
 
 
-@pytest.fixture(scope="module", params=["kernels", "operators"])
+@pytest.fixture(scope="module", params=BY)
 def target(request: pytest.FixtureRequest) -> CausalLM:
-    """Layers that the kernels run in one call, or one product at a time."""
-    if request.param == "kernels":
-        return CausalLM.from_hf(
-            tiny(
-                "llama", head_dim=16, num_attention_heads=4, hidden_size=64, intermediate_size=96, num_hidden_layers=4
-            ).float(),
-            linear="panels",
-        )
-    return CausalLM.from_hf(copy.deepcopy(checks.tiny_target(layers=4, seed=2).hf).float())  # type: ignore[union-attr]
+    return rounded_target(request.param, layers=4)
 
 
 def begun(decoder: Staged, texts: list[list[int]], limit: int = 40) -> Context:
