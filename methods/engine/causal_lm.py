@@ -63,9 +63,33 @@ States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # aft
 _PREFILL_CHUNK = 512
 _SCORE_CHUNK = 256
 _LEAST_CHUNK, _MOST_CHUNK, _MOST_ROWS = 16, 256, 1024
+_READ_WITH_WEIGHTS = 16  # tokens of prompts that take as long as reading the weights does, on a CPU
 _SPARSE = 0.75
 _SHORT = 8 * 2**20  # bytes that a pass reads
 ROUNDS_TOGETHER = 16  # in a call of the kernels, at most
+
+
+def reading_groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows whose prompts are best read together, by length: those that pad least for the passes that they save.
+
+    Of all partitions of the sorted rows it is the one with the least sum of places and of ``_READ_WITH_WEIGHTS`` a
+    group, a place being a token or padding.
+
+    Args:
+        lengths: tokens of each row's prompt.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    least, begins = [0], [0]
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        cost, begin = min((least[begin] + (end - begin) * longest, begin) for begin in range(end))
+        least.append(cost + _READ_WITH_WEIGHTS)
+        begins.append(begin)
+    groups, end = list[list[int]](), len(order)
+    while end:
+        groups.append(order[begins[end] : end])
+        end = begins[end]
+    return groups[::-1]
 
 
 @dataclass(slots=True)
@@ -90,6 +114,20 @@ class Output:
     memory: Float[Tensor, "B S D"] | None = None
     best: Int[Tensor, "B M"] | None = None
     candidates: Int[Tensor, "B C k"] | None = None
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[Sequence[int]], outputs: Sequence[Output]) -> Output:
+        """What prefills of these rows each returned, as if by one."""
+        places = sum(map(len, groups))
+
+        def joined(parts: Sequence[Float[Tensor, "_ _ D"]]) -> Float[Tensor, "_ _ D"]:
+            rows = parts[0].new_zeros(places, max(part.shape[1] for part in parts), parts[0].shape[2])
+            for group, part in zip(groups, parts, strict=True):
+                rows[list(group), : part.shape[1]] = part
+            return rows
+
+        layers = {layer: joined([each.hidden_layers[layer] for each in outputs]) for layer in outputs[0].hidden_layers}
+        return cls(joined([each.logits for each in outputs]), joined([each.hidden for each in outputs]), layers)
 
     def of_rows(self, rows: list[int]) -> Output:
         """The result of these rows, in this order."""
@@ -765,8 +803,12 @@ class CausalLM:
     ) -> Output:
         """Read whole prompts, ragged, in chunks; afterwards each row of the cache holds its prompt.
 
-        Rows shorter than the longest write after their end, which is never read.
+        On a CPU, prompts of very different lengths are read in groups, as all places of a pass take time there. Rows
+        shorter than the longest of their group write after their end, which is never read.
         """
+        groups = reading_groups(list(map(len, prompts))) if self.device.type == "cpu" else []
+        if len(groups) > 1:
+            return self._prefill_groups(groups, prompts, cache, hidden_layers, chunk)
         cache.reset()
         chunk = min(chunk, self.prefill_chunk(len(prompts)))
         lengths, tokens = [len(prompt) for prompt in prompts], padded_rows(prompts, self.device)
@@ -791,6 +833,24 @@ class CausalLM:
         if not hidden_layers:
             return Output(logits, hidden)
         return Output(logits, self.norm(every.pop(-1)), {layer: every[layer] for layer in hidden_layers})
+
+    def _prefill_groups(
+        self,
+        groups: Sequence[Sequence[int]],
+        prompts: Sequence[Int[Tensor, "_"]],
+        cache: Cache,
+        hidden_layers: Collection[int],
+        chunk: int,
+    ) -> Output:
+        """``prefill`` of some rows at a time, each group in a cache of its own that ``cache`` takes over."""
+        outputs = []
+        cache.reset()
+        for rows in groups:
+            read = [prompts[row] for row in rows]
+            own = self._make_cache(len(rows), max(map(len, read)))
+            outputs.append(self.prefill(read, own, hidden_layers=hidden_layers, chunk=chunk))
+            cache.adopt(rows, own)
+        return Output.of_groups(groups, outputs)
 
     def prefill_chunk(self, rows: int) -> int:
         """Most tokens of each of so many prompts that one pass of ``prefill`` reads."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from methods.engine import causal_lm, linear, token_tree
 from methods.engine.causal_layers import DENSE, PROVEN, SPARSE, UnsupportedModel
-from methods.engine.causal_lm import CausalLM
+from methods.engine.causal_lm import CausalLM, reading_groups
 from methods.engine.cpu_kernels import library
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.linear import Linear, PackedLinear, make_linear, packable
@@ -445,3 +447,38 @@ def test_only_short_passes_run_several_rounds_in_one_call(monkeypatch):
     assert lm.runs_rounds == lm.fused
     monkeypatch.setattr(causal_lm, "_SHORT", lm.pass_bytes(1) - 1)
     assert not lm.runs_rounds and not GraphedLM.of(lm, capture=False).runs_rounds
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
+def test_prompts_are_grouped_by_length_with_the_least_padding(lengths):
+    def cost(groups):
+        return sum(len(group) * max(lengths[row] for row in group) + 16 for group in groups)
+
+    def partitions(rows):  # into runs
+        for count in range(1, len(rows)):
+            for rest in partitions(rows[count:]):
+                yield [rows[:count], *rest]
+        if rows:
+            yield [rows]
+
+    groups = reading_groups(lengths)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    assert [row for group in groups for row in group] == order
+    assert cost(groups) == min(map(cost, partitions(order)))
+
+
+def test_a_prefill_in_groups_is_one_of_all_rows(pair, monkeypatch):
+    _, lm = pair
+    prompts = [torch.randint(3, 97, (n,)) for n in (21, 3, 40, 1, 22)]
+    cache, together = lm.new_cache(5, 60), lm.new_cache(5, 60)
+    assert len(reading_groups([len(prompt) for prompt in prompts])) > 1
+    read = lm.prefill(prompts, cache, hidden_layers=(1,), chunk=7)
+    monkeypatch.setattr("methods.engine.causal_lm.reading_groups", lambda lengths: [list(range(len(lengths)))])
+    whole = lm.prefill(prompts, together, hidden_layers=(1,), chunk=7)
+    assert cache.lengths == together.lengths == [len(prompt) for prompt in prompts]
+    torch.testing.assert_close(read.logits, whole.logits)
+    for row, prompt in enumerate(prompts):
+        for layers in (lambda out: out.hidden, lambda out: out.hidden_layers[1]):
+            torch.testing.assert_close(layers(read)[row, : len(prompt)], layers(whole)[row, : len(prompt)])
+    root = torch.full((5, 1), 5)
+    torch.testing.assert_close(lm.forward(root, None, cache).logits, lm.forward(root, None, together).logits)

@@ -96,10 +96,16 @@ def eagle_part(target: CausalLM, version: int, **options: bool) -> Part:
     [(1, {}), (3, {}), (3, {"norm_before_residual": True})],
     ids=["eagle", "eagle 3", "norm before the residual"],
 )
+@pytest.mark.parametrize("prompts", [(9, 9, 9), (9, 40, 3)], ids=["of a length", "in groups"])
 @pytest.mark.parametrize("most", [1024, 6], ids=["at once", "in pieces"])
 @pytest.mark.usefixtures("two_threads")
 def test_pairs_and_guesses_of_eagle(
-    version: int, options: dict[str, bool], most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    version: int,
+    options: dict[str, bool],
+    most: int,
+    dtype: torch.dtype,
+    prompts: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(eagle_network, "_MOST_ROWS", most)
     both = targets(dtype)
@@ -119,7 +125,7 @@ def test_pairs_and_guesses_of_eagle(
         feature = torch.randn(len(counts), max(counts), 48).to(dtype)
         return same("read", feature, torch.randint(0, 97, feature.shape[:2]), counts)
 
-    read((9, 9, 9))
+    read(prompts)
     for counts in ((8, 1, 5), (4, 4, 4)):
         feature = read(counts)
         feature = same("guess", feature, torch.randint(0, 97, (3, 1)), 0, None)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.drafting import Draft
-from methods.engine.causal_lm import CausalLM, rotate_
+from methods.engine.causal_lm import CausalLM, reading_groups, rotate_
 from methods.engine.fused_layers import Portion
 from methods.engine.fused_tree import FusedTree, TreeSizes
 from methods.engine.host_copies import from_host
@@ -229,6 +229,9 @@ class Reader:
         """
         if self.network.fused is None:
             return self._read_by_operators(*self.network.enter(feature, tokens), counts)
+        groups = reading_groups(counts) if max(self.lengths) == 0 else []
+        if len(groups) > 1:
+            return self._read_groups(groups, feature, tokens, counts)
         self._guesses, most = 0, max(1, _MOST_ROWS // len(counts))
         found, done = feature[:, :1], 0
         while done < max(counts):
@@ -240,6 +243,23 @@ class Reader:
             found = _last(states, new, found)
             self._cache.advance(new)
             done += width
+        return found
+
+    def _read_groups(
+        self,
+        groups: Sequence[Sequence[int]],
+        feature: Float[Tensor, "B W D"],
+        tokens: Int[Tensor, "B W"],
+        counts: Sequence[int],
+    ) -> Float[Tensor, "B 1 D"]:
+        """``read`` of the prompts, some rows at a time, each group by a reader of its own."""
+        found = feature[:, :1].clone()
+        for group in groups:
+            rows, new = list(group), [counts[row] for row in group]
+            if width := max(new):
+                own = Reader(self.network, len(rows), width)
+                found[rows] = own.read(feature[rows, :width], tokens[rows, :width], new)
+                self._cache.adopt(rows, own.cache)
         return found
 
     def grow(
