@@ -46,6 +46,8 @@ from methods.engine.linear import (
     KernelLinear,
     Linear,
     LinearForm,
+    PanelLinear,
+    ScreenedLinear,
     draft_form,
     make_linear,
     require_blocks,
@@ -58,6 +60,7 @@ __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
 Weights = Literal["full", "int4", "fp8"]
 _HEAD_FORM: LinearForm = "int8"  # of the output matrix beside layers of 4 bits on a CPU
+_SCREENED = 8  # logits
 States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # after all layers, and after some
 
 _PREFILL_CHUNK = 512
@@ -375,12 +378,13 @@ class CausalLM:
         )
         return view
 
-    def rounded(self, first: int, head: LinearForm | None = None) -> CausalLM:
+    def rounded(self, first: int, head: LinearForm | Literal["screened"] | None = None) -> CausalLM:
         """A view whose layers from ``first`` on are copies rounded to 4 bits; it and this model may share a cache.
 
         Args:
             first: 0-based.
-            head: form of a copy of the output matrix; None: it is this model's.
+            head: form of a copy of the output matrix; ``screened``: 4 bits find the ``_SCREENED`` largest logits, which
+                this model's matrix then gives (``ScreenedLinear``); None: it is this model's.
 
         Raises:
             ValueError: no 4-bit weights for this class, device, type or shape, or the layers have them already.
@@ -396,8 +400,11 @@ class CausalLM:
         view.__dict__.update(self.__dict__)
         view.layers = [*self.layers[:first], *map(causal_layers.rounded, self.layers[first:])]
         view.weights, view._key_value, view._fused = "int4", {}, self._kernels_of(view.layers)
-        if head is not None:
-            view._head = make_linear([self._head.dense], [self._head.bias], head)
+        if head == "screened" and isinstance(self._head, PanelLinear):
+            view._head = ScreenedLinear(self._head, _SCREENED)
+        elif head is not None:
+            form: LinearForm = "int8" if head == "screened" else head
+            view._head = make_linear([self._head.dense], [self._head.bias], form)
         return view
 
     def _kernels_of(self, layers: Sequence[Layer]) -> FusedLayers | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from methods.engine.causal_layers import FeedForward, Layer, LayerNorm, RMSNorm, Rows
 from methods.engine.cpu_kernels import KINDS, Matrix, NormNumbers, Packed, library
 from methods.engine.kv_cache import Cache
-from methods.engine.linear import KernelLinear, Linear
+from methods.engine.linear import KernelLinear, Linear, ScreenedLinear
 
 LANES = 16  # a head must be a multiple of as many numbers
 _ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "ReLU": 1, "GELUActivation": 2}  # by class, as the kernels number them
@@ -103,6 +103,8 @@ class _Ending(Structure):
         ("norm", NormNumbers),
         ("map", Matrix),
         ("head", Matrix),
+        ("full", Matrix),
+        ("screened", c_int64),
         *((name, c_void_p) for name in ("normed", "logits", "best")),
     ]
 
@@ -213,11 +215,12 @@ class Ending:
         self.norm, self.head, self.exit_map = norm, head, exit_map
         self._norm, self._kept = (NormNumbers(), []) if norm is None else norm_numbers(norm)
         self._map = Matrix() if exit_map is None else exit_map.panels.matrix
+        self._full = (head.full.panels.matrix, head.count) if isinstance(head, ScreenedLinear) else (Matrix(), 0)
 
     def into(self, normed: Float[Tensor, "B M D"], logits: Float[Tensor, "B M V"], best: Int[Tensor, "B M"]) -> _Ending:
         """What the kernels do, and where their results go."""
         places = (result.data_ptr() for result in (normed, logits, best))
-        return _Ending(self._norm, self._map, self.head.panels.matrix, *places)
+        return _Ending(self._norm, self._map, self.head.panels.matrix, *self._full, *places)
 
 
 class Scored(NamedTuple):
@@ -349,6 +352,7 @@ class _Leaving:
         first: int = 0,
         rounds: int = 1,
     ) -> None:
+        assert not isinstance(head, ScreenedLinear), "exits read all logits of one matrix"
         batch, width = len(rows), head.panels.matrix.inputs
         screen = Matrix() if rule.screen is None else rule.screen.panels.matrix
         self._maps = (Matrix * count)()

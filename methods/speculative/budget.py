@@ -65,7 +65,7 @@ from methods.engine.host_copies import from_host
 
 ALLOWANCE = 0.75  # passes over one node that may be lost before rounds go without a draft
 RISK = 0.1  # what a probe may cost beside the time of drafting
-_RESERVE = 4.0  # most that is booked of what was gained, so that a text that turns hard is noticed
+_RESERVE = 4.0  # of an account
 _FIRST_WAIT, _LONGEST_WAIT = 8, 128  # rounds between probes
 _MEMORY = 0.9  # weight of the past in a ratio, per round
 _PLACES_MEMORY = 0.98
@@ -218,10 +218,14 @@ class Texts:
 
 
 class Account:
-    """What drafting has gained in a decode, in passes over one node; says which rounds go without a draft."""
+    """What drafting has gained in a decode, in passes over one node; says which rounds go without a draft.
 
-    def __init__(self) -> None:
-        self.balance = 0.0
+    Args:
+        reserve: most that is booked of what was gained, so that a text that turns hard is noticed.
+    """
+
+    def __init__(self, reserve: float = _RESERVE) -> None:
+        self.balance, self._reserve = 0.0, reserve
         self._wait, self._left = _FIRST_WAIT, 0
 
     def pause(self) -> bool:
@@ -246,7 +250,7 @@ class Account:
 
     def book(self, gain: float) -> None:
         """Tokens of a round beyond the first, less its time beyond that of a pass over one node."""
-        self.balance = min(self.balance + gain, _RESERVE)
+        self.balance = min(self.balance + gain, self._reserve)
         if self.balance >= 0.0:
             self._wait = _FIRST_WAIT
         elif self.balance <= RISK / 2 - ALLOWANCE:

@@ -47,6 +47,7 @@ from methods.speculative.verification import default_rule, walk_on_host
 _FIRST_SHARE = 0.95  # of the copy's tokens that are kept, a guess
 _GUESSED = 4.0  # drafted tokens that it counts for
 _MEMORY = 0.97  # weight of the past per round
+_RESERVE = 12.0  # of the account: a chain that fails costs several passes
 _LIKELY = 0.3  # how likely a token of a lookup must be, for the copy to judge it
 _FACTOR, _MIN_PROB = 1.0, 0.1  # of lookups, see ``SuffixDecoding``
 
@@ -67,7 +68,7 @@ class ChainLength:
 
     def reset(self) -> None:
         """Start new texts, and forget the others."""
-        self.account = Account()
+        self.account = Account(_RESERVE)
         self._kept, self._judged = _FIRST_SHARE * _GUESSED, _GUESSED
         self._passes, self._tokens = 1.0, 1.0
 
@@ -319,7 +320,7 @@ class Staged(SpeculativeDecoder):
                 f"staged needs gamma >= 1 and alone >= 1, got gamma={gamma}, alone={alone}. Set method.gamma=16 and "
                 "method.alone=4 or so."
             )
-        light = target.rounded(0, "int8")
+        light = target.rounded(0, "screened" if sampling.greedy else "int8")
         search = SuffixDrafter(max(gamma, 24), _FACTOR, 1, _MIN_PROB) if lookup else None
         drafter = StagedDrafter(light, gamma, search, alone)
         super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=True, block=block))

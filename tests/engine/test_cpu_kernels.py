@@ -13,7 +13,7 @@ from torch import Tensor
 from methods.engine import cpu_kernels
 from methods.engine.causal_layers import RMSNorm
 from methods.engine.causal_lm import CausalLM
-from methods.engine.linear import LinearForm, PanelLinear, make_linear
+from methods.engine.linear import BlockLinear, LinearForm, PanelLinear, ScreenedLinear, make_linear
 from tests.engine.test_causal_lm import tiny
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="the kernels cannot be compiled here")
@@ -215,3 +215,45 @@ def test_a_processor_without_some_instructions(monkeypatch, tmp_path, dtype: tor
             cache.advance([1])
     finally:
         cpu_kernels.library.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.usefixtures("two_threads")
+def test_the_largest_of_a_screened_product_are_those_of_the_full_weight(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(4)
+    weight, added = torch.randn(300, 64).to(dtype), torch.randn(300).to(dtype) if bias else None
+    full, rounded = PanelLinear(weight, added), BlockLinear(weight, added, "int4")
+    x = torch.randn(5, 64).to(dtype)
+    found, wanted, screen = ScreenedLinear(full, 8)(x), full(x), rounded(x)
+    for row in range(5):
+        places = torch.zeros(300, dtype=torch.bool).scatter(0, screen[row].topk(8).indices, True)
+        assert torch.equal(found[row, places], wanted[row, places])
+        assert torch.equal(found[row, ~places], screen[row, ~places])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.usefixtures("two_threads")
+def test_a_pass_with_a_screened_output_matrix_has_the_bits_of_its_product(dtype: torch.dtype) -> None:
+    sizes = {"head_dim": 16, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
+    target = CausalLM.from_hf(tiny("llama", **sizes).to(dtype), linear="panels")
+    view, cache = target.rounded(0, "screened"), target.new_cache(2, 40)
+    view.prefill([torch.arange(3, 20), torch.arange(3, 8)], cache)
+    tokens = torch.randint(3, 97, (2, 5))
+    made = view.forward(tokens, None, cache)
+    assert torch.equal(made.logits, view.head(made.hidden))
+    screen = BlockLinear(target._head.dense, None, "int4")(made.hidden.flatten(0, 1)).view_as(made.logits)
+    exact = target.head(made.hidden)
+    assert made.best is not None
+    for logits, row, best in zip(screen.flatten(0, 1), exact.flatten(0, 1), made.best.flatten(), strict=True):
+        places = logits.topk(8).indices
+        assert best == min(place for place in places.tolist() if row[place] == row[places].max())
+    ran = view.rounds([5, 6], cache, 3, [True, True], ())
+    for row in range(2):
+        own, root = view.new_cache(2, 40), torch.tensor([[5], [6]])
+        view.prefill([torch.arange(3, 20), torch.arange(3, 8)], own)
+        for step in range(3):
+            best = view.forward(root, None, own).best
+            assert best is not None and best[row, 0] == ran.tokens[step][row]
+            own.advance([1, 1])
+            root = best

@@ -66,6 +66,8 @@ struct Ending {
     Norm norm;       // without weights: none
     Matrix map;      // of the normed state; without panels: none
     Matrix head;
+    Matrix full;       // the weight that `head` is rounded from, in panels; without panels: none
+    int64_t screened;  // how many of the largest outputs of `head` are taken from `full`
     void* normed;    // [batch, nodes, hidden]
     void* logits;    // [batch, nodes, outputs of head]
     int64_t* best;   // [batch, nodes]: the first of the largest
@@ -308,7 +310,10 @@ class Runner {
         });
         team.each(rows_, [&](int64_t row) {
             float most;
-            largest(logits + row * outputs, outputs, 1, ending.best + source(row), &most);
+            if (ending.full.panels)
+                ending.best[source(row)] = screened<T>(ending.full, ending.screened, Row(x, row).base, logits + row * outputs);
+            else
+                largest(logits + row * outputs, outputs, 1, ending.best + source(row), &most);
         });
     }
 

@@ -1,11 +1,14 @@
-// The largest numbers of a row, and the logarithm of the sum of its exponentials.
+// The largest numbers of a row, logits that a rounded weight screens, and the logarithm of the sum of exponentials.
 #pragma once
 
 #include <math.h>
 #include <stdint.h>
 
+#include <vector>
+
 #include "attention.h"
 #include "numbers.h"
+#include "products.h"
 
 namespace {
 
@@ -55,6 +58,34 @@ void largest(const T* row, int64_t numbers, int64_t count, int64_t* places, floa
             i += together * LANES;
     }
     look(numbers);
+}
+
+// The logits of a row by a rounded weight get those of the full one in `count` places, the largest; returns the first
+// of the largest of these. x: [inputs], one by one.
+template <class T>
+int64_t screened(const Matrix& full, int64_t count, const float* x, T* logits) {
+    std::vector<float> words(full.inputs), most(count);
+    std::vector<int64_t> places(count);
+    const Rows rows = rows_for<T>(words.data(), 1, full);
+    for (int64_t i = 0; i < full.inputs; i += LANES) Row(rows, 0).put(i, load(x + i));
+    largest(logits, full.outputs, count, places.data(), most.data());
+    int64_t best = places[0];
+    float highest = -INFINITY;
+    for (const int64_t place : places) {
+        const int64_t panel = place / PANEL;
+        const char* from = static_cast<const char*>(full.panels) + panel * PANEL * full.inputs * int64_t(sizeof(T));
+        Floats total[VECTORS] = {};
+        of_rows<T, VECTORS, LINES>(1, {from, 0}, full.inputs, words.data(), {from + AHEAD, LINES * LINE}, total);
+        const int64_t within = place - panel * PANEL;
+        const float product = reinterpret_cast<const float*>(total)[within];
+        const float logit = rounded_one<T>(full.bias ? product + full.bias[place] : product);
+        put_one(logits + place, logit);
+        if (logit > highest || (logit == highest && place < best)) {
+            best = place;
+            highest = logit;
+        }
+    }
+    return best;
 }
 
 // The logarithm of the sum of e^x.
