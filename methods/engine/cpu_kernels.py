@@ -27,6 +27,8 @@ from jaxtyping import BFloat16, Float, Int, UInt8
 from torch import Tensor
 from torch.utils.cpp_extension import _get_build_directory, get_cxx_compiler
 
+from methods.engine import huge_pages
+
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).parent / "cpp" / "cpu_kernels.cpp"
@@ -178,7 +180,7 @@ class Packed:
         self.dtype, (outputs, inputs), width = dtype, shape, found.panel_outputs()
         whole = -(-outputs // width) * width
         size = found.block_bytes(bits, whole, inputs) if bits else whole * inputs * dtype.itemsize
-        self._weight, self.nbytes = torch.zeros(size, dtype=torch.uint8), size
+        self._weight, self.nbytes = huge_pages.zeros(size), size
         self._bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, whole - outputs))
         self._multiply, self._workspace = getattr(found, f"multiply_{KINDS[dtype]}"), found.product_workspace
         bias_at = None if self._bias is None else self._bias.data_ptr()

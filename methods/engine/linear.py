@@ -115,8 +115,9 @@ class BlockLinear(KernelLinear):
 class ScreenedLinear(BlockLinear):
     """The product with a weight of 4 bits, whose largest outputs are replaced by those of the full weight.
 
-    Of an output matrix it reads little more than a quarter, and finds the largest logit nearly always: of SmolLM2-135M
-    with copied layers, the best of 8 is the target's token as often as the best of all is (0.973 and 0.974).
+    Of an output matrix it reads less than a third, and its largest output is nearly always that of the full weight:
+    after the copied layers of SmolLM2-135M the best of 8 is the target's token for 97.3 of 100 tokens; by the whole
+    matrix it is for 97.6, and by 4 bits alone for 91.1.
 
     Args:
         full: the weight, whose inputs are a multiple of ``BLOCK``.

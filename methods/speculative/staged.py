@@ -2,9 +2,10 @@
 
 Three models of rising cost judge each other (Spector & Re 2023, arXiv 2308.04623): a suffix automaton of the text
 proposes, the copy keeps what it would have written and adds a token, and after ``gamma`` tokens or so the target
-judges the chain in one pass. The copy has the target's layers with weights rounded to 4 bits and an output matrix of 8,
-as in QSpec (Zhao et al. 2024, arXiv 2410.11305), where both share one cache too: the copy needs no prefill and no cache
-of its own, and the pass that judges a draft overwrites what drafting wrote. Nothing is trained.
+judges the chain in one pass. The copy has the target's layers with weights rounded to 4 bits, as in QSpec (Zhao et al.
+2024, arXiv 2410.11305), where both share one cache too: the copy needs no prefill and no cache of its own, and the pass
+that judges a draft overwrites what drafting wrote. Its output matrix has 4 bits, too, and the target's gives the logits
+that are largest by it; at a temperature, where all logits count, it has 8 bits. Nothing is trained.
 
 Where a lookup alone promises more tokens per time than a chain, as after a long match, the target judges it at once.
 ``lookup=false`` is the copy alone. At a temperature the copy's tokens are drawn, nothing is looked up, and the
