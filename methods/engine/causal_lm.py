@@ -384,7 +384,8 @@ class CausalLM:
         Args:
             first: 0-based.
             head: form of a copy of the output matrix; ``screened``: 4 bits find the ``_SCREENED`` largest logits, which
-                this model's matrix then gives (``ScreenedLinear``); None: it is this model's.
+                this model's matrix then gives (``ScreenedLinear``), or 8 bits where that is not in panels; None: it is
+                this model's.
 
         Raises:
             ValueError: no 4-bit weights for this class, device, type or shape, or the layers have them already.
@@ -403,7 +404,7 @@ class CausalLM:
         if head == "screened" and isinstance(self._head, PanelLinear):
             view._head = ScreenedLinear(self._head, _SCREENED)
         elif head is not None:
-            form: LinearForm = "int8" if head == "screened" else head
+            form = _HEAD_FORM if head == "screened" else head
             view._head = make_linear([self._head.dense], [self._head.bias], form)
         return view
 
@@ -815,7 +816,10 @@ class CausalLM:
         """
         groups = reading_groups(list(map(len, prompts))) if self.device.type == "cpu" else []
         if len(groups) > 1:
-            return self._prefill_groups(groups, prompts, cache, hidden_layers, chunk)
+            cache.reset()
+            read = [{row: prompts[row] for row in rows} for rows in groups]
+            parts = [self.prefill_rows(each, cache, hidden_layers=hidden_layers, chunk=chunk) for each in read]
+            return Output.of_groups(groups, parts)
         cache.reset()
         chunk = min(chunk, self.prefill_chunk(len(prompts)))
         lengths, tokens = [len(prompt) for prompt in prompts], padded_rows(prompts, self.device)
@@ -841,24 +845,6 @@ class CausalLM:
             return Output(logits, hidden)
         return Output(logits, self.norm(every.pop(-1)), {layer: every[layer] for layer in hidden_layers})
 
-    def _prefill_groups(
-        self,
-        groups: Sequence[Sequence[int]],
-        prompts: Sequence[Int[Tensor, "_"]],
-        cache: Cache,
-        hidden_layers: Collection[int],
-        chunk: int,
-    ) -> Output:
-        """``prefill`` of some rows at a time, each group in a cache of its own that ``cache`` takes over."""
-        outputs = []
-        cache.reset()
-        for rows in groups:
-            read = [prompts[row] for row in rows]
-            own = self._make_cache(len(rows), max(map(len, read)))
-            outputs.append(self.prefill(read, own, hidden_layers=hidden_layers, chunk=chunk))
-            cache.adopt(rows, own)
-        return Output.of_groups(groups, outputs)
-
     def prefill_chunk(self, rows: int) -> int:
         """Most tokens of each of so many prompts that one pass of ``prefill`` reads."""
         if not self.fused:
@@ -866,14 +852,21 @@ class CausalLM:
         # kernels: their buffers of 32 bit take 25 kB a row, and a short pass fills them as well
         return min(_MOST_CHUNK, max(_LEAST_CHUNK, _MOST_ROWS // rows))
 
-    def prefill_rows(self, prompts: Mapping[int, Int[Tensor, "_"]], cache: Cache) -> Output:
+    def prefill_rows(
+        self,
+        prompts: Mapping[int, Int[Tensor, "_"]],
+        cache: Cache,
+        *,
+        hidden_layers: Collection[int] = (),
+        chunk: int = _PREFILL_CHUNK,
+    ) -> Output:
         """Read whole prompts, by row, into some rows of a cache, in place of their content; the others do not change.
 
         Returns:
-            Of the rows named, in their order, as ``prefill`` does without hidden_layers.
+            Of the rows named, in their order, as ``prefill`` does.
         """
         own = self._make_cache(len(prompts), max(map(len, prompts.values())))
-        output = self.prefill(list(prompts.values()), own)
+        output = self.prefill(list(prompts.values()), own, hidden_layers=hidden_layers, chunk=chunk)
         cache.adopt(list(prompts), own)
         return output
 

@@ -165,14 +165,6 @@ int64_t lay_out(const Model& m, int64_t rows, int64_t slots, int64_t threads, fl
     return total;
 }
 
-// From numbers of any type to 32-bit ones.
-template <class T, class To>
-inline void copy(const T* from, const To& to, int64_t numbers) {
-    int64_t i = 0;
-    for (; i + LANES <= numbers; i += LANES) to.put(i, load(from + i));
-    for (; i < numbers; i++) to.put_one(i, one(from[i]));
-}
-
 template <class T>
 void narrow(const float* from, T* to, int64_t numbers) {
     int64_t i = 0;
@@ -310,10 +302,12 @@ class Runner {
         });
         team.each(rows_, [&](int64_t row) {
             float most;
+            T* own = logits + row * outputs;
+            int64_t& best = ending.best[source(row)];
             if (ending.full.panels)
-                ending.best[source(row)] = screened<T>(ending.full, ending.screened, Row(x, row).base, logits + row * outputs);
+                best = screened(ending.full, ending.screened, Row(x, row).base, own);
             else
-                largest(logits + row * outputs, outputs, 1, ending.best + source(row), &most);
+                largest(own, outputs, 1, &best, &most);
         });
     }
 

@@ -299,6 +299,14 @@ struct Row {
     }
 };
 
+// From numbers of any type to 32-bit ones.
+template <class T, class To>
+inline void copy(const T* from, const To& to, int64_t numbers) {
+    int64_t i = 0;
+    for (; i + LANES <= numbers; i += LANES) to.put(i, load(from + i));
+    for (; i < numbers; i++) to.put_one(i, one(from[i]));
+}
+
 // The tile of so many rows.
 template <class T, int WIDTH, int ASKED, int ROWS = WIDTH == WIDE ? MOST_ROWS : TALL_ROWS>
 void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t inputs, const float* x, Ask ask, Floats* total) {

@@ -67,7 +67,7 @@ int64_t screened(const Matrix& full, int64_t count, const float* x, T* logits) {
     std::vector<float> words(full.inputs), most(count);
     std::vector<int64_t> places(count);
     const Rows rows = rows_for<T>(words.data(), 1, full);
-    for (int64_t i = 0; i < full.inputs; i += LANES) Row(rows, 0).put(i, load(x + i));
+    copy(x, Row(rows, 0), full.inputs);
     largest(logits, full.outputs, count, places.data(), most.data());
     int64_t best = places[0];
     float highest = -INFINITY;
