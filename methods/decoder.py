@@ -63,6 +63,7 @@ class Step:
         admitted: rows whose next prompt was read in this step, which did nothing else; empty in any other step.
         rows: rows computed in the pass of the target, those included that have finished and not left yet; None where
             the method does not say.
+        kept: in a prefill, tokens of the prompt that were not read again (``PrefixCaching``).
     """
 
     tokens: list[list[int]]
@@ -78,6 +79,7 @@ class Step:
     at_ns: int | None = None
     admitted: frozenset[int] = frozenset()
     rows: int | None = None
+    kept: int = 0
 
     @classmethod
     def undrafted(cls, tokens: list[list[int]], layers: float = 1.0, **counters: Any) -> Step:
@@ -314,6 +316,25 @@ class Refillable(ABC):
             rng: see ``Decoder.decode``.
             longest: tokens of the longest prompt that will be sent; the method sizes its buffers by it.
         """
+
+
+class PrefixCaching:
+    """Mix-in: the last text is kept, and a prompt that begins like it is read from where the two differ.
+
+    So a turn of a conversation costs what is new in it. Servers keep the texts of many users so (RadixAttention, Zheng
+    et al. 2024, arXiv 2312.07104); here it is one text, of a batch of one row.
+
+    Attributes:
+        keeps_prefix: whether it is kept; ``Step.kept`` says how much of it a prompt used.
+    """
+
+    keeps_prefix: bool = False
+
+
+def common_prefix(text: Sequence[int], prompt: Sequence[int]) -> int:
+    """Tokens of a prompt, at most all but its last one, that a kept text begins with."""
+    most = min(len(text), len(prompt) - 1)
+    return next((place for place in range(most) if text[place] != prompt[place]), most)
 
 
 class Rehearsed(ABC):

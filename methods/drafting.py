@@ -297,6 +297,23 @@ class RowDrafter(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class ResumingDrafter(Drafter, Protocol):
+    """A drafter that reads the target's states, for decoders with ``PrefixCaching``."""
+
+    def resume(self, last: Context, prompts: list[list[int]], limit: int, kept: int) -> int:
+        """As ``reset``, but keep what was read of the beginning that the only prompt has in common with the last text.
+
+        Args:
+            last: of that text, after its last round.
+            kept: tokens in common.
+
+        Returns:
+            From which token on, ``kept`` at most, the first ``Context.output`` must have states.
+        """
+        ...
+
+
 class StatelessDrafter:
     """Base of drafters that keep nothing between rounds."""
 

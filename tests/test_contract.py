@@ -15,7 +15,7 @@ import torch
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
-from methods.decoder import Guarantee
+from methods.decoder import Guarantee, PrefixCaching
 from methods.early_exit.calm import Calm
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
@@ -325,6 +325,16 @@ def test_batch_rows_equal_single_rows(row, target, monkeypatch):
     checks.check_batch(row.make, target)
     if row.leaves:
         assert 2 in [len(stay) for stay in left if stay], "of four rows two leave before the first draft"
+
+
+@every_decoder
+def test_a_kept_text_changes_nothing(row, target, request):
+    decoder = row.make(target, Sampling())
+    if not isinstance(decoder, PrefixCaching):
+        assert decoder.family == "external" or isinstance(decoder, Free), "of those with a loop of ours FREE cannot"
+        return
+    kept = checks.check_prefix_cache(row.make, target)
+    print(request.node.callspec.id, kept)
 
 
 @every_decoder

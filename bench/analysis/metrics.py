@@ -123,6 +123,7 @@ _SCALARS = {
     "batch": "int64",
     "batch_size": "int64",
     "n_prompt_tokens": "int64",
+    "n_kept_tokens": "int64",
     "n_output_tokens": "int64",
     "prefill_ns": "float64",
     "batch_ns": "float64",

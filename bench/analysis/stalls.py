@@ -106,7 +106,8 @@ def _expected_ns(arm: pd.DataFrame) -> pd.Series:
     counted = [arm[f"step_{name}"].map(lambda each: sum(each[1:])) for name in ("nodes", "target_passes")]
     drafts = arm["step_draft_passes"].map(lambda each: sum(each[1:]))
     rounds = [steps - 1, np.array(run), *(each.to_numpy(float) for each in (*counted, drafts))]
-    reading = _most_explained(first, [np.ones(len(arm)), arm["n_prompt_tokens"].to_numpy(float)])
+    read = (arm["n_prompt_tokens"] - arm["n_kept_tokens"]).to_numpy(float)
+    reading = _most_explained(first, [np.ones(len(arm)), read])
     return pd.Series(reading + _most_explained(arm["batch_ns"].to_numpy(float) - first, rounds), index=arm.index)
 
 

@@ -73,6 +73,7 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "batch_size": manifest["batch_size"],
         **({key: measure[key] for key in ("refill", "refill_queue")} if measure.get("refill") else {}),
         **({"sort_by_length": True} if measure.get("sort_by_length") else {}),
+        **({"prefix_cache": True} if measure.get("prefix_cache") else {}),
         **({"ignore_eos": True} if measure.get("ignore_eos") else {}),
         **({"made_ahead": ahead} if ahead else {}),
         **({"graphs_left": True} if manifest.get("graphs_left") else {}),

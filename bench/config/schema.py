@@ -55,6 +55,8 @@ class MeasureConfig:
         refill_queue: with ``refill``, the fewest prompts that are measured in one go; None: all.
         sort_by_length: batches of conversations of similar length, the shortest first, in place of the data set's
             order, for all arms alike; not with ``refill``.
+        prefix_cache: baseline and methods keep their last text, and read of a prompt that begins like it only what is
+            new, so that a turn of a conversation does not pay for those before it; for single rows, greedy.
         ignore_eos: an end-of-sequence token does not end a text, so that all arms write exactly ``max_new_tokens``: for
             speed alone, as the texts go on behind their ends.
         profile: trace ten rounds of each arm after the measurement, and measure the bandwidth of the memory on a CPU
@@ -72,6 +74,7 @@ class MeasureConfig:
     near_tie_gap: float | None = None
     refill: bool = False
     refill_queue: int | None = None
+    prefix_cache: bool = False
     ignore_eos: bool = False
     sort_by_length: bool = False
     profile: bool = False

@@ -22,7 +22,7 @@ from bench.config.schema import SamplingConfig
 from bench.config.typecheck import did_you_mean
 from bench.contract import checks
 from bench.errors import UserError
-from methods.decoder import Decoder, Guarantee
+from methods.decoder import Decoder, Guarantee, PrefixCaching
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
@@ -121,7 +121,7 @@ def _not_built(name: str, error: UserError) -> UserError:
 
 # ------------------------------------------------------------------------------------------------------- invariants
 
-Look = Callable[[], None] | str  # a check, or why there is none
+Look = Callable[[], object] | str  # a check, or why there is none
 Invariant = tuple[str, str, Look]  # name, requirement, check
 
 
@@ -134,6 +134,9 @@ def _invariants(make: checks.Make, decoder: Decoder) -> Iterator[Invariant]:
     yield "no leak", "a prompt gives the same after another one", partial(checks.check_no_leak, made, _target())
     alone = partial(checks.check_batch, make, _target()) if batched else "takes one row at a time (max_batch = 1)"
     yield "batch", "each row of a batch is what its prompt gives alone", alone
+    caches = isinstance(decoder, PrefixCaching)
+    kept = partial(checks.check_prefix_cache, make, _target()) if caches else "it keeps no text"
+    yield "prefix cache", "a kept text does not change the next one", kept
     yield from _promises(make, decoder)
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from methods.decoder import Decoder, Guarantee, Step, generate
+from methods.decoder import Decoder, Guarantee, PrefixCaching, Step, generate
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 
@@ -112,6 +112,33 @@ def check_batch(make: Make, target: CausalLM, limit: int = 11) -> None:
         for row, text in enumerate(alone):
             wanted = text[: next((place for place, token in enumerate(text, 1) if token in eos_ids), limit)]
             assert together[row] == wanted, f"row {row} of the batch: {together[row]}, alone: {wanted}"
+
+
+def check_prefix_cache(make: Make, target: CausalLM, limit: int = 12) -> list[int]:
+    """Prompts that begin like the text before them have the same rounds, whether that text is kept or not.
+
+    Returns:
+        How much of each prompt was not read again: of one that leaves the text in the middle of its answer (at token
+        15), the same again (of 18), one that continues the text (of 30 or more), one that leaves it in its prompt (at
+        token 4), and one that has nothing in common with it.
+    """
+    first, other = (prompt.tolist() for prompt in prompts(target.vocab_size, (9, 14)))
+    found: list[list[tuple[list[int], ...]]] = []
+    for keeps in (False, True):
+        decoder, text, kept = make(target, Sampling()), list[int](), list[int]()
+        assert isinstance(decoder, PrefixCaching), "it keeps no text"
+        decoder.keeps_prefix = keeps
+        found.append([])
+        for begin, end in ((0, first), (15, other[:3]), (15, other[:3]), (99, other[:5]), (4, other), (0, other)):
+            prompt = text[:begin] + end
+            steps = list(decoder.decode([torch.tensor(prompt)], limit, torch.Generator().manual_seed(0)))
+            found[-1] += [(*step.tokens, step.drafted, step.accepted) for step in steps]
+            text = prompt + [token for step in steps for token in step.tokens[0]]
+            kept.append(steps[0].kept)
+            assert kept[-1] < len(prompt) and not any(step.kept for step in steps[1:]), "of the prompt, but for its end"
+        assert keeps or not any(kept), "nothing is kept unless it is asked for"
+    assert found[0] == found[1], "a kept text changes what follows it"
+    return kept[1:]
 
 
 def check_counters(make: Make, target: CausalLM, limit: int = 10, batch: bool = True) -> None:

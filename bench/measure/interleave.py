@@ -27,7 +27,7 @@ from bench.records.run_folder import REPEATED, Arm, RunFolder, Sample
 from bench.tasks import prompts
 from bench.tasks.prompts import Batch
 from bench.utils.progress import Progress, stage
-from methods.decoder import Decoder, Rehearsed, Step
+from methods.decoder import Decoder, PrefixCaching, Rehearsed, Step
 
 _SEED_BYTES = 6  # 48 bits survive JSON readers that use doubles
 _MOST_AGAIN = 2  # times that a stalled pair is measured again
@@ -46,6 +46,7 @@ class Settings:
         warmup: prompts decoded by both arms before the measurement.
         refill: continuous batching: a waiting prompt takes the place of a finished row.
         refill_queue: with ``refill``, the fewest prompts of a queue, which is measured as a whole; None: all.
+        prefix_cache: baseline and methods keep their last text for the next prompt (``PrefixCaching``).
     """
 
     seed: int
@@ -58,6 +59,7 @@ class Settings:
     apart: bool = False
     refill: bool = False
     refill_queue: int | None = None
+    prefix_cache: bool = False
 
 
 @dataclass(slots=True)
@@ -164,8 +166,12 @@ class Runner:
     _answers: dict[str, str] = field(default_factory=dict)
     _spent_ns: dict[str, tuple[int, int]] = field(default_factory=dict)  # by baseline and method, in this process
     _scores: dict[tuple[str, str], tuple[dict[str, float], str | None]] = field(default_factory=dict)
+    _latest: tuple[str, frozenset[str]] | None = None  # the first prompt decoded last, and by which methods
 
     def __post_init__(self) -> None:
+        for decoder in (self.baseline, *(arm.decoder for arm in self.arms)):
+            if isinstance(decoder, PrefixCaching):
+                decoder.keeps_prefix = self.settings.prefix_cache
         for arm in self.arms:
             self._remember(arm.folder.samples)
 
@@ -323,6 +329,8 @@ class Runner:
             again: the pairs replace those recorded.
         """
         by_name = {arm.name: arm for arm in arms}
+        if self.settings.prefix_cache and unit.batch.turn:
+            self._decode_turn_before(unit, arms)
         order = random_order(["", *by_name], self.settings.seed, unit.batch.prompt_ids, unit.repeat)
         timed: dict[str, Timed] = {}
         for name in order:
@@ -349,6 +357,17 @@ class Runner:
                 self._spent_ns[arm.name] = before + timed[""].batch_ns, after + timed[arm.name].batch_ns
         if unit.phase == "measure":
             self.seconds.timed += sum(each.wall_ns for each in timed.values()) / 1e9
+        self._latest = unit.batch.prompt_ids[0], frozenset(by_name)
+
+    def _decode_turn_before(self, unit: _Unit, arms: Sequence[MethodArm]) -> None:
+        """Let all arms keep the text of the turn before, unless it was the last one they wrote; it is not recorded."""
+        before = self._unit(replace(unit.batch, turn=unit.batch.turn - 1), unit.repeat)
+        if self._latest is not None and self._latest[0] == before.batch.prompt_ids[0]:
+            arms = [arm for arm in arms if arm.name not in self._latest[1]]
+            if not arms:
+                return
+        for decoder in (self.baseline, *(arm.decoder for arm in arms)):
+            self._decode(decoder, before)
 
     def _give_up(self, arm: MethodArm, error: Exception) -> None:
         arm.error = error
@@ -428,6 +447,7 @@ class Runner:
             queue=len(unit.rows) if self.settings.refill else None,
             admitted=timed.rows[row].first if self.settings.refill else None,
             n_prompt_tokens=len(unit.rows[row]),
+            n_kept_tokens=timed.steps[timed.rows[row].first].kept,
             prompt_ids=unit.rows[row],
             text=text,
             quality=quality,

@@ -82,6 +82,7 @@ def settings(cfg: RunConfig, loaded: Loaded) -> Settings:
         warmup=cfg.measure.warmup,
         refill=cfg.measure.refill,
         refill_queue=cfg.measure.refill_queue,
+        prefix_cache=cfg.measure.prefix_cache,
     )
 
 

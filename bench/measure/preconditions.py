@@ -21,7 +21,7 @@ from bench.models import artifacts, in_memory, loading
 from bench.models.architectures import ARCHITECTURES
 from bench.models.source import Loaded
 from bench.scoring import sandbox
-from methods.decoder import Calibrated, Decoder
+from methods.decoder import Calibrated, Decoder, PrefixCaching
 
 _KINDS = {"causal": "a causal model", "seq2seq": "an encoder-decoder model", "masked": "a masked diffusion model"}
 _HUB = "bench.models.hub.HubModel"
@@ -154,6 +154,22 @@ def _refill(cfg: RunConfig) -> str | None:
 def _can_refill(method: Path) -> bool:
     group = yaml.safe_load(method.read_text(encoding="utf-8"))
     return instantiate.method_class(group).continuous_batching
+
+
+def _prefix_cache(cfg: RunConfig) -> str | None:
+    """One row has one last text; and a drawn answer is not the one that the next turn quotes, but the baseline's is."""
+    if not cfg.measure.prefix_cache:
+        return None
+    instead = "or set measure.prefix_cache=false."
+    if cfg.batch_size > 1:
+        return f"measure.prefix_cache=true needs batch_size=1, got {cfg.batch_size}. Set it, {instead}"
+    if cfg.sampling.temperature:
+        got = f"sampling.temperature={cfg.sampling.temperature:g}"
+        return f"measure.prefix_cache=true needs sampling=greedy, got {got}. Set it, {instead}"
+    if issubclass(_method(cfg), PrefixCaching) and _kind_of_model(cfg.model) != "seq2seq":
+        return None
+    what = f"method={cfg.method['name']} with model={cfg.model['name']}"
+    return f"{what} reads every prompt whole, and measure.prefix_cache must be false, got true. Leave it out."
 
 
 def _parallel(cfg: RunConfig) -> str | None:
@@ -342,6 +358,7 @@ _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the 
     _module: ("method", "model"),
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
+    _prefix_cache: ("method", "model", "batch_size", "sampling", "measure"),
     _parallel: ("method", "model"),
     _device: ("method", "hardware"),
     _libraries: ("method",),

@@ -66,7 +66,7 @@ def similar(results: Path, cfg: RunConfig) -> list[Path]:
 
 def _core(settings: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in settings.items() if key not in ("hardware", "measure", "max_new_tokens")}
-    kept["refill"] = (settings.get("measure") or {}).get("refill")
+    kept |= {key: (settings.get("measure") or {}).get(key) for key in ("refill", "prefix_cache")}
     return kept | {"dataset": {key: value for key, value in kept["dataset"].items() if key != "limit"}}
 
 

@@ -47,6 +47,7 @@ class Sample:
         admitted: the step of the queue in which the prompt was read, its own step 0; None without a queue.
         order: 0 if this arm ran first on this prompt, else 1.
         phase: ``"stalled"`` if the machine stalled or the process was stopped, so that the pair was measured again.
+        n_kept_tokens: tokens of the prompt that were not read again, as the text before it began with them.
         finish: ``"eos"`` or ``"length"``.
         batch_ns: request start to the moment the last row of the batch, or of the queue, had finished.
         step_rows: rows that each step's pass computed, those included that have finished and are still in the batch;
@@ -96,6 +97,7 @@ class Sample:
     admitted: int | None = None
     step_rows: list[int] | None = None
     step_pass_ns: list[int] | None = None
+    n_kept_tokens: int = 0
     schema_version: int = SCHEMA_VERSION
     extra: dict[str, Any] = field(default_factory=dict)
 

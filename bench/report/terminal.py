@@ -35,6 +35,7 @@ JOIN_KEYS = (
     "refill",
     "refill_queue",
     "sort_by_length",
+    "prefix_cache",
     "ignore_eos",
     "max_new_tokens",
 )
@@ -135,6 +136,7 @@ def how(summary: Mapping[str, Any]) -> str:
         "refilled" if summary.get("refill") else "",
         f"queues of {queue} or more" if (queue := summary.get("refill_queue")) else "",
         "prompts by length" if summary.get("sort_by_length") else "",
+        "prefix cached" if summary.get("prefix_cache") else "",
         "ends ignored" if summary.get("ignore_eos") else "",
         "compiled" if summary.get("compile") else "",
         "no CUDA graphs" if summary.get("graphs_left") else "",

@@ -28,7 +28,7 @@ OWN: dict[What, tuple[str, ...]] = {
 _NO_METRICS = frozenset(
     {"schema_version", "dataset_revision", "threads", "batch_size", "refill", "refill_queue", "sampling", "calibration"}
     | {"sort_by_length", "ignore_eos", "max_new_tokens", "made_ahead", "compile", "kernels", "graphs_left", "verdict"}
-    | {"geometric_interval"}
+    | {"prefix_cache", "geometric_interval"}
 )
 _NS = 1e9
 
@@ -111,7 +111,7 @@ def samples(record: Record) -> Iterator[FlatRow]:
 
 def _sample(sample: Sample) -> FlatRow:
     names = ("prompt_id", "category", "turn", "repeat", "arm", "order", "batch", "batch_size", "finish")
-    counts = ("n_prompt_tokens", "n_output_tokens", "peak_bytes", "energy_j")
+    counts = ("n_prompt_tokens", "n_kept_tokens", "n_output_tokens", "peak_bytes", "energy_j")
     sums = ("step_drafted", "step_accepted", "step_target_passes", "step_draft_passes")
     return {
         **{name: getattr(sample, name) for name in names + counts},

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from methods.decoder import Decoder, Guarantee, Rounds, Step
+from methods.decoder import Decoder, Guarantee, PrefixCaching, Rounds, Step, common_prefix
 from methods.early_exit.exits import Reader
 from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM, Pass
 from methods.engine.fused_layers import Exited, ExitRule, Ran, Scored
@@ -239,11 +239,14 @@ class ExitDecoder(Decoder):
         return self.counters.stats(self.target)
 
 
-class EarlyExitDecoder(ExitDecoder):
+class EarlyExitDecoder(ExitDecoder, PrefixCaching):
     """A target with an exit policy.
+
+    Of a kept text only the prompt is used again, as the rest has states of layers that were skipped.
 
     Attributes:
         guarantee: what the policy promises.
+        kept: tokens of the last prompt that were not read again.
         light: the target with cheaper copies of the layers that tokens skip; None: skipped layers are filled.
         taps: 0-based layers whose states ``note`` is given.
     """
@@ -253,6 +256,8 @@ class EarlyExitDecoder(ExitDecoder):
 
     def __init__(self, target: CausalLM, sampling: Sampling, policy: Policy, reader: Reader) -> None:
         self.target, self.sampling, self.reader = target, sampling, reader
+        self.kept = 0
+        self._last: tuple[list[int], Cache] | None = None
         self.restart(policy)
 
     def restart(self, policy: Policy) -> None:
@@ -271,7 +276,7 @@ class EarlyExitDecoder(ExitDecoder):
         root = self.sampling.pick(self.read_prompts(prompts, cache), rng)
         roots, batch = root.tolist(), ComputedRows(len(prompts))
         first = [[token] for token in roots]
-        batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first))))
+        batch.take((yield Step.undrafted(first, self.share(self.prompt_depth), rows=len(first), kept=self.kept)))
         done, fixed = [1] * len(prompts), self.fixed_exit()
         together = fixed.model if fixed is not None else target if self._rule_of_rounds([1], 1) is not None else None
         if self.sampling.greedy and together is not None and together.runs_rounds:
@@ -380,7 +385,14 @@ class EarlyExitDecoder(ExitDecoder):
 
     def read_prompts(self, prompts: Sequence[Int[Tensor, "_"]], cache: Cache) -> Float[Tensor, "B V"]:
         """Logits after the prompts; afterwards the cache holds them."""
-        return self.target.prefill([prompt.to(self.target.device) for prompt in prompts], cache).logits[:, 0]
+        last, self.kept = self._last if self.keeps_prefix and len(prompts) == 1 else None, 0
+        if last is not None:
+            self.kept = common_prefix(last[0], prompts[0].tolist())
+            cache.continue_from(last[1], self.kept)
+        read = [prompt.to(self.target.device) for prompt in prompts]
+        logits = self.target.prefill(read, cache, kept=self.kept).logits[:, 0]
+        self._last = (prompts[0].tolist(), cache) if self.keeps_prefix and len(prompts) == 1 else None
+        return logits
 
     @property
     def prompt_depth(self) -> int:

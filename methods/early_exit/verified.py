@@ -110,7 +110,8 @@ def verified_rounds(
     decoder.policy.reset(limit)
     root = decoder.sampling.pick(decoder.read_prompts(prompts, cache), rng)
     batch, watch, done = ComputedRows(len(prompts)), Stopwatch(target.device), [1] * len(prompts)
-    batch.take((yield Step.undrafted([[token] for token in root.tolist()], rows=len(done))))
+    first = [[token] for token in root.tolist()]
+    batch.take((yield Step.undrafted(first, rows=len(first), kept=decoder.kept)))
     while any(rows := batch.below(limit, done)):
         began = perf_counter_ns()
         if (stay := batch.leave(target)) is not None:

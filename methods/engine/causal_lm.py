@@ -8,7 +8,7 @@ lengths. Tests prove the logits equal to ``model(...)`` for every family it acce
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -131,6 +131,11 @@ class Output:
 
         layers = {layer: joined([each.hidden_layers[layer] for each in outputs]) for layer in outputs[0].hidden_layers}
         return cls(joined([each.logits for each in outputs]), joined([each.hidden for each in outputs]), layers)
+
+    def copied(self) -> Output:
+        """With states of its own, where those of recorded passes are written again."""
+        layers = {layer: states.clone() for layer, states in self.hidden_layers.items()}
+        return replace(self, hidden=self.hidden.clone(), hidden_layers=layers)
 
     def of_rows(self, rows: list[int]) -> Output:
         """The result of these rows, in this order."""
@@ -808,11 +813,17 @@ class CausalLM:
         *,
         hidden_layers: Collection[int] = (),
         chunk: int = _PREFILL_CHUNK,
+        kept: int = 0,
     ) -> Output:
         """Read whole prompts, ragged, in chunks; afterwards each row of the cache holds its prompt.
 
         On a CPU, prompts of very different lengths are read in groups, as all places of a pass take time there. Rows
         shorter than the longest of their group write after their end, which is never read.
+
+        Args:
+            hidden_layers: those whose states are returned, of all places read.
+            chunk: most tokens of a row in one pass.
+            kept: tokens of a single prompt that the cache holds already; they are not read again.
         """
         groups = reading_groups(list(map(len, prompts))) if self.device.type == "cpu" else []
         if len(groups) > 1:
@@ -820,7 +831,11 @@ class CausalLM:
             read = [{row: prompts[row] for row in rows} for rows in groups]
             parts = [self.prefill_rows(each, cache, hidden_layers=hidden_layers, chunk=chunk) for each in read]
             return Output.of_groups(groups, parts)
-        cache.reset()
+        if kept:
+            cache.set_lengths([kept])
+            prompts = [prompts[0][kept:]]
+        else:
+            cache.reset()
         chunk = min(chunk, self.prefill_chunk(len(prompts)))
         lengths, tokens = [len(prompt) for prompt in prompts], padded_rows(prompts, self.device)
         last = torch.tensor(lengths, device=self.device) - 1
@@ -838,7 +853,7 @@ class CausalLM:
                     every[layer] = part.new_empty(len(prompts), max(lengths), part.shape[2])
                 every[layer][:, start : start + width] = part
             cache.advance([width] * len(prompts))
-        cache.set_lengths(lengths)
+        cache.set_lengths([kept + length for length in lengths])
         hidden = self.norm(final)
         logits = self.head(hidden)
         if not hidden_layers:

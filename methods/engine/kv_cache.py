@@ -8,6 +8,7 @@ a later pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from jaxtyping import Float, Int
@@ -141,6 +142,18 @@ class Cache:
         width = max(other.lengths)
         self.store[:, list(rows), :width] = other.store[:, :, :width]
         self._replace_lengths(rows, other.lengths)
+
+    def snapshot(self, tokens: int) -> Cache:
+        """A copy of the first ``tokens`` of its rows, for ``continue_from``."""
+        taken = copy(self)
+        taken.store = self.store[:, :, :tokens].clone()
+        return taken
+
+    def continue_from(self, other: Cache, tokens: int) -> None:
+        """Hold the first ``tokens`` of another cache, which may be this one; both have one row."""
+        if other.store is not self.store:
+            self.store[:, :, :tokens] = other.store[:, :, :tokens]
+        self.set_lengths([tokens])
 
     def _replace_lengths(self, rows: Sequence[int], new: Sequence[int]) -> None:
         lengths = dict(enumerate(self.lengths)) | dict(zip(rows, new, strict=True))

@@ -414,12 +414,14 @@ class Seq2SeqLM(CausalLM):
         *,
         hidden_layers: Collection[int] = (),
         chunk: int | None = None,
+        kept: int = 0,
     ) -> Output:
         """Encode whole sources, ragged, and score the decoder's start; afterwards each row holds its source.
 
-        Hidden states are those of the start tokens, the last of which predicts the first token. ``chunk`` is ignored:
-        an encoder reads a source at once.
+        Hidden states are those of the start tokens, the last of which predicts the first token. ``chunk`` is ignored
+        and ``kept`` must be 0: an encoder reads a source at once.
         """
+        assert not kept, "each token of a source depends on all of them"
         assert isinstance(cache, SourceCache), "an encoder-decoder model needs the cache it made itself"
         source = self.encode(prompts)
         self.open(source, cache)

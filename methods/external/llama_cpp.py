@@ -2,8 +2,8 @@
 
 The weights of the target are written to a GGUF file (``methods.external.gguf_file``) once, in the type of the run or in
 one of the format's quantised ones. Ids go in and come out; an end of sequence is left to the runner, as with every
-method. Each prompt is read anew: the library would keep what two prompts begin with in common, and no other method here
-does.
+method. Each prompt is read anew unless ``measure.prefix_cache`` lets all methods keep what two prompts begin with in
+common, as the library does.
 
 ``draft=prompt_lookup`` is the library's own (``LlamaPromptLookupDecoding``); with it, the library has llama.cpp compute
 logits for every token of a prompt, not only for the last one. A draft model is a second model behind the library's
@@ -35,7 +35,7 @@ from gguf import GGMLQuantizationType as Type
 from jaxtyping import Int, Int32
 from torch import Generator, Tensor
 
-from methods.decoder import Decoder, Guarantee, Rounds, Step
+from methods.decoder import Decoder, Guarantee, PrefixCaching, Rounds, Step
 from methods.engine.causal_lm import CausalLM
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -47,7 +47,7 @@ _SLOTS = 256  # llama.cpp rounds the room of a sequence up to a multiple of it
 _GREEDY = {"temp": 0.0, "repeat_penalty": 1.0}
 
 
-class LlamaCpp(Decoder):
+class LlamaCpp(Decoder, PrefixCaching):
     """llama-cpp-python's ``Llama.generate``, greedy, or for several rows llama.cpp's passes over a batch.
 
     Args:
@@ -145,7 +145,7 @@ class LlamaCpp(Decoder):
         longest = len(prompts[0]) + limit + self._gamma + 1
         if longest > self._context:
             self._build(self._context * 2 ** math.ceil(math.log2(longest / self._context)))
-        for model in self._models():
+        for model in () if self.keeps_prefix else self._models():
             model.reset()
         done, passes, drafter = 0, _Passes(self._model), self._drafter
         tokens, new = self._model.generate(prompts[0].tolist(), **_GREEDY), list[int]()
@@ -155,7 +155,7 @@ class LlamaCpp(Decoder):
                 draft = passes.draft
                 if len(new) <= len(draft) and new[-1] == draft[len(new) - 1]:
                     continue
-                yield _step(new, len(draft), drafter)
+                yield _step(new, len(draft), drafter, 0 if done else len(prompts[0]) - passes.read)
                 done, new = done + len(new), []
                 if done >= limit:
                     return
@@ -283,12 +283,13 @@ class _Sequences:
 class _Passes:
     """Within it, the draft that the library's latest pass judged, which is all of its tokens but the first.
 
-    The first pass reads the prompt and judges none.
+    The first pass reads the prompt and judges none; ``read``: its tokens.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._eval, self._count = model, model.eval, 0
+        self._model, self._eval = model, model.eval
         self.draft: list[int] = []
+        self.read = 0
 
     def __enter__(self) -> None:
         self._model.eval = self._noted
@@ -297,8 +298,8 @@ class _Passes:
         del self._model.eval
 
     def _noted(self, tokens: Sequence[Any]) -> None:
-        self.draft = [int(token) for token in tokens[1:]] if self._count else []
-        self._count += 1
+        self.draft = [int(token) for token in tokens[1:]] if self.read else []
+        self.read = self.read or len(tokens)
         self._eval(tokens)
 
 
@@ -329,7 +330,7 @@ class _SecondModel:
         return np.fromiter(takewhile(lambda id: id < self._vocabulary, written), dtype=np.intc)
 
 
-def _step(new: list[int], drafted: int, drafter: _Drafter | None) -> Step:
+def _step(new: list[int], drafted: int, drafter: _Drafter | None, kept: int) -> Step:
     return Step(
         [new],
         drafted=[drafted],
@@ -339,6 +340,7 @@ def _step(new: list[int], drafted: int, drafter: _Drafter | None) -> Step:
         nodes=1 + drafted,
         draft_passes=drafted if drafter and drafter.passes else 0,
         draft_ns=drafter.spent_ns if drafter and drafted else None,
+        kept=kept,
     )
 
 

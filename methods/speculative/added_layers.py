@@ -71,6 +71,11 @@ class StateReader:
         """Slots for prompts, what is written, and a read of as much at once (``Unread``)."""
         return max(map(len, prompts)) + 2 * (limit + nodes + 1)
 
+    def continue_from(self, other: StateReader, states: int) -> None:
+        """Begin with the first ``states`` that another reader has read; both have one row."""
+        self.cache.continue_from(other.cache, states)
+        self.unread = Unread(1, states)
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in this order."""
         self.cache.select(rows)

@@ -203,11 +203,12 @@ class Unread:
 
     Args:
         rows: of the batch.
+        read: tokens of each row that were read before.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, read: int = 0) -> None:
         self._passes: list[_Passed] = []
-        self._seen = [0] * rows  # tokens whose states were noted
+        self._seen = [read] * rows  # tokens whose states were noted
 
     def __len__(self) -> int:
         """Passes noted since the last ``take``."""

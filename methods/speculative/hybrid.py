@@ -39,7 +39,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from methods.drafting import ABSENT, Context, Continuation, Draft, LaunchedDrafter, Lookup, SkippableDrafter, padded
+from methods.drafting import (
+    ABSENT,
+    Context,
+    Continuation,
+    Draft,
+    LaunchedDrafter,
+    Lookup,
+    ResumingDrafter,
+    SkippableDrafter,
+    padded,
+)
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.host_copies import from_host
 from methods.engine.sampling import Sampling
@@ -107,8 +117,20 @@ class HybridDrafter:
         return int(getattr(self._network, "token_bytes", 0))
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        self._lookup.reset(prompts, limit)
+        self._forget(prompts, limit)
         self._network.reset(prompts, limit + self._lookup.nodes)  # a long path may end far beyond the limit
+
+    def resume(self, last: Context, prompts: list[list[int]], limit: int, kept: int) -> int:
+        """See ``ResumingDrafter``."""
+        if isinstance(self._network, ResumingDrafter):
+            self._forget(prompts, limit)
+            return self._network.resume(last, prompts, limit + self._lookup.nodes, kept)
+        self.reset(prompts, limit)
+        return 0 if self.hidden_layers else kept
+
+    def _forget(self, prompts: list[list[int]], limit: int) -> None:
+        """Start new texts, but for the network."""
+        self._lookup.reset(prompts, limit)
         self._kept, self._asked = [_PRIOR] * len(prompts), [False] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
 

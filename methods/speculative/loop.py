@@ -32,8 +32,19 @@ import torch
 from jaxtyping import Int
 from torch import Generator, Tensor
 
-from methods.decoder import CostAware, Decoder, Family, Guarantee, Prompts, Refillable, Rounds, Step
-from methods.drafting import AcceptanceRule, Context, Draft, Drafter, Lookup, RowDrafter
+from methods.decoder import (
+    CostAware,
+    Decoder,
+    Family,
+    Guarantee,
+    PrefixCaching,
+    Prompts,
+    Refillable,
+    Rounds,
+    Step,
+    common_prefix,
+)
+from methods.drafting import AcceptanceRule, Context, Draft, Drafter, Lookup, ResumingDrafter, RowDrafter
 from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM, Output
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.greedy_round import Round
@@ -49,7 +60,7 @@ from methods.speculative.verification import Greedy
 MOST_NODES = 4096  # of a draft; every round would verify as many
 
 
-class SpeculativeDecoder(Decoder, Refillable, CostAware):
+class SpeculativeDecoder(Decoder, Refillable, CostAware, PrefixCaching):
     """A target, a drafter and a rule, run in lockstep over a batch.
 
     Args:
@@ -86,6 +97,7 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         self.target, self.sampling, self.drafter, self.rule = target, sampling, drafter, rule
         self.guarantee = rule.guarantee
         self._costs_option, self.costs, self._tally, self._texts = costs, Costs.given(costs), Tally(), Texts()
+        self._last: Context | None = None  # of the text that is kept
 
     @property
     def costs_wanted(self) -> int:
@@ -136,24 +148,33 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
         cache = target.new_cache(len(prompts), self._slots(longest, limit))
         if isinstance(target, GraphedLM):
             target.graphs.expect(1 + drafter.nodes)
-        drafter.reset(committed, longest - max(map(len, committed)) + limit)
+        kept = self._begin(drafter, committed, longest - max(map(len, committed)) + limit, cache)
         passing = Stopwatch(target.device)
 
         passing.start()
-        output = target.prefill(
-            [prompt.to(target.device) for prompt in prompts], cache, hidden_layers=drafter.hidden_layers
-        )
+        read = [prompt.to(target.device) for prompt in prompts]
+        output = target.prefill(read, cache, hidden_layers=drafter.hidden_layers, kept=kept)
         root = self.sampling.pick(output.logits[:, 0], rng)
         passing.stop()
         first = [[token] for token in root.tolist()]
         _extend(committed, first)
         context = Context(committed, root, output, None, self.sampling, rng, cache=cache)
+        self._last = context if self.keeps_prefix and len(prompts) == 1 and not refilled else None
         batch = _Batch(ComputedRows(len(prompts)), ends, limit, context, cache, drafter)
         pace = Pace(drafter, self.costs, self._tally, isinstance(target, GraphedLM), refilled)
+        first_step = Step.undrafted(first, rows=len(first), pass_ns=passing.ns(), kept=kept)
+        try:
+            yield from self._answered(first_step, batch)
+            yield from self._rounds_after(batch, pace, refilled)
+        finally:
+            if self._last is context and isinstance(target, GraphedLM):  # whose buffers are used again
+                context.cache, context.output = cache.snapshot(len(committed[0]) - 1), context.output.copied()
+
+    def _rounds_after(self, batch: _Batch, pace: Pace, refilled: bool) -> Rounds:
+        """All steps after the first tokens; ``refilled``: whether rows may be given new prompts."""
+        target, context, cache = self.target, batch.context, batch.cache
         drafting: Stopwatch | None = None  # of the next draft, if it was launched while the host read the last round
         launched: _Launched | None = None  # the same of its round
-        yield from self._answered(Step.undrafted(first, rows=len(first), pass_ns=passing.ns()), batch)
-
         while any(open_rows := batch.open):
             if launched is None:
                 if self._recorded and pace.rest:
@@ -204,6 +225,26 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware):
                 draft = pace.propose(context, open_rows, under_way=True)
             launched = following
             yield from self._answered(step, batch)
+
+    def _begin(self, drafter: Drafter, prompts: list[list[int]], room: int, cache: Cache) -> int:
+        """Begin texts of up to ``room`` tokens after the prompts; how much of the only prompt need not be read again.
+
+        All of a kept text but its last token is in its cache; what a round that was left had begun is behind that.
+        """
+        last = self._last if self.keeps_prefix and len(prompts) == 1 else None
+        kept = 0 if last is None else common_prefix(last.tokens[0][:-1], prompts[0])
+        if last is None or not kept:
+            drafter.reset(prompts, room)
+            return 0
+        if isinstance(drafter, ResumingDrafter):
+            kept = drafter.resume(last, prompts, room, kept)
+        else:
+            drafter.reset(prompts, room)
+            kept = 0 if drafter.hidden_layers else kept
+        if kept:
+            assert last.cache is not None, "a decode has one"
+            cache.continue_from(last.cache, kept)
+        return kept
 
     def _launched(
         self, draft: Draft, root: Int[Tensor, "B"], cache: Cache, watch: Stopwatch, unread: int = 0

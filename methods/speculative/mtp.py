@@ -77,6 +77,16 @@ class MtpDrafter(ChainDrafter):
         capacity = StateReader.capacity(prompts, limit, self.nodes)
         self._reader = StateReader(self._module.layer, len(prompts), capacity)
 
+    def resume(self, last: Context, prompts: list[list[int]], limit: int, kept: int) -> int:
+        """See ``methods.drafting.ResumingDrafter``."""
+        before = self._known
+        before.note(last)
+        self._read(last)
+        self.reset(prompts, limit)
+        read = min(kept - 1, before.cache.lengths[0])  # of the last one, the token after it may be another
+        self._known.continue_from(before, read)
+        return read
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._known.keep_rows(rows)
 

@@ -19,6 +19,7 @@ from methods.drafting import Context, Draft
 from methods.engine.causal_lm import CausalLM, Output
 from methods.engine.cuda_graphs import NODES, GraphedLM, Graphs
 from methods.engine.host_copies import from_host
+from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling
 from methods.speculative.draft_layers import MOST_UNREAD, Sizes, Unread
 from methods.speculative.recorded_network import RecordedNetwork
@@ -53,8 +54,10 @@ class DraftGrowth(Protocol):
 
 @runtime_checkable
 class DraftReader(Protocol):
-    """A network over its cache; ``lengths``: places of each row that were read."""
+    """A network over its cache; ``lengths``: places of each row that it read, perhaps with the tokens after them."""
 
+    @property
+    def cache(self) -> Cache: ...
     @property
     def lengths(self) -> list[int]: ...
     def keep_rows(self, rows: Sequence[int]) -> None: ...
@@ -96,6 +99,19 @@ class NetworkDrafter(ABC, Generic[N, G, R]):
         self._reader = make(len(prompts), max(map(len, prompts)) + limit + self._spare)
         self._unread = Unread(len(prompts))
         self._launched = None
+
+    def resume(self, last: Context, prompts: list[list[int]], limit: int, kept: int) -> int:
+        """See ``ResumingDrafter``."""
+        if self._recorded is None:  # what a recorded draft has read and the host has not noted is read again
+            self.skip(last)
+            if len(self._unread):
+                self._read(self._made_reader(), last)
+        before = self._made_reader().cache
+        read = min(kept - 1, before.lengths[0])  # of the last one, the token after it may be another
+        self.reset(prompts, limit)
+        self._unread = Unread(1, read)
+        self._made_reader().cache.continue_from(before, read)
+        return read
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._made_reader().keep_rows(rows)

@@ -272,6 +272,10 @@ class PrefixedHydraDrafter(HydraDrafter):
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         self._prefix.reset(prompts, limit)
 
+    def resume(self, last: Context, prompts: list[list[int]], limit: int, kept: int) -> int:
+        """See ``ResumingDrafter``."""
+        return self._prefix.resume(last, prompts, limit, kept)
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._prefix.keep_rows(rows)
 

@@ -82,7 +82,21 @@ class Prefix:
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
         """Forget earlier texts."""
-        self._reader = StateReader(self._layer, len(prompts), StateReader.capacity(prompts, limit, self._nodes))
+        self._reader = self._new_reader(prompts, limit)
+
+    def _new_reader(self, prompts: list[list[int]], limit: int) -> StateReader:
+        return StateReader(self._layer, len(prompts), StateReader.capacity(prompts, limit, self._nodes))
+
+    def resume(self, last: Context, prompts: list[list[int]], limit: int, kept: int) -> int:
+        """See ``methods.drafting.ResumingDrafter``."""
+        before = self._reader
+        assert before is not None, "reset comes before resume"
+        before.note(last)
+        self._read(before)
+        read = min(kept, before.cache.lengths[0])
+        self._reader = self._new_reader(prompts, limit)
+        self._reader.continue_from(before, read)
+        return read
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in this order."""

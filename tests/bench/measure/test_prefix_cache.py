@@ -1,0 +1,139 @@
+"""Turns of a conversation that read only what is new in them (``measure.prefix_cache``)."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.analysis import audit, stalls
+from bench.analysis.summary import summarise
+from bench.config import compose
+from bench.contract import checks
+from bench.measure.preconditions import check
+from bench.measure.run import RunResult, run_together
+from bench.records.run_folder import Sample, read_samples, validate
+from bench.report import terminal
+from methods.autoregressive import Autoregressive
+from methods.decoder import PrefixCaching, common_prefix
+from methods.engine.sampling import Sampling
+from tests.bench.measure.test_interleave import make_runner, measured
+from tests.helpers.fakes import FakeDecoder
+
+
+def test_a_prompt_is_read_from_where_it_differs_but_never_not_at_all() -> None:
+    assert common_prefix([4, 5, 6, 7], [4, 5, 9, 7]) == 2
+    assert common_prefix([4, 5, 6], [4, 5, 6]) == 2, "the last token says what follows"
+    assert common_prefix([4, 5], [4, 5, 6, 7]) == 2
+    assert common_prefix([], [4]) == common_prefix([4], [4]) == common_prefix([5, 6], [4, 6]) == 0
+
+
+class KeepingFake(FakeDecoder, PrefixCaching):
+    """Says that it keeps its text, and keeps none."""
+
+
+def asked(decoder: object) -> list[int]:
+    assert isinstance(decoder, FakeDecoder)
+    return [len(rows[0]) for rows, *_ in decoder.calls]
+
+
+def test_the_turn_before_is_written_again_where_another_text_came_between(tmp_path: Path) -> None:
+    """After a cut, and where a stalled pair is measured again; its time is in no sample."""
+    runner = make_runner(tmp_path, 2, turns=2, width=2, limit=3, prefix_cache=True)
+    clock = runner.instruments.clock
+    runner.baseline, runner.arms[0].decoder = KeepingFake(clock), KeepingFake(clock, width=2)  # type: ignore[arg-type]
+    units = runner._units()
+    assert [(batch.index, batch.turn) for batch, _ in units] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    for batch, repeat in units:
+        runner._decode_all(runner._unit(batch, repeat), runner.arms)
+    lengths = asked(runner.baseline)
+    assert lengths == asked(runner.arms[0].decoder) and len(lengths) == 4, "each turn came after the one before"
+    runner._decode_all(runner._unit(*units[1]), runner.arms, again=True)
+    assert asked(runner.baseline) == asked(runner.arms[0].decoder) == [*lengths, *lengths[:2]]
+    assert len(measured(runner)) == 8
+    runner._decode_all(runner._unit(*units[2]), runner.arms, again=True)
+    runner._decode_all(runner._unit(*units[1]), [], again=True)
+    assert asked(runner.baseline)[6:] == [lengths[2], *lengths[:2]], "the baseline alone, where no method is open"
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_decoders_are_told_whether_to_keep_their_text(tmp_path: Path, prefix_cache: bool) -> None:
+    runner = make_runner(tmp_path, 1, prefix_cache=prefix_cache)
+    runner.arms[0].decoder = keeping = KeepingFake(runner.instruments.clock)  # type: ignore[arg-type]
+    keeping.keeps_prefix = not prefix_cache
+    again = replace(runner)
+    assert keeping.keeps_prefix is again.settings.prefix_cache is prefix_cache
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"question_id": i, "turns": [f"Say {i} {i} {i} again.", "And once more?"]} for i in range(5)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "model=random",
+        "dataset=jsonl",
+        f"dataset.path={file}",
+        "hardware=cpu_fp32",
+        "hardware.threads=1",
+        "max_new_tokens=8",
+        "measure.bootstrap_samples=100",
+        "measure.warmup=1",
+        f"paths.results={tmp_path / 'results'}",
+        f"paths.cache={tmp_path / 'cache'}",
+    ]
+
+
+def test_later_turns_read_what_is_new_in_them_and_texts_are_the_same(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "CHECKS", tuple(check for check in audit.CHECKS if check not in audit.NOISE))
+    monkeypatch.setattr(stalls, "stalled", lambda samples: [])
+    found: dict[bool, list[list[Sample]]] = {}
+    for cached in (False, True):
+        measure = f"measure.prefix_cache={str(cached).lower()}"
+        cfgs = [compose.compose([f"method={name}", *words, measure]) for name in ("autoregressive", "suffix")]
+        done = [each for each in run_together(cfgs) if isinstance(each, RunResult)]
+        assert len(done) == 2 and not any(validate(each.path) for each in done)
+        found[cached] = [read_samples(each.path) for each in done]
+        for each in done:
+            assert each.summary.get("prefix_cache") == (cached or None) and each.summary["agreement"]["exact"] == 1.0
+            assert ("prefix cached" in terminal.how(each.summary)) is cached
+            assert summarise(each.path).content["verdict"] == each.summary["verdict"]
+    for whole, kept in zip(found[False], found[True], strict=True):
+        texts = [[(s.prompt_id, s.arm, s.phase, s.output_ids) for s in each] for each in (whole, kept)]
+        assert sorted(texts[0]) == sorted(texts[1]) and not any(s.n_kept_tokens for s in whole)
+        answers = {(s.prompt_id, s.arm): len(s.prompt_ids) + len(s.output_ids) for s in kept if s.phase == "measure"}
+        for sample in kept:
+            if sample.phase == "measure" and sample.turn == 2:
+                before = answers[sample.prompt_id.replace("/2", "/1"), sample.arm]
+                assert before / 2 < sample.n_kept_tokens < min(before, sample.n_prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["batch_size=2"], "needs batch_size=1, got 2"),
+        (["sampling.temperature=0.5"], r"needs sampling=greedy, got sampling\.temperature=0\.5"),
+        (["method=hf_generate"], "method=hf_generate with model=.* reads every prompt whole"),
+        (["model=multi30k_6_1", "dataset=multi30k"], "model=multi30k_6_1 reads every prompt whole"),
+    ],
+)
+def test_it_is_refused_where_arms_would_not_read_alike(words: list[str], given: list[str], why: str) -> None:
+    cfg = compose.compose(["method=suffix", *words[:1], *words[3:], *given, "measure.prefix_cache=true"])
+    assert re.search(why, " ".join(check(cfg)))
+
+
+def test_a_text_is_forgotten_when_a_batch_comes_between() -> None:
+    target = checks.tiny_target()
+    decoder, prompts = Autoregressive(target, Sampling()), checks.prompts(target.vocab_size, (9, 4))
+    decoder.keeps_prefix = True
+    alone = checks.outputs(decoder, prompts[:1], 6)
+    assert checks.outputs(decoder, prompts, 6)[:1] == alone
+    kept = next(decoder.decode(prompts[:1], 6, torch.Generator())).kept
+    assert kept == 0
+    assert next(decoder.decode(prompts[:1], 6, torch.Generator())).kept == 8
