@@ -15,6 +15,7 @@ from bench.config.schema import PathsConfig
 from bench.contract import checks
 from bench.models import loading, parallel
 from methods.autoregressive import Autoregressive
+from methods.decoder import PrefixCaching
 from methods.early_exit.calm import Calm
 from methods.early_exit.free import Free
 from methods.early_exit.hash_ee import HashEE
@@ -120,6 +121,16 @@ def test_text_by_graphs_is_that_of_the_cpu(make, kernels):
         assert decode(decoder, batch, 40) == wanted
     in_portions = isinstance(decoder, ExitDecoder)
     assert (target.graphs.captured == 0) == in_portions, "layers up to an exit run kernel by kernel"
+
+
+@pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS.keys())
+def test_a_kept_text_outlives_the_graphs_of_others(make):
+    target = GraphedLM.of(CausalLM.from_hf(checks.tiny_target().hf.cuda()))
+    if not isinstance(make(target, Sampling()), PrefixCaching):
+        pytest.skip("it reads every prompt whole")
+    other, text = Autoregressive(target, Sampling()), torch.tensor([8, 1] * 20, device="cuda")
+    kept = checks.check_prefix_cache(make, target, limit=24, between=lambda: decode(other, [text], 30))
+    assert kept[0] >= 9 and kept[4] == 0
 
 
 @pytest.mark.parametrize("make", RELAXED.values(), ids=RELAXED.keys())

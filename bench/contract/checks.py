@@ -114,8 +114,13 @@ def check_batch(make: Make, target: CausalLM, limit: int = 11) -> None:
             assert together[row] == wanted, f"row {row} of the batch: {together[row]}, alone: {wanted}"
 
 
-def check_prefix_cache(make: Make, target: CausalLM, limit: int = 12) -> list[int]:
+def check_prefix_cache(
+    make: Make, target: CausalLM, limit: int = 12, between: Callable[[], object] = lambda: None
+) -> list[int]:
     """Prompts that begin like the text before them have the same rounds, whether that text is kept or not.
+
+    Args:
+        between: called before each prompt, as other decoders use the target, too.
 
     Returns:
         How much of each prompt was not read again: of one that leaves the text in the middle of its answer (at token
@@ -130,8 +135,10 @@ def check_prefix_cache(make: Make, target: CausalLM, limit: int = 12) -> list[in
         decoder.keeps_prefix = keeps
         found.append([])
         for begin, end in ((0, first), (15, other[:3]), (15, other[:3]), (99, other[:5]), (4, other), (0, other)):
+            between()
             prompt = text[:begin] + end
-            steps = list(decoder.decode([torch.tensor(prompt)], limit, torch.Generator().manual_seed(0)))
+            rows, rng = [torch.tensor(prompt, device=target.device)], torch.Generator(target.device).manual_seed(0)
+            steps = list(decoder.decode(rows, limit, rng))
             found[-1] += [(*step.tokens, step.drafted, step.accepted) for step in steps]
             text = prompt + [token for step in steps for token in step.tokens[0]]
             kept.append(steps[0].kept)

@@ -29,6 +29,7 @@ from methods.engine.causal_layers import (
 )
 from methods.engine.expert_layers import ClampedSwish, expected_experts
 from methods.engine.fused_layers import (
+    Drawing,
     Embedded,
     Ending,
     Exited,
@@ -607,8 +608,9 @@ class CausalLM:
         exit_map: KernelLinear | None = None,
         rule: ExitRule | None = None,
         waiting: Waiting | None = None,
+        drawing: Drawing | None = None,
     ) -> Ran:
-        """Greedy rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
+        """Rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
 
         Args:
             roots: the last committed token of each row.
@@ -619,12 +621,15 @@ class CausalLM:
             exit_map: of the normed states, before the output matrix.
             rule: by which rows leave a round before those layers; its maps are in the place of that one.
             waiting: see ``FusedLayers.run_rounds``.
+            drawing: how tokens are drawn, without a rule; None: they are the likeliest.
         """
         assert isinstance(self._fused, FusedLayers)
         portions = self._portions(range(self.n_layers if depth is None else depth))
         places = max(cache.written) + most + (0 if waiting is None else waiting.most)
         embedded, ending = self._embedded(places), self._fused_ending(exit_map)
-        return self._fused.run_rounds(roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting)
+        return self._fused.run_rounds(
+            roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting, drawing
+        )
 
     def _embedded(self, places: int) -> Embedded:
         """How the kernels embed a token at one of so many places."""

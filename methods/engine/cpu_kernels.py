@@ -109,6 +109,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         getattr(found, f"pack_{kind}").argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64]
         getattr(found, f"largest_{kind}").argtypes = [c_void_p, *[c_int64] * 3, c_void_p, c_int64]
         getattr(found, f"log_totals_{kind}").argtypes = [c_void_p, *[c_int64] * 2, c_void_p, c_int64]
+        getattr(found, f"probabilities_{kind}").argtypes = [c_void_p, *[c_int64] * 2, c_float, c_void_p, c_int64]
         getattr(found, f"norm_{kind}").argtypes = [c_void_p, *[c_int64] * 2, c_void_p, POINTER(NormNumbers), c_int64]
     return found
 
@@ -124,7 +125,7 @@ def blocks_usable(device: torch.device, dtype: torch.dtype, inputs: int) -> bool
 
 
 def reads(rows: Tensor) -> bool:
-    """Whether ``largest``, ``log_totals`` and ``norm`` take rows; nothing is differentiated or traced there."""
+    """Whether the functions of rows take them; nothing is differentiated or traced there."""
     traced = torch.compiler.is_compiling() or (rows.requires_grad and torch.is_grad_enabled())
     return rows.device.type == "cpu" and rows.dtype in KINDS and not traced and library() is not None
 
@@ -143,6 +144,14 @@ def log_totals(rows: Float[Tensor, "*b V"]) -> Float[Tensor, "*b"]:
     totals = torch.empty(rows.shape[:-1])
     _call("log_totals", rows, totals.data_ptr())
     return totals
+
+
+def probabilities(logits: Float[Tensor, "*b V"], temperature: float) -> Float[Tensor, "*b V"]:
+    """softmax(logits / temperature) of each row, in 32 bit; 0 where it is below e^-87 of the largest."""
+    logits = logits.contiguous()
+    probs = torch.empty(logits.shape)
+    _call("probabilities", logits, c_float(temperature), probs.data_ptr())
+    return probs
 
 
 def norm(

@@ -131,8 +131,12 @@ class _Rounds(Structure):
         ("most", c_int64),
         *((name, c_void_p) for name in ("lengths", "moves", "ends")),
         ("end_count", c_int64),
-        *((name, c_void_p) for name in ("tokens", "times", "made", "waiting")),
+        *((name, c_void_p) for name in ("tokens", "times", "made", "waiting", "drawing")),
     ]
+
+
+class _Drawing(Structure):
+    _fields_ = [("temperature", c_float), ("luck", c_void_p), ("probs", c_void_p)]
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,28 @@ class Embedded:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """How rounds draw their tokens.
+
+    Attributes:
+        temperature: by which logits are divided.
+        luck: per round and row a number from 0 to below 1, of 64 bit.
+        probs: gets the distributions that are drawn from, as far as rounds are run; contiguous.
+    """
+
+    temperature: float
+    luck: Float[Tensor, "R B"]
+    probs: Float[Tensor, "R B V"]
+
+    def into(self) -> _Drawing:
+        """As the kernels are given it."""
+        assert self.probs.is_contiguous() and self.luck.is_contiguous() and self.luck.dtype == torch.float64
+        return _Drawing(self.temperature, self.luck.data_ptr(), self.probs.data_ptr())
+
+
+@dataclass(frozen=True)
 class Ran:
-    """Several rounds of greedy decoding.
+    """Several rounds without drafts.
 
     Attributes:
         tokens: per round, what every row chose; of rows that stand still it does not matter.
@@ -519,8 +543,9 @@ class FusedLayers:
         ends: Collection[int],
         rule: ExitRule | None = None,
         waiting: Waiting | None = None,
+        drawing: Drawing | None = None,
     ) -> Ran:
-        """Rounds of greedy decoding without drafts: each commits the best token after what the one before committed.
+        """Rounds without drafts: each commits the best token after what the one before committed, or draws one.
 
         The cache's lengths do not change.
 
@@ -531,19 +556,23 @@ class FusedLayers:
             rule: by which rows leave a round; None: they run all layers.
             waiting: rows that leave at its one exit defer the layers above, see ``methods.early_exit.free_loop``; None:
                 those only get keys and values.
+            drawing: how tokens are drawn, of rows that run all layers; None: they are the best.
         """
+        assert drawing is None or rule is waiting is None, "exits choose the best tokens"
         batch, width = len(roots), embedded.embedding.shape[1]
         norm, _kept = (NormNumbers(), []) if embedded.norm is None else norm_numbers(embedded.norm)
         tokens, times, made = (c_int64 * (batch * (1 + most)))(*roots), (c_int64 * most)(), c_int64(0)
         moving, last = (c_uint8 * batch)(*moves), (c_int64 * len(ends))(*ends)
         places, turns, nodes = embedded.positions, embedded.turns or (None, None), (c_int64 * most)()
         deferring = None if waiting is None else waiting.into(nodes)
+        luck = None if drawing is None else drawing.into()
         rounds = _Rounds(
             embedded.embedding.data_ptr(), _place(places), 0 if places is None else len(places),
             *map(_place, turns), embedded.factor, norm, None if rule is None else _place(rule.table), most, None,
             ctypes.addressof(moving), ctypes.addressof(last), len(ends),
             ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
             None if deferring is None else ctypes.addressof(deferring),
+            None if luck is None else ctypes.addressof(luck),
         )  # fmt: skip
         rounds.nodes = 1 if waiting is None else 1 + waiting.most
         rounds.rotary = 0 if turns[0] is None else turns[0].shape[-1]

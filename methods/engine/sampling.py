@@ -46,12 +46,20 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token can be drawn."""
+        return not self.top_k and self.top_p == 1.0
+
     def probs(self, logits: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
         """The processed distribution, float32 (float64 for float64 logits). One-hot when greedy."""
-        exact = in_float(logits)
         if self.greedy:
+            exact = in_float(logits)
             return torch.zeros_like(exact).scatter_(-1, argmax(exact)[..., None], 1.0)
-        probs = (exact / self.temperature).softmax(-1)
+        if cpu_kernels.reads(logits):
+            probs = cpu_kernels.probabilities(logits, self.temperature)
+        else:
+            probs = (in_float(logits) / self.temperature).softmax(-1)
         if 0 < self.top_k < probs.shape[-1]:
             probs = _keep_top_k(probs, self.top_k)
         return probs if self.top_p == 1.0 else _keep_top_p(probs, self.top_p)

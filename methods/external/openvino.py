@@ -2,7 +2,7 @@
 
 The pipeline reads the file of ``methods.external.gguf_file`` with the reader that is its default, which takes 16-bit
 floats, Q8_0 and Q4_0. It demands a tokenizer, and gets one of single bytes, which is never asked: ids go in and come
-out. Its prefix cache is off, as no other method here keeps anything between prompts, and it gets no
+out. Its prefix cache is off, as prompts are read anew unless the run says otherwise, and it gets no
 end-of-sequence token: this module stops it after one.
 
 The library shows which tokens a round kept, not what it drafted. So ``drafted`` counts what was kept, and an acceptance

@@ -87,6 +87,8 @@ class DraftModel(ChainDrafter):
         self._padding = vocab_size - model.vocab_size
         self._cache: Cache | None = None
         self._prompt_lengths: list[int] = []
+        self._prompts_read = False
+        self._read = 0  # tokens of the first row's text that the cache holds
 
     @property
     def token_bytes(self) -> int:
@@ -94,9 +96,18 @@ class DraftModel(ChainDrafter):
         return self.model.token_bytes
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        self._prompt_lengths = [len(prompt) for prompt in prompts]
+        self._prompt_lengths, self._prompts_read, self._read = [len(prompt) for prompt in prompts], False, 0
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
         self._cache = self.model.new_cache(len(prompts), capacity)
+
+    def resume(self, last: Context, prompts: list[list[int]], limit: int, kept: int) -> int:
+        """See ``methods.drafting.ResumingDrafter``; as no states of the target are read, ``kept`` is what is kept."""
+        before, read = self._cache, min(kept, self._read)
+        self.reset(prompts, limit)
+        if read:
+            assert self._cache is not None and before is not None, "it was read into a cache"
+            self._cache.continue_from(before, read)
+        return kept
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         assert self._cache is not None, "reset comes before keep_rows"
@@ -107,7 +118,7 @@ class DraftModel(ChainDrafter):
         assert self._cache is not None, "reset comes before renew"
         for row, prompt in prompts.items():
             self._prompt_lengths[row] = len(prompt)
-        if max(self._cache.lengths):  # else the first draft will read all prompts at once
+        if self._prompts_read:  # else the first draft will read all prompts at once
             read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
             self.model.prefill_rows(read, self._cache)
 
@@ -142,15 +153,19 @@ class DraftModel(ChainDrafter):
         committed, cache = context.tokens, self._cache
         assert cache is not None, "reset comes before propose"
         cache.truncate([len(row) - 1 for row in committed])
-        if max(cache.lengths) == 0:
+        if not self._prompts_read:
             ends = [min(len(row) - 1, length) for row, length in zip(committed, self._prompt_lengths, strict=True)]
-            prompts = [row[:end] for row, end in zip(committed, ends, strict=True)]
-            self.model.prefill([self._readable(torch.tensor(row, device=self.model.device)) for row in prompts], cache)
+            prompts = [
+                torch.tensor(row[:end], device=self.model.device) for row, end in zip(committed, ends, strict=True)
+            ]
+            self.model.prefill([self._readable(row) for row in prompts], cache, kept=cache.lengths[0])
+            self._prompts_read = True
         pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
         width = max(len(new) for new in pending)
         tokens = from_host([new + [0] * (width - len(new)) for new in pending], self.model.device)
         logits = self.model.forward(self._readable(tokens), None, cache).logits
         cache.advance([len(new) for new in pending])
+        self._read = len(committed[0])
         last = from_host([len(new) - 1 for new in pending], self.model.device)
         return self._fit(logits[torch.arange(len(pending), device=self.model.device), last])
 
@@ -190,7 +205,7 @@ class LikeliestChain(DraftModel):
         assert self._cache is not None, "reset comes before skip"
         lengths = self._cache.lengths
         unread = max(len(row) - length for row, length in zip(context.tokens, lengths, strict=True))
-        if max(lengths) and unread > _MOST_UNREAD:  # else the first draft reads all
+        if self._prompts_read and unread > _MOST_UNREAD:  # else the first draft reads all
             self._catch_up(context)
 
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from methods.drafting import Context, Continuation, Draft
 from methods.engine.causal_lm import CausalLM
+from methods.engine.fused_layers import Drawing
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, draw
 from methods.rows import of_rows
@@ -156,6 +157,7 @@ class StagedDrafter:
         self.copied, self.kept = 0, 0.0
         self._ratio = Ratio()
         self._ends: list[int] = []
+        self._probs: Tensor | None = None  # of the last tokens drawn
         self._lengths: list[int] = []  # of the texts when the last draft was made
         self._last: tuple[str, int, float] = "none", 0, 0.0  # what drafted it, its tokens, and how many were expected
 
@@ -228,7 +230,9 @@ class StagedDrafter:
         cache = context.cache
         assert cache is not None, "the loop makes the cache before it asks for a draft"
         lengths = cache.lengths
-        if not (context.sampling.greedy and self.light.rounds_fused):
+        if not self.light.rounds_fused or not (context.sampling.greedy or context.sampling.keeps_all):
+            draft = self._one_by_one(context, cache, count)
+        elif not context.sampling.greedy:
             draft = self._drawn(context, cache, count)
         elif len(lengths) == 1 and self._lookup is not None:
             tokens, passes = self._staged(self._lookup, context.tokens[0], cache, count)
@@ -267,7 +271,19 @@ class StagedDrafter:
         return found[:ended], passes
 
     def _drawn(self, context: Context, cache: Cache, count: int) -> Draft:
-        """Token by token; drawn at a temperature."""
+        """Tokens drawn in one call of the kernels."""
+        light, roots, sampling = self.light, context.root.tolist(), context.sampling
+        luck = torch.rand(count, len(roots), dtype=torch.float64, generator=context.rng)
+        if self._probs is None or self._probs.shape[:2] != (self.length.most, len(roots)):
+            self._probs = torch.empty(self.length.most, len(roots), light.vocab_size)
+        drawing = Drawing(sampling.temperature, luck, self._probs)
+        moves, ends = [True] * len(roots), self._ends_of(roots)
+        ran = light.rounds(roots, cache, count, moves, ends, drawing=drawing)
+        probs = self._probs[: len(ran.tokens)].transpose(0, 1)
+        return Draft.chain(torch.tensor(ran.tokens).T.contiguous(), probs, passes=len(ran.tokens))
+
+    def _one_by_one(self, context: Context, cache: Cache, count: int) -> Draft:
+        """Tokens by a pass of torch each; drawn at a temperature."""
         light, sampling, root = self.light, context.sampling, context.root
         tokens, probs, ends = list[Tensor](), list[Tensor](), self._ends_of(root)
         while len(tokens) < count and not (tokens and ends and int(root) in ends):

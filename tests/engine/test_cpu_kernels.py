@@ -68,6 +68,11 @@ def require_rows(dtype: torch.dtype) -> None:
             assert torch.equal(cpu_kernels.largest(scores, count), order[..., :count])
         wanted = scores.double().logsumexp(-1)
         torch.testing.assert_close(cpu_kernels.log_totals(scores).double(), wanted, rtol=1e-6, atol=1e-6)
+        for temperature in (0.3, 1.0, 4.0):
+            probs = cpu_kernels.probabilities(scores, temperature)
+            exact = (scores.double() / temperature).softmax(-1)
+            torch.testing.assert_close(probs.double(), exact, rtol=1e-5, atol=1e-30)
+            assert probs.dtype == torch.float32 and not probs[scores == -torch.inf].any()
     assert cpu_kernels.log_totals(torch.full((2, 40), -torch.inf, dtype=dtype)).tolist() == [-torch.inf] * 2
     rows, weight = torch.randn(70, 3, 200).to(dtype)[:, ::2], torch.rand(200)
     bias, wide = torch.randn(200), (rows.double(), (200,), weight.double())

@@ -289,6 +289,21 @@ def test_recorded_drafts_and_steps_are_those_of_the_ordinary_passes(name, texts)
     assert any(any(step[1]) for step in plain[1]), "some of the drafts are accepted"
 
 
+@pytest.mark.parametrize("name", EVERY | LATE | OTHERS)
+def test_a_kept_text_outlives_what_others_record_over_it(name):
+    """Buffers of recorded passes are used again by the next decode of any decoder."""
+    target = GraphedLM.of(checks.tiny_target(), capture=False)
+    others = [Autoregressive(target, Sampling()), eagle(target, Sampling(), 3, depth=3, top_k=3, nodes=8)]
+    text = torch.tensor([8, 1] * 20)
+    kept = checks.check_prefix_cache(
+        (EVERY | LATE | OTHERS)[name],
+        target,
+        limit=24,
+        between=lambda: [checks.outputs(other, [text], 30) for other in others],
+    )
+    assert kept[0] >= 13 and kept[1] == 17 - (15 - kept[0]) and kept[2] > 30 and kept[4] == 0
+
+
 def require_equal(found, wanted):
     """The same steps, and the same drafts in rows that are open."""
     assert found[1] == wanted[1]

@@ -156,11 +156,19 @@ def test_chains_end_with_the_text_and_before_its_limit(target: CausalLM) -> None
 
 
 @kernels
-def test_drawn_chains_report_what_they_were_drawn_from(target: CausalLM) -> None:
-    warm = Sampling(0.8, top_p=0.9)
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_drawn_chains_report_what_they_were_drawn_from(
+    target: CausalLM, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm, calls = Sampling(0.8, top_p=top_p), []
     decoder = Staged(target, warm, gamma=3, alone=1)
     context = begun(decoder, [[7, 8, 9, 7, 8]])
+    rounds = decoder.drafter.light.rounds
+    monkeypatch.setattr(
+        decoder.drafter.light, "rounds", lambda *given, **named: calls.append(1) or rounds(*given, **named)
+    )
     draft = decoder.drafter.propose(context)
+    assert len(calls) == (top_p == 1.0), "the kernels draw from whole distributions"
     assert draft.tokens.shape == (1, 3) and draft.probs is not None and draft.passes == 3
     light, cache = decoder.drafter.light, target.new_cache(1, 16)
     target.prefill([torch.tensor([7, 8, 9, 7])], cache)

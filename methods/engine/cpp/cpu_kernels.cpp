@@ -63,6 +63,15 @@ void run_log_totals(const T* from, int64_t rows, int64_t numbers, float* to, int
 }
 
 template <class T>
+void run_probabilities(const T* from, int64_t rows, int64_t numbers, float temperature, float* to, int64_t threads) {
+    with_team(threads, [&](Team& team) {
+        team.each(rows, [&](int64_t row) {
+            probabilities(from + row * numbers, numbers, temperature, to + row * numbers);
+        });
+    });
+}
+
+template <class T>
 void run_norm(const T* from, int64_t rows, int64_t width, T* to, const Norm& norm, int64_t threads) {
     std::vector<float> wide(threads * width);
     with_team(threads, [&](Team& team) {
@@ -139,7 +148,7 @@ void multiply_float32(const Matrix* m, const void* rows, void* to, int64_t count
     run_product(*m, static_cast<const float*>(rows), static_cast<float*>(to), count, work, threads);
 }
 
-// Of rows one by one: see `largest` (places: [rows, count], count <= numbers) and `log_total`, and norms.
+// Of rows one by one: see `largest` (places: [rows, count], count <= numbers), `log_total`, `probabilities`, and norms.
 void largest_bfloat16(const void* from, int64_t rows, int64_t numbers, int64_t count, int64_t* places, int64_t threads) {
     run_largest(static_cast<const BFloat16*>(from), rows, numbers, count, places, threads);
 }
@@ -151,6 +160,14 @@ void log_totals_bfloat16(const void* from, int64_t rows, int64_t numbers, float*
 }
 void log_totals_float32(const void* from, int64_t rows, int64_t numbers, float* to, int64_t threads) {
     run_log_totals(static_cast<const float*>(from), rows, numbers, to, threads);
+}
+void probabilities_bfloat16(const void* from, int64_t rows, int64_t numbers, float temperature, float* to,
+                            int64_t threads) {
+    run_probabilities(static_cast<const BFloat16*>(from), rows, numbers, temperature, to, threads);
+}
+void probabilities_float32(const void* from, int64_t rows, int64_t numbers, float temperature, float* to,
+                           int64_t threads) {
+    run_probabilities(static_cast<const float*>(from), rows, numbers, temperature, to, threads);
 }
 void norm_bfloat16(const void* from, int64_t rows, int64_t width, void* to, const Norm* norm, int64_t threads) {
     run_norm(static_cast<const BFloat16*>(from), rows, width, static_cast<BFloat16*>(to), *norm, threads);

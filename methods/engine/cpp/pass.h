@@ -73,7 +73,7 @@ struct Ending {
     int64_t* best;   // [batch, nodes]: the first of the largest
 };
 
-// Rounds of greedy decoding without drafts: passes over one node per row, each of the tokens that the one before chose.
+// Rounds without drafts: passes over one node per row, each of the tokens that the one before chose.
 struct Rounds {
     const void *embedding, *positions;  // [vocabulary, hidden], [count, hidden]; positions null: places have no vectors
     int64_t count;          // a token at a place beyond gets the vector of the last one
@@ -90,6 +90,14 @@ struct Rounds {
     int64_t* times;         // [most]: nanoseconds from the call to the end of each round
     int64_t* made;          // how many were run
     const struct Waiting* waiting;  // null: rows run all layers up to their exits
+    const struct Drawing* drawing;  // null: the likeliest tokens are chosen; not with exits
+};
+
+// How rounds draw their tokens.
+struct Drawing {
+    float temperature;   // by which logits are divided
+    const double* luck;  // [most, batch], from 0 to below 1
+    float* probs;        // [most, batch, vocabulary]: gets the distributions that are drawn from
 };
 
 // States after a shallow exit whose rows defer the layers above it, until one is not sure or too many wait.

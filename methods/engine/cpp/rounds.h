@@ -1,4 +1,4 @@
-// Several rounds of greedy decoding in one call.
+// Several rounds without drafts in one call.
 #pragma once
 
 #include <stdint.h>
@@ -11,6 +11,7 @@
 #include "norms.h"
 #include "numbers.h"
 #include "pass.h"
+#include "scores.h"
 #include "team.h"
 
 namespace {
@@ -163,6 +164,16 @@ void run_rounds(const Model& model, const Pass& given) {
         } else {
             Runner<T> runner(model, pass);
             with_team(pass.threads, [&](Team& team) { runner.run(team); });
+        }
+        if (rounds.drawing) {
+            const Drawing& drawing = *rounds.drawing;
+            const int64_t outputs = pass.ending->head.outputs;
+            const auto draw = [&](int64_t b) {
+                float* probs = drawing.probs + (made * batch + b) * outputs;
+                probabilities(static_cast<const T*>(pass.ending->logits) + b * outputs, outputs, drawing.temperature, probs);
+                pass.ending->best[b] = drawn(probs, outputs, drawing.luck[made * batch + b]);
+            };
+            with_team(std::min(batch, pass.threads), [&](Team& team) { team.each(batch, draw); });
         }
         for (int64_t b = 0; b < batch; b++) {
             chosen[b] = given.exits && !rounds.moves[b] ? tokens[b] : pass.ending->best[b];  // exits run what moves

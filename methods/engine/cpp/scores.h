@@ -1,4 +1,5 @@
-// The largest numbers of a row, logits that a rounded weight screens, and the logarithm of the sum of exponentials.
+// The largest numbers of a row, logits that a rounded weight screens, the logarithm of the sum of exponentials, the
+// distribution that logits stand for, and a draw from one.
 #pragma once
 
 #include <math.h>
@@ -11,6 +12,8 @@
 #include "products.h"
 
 namespace {
+
+constexpr int64_t DRAWN = 256;  // numbers that are summed in 32 bit
 
 // Whether a bit is set in any lane.
 inline bool any(Integers lanes) {
@@ -86,6 +89,61 @@ int64_t screened(const Matrix& full, int64_t count, const float* x, T* logits) {
         }
     }
     return best;
+}
+
+// e^(x / temperature) over the sum of all; 0 where it is below e^-87 of the largest.
+template <class T>
+void probabilities(const T* row, int64_t numbers, float temperature, float* to) {
+    const float most = highest(row, numbers);
+    const auto weigh = [&](Floats x) {
+        const Floats power = (x - most) / temperature;
+        return power < all(-87.0f) ? Floats{} : exponential(power);
+    };
+    double total = 0.0;
+    int64_t i = 0;
+    while (i + LANES <= numbers) {
+        Floats part = Floats{};
+        for (const int64_t end = i + DRAWN; i < end && i + LANES <= numbers; i += LANES) {
+            const Floats weight = weigh(load(row + i));
+            store(to + i, weight);
+            part += weight;
+        }
+        total += sum(part);
+    }
+    for (; i < numbers; i++) total += to[i] = weigh(all(one(row[i])))[0];
+    const float share = float(1.0 / total);
+    for (i = 0; i + LANES <= numbers; i += LANES) store(to + i, load(to + i) * share);
+    for (; i < numbers; i++) to[i] *= share;
+}
+
+// The place at which the running sum of a row first exceeds `luck`, from 0 to below 1, of the whole; never one of
+// weight 0. Running sums are of 64 bit.
+inline int64_t drawn(const float* weights, int64_t numbers, double luck) {
+    std::vector<double> sums;
+    double total = 0.0;
+    for (int64_t begin = 0; begin < numbers; begin += DRAWN) {
+        const int64_t end = begin + DRAWN < numbers ? begin + DRAWN : numbers;
+        Floats part = Floats{};
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) part += load(weights + i);
+        double own = sum(part);
+        for (; i < end; i++) own += weights[i];
+        sums.push_back(own);
+        total += own;
+    }
+    const double spot = luck * total;
+    double before = 0.0;
+    int64_t block = 0, last = 0;
+    while (block + 1 < int64_t(sums.size()) && !(before + sums[block] > spot)) before += sums[block++];
+    for (int64_t i = block * DRAWN; i < numbers; i++) {
+        if (!(weights[i] > 0.0f)) continue;
+        before += weights[i];
+        last = i;
+        if (before > spot) return i;
+    }
+    while (!last && --block >= 0)  // no weight from that block on: sums were rounded
+        for (int64_t i = block * DRAWN; i < (block + 1) * DRAWN; i++) last = weights[i] > 0.0f ? i : last;
+    return last;
 }
 
 // The logarithm of the sum of e^x.

@@ -36,7 +36,7 @@ from methods.speculative.verification import default_rule
 from tests.helpers.sample_rows import both
 
 ROOT = Path(__file__).resolve().parents[3]
-EXACT_LINES = ["guarantee", "counters", "no leak", "batch", "greedy text"]
+EXACT_LINES = ["guarantee", "counters", "no leak", "batch", "prefix cache", "greedy text"]
 
 # ------------------------------------------------------------------------------------------------------------ records
 
@@ -509,8 +509,8 @@ def states(name: str, *words: str) -> dict[str, str]:
 def test_a_wrong_distribution_is_found(registered: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check-method", "hot"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["ok"] * 5 + ["FAIL"] * 3
-    assert "distribution at T=0.7 top-k 5" in lines[6]
+    assert [line.split()[0] for line in lines] == ["ok"] * 6 + ["FAIL"] * 3
+    assert "distribution at T=0.7 top-k 5" in lines[7]
 
 
 def test_a_leak_is_found_where_nothing_else_is_promised(registered: None) -> None:
