@@ -529,7 +529,7 @@ def test_a_decoder_that_breaks_fails_line_by_line(registered: None, capsys: pyte
 
 def test_a_sound_stranger_passes(registered: None) -> None:
     found = states("boundless")
-    assert list(found)[:5] == EXACT_LINES and len(found) == 8 and set(found.values()) == {"ok"}
+    assert list(found)[:6] == EXACT_LINES and len(found) == 9 and set(found.values()) == {"ok"}
 
 
 def test_what_cannot_be_checked_is_said(registered: None) -> None:
@@ -549,7 +549,7 @@ def test_what_cannot_be_checked_is_said(registered: None) -> None:
 def test_settings_reach_the_decoder_and_a_draft_model_is_a_tiny_one() -> None:
     none = ("method.skip_attention=[]", "method.skip_mlp=[]")
     checks = check_method.check_method("speculative_sampling", ["method.draft_model=any", "method.gamma=2", *none])
-    assert [next(checks).state for _ in EXACT_LINES] == ["ok"] * 5
+    assert [next(checks).state for _ in EXACT_LINES] == ["ok"] * 6
 
 
 def test_a_name_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
