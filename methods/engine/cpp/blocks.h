@@ -46,8 +46,12 @@ inline Integers dot(Integers sums, Words numbers, int32_t four) {
 template <int BITS, int ROWS, int WIDTH>
 void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floats* total) {
     const Words low = Words{} + 0x0f0f0f0fu;
+    constexpr int64_t whole = VECTORS * sizeof(Block<BITS>);
     for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight.at += VECTORS * sizeof(Block<BITS>), ask.at += ask.step) {
-        for (int v = 0; v < WIDTH; v += VECTORS) ask_for(ask.at + v / VECTORS * weight.stride, ask.step);
+        for (int v = 0; v < WIDTH; v += VECTORS) {
+            const char* at = ask.at + v / VECTORS * weight.stride;
+            for (const char* end = at + ask.step; at < end; at += LINE) ask_ahead(at, ask.step == whole);
+        }
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) {
             const auto& block = *reinterpret_cast<const Block<BITS>*>(weight.vector(v, sizeof(Block<BITS>)));
@@ -142,7 +146,7 @@ void multiply_blocks(Team& team, const Matrix& m, const Rows& x, int64_t apart, 
                 const int64_t row = tiles.first(tile), some = tiles.count(tile);
                 const int32_t* read = into + (row * blocks + b * some) * WORDS;
                 Floats* totals = total + row * width;
-                const Ask ask = tiles.tiles == 1 ? Ask{from + AHEAD, step}
+                const Ask ask = tiles.tiles == 1 ? Ask{from, step}
                                                  : share(from, count * step, step, tile, tiles.tiles);
                 if (width == WIDE)
                     of_rows<BITS, WIDE>(some, {from, other}, count, read, ask, totals);

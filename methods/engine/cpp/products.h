@@ -25,8 +25,8 @@ struct Columns {
     const char* vector(int v, int64_t size) const { return at + v / VECTORS * stride + v % VECTORS * size; }
 };
 
-// What is asked for while a tile is multiplied, so that it is near when it is needed: from `at` on, `step` bytes with each
-// vector of a panel or block.
+// What is asked for while a tile is multiplied, so that it is near when it is needed: what lies ahead of `at`, `step`
+// bytes with each vector of a panel or block.
 struct Ask {
     const char* at;
     int64_t step;
@@ -35,6 +35,12 @@ struct Ask {
 // GCC 12 drops calls of functions that do nothing but ask, unless they are inlined early.
 __attribute__((always_inline)) inline void ask_for(const char* at, int64_t bytes) {
     for (const char* end = at + bytes; at < end; at += LINE) __builtin_prefetch(at);
+}
+
+// The line far ahead, and the one that is needed next.
+__attribute__((always_inline)) inline void ask_ahead(const char* at, bool near) {
+    __builtin_prefetch(at + FAR, 0, 2);
+    if (near) __builtin_prefetch(at + NEAR);
 }
 
 // The sums with the products of two vectors of pairs of 16-bit numbers.
@@ -68,16 +74,17 @@ inline Floats first(Floats sums, Words numbers, const float& x) {
 
 // Add to the sums of ROWS rows the products with WIDTH vectors. x: [inputs, ROWS], or with PAIRS [inputs / 2, ROWS] of two
 // inputs each; total: [ROWS, WIDTH]; 16-bit weights have an even number of inputs. ASKED: lines that are asked for with
-// each vector, LINES of each panel, or one.
+// each vector, LINES of each panel, or one of a part that several tiles share.
 template <class T, int ROWS, int WIDTH, int ASKED>
 void tile(Columns<WIDTH> weight, int64_t inputs, const float* x, Ask ask, Floats* total) {
     constexpr int each = sizeof(T) == 2 ? 2 : 1;  // inputs of a vector
     Floats sums[ROWS][WIDTH];
     memcpy(sums, total, sizeof sums);
     for (int64_t k = 0; k < inputs; k += each, weight.at += PANEL * each * sizeof(T), ask.at += ask.step) {
+        if constexpr (ROWS > FEW_ROWS || ASKED == 1)
 #pragma GCC unroll 4
-        for (int line = 0; line < ASKED; line++)
-            __builtin_prefetch(ask.at + line / LINES * weight.stride + line % LINES * LINE);
+            for (int line = 0; line < ASKED; line++)
+                ask_ahead(ask.at + line / LINES * weight.stride + line % LINES * LINE, ASKED > 1);
         Words numbers[WIDTH];
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) memcpy(&numbers[v], weight.vector(v, sizeof(Words)), sizeof(Words));
@@ -396,15 +403,14 @@ void multiply_plain(Team& team, const Matrix& m, const Rows& x, int64_t apart, f
                 const int64_t row = x.first(tile), some = x.count(tile);
                 const float* read = x.base + row * x.words + (x.pairs ? k / 2 : k) * some;
                 if (width == WIDE && !halves) {
-                    of_rows<T, WIDE, 2 * LINES>(some, {from, other}, inputs, read, {from + AHEAD, step},
-                                                total + row * WIDE);
+                    of_rows<T, WIDE, 2 * LINES>(some, {from, other}, inputs, read, {from, step}, total + row * WIDE);
                     continue;
                 }
                 for (int half = 0; half <= halves; half++) {
                     const char* at = from + half * other;
                     Floats* into = total + (half * rows + row) * VECTORS;
                     if (x.tiles == 1)
-                        of_rows<T, VECTORS, LINES>(some, {at, other}, inputs, read, {at + AHEAD, step}, into);
+                        of_rows<T, VECTORS, LINES>(some, {at, other}, inputs, read, {at, step}, into);
                     else
                         of_rows<T, VECTORS, 1>(some, {at, other}, inputs, read,
                                                share(at, inputs * input, step, tile, x.tiles), into);

@@ -78,7 +78,7 @@ int64_t screened(const Matrix& full, int64_t count, const float* x, T* logits) {
         const int64_t panel = place / PANEL;
         const char* from = static_cast<const char*>(full.panels) + panel * PANEL * full.inputs * int64_t(sizeof(T));
         Floats total[VECTORS] = {};
-        of_rows<T, VECTORS, LINES>(1, {from, 0}, full.inputs, words.data(), {from + AHEAD, LINES * LINE}, total);
+        of_rows<T, VECTORS, LINES>(1, {from, 0}, full.inputs, words.data(), {from, LINES * LINE}, total);
         const int64_t within = place - panel * PANEL;
         const float product = reinterpret_cast<const float*>(total)[within];
         const float logit = rounded_one<T>(full.bias ? product + full.bias[place] : product);
