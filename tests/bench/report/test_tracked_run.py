@@ -28,7 +28,7 @@ from tests.helpers.sweeps import COMMON, run_folders
 pytest.importorskip("wandb")
 
 ROOT = Path(__file__).resolve().parents[3]
-REFERENCE = ROOT / "results" / "reference" / "eagle-mtbench-smollm2-af3d73676629"
+REFERENCE = ROOT / "results" / "reference" / "eagle-mtbench-smollm2-736423615620"
 CONVERSATIONS, PROMPTS = 3, 4
 SECRET = "hf_0123456789abcdefghij"
 

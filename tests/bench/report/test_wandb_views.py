@@ -23,7 +23,7 @@ internal = pytest.importorskip("wandb_workspaces.workspaces.internal")
 from wandb_workspaces import workspaces as ws  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"
-EAGLE, GLAT = "eagle-mtbench-smollm2-af3d73676629", "glat-multi30k-multi30k_4_4-4775cf338971"
+EAGLE, GLAT = "eagle-mtbench-smollm2-736423615620", "glat-multi30k-multi30k_4_4-4775cf338971"
 
 
 @pytest.fixture
