@@ -1,7 +1,7 @@
 """Execute each percent-format source in this folder into its ``.ipynb``: ``python notebooks/execute.py [NAME ...]``.
 
 The result depends on the source and the reference records only: cell ids and those of tables are numbers, times,
-versions and addresses in memory are left out. Pictures have few colours and at most 24 kB.
+versions and addresses in memory are left out. Pictures have few colours and at most 100 kB.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from PIL import Image
 
 HERE = Path(__file__).parent
-COLOURS, MOST_BYTES = 32, 24_000  # of a picture
+COLOURS, MOST_BYTES = 32, 100_000  # of a picture
 RECORDS = HERE.parent / "results" / "reference"
 MEASURING = frozenset({"quickstart"})  # load a model and measure on this machine: executed only by name
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -51,7 +51,8 @@ def _settle(cell: nbformat.NotebookNode) -> None:
         if plain := data.get("text/plain"):
             data["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", plain)
         if html := data.get("text/html"):
-            data["text/html"] = re.sub(r"\bT_[0-9a-f]{5}", f"T_{cell['id']}_{number}", html)
+            named = re.sub(r"\bT_[0-9a-f]{5}", f"T_{cell['id']}_{number}", html)
+            data["text/html"] = re.sub(r"\n +", "\n", named)
         if png := data.get("image/png"):
             data["image/png"] = base64.b64encode(smaller(base64.b64decode(png))).decode()
 

@@ -74,7 +74,8 @@ def check_prompts(cfg: RunConfig, count: int) -> list[str]:
 def check_loaded(cfg: RunConfig, task: Any, loaded: Loaded) -> list[str]:
     """What speaks against a run with this model, where only its files tell."""
     kind = "masked" if loaded.denoises else loaded.kind
-    return _mismatches(cfg, getattr(task, "kind", "any"), kind, loaded.kind, loaded.name)
+    found = _mismatches(cfg, getattr(task, "kind", "any"), kind, loaded.kind, loaded.name)
+    return [*found, _read_whole(cfg)] if cfg.measure.prefix_cache and kind != "causal" else found
 
 
 def require(reasons: Iterable[str]) -> None:
@@ -166,8 +167,11 @@ def _prefix_cache(cfg: RunConfig) -> str | None:
     if cfg.sampling.temperature:
         got = f"sampling.temperature={cfg.sampling.temperature:g}"
         return f"measure.prefix_cache=true needs sampling=greedy, got {got}. Set it, {instead}"
-    if issubclass(_method(cfg), PrefixCaching) and _kind_of_model(cfg.model) != "seq2seq":
-        return None
+    keeps = issubclass(_method(cfg), PrefixCaching) and _kind_of_model(cfg.model) in ("causal", None)
+    return None if keeps else _read_whole(cfg)
+
+
+def _read_whole(cfg: RunConfig) -> str:
     what = f"method={cfg.method['name']} with model={cfg.model['name']}"
     return f"{what} reads every prompt whole, and measure.prefix_cache must be false, got true. Leave it out."
 

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from bench.analysis import audit, stalls
 from bench.analysis.summary import summarise
 from bench.config import compose
 from bench.contract import checks
-from bench.measure.preconditions import check
+from bench.measure.preconditions import check, check_loaded
 from bench.measure.run import RunResult, run_together
+from bench.models.source import Loaded
 from bench.records.run_folder import Sample, read_samples, validate
 from bench.report import terminal
 from methods.autoregressive import Autoregressive
 from methods.decoder import PrefixCaching, common_prefix
+from methods.engine.byte_tokenizer import byte_tokenizer
 from methods.engine.sampling import Sampling
+from methods.engine.seq2seq_lm import Seq2SeqLM
 from tests.bench.measure.test_interleave import make_runner, measured
 from tests.helpers.fakes import FakeDecoder
 
@@ -120,12 +124,18 @@ def test_later_turns_read_what_is_new_in_them_and_texts_are_the_same(
         (["batch_size=2"], "needs batch_size=1, got 2"),
         (["sampling.temperature=0.5"], r"needs sampling=greedy, got sampling\.temperature=0\.5"),
         (["method=hf_generate"], "method=hf_generate with model=.* reads every prompt whole"),
-        (["model=multi30k_6_1", "dataset=multi30k"], "model=multi30k_6_1 reads every prompt whole"),
     ],
 )
 def test_it_is_refused_where_arms_would_not_read_alike(words: list[str], given: list[str], why: str) -> None:
     cfg = compose.compose(["method=suffix", *words[:1], *words[3:], *given, "measure.prefix_cache=true"])
     assert re.search(why, " ".join(check(cfg)))
+
+
+def test_a_model_whose_kind_only_its_files_tell_is_refused_once_it_is_loaded() -> None:
+    cfg = compose.compose(["method=suffix", "model=multi30k_4_4", "dataset=multi30k", "measure.prefix_cache=true"])
+    loaded = Loaded(Seq2SeqLM.__new__(Seq2SeqLM), byte_tokenizer(), "multi30k_4_4", None, None)
+    (why,) = check_loaded(cfg, SimpleNamespace(kind="seq2seq"), loaded)
+    assert "model=multi30k_4_4 reads every prompt whole" in why
 
 
 def test_a_text_is_forgotten_when_a_batch_comes_between() -> None:
