@@ -328,9 +328,10 @@ class Runner:
         Args:
             again: the pairs replace those recorded.
         """
-        by_name = {arm.name: arm for arm in arms}
         if self.settings.prefix_cache and unit.batch.turn:
             self._decode_turn_before(unit, arms)
+            arms = [arm for arm in arms if arm.error is None]
+        by_name = {arm.name: arm for arm in arms}
         order = random_order(["", *by_name], self.settings.seed, unit.batch.prompt_ids, unit.repeat)
         timed: dict[str, Timed] = {}
         for name in order:
@@ -366,8 +367,12 @@ class Runner:
             arms = [arm for arm in arms if arm.name not in self._latest[1]]
             if not arms:
                 return
-        for decoder in (self.baseline, *(arm.decoder for arm in arms)):
-            self._decode(decoder, before)
+        self._decode(self.baseline, before)
+        for arm in arms:
+            try:
+                self._decode(arm.decoder, before)
+            except Exception as error:
+                self._give_up(arm, error)
 
     def _give_up(self, arm: MethodArm, error: Exception) -> None:
         arm.error = error

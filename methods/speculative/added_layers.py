@@ -71,10 +71,12 @@ class StateReader:
         """Slots for prompts, what is written, and a read of as much at once (``Unread``)."""
         return max(map(len, prompts)) + 2 * (limit + nodes + 1)
 
-    def continue_from(self, other: StateReader, states: int) -> None:
-        """Begin with the first ``states`` that another reader has read; both have one row."""
-        self.cache.continue_from(other.cache, states)
-        self.unread = Unread(1, states)
+    def continue_from(self, other: StateReader, most: int) -> int:
+        """Begin with the first states, at most so many, that another reader has read; how many. Both have one row."""
+        read = min(most, other.cache.lengths[0])
+        self.cache.continue_from(other.cache, read)
+        self.unread = Unread(1, read)
+        return read
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in this order."""

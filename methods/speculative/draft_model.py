@@ -87,8 +87,7 @@ class DraftModel(ChainDrafter):
         self._padding = vocab_size - model.vocab_size
         self._cache: Cache | None = None
         self._prompt_lengths: list[int] = []
-        self._prompts_read = False
-        self._read = 0  # tokens of the first row's text that the cache holds
+        self._read = 0  # tokens of the first row's text that the last draft has read; 0: there was none
 
     @property
     def token_bytes(self) -> int:
@@ -96,7 +95,7 @@ class DraftModel(ChainDrafter):
         return self.model.token_bytes
 
     def reset(self, prompts: list[list[int]], limit: int) -> None:
-        self._prompt_lengths, self._prompts_read, self._read = [len(prompt) for prompt in prompts], False, 0
+        self._prompt_lengths, self._read = [len(prompt) for prompt in prompts], 0
         capacity = max(len(prompt) for prompt in prompts) + limit + 2 * (self.nodes + 1)
         self._cache = self.model.new_cache(len(prompts), capacity)
 
@@ -118,7 +117,7 @@ class DraftModel(ChainDrafter):
         assert self._cache is not None, "reset comes before renew"
         for row, prompt in prompts.items():
             self._prompt_lengths[row] = len(prompt)
-        if self._prompts_read:  # else the first draft will read all prompts at once
+        if self._read:  # else the first draft will read all prompts at once
             read = {row: self._readable(torch.tensor(ids, device=self.model.device)) for row, ids in prompts.items()}
             self.model.prefill_rows(read, self._cache)
 
@@ -153,13 +152,12 @@ class DraftModel(ChainDrafter):
         committed, cache = context.tokens, self._cache
         assert cache is not None, "reset comes before propose"
         cache.truncate([len(row) - 1 for row in committed])
-        if not self._prompts_read:
+        if not self._read:
             ends = [min(len(row) - 1, length) for row, length in zip(committed, self._prompt_lengths, strict=True)]
             prompts = [
                 torch.tensor(row[:end], device=self.model.device) for row, end in zip(committed, ends, strict=True)
             ]
             self.model.prefill([self._readable(row) for row in prompts], cache, kept=cache.lengths[0])
-            self._prompts_read = True
         pending = [row[length:] for row, length in zip(committed, cache.lengths, strict=True)]
         width = max(len(new) for new in pending)
         tokens = from_host([new + [0] * (width - len(new)) for new in pending], self.model.device)
@@ -205,7 +203,7 @@ class LikeliestChain(DraftModel):
         assert self._cache is not None, "reset comes before skip"
         lengths = self._cache.lengths
         unread = max(len(row) - length for row, length in zip(context.tokens, lengths, strict=True))
-        if self._prompts_read and unread > _MOST_UNREAD:  # else the first draft reads all
+        if self._read and unread > _MOST_UNREAD:  # else the first draft reads all
             self._catch_up(context)
 
 

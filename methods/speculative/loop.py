@@ -233,15 +233,12 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware, PrefixCaching):
         """
         last = self._last if self.keeps_prefix and len(prompts) == 1 else None
         kept = 0 if last is None else common_prefix(last.tokens[0][:-1], prompts[0])
-        if last is None or not kept:
-            drafter.reset(prompts, room)
-            return 0
-        if isinstance(drafter, ResumingDrafter):
+        if last is not None and kept and isinstance(drafter, ResumingDrafter):
             kept = drafter.resume(last, prompts, room, kept)
         else:
             drafter.reset(prompts, room)
             kept = 0 if drafter.hidden_layers else kept
-        if kept:
+        if last is not None and kept:
             assert last.cache is not None, "a decode has one"
             cache.continue_from(last.cache, kept)
         return kept

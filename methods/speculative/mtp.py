@@ -83,9 +83,7 @@ class MtpDrafter(ChainDrafter):
         before.note(last)
         self._read(last)
         self.reset(prompts, limit)
-        read = min(kept - 1, before.cache.lengths[0])  # of the last one, the token after it may be another
-        self._known.continue_from(before, read)
-        return read
+        return self._known.continue_from(before, kept - 1)  # after the last one, the token may be another
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._known.keep_rows(rows)

@@ -133,17 +133,12 @@ inline int64_t drawn(const float* weights, int64_t numbers, double luck) {
     }
     const double spot = luck * total;
     double before = 0.0;
-    int64_t block = 0, last = 0;
+    int64_t block = 0, place = numbers - 1;
     while (block + 1 < int64_t(sums.size()) && !(before + sums[block] > spot)) before += sums[block++];
-    for (int64_t i = block * DRAWN; i < numbers; i++) {
-        if (!(weights[i] > 0.0f)) continue;
-        before += weights[i];
-        last = i;
-        if (before > spot) return i;
-    }
-    while (!last && --block >= 0)  // no weight from that block on: sums were rounded
-        for (int64_t i = block * DRAWN; i < (block + 1) * DRAWN; i++) last = weights[i] > 0.0f ? i : last;
-    return last;
+    for (int64_t i = block * DRAWN; i < numbers; i++)
+        if ((before += weights[i]) > spot) return i;
+    while (place && !(weights[place] > 0.0f)) place--;  // sums were rounded up
+    return place;
 }
 
 // The logarithm of the sum of e^x.

@@ -93,10 +93,8 @@ class Prefix:
         assert before is not None, "reset comes before resume"
         before.note(last)
         self._read(before)
-        read = min(kept, before.cache.lengths[0])
         self._reader = self._new_reader(prompts, limit)
-        self._reader.continue_from(before, read)
-        return read
+        return self._reader.continue_from(before, kept)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in this order."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +26,10 @@ from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from tests.bench.measure.test_interleave import make_runner, measured
 from tests.helpers.fakes import FakeDecoder
+from tests.helpers.random_runs import random_run
 
 
-def test_a_prompt_is_read_from_where_it_differs_but_never_not_at_all() -> None:
+def test_a_prompt_is_read_from_where_it_differs_and_its_last_token_always() -> None:
     assert common_prefix([4, 5, 6, 7], [4, 5, 9, 7]) == 2
     assert common_prefix([4, 5, 6], [4, 5, 6]) == 2, "the last token says what follows"
     assert common_prefix([4, 5], [4, 5, 6, 7]) == 2
@@ -65,7 +65,7 @@ def test_the_turn_before_is_written_again_where_another_text_came_between(tmp_pa
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_decoders_are_told_whether_to_keep_their_text(tmp_path: Path, prefix_cache: bool) -> None:
+def test_the_run_decides_whether_decoders_keep_their_text(tmp_path: Path, prefix_cache: bool) -> None:
     runner = make_runner(tmp_path, 1, prefix_cache=prefix_cache)
     runner.arms[0].decoder = keeping = KeepingFake(runner.instruments.clock)  # type: ignore[arg-type]
     keeping.keeps_prefix = not prefix_cache
@@ -75,21 +75,8 @@ def test_decoders_are_told_whether_to_keep_their_text(tmp_path: Path, prefix_cac
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    file = tmp_path / "prompts.jsonl"
     rows = [{"question_id": i, "turns": [f"Say {i} {i} {i} again.", "And once more?"]} for i in range(5)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        "model=random",
-        "dataset=jsonl",
-        f"dataset.path={file}",
-        "hardware=cpu_fp32",
-        "hardware.threads=1",
-        "max_new_tokens=8",
-        "measure.bootstrap_samples=100",
-        "measure.warmup=1",
-        f"paths.results={tmp_path / 'results'}",
-        f"paths.cache={tmp_path / 'cache'}",
-    ]
+    return random_run(tmp_path, rows)
 
 
 def test_later_turns_read_what_is_new_in_them_and_texts_are_the_same(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from bench.records.run_folder import RunFolder, Sample, read_manifest, read_samp
 from methods.speculative.suffix_decoding import SuffixDecoding
 from tests.bench.measure.test_interleave import Fails, make_runner, measured
 from tests.helpers.fakes import FakeClock, FakeDecoder
+from tests.helpers.random_runs import random_run
 
 PROMPTS = [
     {"question_id": i, "category": "any", "turns": [f"Say {i} {i} {i} again.", "And once more?"]} for i in range(4)
@@ -41,20 +41,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    return [
-        "model=random",
-        "dataset=jsonl",
-        f"dataset.path={file}",
-        "hardware=cpu_fp32",
-        "hardware.threads=1",
-        "max_new_tokens=8",
-        "measure.bootstrap_samples=100",
-        "measure.warmup=1",
-        f"paths.results={tmp_path / 'results'}",
-        f"paths.cache={tmp_path / 'cache'}",
-    ]
+    return random_run(tmp_path, PROMPTS)
 
 
 @pytest.fixture
