@@ -41,6 +41,7 @@ from methods.engine.fused_layers import (
     Scored,
     Waiting,
 )
+from methods.engine.guesses import GuessedRounds
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import (
     DraftWeights,
@@ -609,6 +610,7 @@ class CausalLM:
         rule: ExitRule | None = None,
         waiting: Waiting | None = None,
         drawing: Drawing | None = None,
+        guessed: GuessedRounds | None = None,
     ) -> Ran:
         """Rounds without drafts, up to the first in which a text ends; the cache's lengths do not change.
 
@@ -622,13 +624,15 @@ class CausalLM:
             rule: by which rows leave a round before those layers; its maps are in the place of that one.
             waiting: see ``FusedLayers.run_rounds``.
             drawing: how tokens are drawn, without a rule; None: they are the likeliest.
+            guessed: see ``FusedLayers.run_rounds``.
         """
         assert isinstance(self._fused, FusedLayers)
         portions = self._portions(range(self.n_layers if depth is None else depth))
         places = max(cache.written) + most + (0 if waiting is None else waiting.most)
+        places += 0 if guessed is None else guessed.guesses.nodes
         embedded, ending = self._embedded(places), self._fused_ending(exit_map)
         return self._fused.run_rounds(
-            roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting, drawing
+            roots, cache, portions, embedded, ending, most, moves, ends, rule, waiting, drawing, guessed
         )
 
     def _embedded(self, places: int) -> Embedded:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from methods.engine.causal_layers import FeedForward, Layer, LayerNorm, RMSNorm, Rows
 from methods.engine.cpu_kernels import KINDS, Matrix, NormNumbers, Packed, library
+from methods.engine.guesses import GuessedRounds
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear, ScreenedLinear
 
@@ -131,7 +132,7 @@ class _Rounds(Structure):
         ("most", c_int64),
         *((name, c_void_p) for name in ("lengths", "moves", "ends")),
         ("end_count", c_int64),
-        *((name, c_void_p) for name in ("tokens", "times", "made", "waiting", "drawing")),
+        *((name, c_void_p) for name in ("tokens", "times", "made", "waiting", "drawing", "guesses")),
     ]
 
 
@@ -183,13 +184,15 @@ class Ran:
     """Several rounds without drafts.
 
     Attributes:
-        tokens: per round, what every row chose; of rows that stand still it does not matter.
+        tokens: per round, what every row chose; of rows that stand still it does not matter. With guesses there are
+            more of them than rounds.
         times: per round, nanoseconds from the call to its end.
         began_ns: ``time.perf_counter_ns()`` at the call.
         depths: with exits, per round and row the layers after which it left; 0: it did not, or stood still.
         columns: with exits, of the output matrix that were multiplied.
         deciding_ns: with exits, time from the states at exits to the decisions; 0 with a table.
         nodes: where states wait, per round those of a row that the layers above ran over; 0: they did not run.
+        spent: with guesses, the costs of all passes, in those over one node.
     """
 
     tokens: list[list[int]]
@@ -199,6 +202,7 @@ class Ran:
     columns: int = 0
     deciding_ns: int = 0
     nodes: list[int] = field(default_factory=list)
+    spent: float = 0.0
 
     @property
     def ends_ns(self) -> list[int | None]:
@@ -544,6 +548,7 @@ class FusedLayers:
         rule: ExitRule | None = None,
         waiting: Waiting | None = None,
         drawing: Drawing | None = None,
+        guessed: GuessedRounds | None = None,
     ) -> Ran:
         """Rounds without drafts: each commits the best token after what the one before committed, or draws one.
 
@@ -557,15 +562,20 @@ class FusedLayers:
             waiting: rows that leave at its one exit defer the layers above, see ``methods.early_exit.free_loop``; None:
                 those only get keys and values.
             drawing: how tokens are drawn, of rows that run all layers; None: they are the best.
+            guessed: what passes of the only row judge beside a token, so that several tokens, at most ``most`` in all,
+                come from one; None: nothing.
         """
         assert drawing is None or rule is waiting is None, "exits choose the best tokens"
+        assert guessed is None or (len(roots) == 1 and rule is waiting is None), "guesses are for one row without exits"
         batch, width = len(roots), embedded.embedding.shape[1]
         norm, _kept = (NormNumbers(), []) if embedded.norm is None else norm_numbers(embedded.norm)
         tokens, times, made = (c_int64 * (batch * (1 + most)))(*roots), (c_int64 * most)(), c_int64(0)
         moving, last = (c_uint8 * batch)(*moves), (c_int64 * len(ends))(*ends)
         places, turns, nodes = embedded.positions, embedded.turns or (None, None), (c_int64 * most)()
         deferring = None if waiting is None else waiting.into(nodes)
-        luck = None if drawing is None else drawing.into()
+        luck, passes = None if drawing is None else drawing.into(), c_int64(0)
+        spent = c_float(0.0)
+        guessing, _held = (None, None) if guessed is None else guessed.guesses.into(guessed, passes, spent)
         rounds = _Rounds(
             embedded.embedding.data_ptr(), _place(places), 0 if places is None else len(places),
             *map(_place, turns), embedded.factor, norm, None if rule is None else _place(rule.table), most, None,
@@ -573,13 +583,15 @@ class FusedLayers:
             ctypes.addressof(tokens), ctypes.addressof(times), ctypes.addressof(made),
             None if deferring is None else ctypes.addressof(deferring),
             None if luck is None else ctypes.addressof(luck),
+            None if guessing is None else ctypes.addressof(guessing),
         )  # fmt: skip
-        rounds.nodes = 1 if waiting is None else 1 + waiting.most
+        each = 1 if guessed is None else 1 + guessed.guesses.nodes
+        rounds.nodes = each if waiting is None else 1 + waiting.most
         rounds.rotary = 0 if turns[0] is None else turns[0].shape[-1]
         rounds.written = [count + (most - 1) * is_moving for count, is_moving in zip(cache.written, moves, strict=True)]
-        hidden = embedded.embedding.new_empty(batch, 1, width)
-        normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, 1, after.head.panels.matrix.outputs)
-        best = torch.empty(batch, 1, dtype=torch.long)
+        hidden = embedded.embedding.new_empty(batch, each, width)
+        normed, logits = torch.empty_like(hidden), hidden.new_empty(batch, each, after.head.panels.matrix.outputs)
+        best = torch.empty(batch, each, dtype=torch.long)
         ending = after.into(normed, logits, best)
         leaving = None
         if rule is not None:
@@ -594,6 +606,8 @@ class FusedLayers:
             return [list(numbers[at : at + batch]) for at in range(0, batch * made.value, batch)]
 
         ran = Ran(by_round(tokens[batch:]), times[: made.value], began)
+        if guessed is not None:
+            ran = replace(ran, times=times[: passes.value], spent=spent.value)
         if leaving is None:
             return ran
         depths = [[max(depth, 0) for depth in row] for row in by_round(list(leaving.left))]

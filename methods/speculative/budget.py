@@ -222,10 +222,11 @@ class Account:
 
     Args:
         reserve: most that is booked of what was gained, so that a text that turns hard is noticed.
+        balance: to begin with.
     """
 
-    def __init__(self, reserve: float = _RESERVE) -> None:
-        self.balance, self._reserve = 0.0, reserve
+    def __init__(self, reserve: float = _RESERVE, balance: float = 0.0) -> None:
+        self.balance, self._reserve = balance, reserve
         self._wait, self._left = _FIRST_WAIT, 0
 
     def pause(self) -> bool:

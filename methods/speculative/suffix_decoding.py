@@ -72,13 +72,6 @@ class SuffixAutomaton:
         state = max(self._link[state], 0)
         return state, self._length[state]
 
-    def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """State and length of the longest ending of a match and then ``token`` that occurs in the text."""
-        while state and token not in self._next[state]:
-            state, length = self.shorter(state)
-        reached = self._next[state].get(token)
-        return (0, 0) if reached is None else (reached, length + 1)
-
     def likeliest(self, state: int) -> tuple[int, int, float]:
         """The most frequent token after a state's strings (of equals the latest), the state it leads to, its share.
 
@@ -167,10 +160,6 @@ class SuffixDrafter:
     def skip(self, context: Context) -> None:
         """Nothing to do: the next search reads what was committed."""
 
-    def cursor(self, row: int, tokens: list[int]) -> Cursor:
-        """A place at the end of the text, from which drafted tokens are looked up without becoming a part of it."""
-        return Cursor(self, self._updated(row, tokens))
-
     def _updated(self, row: int, tokens: list[int]) -> SuffixAutomaton:
         automaton = self._automata[row]
         automaton.extend(tokens[self._read[row] :])
@@ -185,12 +174,12 @@ class SuffixDrafter:
         for _ in range(1 if self._matches == "longest" else _COUNTED):
             if length < self._min_match:
                 break
-            path = self.path(automaton, state, length)
+            path = self._path(automaton, state, length)
             best = path if not best.match or path.expected > best.expected else best
             state, length = automaton.shorter(state)
         return best
 
-    def path(self, automaton: SuffixAutomaton, state: int, length: int) -> Continuation:
+    def _path(self, automaton: SuffixAutomaton, state: int, length: int) -> Continuation:
         """The most frequent path after a match.
 
         A text that has repeated m tokens repeats one more with probability m / (m + 1) (Laplace's rule of succession),
@@ -208,25 +197,6 @@ class SuffixDrafter:
             gains.append(prob * length / (length + len(draft)))
             expected += prob
         return Continuation(draft, length, expected, gains)
-
-
-class Cursor:
-    """The longest match of a text with drafted tokens after it, in the text alone."""
-
-    def __init__(self, drafter: SuffixDrafter, automaton: SuffixAutomaton) -> None:
-        self._drafter, self._automaton = drafter, automaton
-        self._state, self._length = automaton.match()
-
-    def read(self, tokens: Iterable[int]) -> None:
-        """Tokens that were drafted."""
-        for token in tokens:
-            self._state, self._length = self._automaton.follow(self._state, self._length, token)
-
-    def find(self) -> Continuation:
-        """What most often followed the match in the text."""
-        if not self._length:
-            return Continuation([])
-        return self._drafter.path(self._automaton, self._state, self._length)
 
 
 class SuffixDecoding(SpeculativeDecoder):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench.contract import checks
 from methods.autoregressive import Autoregressive
 from methods.decoder import Guarantee
-from methods.drafting import Context, Continuation
+from methods.drafting import Context
 from methods.engine import cpu_kernels
 from methods.engine.causal_lm import CausalLM
+from methods.engine.guesses import NgramTable
 from methods.engine.sampling import Sampling
 from methods.speculative.budget import ALLOWANCE, Costs
 from methods.speculative.staged import ChainLength, Staged
-from methods.speculative.suffix_decoding import SuffixDrafter
 from tests.helpers.rounded_targets import BY, rounded_target
 
 GREEDY = Sampling()
@@ -73,32 +72,25 @@ def test_a_chain_is_what_the_copy_writes_after_the_targets_states(target: Causal
 
 @kernels
 @pytest.mark.parametrize(("wrong", "passes"), [(None, 3), (1, 6), (0, 12)])
-def test_lookups_save_the_copy_passes(target: CausalLM, wrong: int | None, passes: int) -> None:
-    """Of paths of three tokens, of which the one at ``wrong`` is not what the copy writes."""
-    decoder, text = Staged(target, GREEDY, gamma=12, alone=99), [5, 6, 7]
-    if not decoder.drafter.light.rounds_fused:
-        pytest.skip("the copy judges lookups in the kernels alone")
-    free = written(decoder.drafter.light, target, text, 16)
-
-    class Told:
-        """A cursor that knows what the copy writes."""
-
-        read_so_far = 0
-
-        def read(self, tokens: list[int]) -> None:
-            self.read_so_far += len(tokens)
-
-        def find(self) -> Continuation:
-            path = free[self.read_so_far : self.read_so_far + 3]
-            if wrong is not None:
-                path[wrong] = (path[wrong] + 1) % target.vocab_size
-            return Continuation([*path, 0], 3, 3.0, [0.9, 0.8, 0.7, 0.1])
-
-    context = begun(decoder, [text])
-    assert decoder.drafter._lookup is not None
-    decoder.drafter._lookup.cursor = lambda row, tokens: Told()  # type: ignore[method-assign, assignment, return-value]
-    draft = decoder.drafter.propose(context)
-    assert draft.tokens[0].tolist() == free[:12] and draft.passes == passes
+def test_guesses_save_the_copy_passes(target: CausalLM, wrong: int | None, passes: int) -> None:
+    """Of chains of three tokens from a table, of which every one at ``wrong`` is not what the copy writes."""
+    text = [5, 6, 7]
+    plain = Staged(target, GREEDY, lookup=False).drafter.light
+    if not plain.rounds_fused:
+        pytest.skip("the copy judges guesses in the kernels alone")
+    whole = [*text, *written(plain, target, text, 16)]
+    if len({tuple(whole[at : at + 3]) for at in range(16)}) < 16:
+        pytest.skip("the copy repeats itself")
+    grams = [[-1, *whole[at : at + 4]] for at in range(16)]
+    if wrong is not None:
+        for number, gram in enumerate(grams):
+            gram[4] = (gram[4] + (number % (1 + wrong) == wrong)) % target.vocab_size
+    table = NgramTable(np.array([token for gram in grams for token in gram * 3]), target.vocab_size)
+    decoder = Staged(target, GREEDY, gamma=12, alone=99, guesses=3, table=table)
+    assert decoder.drafter.guesses is not None
+    decoder.drafter.guesses.least = 0.3  # only what the table is sure of
+    draft = decoder.drafter.propose(begun(decoder, [text]))
+    assert draft.tokens[0].tolist() == whole[3:15] and draft.passes == passes
 
 
 @kernels
@@ -284,32 +276,11 @@ def test_lookups_make_a_token_cheaper() -> None:
 @kernels
 def test_costs_are_asked_for_and_taken(target: CausalLM) -> None:
     decoder = Staged(target, GREEDY, gamma=5, costs="auto")
-    assert decoder.costs_wanted == 1 + decoder.drafter.nodes and decoder.drafter.length.costs is None
+    assert decoder.costs_wanted == 1 + 24 and decoder.drafter.length.costs is None
     decoder.use_costs(COSTS)
     assert decoder.costs_wanted == 0 and decoder.drafter.length.costs == Costs.of(COSTS)
     decoder.forget_costs()
     assert decoder.costs_wanted and Staged(target, GREEDY, costs=COSTS).drafter.length.costs == Costs.of(COSTS)
-
-
-# ------------------------------------------------------------------------------------------------------- the cursor
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.lists(st.integers(0, 2), max_size=8))
-def test_a_cursor_knows_the_longest_match_of_text_and_draft(text: list[int], draft: list[int]) -> None:
-    drafter = SuffixDrafter(24, 1.0, 1, 0.0)
-    drafter.reset([text[:1]], 40)
-    cursor = drafter.cursor(0, text)
-    cursor.read(draft)
-    whole = text + draft
-    inside = {tuple(text[a:b]) for a in range(len(text)) for b in range(a + 1, len(text) + 1)}
-    if draft:
-        longest = max((n for n in range(1, len(whole) + 1) if tuple(whole[-n:]) in inside), default=0)
-    else:  # the whole text does not count as a match of itself
-        before = {tuple(text[a:b]) for a in range(len(text)) for b in range(a + 1, len(text))}
-        longest = max((n for n in range(1, len(text)) if tuple(text[-n:]) in before), default=0)
-    found = cursor.find()
-    assert found.match == longest and bool(found.tokens) == bool(longest)
-    assert drafter.find(0, text).tokens == drafter.cursor(0, text).find().tokens, "the text is as it was"
 
 
 # ------------------------------------------------------------------------------------------------------- its options
@@ -319,6 +290,8 @@ def test_a_cursor_knows_the_longest_match_of_text_and_draft(text: list[int], dra
 def test_options_out_of_range_are_refused(target: CausalLM) -> None:
     with pytest.raises(ValueError, match="gamma >= 1 and alone >= 1, got gamma=0"):
         Staged(target, GREEDY, gamma=0)
+    with pytest.raises(ValueError, match="guesses must be at least 0, got -1"):
+        Staged(target, GREEDY, guesses=-1)
     with pytest.raises(ValueError, match="costs must be auto"):
         Staged(target, GREEDY, costs=[[1, 1.0]])
     with pytest.raises(ValueError, match="Layers rounded to 4 bits need bfloat16 or float32"):

@@ -11,7 +11,7 @@
 // four inputs are side by side, and are multiplied as integers with rows that are rounded to 8 bits.
 //
 // numbers.h and team.h come first, then products.h and blocks.h, norms.h and attention.h, which pass.h puts together;
-// rounds.h runs several passes in a row, tree.h drafts with them. This file has what other languages call.
+// rounds.h runs several passes in a row, guesses.h over what may follow, tree.h drafts with them. This file has what other languages call.
 
 #include <stdint.h>
 
@@ -19,6 +19,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "guesses.h"
 #include "norms.h"
 #include "numbers.h"
 #include "pass.h"
@@ -32,6 +33,7 @@ namespace {
 
 template <class T>
 void run_pass(const Model* model, const Pass* pass) {
+    if (pass->rounds && pass->rounds->guesses) return run_guessed<T>(*model, *pass);
     if (pass->rounds) return run_rounds<T>(*model, *pass);
     Runner<T> runner(*model, *pass);
     with_team(pass->threads, [&](Team& team) { runner.run(team); });
