@@ -28,9 +28,11 @@ from methods.engine.sampling import Sampling
 from methods.external.flashspec import FlashSpec
 from methods.external.transformers_generate import HFAssisted, HFCompiled, HFGenerate, HFPromptLookup
 from methods.rows import ComputedRows
+from methods.speculative.cascade import Cascade
 from methods.speculative.heads.blockwise import Blockwise
 from methods.speculative.hybrid import Hybrid
 from methods.speculative.lookahead import Lookahead
+from methods.speculative.ngram import Ngram
 from methods.speculative.prompt_lookup import PromptLookup
 from methods.speculative.rest import Rest
 from methods.speculative.rest_datastore import Datastore
@@ -133,9 +135,21 @@ def staged(target, sampling, **options):
     return Staged(in_32_bit(target), sampling, **options)
 
 
+def cascade(target, sampling, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        Datastore.build(texts_of(target), target.vocab_size).save(Path(folder))
+        return Cascade(in_32_bit(target), sampling, checkpoint=Path(folder), **options)
+
+
+def ngram(target, sampling, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        Datastore.build(texts_of(target), target.vocab_size).save(Path(folder))
+        return Ngram(target, sampling, checkpoint=Path(folder), **options)
+
+
 PRICED = [[0, 0.05], [1, 1.0], [2, 1.05], [4, 1.2], [8, 1.9], [64, 20.0]]  # few nodes pay, and not always
 
-COPIES = {  # need the kernels, and 32 bit; the target's text and distribution are those of 64 bit nevertheless
+COPIES = {  # need the kernels, and copies 32 bit; the target's text and distribution are those of 64 bit nevertheless
     "river_full": Row(lambda t, s: river(t, s, 1.0, [2])),
     "river_verify": Row(lambda t, s: river(t, s, 0.0, [1], accept="verify", max_pending=4)),
     "river_verify_similar": Row(lambda t, s: river(t, s, 0.6, [2, 3], "full", accept="verify")),
@@ -143,6 +157,11 @@ COPIES = {  # need the kernels, and 32 bit; the target's text and distribution a
     "staged": Row(lambda t, s: staged(t, s, gamma=6)),
     "staged_copy": Row(lambda t, s: staged(t, s, gamma=3, lookup=False, block=True)),
     "staged_costs": Row(lambda t, s: staged(t, s, gamma=5, alone=2, costs=PRICED)),
+    "ngram": Row(lambda t, s: ngram(t, s, nodes=8)),
+    "ngram_costs": Row(lambda t, s: ngram(t, s, nodes=12, costs=PRICED)),
+    "staged_block": Row(lambda t, s: staged(t, s, gamma=5, block=True)),
+    "cascade": Row(lambda t, s: cascade(t, s, gamma=6, guesses=4)),
+    "cascade_costs": Row(lambda t, s: cascade(t, s, gamma=8, alone=2, costs=PRICED)),
 }
 
 DECODERS = {

@@ -101,6 +101,7 @@ def _instructions() -> str:
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.panel_outputs.restype = found.product_workspace.restype = found.block_bytes.restype = c_int64
+    found.guess.restype, found.guess.argtypes = c_int64, [c_void_p] * 5
     found.product_workspace.argtypes = [POINTER(Matrix), c_int64, c_int64]
     found.block_bytes.argtypes = [c_int64] * 3
     found.pack_blocks.argtypes = [c_int64, *[c_void_p] * 4, *[c_int64] * 3]

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int64, c_void_p
-from dataclasses import dataclass, field
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from methods.engine.cpu_kernels import library
+
+SOURCES = ("text", "table")
 LONGEST = 3  # tokens of a context
 EACH = 4  # tokens after a context
 _BACKED_OFF = 4.0  # occurrences for which the shares after a context shorter by one token count
@@ -142,6 +146,22 @@ def _best(keys: Int[np.ndarray, "C"], tokens: Int[np.ndarray, "C n"], shares: Fl
     return _Order(keys, np.ascontiguousarray(kept[0]), np.ascontiguousarray(kept[1], np.float32))
 
 
+class GuessedTree(NamedTuple):
+    """Guesses after a text.
+
+    Attributes:
+        tokens: ids.
+        parents: columns of their parents (-1: the root).
+        gains: how likely each is right, with all before it.
+        sources: which of ``SOURCES`` each comes from.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    gains: list[float]
+    sources: list[str]
+
+
 @dataclass
 class Guesses:
     """How the kernels guess in the rounds of a text.
@@ -158,6 +178,16 @@ class Guesses:
     costs: Sequence[float] | None = None
     least: float = 0.02
     _trust: ctypes.Array[c_float] = field(default_factory=lambda: (c_float * 4)())
+
+    def tree(self, text: Sequence[int]) -> GuessedTree:
+        """The guesses after a text, parents first; what they cost does not matter."""
+        found = library()
+        assert found is not None, "no kernels"
+        numbers, _held = replace(self, costs=None).into(GuessedRounds(self, text, 0), c_int64(), c_float())
+        tokens, parents, sources = ((c_int64 * self.nodes)() for _ in range(3))
+        gains = (c_float * self.nodes)()
+        count = found.guess(byref(numbers), tokens, parents, gains, sources)
+        return GuessedTree(tokens[:count], parents[:count], gains[:count], [SOURCES[at] for at in sources[:count]])
 
     def reset(self) -> None:
         """Forget how good guesses were."""

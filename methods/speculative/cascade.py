@@ -26,13 +26,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from methods.engine.causal_lm import CausalLM
-from methods.engine.checkpoint_files import part_folder
-from methods.engine.guesses import NgramTable
 from methods.engine.sampling import Sampling
-from methods.speculative.rest_datastore import SEPARATOR, Datastore
+from methods.speculative.ngram import ngram_table
 from methods.speculative.staged import Staged
 
 
@@ -67,11 +63,8 @@ class Cascade(Staged):
                 "cascade needs lookup=true and guesses >= 1: without guesses the copy writes token by token. Use "
                 "method=staged method.lookup=false for that."
             )
-        store = Datastore.load(part_folder(datastore, "datastore", checkpoint), target.vocab_size)
-        tokens = store.tokens.astype(np.int64)
-        table = NgramTable(np.where(tokens == SEPARATOR, -1, tokens), store.vocab_size)
-        super().__init__(target, sampling, **options, table=table)
-        self._table = table
+        self._table = ngram_table(datastore, checkpoint, target)
+        super().__init__(target, sampling, **options, table=self._table)
 
     def memory(self) -> dict[str, int | None]:
         """Memory of the copy and of the table."""

@@ -188,10 +188,15 @@ class StagedDrafter:
         if self.guesses is not None:
             self.guesses.reset()
             if self.sized and self.guesses.costs is None:
-                self.guesses.costs = _measured(self.light, self.guesses.nodes)
+                self.measure()
         self._ends, self._lengths, self._last = [len(prompt) + limit for prompt in prompts], [], _Made()
         if self._lookup is not None:
             self._lookup.reset(prompts, limit)
+
+    def measure(self) -> None:
+        """Time passes of the copy, by which it is chosen how many guesses they judge."""
+        if self.guesses is not None:
+            self.guesses.costs = _measured(self.light, self.guesses.nodes)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._ends, self._lengths = of_rows(self._ends, rows), of_rows(self._lengths, rows) if self._lengths else []
@@ -381,6 +386,7 @@ class Staged(SpeculativeDecoder):
 
     def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
         self.drafter.length.costs = Costs.of(costs)
+        self.drafter.measure()  # the copy's own, as of this moment
 
     def forget_costs(self) -> None:
         self.drafter.length.costs = Costs.given(self._chain_costs)

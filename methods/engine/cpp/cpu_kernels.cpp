@@ -185,6 +185,19 @@ int64_t growing_workspace(const Network* network, int64_t fresh, int64_t length,
     return growing_room(*network, fresh, length, threads);
 }
 
+// A tree of guesses after a text, parents first; how many there are. tokens, parents, gains, sources: [nodes]; see Guess.
+int64_t guess(const Guesses* guesses, int64_t* tokens, int64_t* parents, float* gains, int64_t* sources) {
+    const std::vector<int64_t> text(guesses->text, guesses->text + guesses->length);
+    const GuessedTree tree(*guesses, text);
+    for (const Guess& guess : tree.nodes) {
+        *tokens++ = guess.token;
+        *parents++ = guess.parent;
+        *gains++ = guess.gain;
+        *sources++ = guess.source;
+    }
+    return int64_t(tree.nodes.size());
+}
+
 // Outputs of a panel.
 int64_t panel_outputs() { return PANEL; }
 
