@@ -19,7 +19,8 @@ COLOURS = {  # of seaborn's "colorblind", readable on white and on black
     "peer": "#cc78bc",
     "other": "#d55e00",
 }
-_MARKS, _LINES = "os^vDPX*ph<>d8H1234x+|_", ("-", "--", "-.", ":")
+_MARKS = (*"os^vDPX*ph<>d8H1234x+|_", ".", "$a$", "$b$", "$c$")
+_LINES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)

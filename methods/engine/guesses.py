@@ -18,8 +18,7 @@ from jaxtyping import Float, Int
 from methods.engine.cpu_kernels import library
 
 SOURCES = ("text", "table")
-LONGEST = 3  # tokens of a context
-EACH = 4  # tokens after a context
+LONGEST, EACH = 3, 4  # tokens of a context, and after one; the kernels have them too
 _BACKED_OFF = 4.0  # occurrences for which the shares after a context shorter by one token count
 _LEAST = (2, 2, 3)  # occurrences of a context of 1, 2 and 3 tokens
 

@@ -7,7 +7,7 @@ et al. 2024, arXiv 2410.11305), where both share one cache too: the copy needs n
 the pass that judges a draft overwrites what drafting wrote. Its output matrix has 4 bits, too, and the target's gives
 the logits that are largest by it; at a temperature, where all logits count, it has 8 bits. Nothing is trained.
 
-A pass of the copy judges as many guesses as pay by its own costs, which are timed before the first text; all passes of
+A pass of the copy judges as many guesses as pay by its own costs, which are timed when the target's are; all passes of
 a draft are one call of the kernels (``methods.engine.guesses``). Where a lookup alone promises more tokens per time
 than a chain, as after a long match, the target judges it at once. ``lookup=false`` is the copy alone. At a temperature
 the copy's tokens are drawn, which decides which guesses are kept, and the chain is judged by rejection, token by token

@@ -16,10 +16,10 @@
 
 namespace {
 
-constexpr int64_t LONGEST = 3;  // tokens of a context of the table
-constexpr int64_t EACH = 4;     // tokens that it has after a context
+constexpr int64_t LONGEST = 3;      // tokens of a context of the table, as in guesses.py
+constexpr int64_t EACH = 4;         // tokens that it has after a context, as there
 constexpr int64_t MOST_MATCH = 32;  // tokens of an ending that are compared
-constexpr float FADING = 0.98f; // weight of the past in what is trusted, per pass
+constexpr float FADING = 0.98f;     // weight of the past in what is trusted, per pass
 
 // What followed contexts of 1, 2 and 3 tokens in other texts.
 struct Table {
@@ -182,14 +182,14 @@ class GuessedTree {
         const bool root = parent < 0;
         const float gain = root ? 1.0f : nodes[parent].gain;
         const int64_t step = root ? 0 : nodes[parent].step, depth = root ? 1 : nodes[parent].depth + 1;
-        const auto add = [&](int64_t token, float share, float left, int64_t source, int64_t next) {
-            open_.push_back({token, parent, depth, share, gain * left * trusted(source, share), source, next});
+        const auto add = [&](int64_t token, float share, int64_t source, int64_t next) {
+            open_.push_back({token, parent, depth, share, gain * trusted(source, share), source, next});
         };
         int64_t repeats = -1;
         float left = 1.0f;
         if (step >= 0 && step < int64_t(path_.tokens.size())) {
             repeats = path_.tokens[step];
-            add(repeats, path_.shares[step], 1.0f, 0, step + 1);
+            add(repeats, path_.shares[step], 0, step + 1);
             left -= trusted(0, path_.shares[step]);
         }
         if (!from_.table) return;
@@ -203,7 +203,7 @@ class GuessedTree {
         const int32_t* tokens = from_.table->tokens[order] + place * EACH;
         const float* shares = from_.table->shares[order] + place * EACH;
         for (int64_t i = 0; i < EACH && tokens[i] >= 0; i++)
-            if (tokens[i] != repeats) add(tokens[i], left * shares[i], 1.0f, 1, -1);
+            if (tokens[i] != repeats) add(tokens[i], left * shares[i], 1, -1);
     }
 };
 
