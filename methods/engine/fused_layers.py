@@ -573,9 +573,8 @@ class FusedLayers:
         moving, last = (c_uint8 * batch)(*moves), (c_int64 * len(ends))(*ends)
         places, turns, nodes = embedded.positions, embedded.turns or (None, None), (c_int64 * most)()
         deferring = None if waiting is None else waiting.into(nodes)
-        luck, passes = None if drawing is None else drawing.into(), c_int64(0)
-        spent = c_float(0.0)
-        guessing, _held = (None, None) if guessed is None else guessed.guesses.into(guessed, passes, spent)
+        luck = None if drawing is None else drawing.into()
+        guessing, _held = (None, None) if guessed is None else guessed.guesses.into(guessed)
         rounds = _Rounds(
             embedded.embedding.data_ptr(), _place(places), 0 if places is None else len(places),
             *map(_place, turns), embedded.factor, norm, None if rule is None else _place(rule.table), most, None,
@@ -606,8 +605,8 @@ class FusedLayers:
             return [list(numbers[at : at + batch]) for at in range(0, batch * made.value, batch)]
 
         ran = Ran(by_round(tokens[batch:]), times[: made.value], began)
-        if guessed is not None:
-            ran = replace(ran, times=times[: passes.value], spent=spent.value)
+        if guessing is not None:
+            ran = replace(ran, times=times[: guessing.passes], spent=guessing.spent)
         if leaving is None:
             return ran
         depths = [[max(depth, 0) for depth in row] for row in by_round(list(leaving.left))]

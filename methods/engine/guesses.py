@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +45,8 @@ class GuessesNumbers(Structure):
         ("costs", c_void_p),
         ("least", c_float),
         ("trust", c_void_p),
-        ("passes", c_void_p),
-        ("spent", c_void_p),
+        ("passes", c_int64),
+        ("spent", c_float),
     ]
 
 
@@ -179,10 +179,10 @@ class Guesses:
     _trust: ctypes.Array[c_float] = field(default_factory=lambda: (c_float * 4)())
 
     def tree(self, text: Sequence[int]) -> GuessedTree:
-        """The guesses after a text, parents first; what they cost does not matter."""
+        """The guesses after a text, parents first."""
         found = library()
         assert found is not None, "no kernels"
-        numbers, _held = replace(self, costs=None).into(GuessedRounds(self, text, 0), c_int64(), c_float())
+        numbers, _held = self.into(GuessedRounds(self, text, 0))
         tokens, parents, sources = ((c_int64 * self.nodes)() for _ in range(3))
         gains = (c_float * self.nodes)()
         count = found.guess(byref(numbers), tokens, parents, gains, sources)
@@ -192,18 +192,15 @@ class Guesses:
         """Forget how good guesses were."""
         self._trust = (c_float * 4)()
 
-    def into(self, rounds: GuessedRounds, passes: c_int64, spent: c_float) -> tuple[GuessesNumbers, object]:
-        """As the kernels are given them, and what they point to; how many passes were run goes into ``passes``, what
-        these cost into ``spent``.
-        """
+    def into(self, rounds: GuessedRounds) -> tuple[GuessesNumbers, object]:
+        """As the kernels are given them, and what they point to; ``passes`` and ``spent`` come back in it."""
         text = (c_int64 * len(rounds.text))(*rounds.text)
         costs = None if self.costs is None else (c_float * (1 + self.nodes))(*self.costs)
         table = None if self.table is None else ctypes.addressof(self.table.numbers)
         numbers = GuessesNumbers(
             ctypes.addressof(text), len(text), table, rounds.wanted, self.nodes,
             None if costs is None else ctypes.addressof(costs), self.least,
-            ctypes.addressof(self._trust), ctypes.addressof(passes),
-            ctypes.addressof(spent),
+            ctypes.addressof(self._trust),
         )  # fmt: skip
         return numbers, (text, costs)
 

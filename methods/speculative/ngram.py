@@ -30,6 +30,7 @@ from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import part_folder
 from methods.engine.guesses import GuessedTree, Guesses, NgramTable
 from methods.engine.sampling import Sampling
+from methods.engine.token_tree import places_on_host
 from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.rest import Tree, as_draft
@@ -50,9 +51,7 @@ class NgramDrafter(StatelessDrafter):
 
 
 def _tree(guessed: GuessedTree) -> Tree:
-    depths: list[int] = []
-    for parent in guessed.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
+    (_, *depths), *_ = places_on_host([guessed.parents], [0])
     return Tree(guessed.tokens, guessed.parents, depths)
 
 

@@ -11,7 +11,8 @@
 // four inputs are side by side, and are multiplied as integers with rows that are rounded to 8 bits.
 //
 // numbers.h and team.h come first, then products.h and blocks.h, norms.h and attention.h, which pass.h puts together;
-// rounds.h runs several passes in a row, guesses.h over what may follow, tree.h drafts with them. This file has what other languages call.
+// rounds.h runs several passes in a row, guesses.h over what may follow, tree.h drafts with them. This file has what
+// other languages call.
 
 #include <stdint.h>
 

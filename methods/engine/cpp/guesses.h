@@ -54,8 +54,8 @@ struct Guesses {
     const float* costs;   // [1 + nodes]: of a pass over a root and so many guesses; null: they cost nothing
     float least;          // likelihood below which nothing is guessed
     float* trust;         // [2, 2]: guesses of the text and of the table that were right, and that should have been
-    int64_t* passes;      // how many were run
-    float* spent;         // their costs
+    int64_t passes;       // gets how many were run
+    float spent;          // gets their costs
 };
 
 // A path that followed the longest ending of a text in it before, with the share of each token after those before it.
@@ -261,8 +261,7 @@ template <class T>
 void run_guessed(const Model& model, const Pass& given) {
     Pass pass = given;
     const Rounds& rounds = *pass.rounds;
-    const Guesses& guesses = *rounds.guesses;
-    const Drawing* drawing = rounds.drawing;
+    Guesses& guesses = *rounds.guesses;
     const int64_t width = model.hidden, outputs = pass.ending->head.outputs;
     const int64_t* last = rounds.ends + rounds.end_count;
     const auto begin = std::chrono::steady_clock::now();
@@ -270,12 +269,12 @@ void run_guessed(const Model& model, const Pass& given) {
     std::vector<int64_t> whole(guesses.text, guesses.text + guesses.length), kept;
     Laid<T> laid;
     bool ended = false;
-    int64_t &made = *rounds.made, &passes = *guesses.passes;
-    *guesses.spent = 0.0f;
+    int64_t &made = *rounds.made, &passes = guesses.passes;
+    guesses.spent = 0.0f;
     for (made = passes = 0; made < guesses.wanted && !ended; passes++) {
         for (int i = 0; i < 4; i++) guesses.trust[i] *= FADING;
         const GuessedTree tree(guesses, whole);
-        *guesses.spent += guesses.costs ? guesses.costs[tree.nodes.size()] : 1.0f;
+        guesses.spent += guesses.costs ? guesses.costs[tree.nodes.size()] : 1.0f;
         laid.into(pass, rounds, tree);
         embed(rounds, whole.back(), pass.lengths[0], hidden, width);
         for (int64_t i = 1; i < pass.nodes; i++) {
@@ -287,12 +286,8 @@ void run_guessed(const Model& model, const Pass& given) {
         kept.clear();
         for (int64_t node = -1; made < rounds.most;) {
             int64_t chosen = pass.ending->best[node + 1];
-            if (drawing) {
-                float* probs = drawing->probs + made * outputs;
-                const T* logits = static_cast<const T*>(pass.ending->logits) + (node + 1) * outputs;
-                probabilities(logits, outputs, drawing->temperature, probs);
-                chosen = drawn(probs, outputs, drawing->luck[made]);
-            }
+            if (rounds.drawing)
+                chosen = draw(*rounds.drawing, made, static_cast<const T*>(pass.ending->logits) + (node + 1) * outputs, outputs);
             rounds.tokens[++made] = chosen;
             whole.push_back(chosen);
             ended = std::find(rounds.ends, last, chosen) != last;

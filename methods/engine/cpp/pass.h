@@ -91,7 +91,7 @@ struct Rounds {
     int64_t* made;          // how many were run
     const struct Waiting* waiting;  // null: rows run all layers up to their exits
     const struct Drawing* drawing;  // null: the likeliest tokens are chosen; not with exits
-    const struct Guesses* guesses;  // null: every pass is over one node per row; of one row, not with exits
+    struct Guesses* guesses;  // null: every pass is over one node per row; of one row, not with exits
 };
 
 // How rounds draw their tokens.

@@ -140,6 +140,14 @@ void run_shallow(const Model& model, Pass pass, const Waiting& waiting, int64_t 
         if (!exits.scored[b]) ending.best[b] = best[b];
 }
 
+// The token that the n-th luck of a drawing chooses by logits, whose distribution is kept.
+template <class T>
+int64_t draw(const Drawing& drawing, int64_t n, const T* logits, int64_t outputs) {
+    float* probs = drawing.probs + n * outputs;
+    probabilities(logits, outputs, drawing.temperature, probs);
+    return drawn(probs, outputs, drawing.luck[n]);
+}
+
 // Ends with the first round in which a row that moves chose one of `ends`.
 template <class T>
 void run_rounds(const Model& model, const Pass& given) {
@@ -166,14 +174,12 @@ void run_rounds(const Model& model, const Pass& given) {
             with_team(pass.threads, [&](Team& team) { runner.run(team); });
         }
         if (rounds.drawing) {
-            const Drawing& drawing = *rounds.drawing;
             const int64_t outputs = pass.ending->head.outputs;
-            const auto draw = [&](int64_t b) {
-                float* probs = drawing.probs + (made * batch + b) * outputs;
-                probabilities(static_cast<const T*>(pass.ending->logits) + b * outputs, outputs, drawing.temperature, probs);
-                pass.ending->best[b] = drawn(probs, outputs, drawing.luck[made * batch + b]);
+            const auto choose = [&](int64_t b) {
+                const T* logits = static_cast<const T*>(pass.ending->logits) + b * outputs;
+                pass.ending->best[b] = draw(*rounds.drawing, made * batch + b, logits, outputs);
             };
-            with_team(std::min(batch, pass.threads), [&](Team& team) { team.each(batch, draw); });
+            with_team(std::min(batch, pass.threads), [&](Team& team) { team.each(batch, choose); });
         }
         for (int64_t b = 0; b < batch; b++) {
             chosen[b] = given.exits && !rounds.moves[b] ? tokens[b] : pass.ending->best[b];  // exits run what moves
