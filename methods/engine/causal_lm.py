@@ -62,7 +62,6 @@ __all__ = ["CausalLM", "Output", "Pass", "UnsupportedModel"]
 
 Weights = Literal["full", "int4", "fp8"]
 _HEAD_FORM: LinearForm = "int8"  # of the output matrix beside layers of 4 bits on a CPU
-_SCREENED = 8  # logits
 States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # after all layers, and after some
 
 _PREFILL_CHUNK = 512
@@ -385,13 +384,13 @@ class CausalLM:
         )
         return view
 
-    def rounded(self, first: int, head: LinearForm | Literal["screened"] | None = None) -> CausalLM:
+    def rounded(self, first: int, head: LinearForm | int | None = None) -> CausalLM:
         """A view whose layers from ``first`` on are copies rounded to 4 bits; it and this model may share a cache.
 
         Args:
             first: 0-based.
-            head: form of a copy of the output matrix; ``screened``: 4 bits find the ``_SCREENED`` largest logits, which
-                this model's matrix then gives (``ScreenedLinear``), or 8 bits where that is not in panels; None: it is
+            head: form of a copy of the output matrix; a number: 4 bits find so many of the largest logits, which this
+                model's matrix then gives (``ScreenedLinear``), or 8 bits where that is not in panels; None: it is
                 this model's.
 
         Raises:
@@ -408,10 +407,10 @@ class CausalLM:
         view.__dict__.update(self.__dict__)
         view.layers = [*self.layers[:first], *map(causal_layers.rounded, self.layers[first:])]
         view.weights, view._key_value, view._fused = "int4", {}, self._kernels_of(view.layers)
-        if head == "screened" and isinstance(self._head, PanelLinear):
-            view._head = ScreenedLinear(self._head, _SCREENED)
+        if isinstance(head, int) and isinstance(self._head, PanelLinear):
+            view._head = ScreenedLinear(self._head, min(head, self.vocab_size))
         elif head is not None:
-            form = _HEAD_FORM if head == "screened" else head
+            form = _HEAD_FORM if isinstance(head, int) else head
             view._head = make_linear([self._head.dense], [self._head.bias], form)
         return view
 

@@ -52,6 +52,7 @@ from methods.speculative.verification import default_rule
 
 _FIRST_SHARE = 0.95  # of the copy's tokens that are kept, a guess
 _GUESSED = 4.0  # drafted tokens that it counts for
+_SCREENED, _SCREENED_DRAWN = 8, 64  # logits of the copy that the target's output matrix gives, greedy and at a temperature
 _MEMORY = 0.97  # weight of the past per round
 _RESERVE = 12.0  # of the account: a chain that fails costs several passes
 _CARRIED = 4.0  # most of it that the next text begins with
@@ -372,7 +373,7 @@ class Staged(SpeculativeDecoder):
             )
         if guesses < 0:
             raise ValueError(f"guesses must be at least 0, got {guesses}. Set method.guesses=8 or so.")
-        light = target.rounded(0, "screened" if sampling.greedy else "int8")
+        light = target.rounded(0, _SCREENED if sampling.greedy else _SCREENED_DRAWN)
         search = SuffixDrafter(max(gamma, 24), _FACTOR, 1, _MIN_PROB) if lookup else None
         guessing = Guesses(guesses, table) if lookup and guesses and light.rounds_fused else None
         drafter = StagedDrafter(light, gamma, search, alone, guessing)

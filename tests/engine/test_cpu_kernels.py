@@ -237,12 +237,13 @@ def test_the_largest_of_a_screened_product_are_those_of_the_full_weight(dtype: t
         assert torch.equal(found[row, ~places], screen[row, ~places])
 
 
+@pytest.mark.parametrize("count", [8, 20])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.usefixtures("two_threads")
-def test_a_pass_with_a_screened_output_matrix_has_the_bits_of_its_product(dtype: torch.dtype) -> None:
+def test_a_pass_with_a_screened_output_matrix_has_the_bits_of_its_product(dtype: torch.dtype, count: int) -> None:
     sizes = {"head_dim": 16, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
     target = CausalLM.from_hf(tiny("llama", **sizes).to(dtype), linear="panels")
-    view, cache = target.rounded(0, "screened"), target.new_cache(2, 40)
+    view, cache = target.rounded(0, count), target.new_cache(2, 40)
     view.prefill([torch.arange(3, 20), torch.arange(3, 8)], cache)
     tokens = torch.randint(3, 97, (2, 5))
     made = view.forward(tokens, None, cache)
@@ -251,7 +252,7 @@ def test_a_pass_with_a_screened_output_matrix_has_the_bits_of_its_product(dtype:
     exact = target.head(made.hidden)
     assert made.best is not None
     for logits, row, best in zip(screen.flatten(0, 1), exact.flatten(0, 1), made.best.flatten(), strict=True):
-        places = logits.topk(8).indices
+        places = logits.topk(count).indices
         assert best == min(place for place in places.tolist() if row[place] == row[places].max())
     ran = view.rounds([5, 6], cache, 3, [True, True], ())
     for row in range(2):

@@ -20,32 +20,81 @@ struct Block {
     static constexpr int offset = 1 << (BITS - 1);
 };
 
-// To each sum the products of four numbers from 0 to 255 with four from -127 to 127; exact.
-inline Integers dot(Integers sums, Words numbers, int32_t four) {
-#if defined(__AVX512VNNI__)
-    return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)numbers, _mm512_set1_epi32(four));
-#elif defined(__AVX512BW__)
-    const __m512i n = (__m512i)numbers, q = _mm512_set1_epi32(four);
-    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(n, _mm512_set1_epi16(255)),
-                                           _mm512_srai_epi16(_mm512_slli_epi16(q, 8), 8));
-    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(n, 8), _mm512_srai_epi16(q, 8));
-    return sums + (Integers)even + (Integers)odd;
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+#define HALF_SUMS
+// To each of two 16-bit sums a lane the products of two numbers from 0 to 15 with two from -127 to 127. A block's fit.
+inline Words dot_halves(Words sums, Words numbers, int32_t four) {
+    return (Words)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)numbers, _mm512_set1_epi32(four)));
+}
+// To each sum `factor` times the two 16-bit ones of its lane.
+inline Integers widened(Integers sums, Words halves, int16_t factor) {
+    return sums + (Integers)_mm512_madd_epi16((__m512i)halves, _mm512_set1_epi16(factor));
+}
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i n = (__m256i)numbers, q = _mm256_set1_epi32(four);
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(n, _mm256_set1_epi16(255)),
-                                           _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(n, 8), _mm256_srai_epi16(q, 8));
-    return sums + (Integers)even + (Integers)odd;
+#define HALF_SUMS
+inline Words dot_halves(Words sums, Words numbers, int32_t four) {
+    return (Words)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)numbers, _mm256_set1_epi32(four)));
+}
+inline Integers widened(Integers sums, Words halves, int16_t factor) {
+    return sums + (Integers)_mm256_madd_epi16((__m256i)halves, _mm256_set1_epi16(factor));
+}
+#else
+// To each sum the products of four numbers from 0 to 255 with four from -127 to 127.
+inline Integers dot(Integers sums, Words numbers, int32_t four) {
+#ifdef __AVX512VNNI__
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)numbers, _mm512_set1_epi32(four));
 #else
     for (int i = 0; i < 4; i++) sums += (Integers)((numbers >> (8 * i)) & 255) * int32_t(int8_t(four >> (8 * i)));
     return sums;
+#endif
+}
+#endif
+
+// To the sums of ROWS rows the products of a block with theirs; exact. x: [FOURS, ROWS].
+template <int BITS, int ROWS>
+inline void dot_block(const Block<BITS>& block, const int32_t* x, Integers* sums) {
+    const Words low = Words{} + 0x0f0f0f0fu;
+#ifdef HALF_SUMS
+    Words first[ROWS] = {}, second[ROWS] = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < BITS; i++) {
+        Words numbers;
+        memcpy(&numbers, block.numbers + i * LANES, sizeof numbers);
+        const Words lower = numbers & low, upper = (numbers >> 4) & low;
+        const int32_t *of_lower = x + (BITS == 4 ? 2 * i : i) * ROWS, *of_upper = BITS == 4 ? of_lower + ROWS : of_lower;
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) {
+            first[r] = dot_halves(first[r], lower, of_lower[r]);
+            Words& into = BITS == 4 ? first[r] : second[r];
+            into = dot_halves(into, upper, of_upper[r]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++) {
+        sums[r] = widened(sums[r], first[r], 1);
+        if constexpr (BITS == 8) sums[r] = widened(sums[r], second[r], 16);
+    }
+#else
+#pragma GCC unroll 8
+    for (int i = 0; i < BITS; i++) {
+        Words numbers;
+        memcpy(&numbers, block.numbers + i * LANES, sizeof numbers);
+        if constexpr (BITS == 8) {
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) sums[r] = dot(sums[r], numbers, x[i * ROWS + r]);
+        } else {
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) sums[r] = dot(sums[r], numbers & low, x[2 * i * ROWS + r]);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) sums[r] = dot(sums[r], (numbers >> 4) & low, x[(2 * i + 1) * ROWS + r]);
+        }
+    }
 #endif
 }
 
 // x: [blocks, WORDS, ROWS].
 template <int BITS, int ROWS, int WIDTH>
 void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floats* total) {
-    const Words low = Words{} + 0x0f0f0f0fu;
     constexpr int64_t whole = VECTORS * sizeof(Block<BITS>);
     for (int64_t b = 0; b < blocks; b++, x += WORDS * ROWS, weight.at += VECTORS * sizeof(Block<BITS>), ask.at += ask.step) {
         for (int v = 0; v < WIDTH; v += VECTORS) {
@@ -58,21 +107,7 @@ void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floa
             Integers sums[ROWS];
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) sums[r] = Integers{} + x[FOURS * ROWS + r];
-#pragma GCC unroll 8
-            for (int i = 0; i < BITS; i++) {
-                Words numbers;
-                memcpy(&numbers, block.numbers + i * LANES, sizeof numbers);
-                if constexpr (BITS == 8) {
-#pragma GCC unroll 6
-                    for (int r = 0; r < ROWS; r++) sums[r] = dot(sums[r], numbers, x[i * ROWS + r]);
-                } else {
-#pragma GCC unroll 6
-                    for (int r = 0; r < ROWS; r++) sums[r] = dot(sums[r], numbers & low, x[2 * i * ROWS + r]);
-#pragma GCC unroll 6
-                    for (int r = 0; r < ROWS; r++)
-                        sums[r] = dot(sums[r], (numbers >> 4) & low, x[(2 * i + 1) * ROWS + r]);
-                }
-            }
+            dot_block<BITS, ROWS>(block, x, sums);
             const Floats scale = load(block.scale), zero = load(block.zero);
             const float* scales = reinterpret_cast<const float*>(x + (FOURS + 1) * ROWS);
 #pragma GCC unroll 6
@@ -85,7 +120,7 @@ void tile(Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floa
     }
 }
 
-template <int BITS, int WIDTH, int ROWS = MOST_ROWS>
+template <int BITS, int WIDTH, int ROWS = BLOCK_ROWS>
 void of_rows(int64_t rows, Columns<WIDTH> weight, int64_t blocks, const int32_t* x, Ask ask, Floats* total) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return of_rows<BITS, WIDTH, ROWS - 1>(rows, weight, blocks, x, ask, total);
@@ -127,7 +162,7 @@ inline void round_row(const float* row, int64_t blocks, int32_t offset, int32_t*
 template <int BITS, class T, class Finish>
 void multiply_blocks(Team& team, const Matrix& m, const Rows& x, int64_t apart, float* sums, int32_t* into,
                      const Finish& finish) {
-    const Rows tiles(nullptr, x.rows, m.inputs, MOST_ROWS, false);
+    const Rows tiles(nullptr, x.rows, m.inputs, BLOCK_ROWS, false);
     const int64_t blocks = m.inputs / BLOCK, chunk = tiles.tiles == 1 ? blocks : CHUNK / BLOCK;
     team.each_row(x.rows, m.inputs, [&](int64_t row) {
         const int64_t tile = tiles.tile(row), first = tiles.first(tile);

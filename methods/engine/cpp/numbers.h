@@ -26,6 +26,7 @@ constexpr bool PAIRS = false;
 #endif
 constexpr int VECTORS = 2, PANEL = VECTORS * LANES, WIDE = 2 * VECTORS;  // of a panel, and of two side by side
 constexpr int TALL_ROWS = PAIRS ? 8 : LANES == 16 ? 7 : 5;  // of a tile over one panel: higher ones are slower
+constexpr int BLOCK_ROWS = LANES == 16 ? 6 : 4;  // of a tile of blocks
 constexpr int TOGETHER = LANES == 16 ? 1 : 2;  // panels at a time: one of short registers has too few sums for one row
 constexpr int64_t CHUNK = 768;      // inputs that all tiles go through before the next ones are read
 constexpr int64_t SHORT_CHUNK = 192;  // of two tiles, which then find a weight in the nearest cache
@@ -42,6 +43,7 @@ constexpr int SPINS = 4096;
 constexpr int HELPED = 4;           // threads that one helps at most
 constexpr int BLOCK = 32;           // inputs that share a scale
 constexpr int FOURS = BLOCK / 4;    // words of a block of 8-bit numbers
+constexpr int64_t REFINED = 8;    // logits that a thread takes from the full matrix at a time
 constexpr int WORDS = FOURS + 3;    // of a block of a rounded row: numbers, their sum times -offset, scale, scale times sum
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

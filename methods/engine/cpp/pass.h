@@ -190,6 +190,10 @@ class Runner {
         longest += p.earlier + p.nodes;
         for (int64_t b = 0; p.sources && b < p.batch; b++) longest = p.sources[b] > longest ? p.sources[b] : longest;
         lay_out(m, rows_, longest, p.threads, p.work, &buffers_);
+        if (p.ending && p.ending->full.panels) {
+            places_.resize(rows_ * p.ending->screened);
+            highest_.resize(places_.size());
+        }
         if (!p.exits) return;
         source_.reserve(p.batch);
         for (int64_t b = 0; b < p.batch; b++)
@@ -309,14 +313,29 @@ class Runner {
         product(team, ending.head, x, [&](int64_t row, int64_t at, Floats value, int count) {
             put_some(logits + row * outputs + at, value, count);
         });
+        if (ending.full.panels) return screen(team, ending, x);
         team.each(rows_, [&](int64_t row) {
             float most;
-            T* own = logits + row * outputs;
-            int64_t& best = ending.best[source(row)];
-            if (ending.full.panels)
-                best = screened(ending.full, ending.screened, Row(x, row).base, own);
-            else
-                largest(own, outputs, 1, &best, &most);
+            largest(logits + row * outputs, outputs, 1, ending.best + source(row), &most);
+        });
+    }
+
+    // The largest logits by the rounded matrix become those of the full one, and the best of them is a row's.
+    void screen(Team& team, const Ending& ending, const Rows& x) {
+        T* logits = static_cast<T*>(ending.logits);
+        const int64_t count = ending.screened, outputs = ending.head.outputs, parts = (count + REFINED - 1) / REFINED;
+        const auto places = [&](int64_t row) { return places_.data() + row * count; };
+        team.each(rows_, [&](int64_t row) {
+            largest(logits + row * outputs, outputs, count, places(row), highest_.data() + row * count);
+        });
+        team.each(rows_ * parts, [&](int64_t item) {
+            const int64_t row = item / parts, first = item % parts * REFINED, left = count - first;
+            std::vector<float> words(m_.hidden);
+            copy(Row(x, row).base, Row(rows_for<T>(words.data(), 1, ending.full), 0), m_.hidden);
+            refine(ending.full, places(row) + first, left < REFINED ? left : REFINED, words.data(), logits + row * outputs);
+        });
+        team.each(rows_, [&](int64_t row) {
+            ending.best[source(row)] = best_of(places(row), count, logits + row * outputs);
         });
     }
 
@@ -693,6 +712,8 @@ class Runner {
     Buffers buffers_;
     std::vector<int64_t> source_, asked_;  // with exits: rows of the pass that are run; of these, which ask the whole matrix
     std::vector<uint8_t> leaves_;
+    std::vector<int64_t> places_;  // of the largest logits of each row, by a rounded matrix
+    std::vector<float> highest_;
     bool judged_ = false;
 };
 

@@ -63,30 +63,27 @@ void largest(const T* row, int64_t numbers, int64_t count, int64_t* places, floa
     look(numbers);
 }
 
-// The logits of a row by a rounded weight get those of the full one in `count` places, the largest; returns the first
-// of the largest of these. x: [inputs], one by one.
+// The logits of a row by a rounded weight get those of the full one in some places. x: [inputs], as `tile` reads one row.
 template <class T>
-int64_t screened(const Matrix& full, int64_t count, const float* x, T* logits) {
-    std::vector<float> words(full.inputs), most(count);
-    std::vector<int64_t> places(count);
-    const Rows rows = rows_for<T>(words.data(), 1, full);
-    copy(x, Row(rows, 0), full.inputs);
-    largest(logits, full.outputs, count, places.data(), most.data());
+void refine(const Matrix& full, const int64_t* places, int64_t count, const float* x, T* logits) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t panel = places[i] / PANEL, within = places[i] % PANEL;
+        const char* from = static_cast<const char*>(full.panels) + panel * PANEL * full.inputs * int64_t(sizeof(T)) +
+                           within / LANES * int64_t(sizeof(Words));
+        Floats total = {};
+        tile<T, 1, 1, LINES>({from, 0}, full.inputs, x, {from, LINES * LINE}, &total);
+        const float product = total[within % LANES];
+        put_one(logits + places[i], rounded_one<T>(full.bias ? product + full.bias[places[i]] : product));
+    }
+}
+
+// The first of the largest logits in some places.
+template <class T>
+int64_t best_of(const int64_t* places, int64_t count, const T* logits) {
     int64_t best = places[0];
-    float highest = -INFINITY;
-    for (const int64_t place : places) {
-        const int64_t panel = place / PANEL;
-        const char* from = static_cast<const char*>(full.panels) + panel * PANEL * full.inputs * int64_t(sizeof(T));
-        Floats total[VECTORS] = {};
-        of_rows<T, VECTORS, LINES>(1, {from, 0}, full.inputs, words.data(), {from, LINES * LINE}, total);
-        const int64_t within = place - panel * PANEL;
-        const float product = reinterpret_cast<const float*>(total)[within];
-        const float logit = rounded_one<T>(full.bias ? product + full.bias[place] : product);
-        put_one(logits + place, logit);
-        if (logit > highest || (logit == highest && place < best)) {
-            best = place;
-            highest = logit;
-        }
+    for (int64_t i = 1; i < count; i++) {
+        const float logit = one(logits[places[i]]), highest = one(logits[best]);
+        if (logit > highest || (logit == highest && places[i] < best)) best = places[i];
     }
     return best;
 }
