@@ -67,7 +67,7 @@ def _names(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "model_revision": manifest["model"]["revision"],
         "dataset": data_set(manifest["dataset"]),
         "dataset_revision": manifest["dataset"]["revision"],
-        "hardware": facts["gpu"]["name"] if facts["gpu"] else facts["cpu"],
+        "hardware": run_folder.device_name(facts),
         "dtype": manifest["dtype"],
         "threads": facts["threads"],
         "batch_size": manifest["batch_size"],

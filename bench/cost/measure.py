@@ -27,7 +27,7 @@ from bench.analysis import summary as run_summary
 from bench.config import instantiate
 from bench.config.schema import RunConfig, parallel_of, sanitise
 from bench.cost import invariance, roofline
-from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, device_name, summarise
+from bench.cost.records import CONFIG, PLOT, SUMMARY, CostFolder, Point, summarise
 from bench.cost.settings import Grid
 from bench.errors import RunFailed, UserError, explain
 from bench.measure import preconditions, probes, verify_cost
@@ -37,6 +37,7 @@ from bench.measure.timing import timed_decode
 from bench.models import artifacts, loading
 from bench.models.architectures import Architecture
 from bench.models.source import Loaded
+from bench.records.run_folder import device_name
 from bench.tasks import prompts
 from bench.utils import machine, memory, redact
 from bench.utils.files import json_sha256, write_json
@@ -137,7 +138,7 @@ def _check_model(loaded: Loaded, grid: Grid) -> None:
 def folder_id(cfg: RunConfig, loaded: Loaded) -> str:
     """``<model>-<device>-<type>-<12 hex of sha256 over model, revision, machine and its settings>``."""
     facts = machine.facts(loaded.lm.device)
-    name = device_name({"hardware": facts})
+    name = device_name(facts)
     dtype = _dtype(loaded)
     defining = {
         "model": {key: value for key, value in cfg.model.items() if (key, value) not in _DEFAULTS},

@@ -23,7 +23,7 @@ from bench.analysis.cost_curve import CostCurve
 from bench.cost import roofline
 from bench.errors import UserError
 from bench.models.architectures import Architecture
-from bench.records.run_folder import machine_failures
+from bench.records.run_folder import device_name, machine_failures
 from bench.utils import files
 from bench.utils.files import read_json, write_json
 
@@ -167,7 +167,7 @@ def summarise(lines: Sequence[Line], manifest: Mapping[str, Any]) -> dict[str, A
         "id": manifest["id"],
         "model": manifest["model"],
         "dtype": manifest["dtype"],
-        "hardware": device_name(manifest),
+        "hardware": device_name(manifest["hardware"]),
         "threads": manifest["hardware"]["threads"],
         "peaks": machine,
         "curves": [curve.to_dict() for curve in curves(found)],
@@ -176,12 +176,6 @@ def summarise(lines: Sequence[Line], manifest: Mapping[str, Any]) -> dict[str, A
         "failed": manifest.get("failed", []),
         **({"invariance": equal} if (equal := manifest.get("invariance")) else {}),
     }
-
-
-def device_name(manifest: Mapping[str, Any]) -> str:
-    """The GPU, or the processor."""
-    facts = manifest["hardware"]
-    return str(facts["gpu"]["name"] if facts["gpu"] else facts["cpu"])
 
 
 def _point(

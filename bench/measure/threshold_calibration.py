@@ -27,6 +27,7 @@ from bench.errors import UserError
 from bench.models import artifacts
 from bench.models.artifacts import Prepared
 from bench.models.trained import is_trained
+from bench.records.run_folder import device_name
 from bench.scoring import SCORERS
 from bench.scoring.rouge import rouge_l
 from bench.tasks import corpus, overlap, prompts
@@ -343,7 +344,7 @@ class _Losses:
             "method": {k: v for k, v in cfg.method.items() if k not in ("threshold", "calibration")},
             "part": part,
             "model": [loaded.name, loaded.revision, loaded.sha256],
-            "machine": [facts["gpu"]["name"] if facts["gpu"] else facts["cpu"], facts["threads"], str(loaded.lm.dtype)],
+            "machine": [device_name(facts), facts["threads"], str(loaded.lm.dtype)],
             "limit": cfg.max_new_tokens,
             "batch_size": cfg.batch_size,
             "prompts": drawn.sha256,

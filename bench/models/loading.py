@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import platform
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -499,18 +498,11 @@ def resolve_hardware(hardware: Mapping[str, Any]) -> tuple[torch.device, torch.d
 def _best_dtype(device: torch.device) -> torch.dtype:
     import torch
 
+    from bench.utils.machine import multiplies_bfloat16
+
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself. oneDNN's own answer is wider: it emulates it on any AVX-512."""
-    import torch
-
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
 
 def source_of(model: Mapping[str, Any]) -> Source:

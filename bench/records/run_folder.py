@@ -297,6 +297,18 @@ def machine_failures(where: str = "", kept: int | None = None) -> Iterator[None]
 # ------------------------------------------------------------------------------------------------------- reading
 
 
+def device_name(facts: Mapping[str, Any]) -> str:
+    """The GPU or the processor of a manifest's ``hardware``, by which results are compared.
+
+    Processors of several generations may share a name, so one that does not multiply bfloat16 is named with its
+    instructions: ``AMD EPYC with AVX2``.
+    """
+    if facts["gpu"]:
+        return str(facts["gpu"]["name"])
+    known = facts.get("vectors")
+    return str(facts["cpu"]) + (f" with {known}" if known and not known.endswith("BF16") else "")
+
+
 def folders(results: Path) -> list[Path]:
     """The run folders of a results folder, by name, without repetitions that are not complete."""
     found = sorted(file.parent for file in results.glob(f"*/{MANIFEST}"))

@@ -275,4 +275,4 @@ def _device(manifest: Mapping[str, Any]) -> str:
     """Model, number type and machine."""
     model, machine = manifest.get("model") or {}, manifest.get("hardware") or {}
     known = [model.get("name"), model.get("weights"), model.get("revision"), manifest.get("dtype")]
-    return json.dumps([*known, machine.get("gpu"), machine.get("cpu"), machine.get("threads")])
+    return json.dumps([*known, *map(machine.get, ("gpu", "cpu", "vectors", "threads"))])

@@ -34,6 +34,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     """The machine, without its name, its user or its paths."""
     return {
         "cpu": cpu_model(),
+        "vectors": vectors(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": usable_cores(),
@@ -124,6 +125,18 @@ def cpu_model() -> str | None:
         if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return found[1].strip()
     return platform.processor() or None
+
+
+def vectors() -> str:
+    """Vector instructions of the CPU, with BF16 where it multiplies bfloat16 itself: ``AVX512 BF16``, ``AVX2``."""
+    return torch.backends.cpu.get_cpu_capability() + " BF16" * multiplies_bfloat16()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself. oneDNN's own answer is wider: it emulates it on any AVX-512."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _version(package: str) -> str | None:

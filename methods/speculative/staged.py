@@ -5,7 +5,7 @@ in the text is guessed, the copy keeps what it would have written and adds a tok
 target judges the chain in one pass. The copy has the target's layers with weights rounded to 4 bits, as in QSpec (Zhao
 et al. 2024, arXiv 2410.11305), where both share one cache too: the copy needs no prefill and no cache of its own, and
 the pass that judges a draft overwrites what drafting wrote. Its output matrix has 4 bits, too, and the target's gives
-the logits that are largest by it; at a temperature, where all logits count, it has 8 bits. Nothing is trained.
+the logits that are largest by it, 8 when greedy and 64 at a temperature. Nothing is trained.
 
 A pass of the copy judges as many guesses as pay by its own costs, which are timed when the target's are; all passes of
 a draft are one call of the kernels (``methods.engine.guesses``). Where a lookup alone promises more tokens per time
@@ -52,7 +52,7 @@ from methods.speculative.verification import default_rule
 
 _FIRST_SHARE = 0.95  # of the copy's tokens that are kept, a guess
 _GUESSED = 4.0  # drafted tokens that it counts for
-_SCREENED, _SCREENED_DRAWN = 8, 64  # logits of the copy that the target's output matrix gives, greedy and at a temperature
+_SCREENED, _SCREENED_DRAWN = 8, 64  # logits that the target's output matrix gives the copy: greedy, at a temperature
 _MEMORY = 0.97  # weight of the past per round
 _RESERVE = 12.0  # of the account: a chain that fails costs several passes
 _CARRIED = 4.0  # most of it that the next text begins with

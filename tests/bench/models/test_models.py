@@ -26,6 +26,7 @@ from bench.errors import UserError
 from bench.models import embedded, loading, source
 from bench.models.embedded import SMOLLM2, fetch
 from bench.models.random_weights import RandomModel, byte_tokenizer
+from bench.utils.machine import multiplies_bfloat16
 from methods.autoregressive import Autoregressive
 from methods.engine import cpu_kernels
 from methods.engine.causal_lm import CausalLM
@@ -656,7 +657,7 @@ def test_models_of_other_kinds_have_no_rounded_weights() -> None:
 def machine(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, gpu_bf16: bool = False, cpu_bf16: bool = False) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpu_bf16 or including_emulation)
-    monkeypatch.setattr(loading, "_cpu_has_bfloat16", lambda: cpu_bf16)
+    monkeypatch.setattr("bench.utils.machine.multiplies_bfloat16", lambda: cpu_bf16)
 
 
 @pytest.mark.parametrize(
@@ -687,7 +688,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="the system lists no CPU flags")
 def test_bfloat16_of_the_cpu_is_what_the_system_says() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
-    assert loading._cpu_has_bfloat16() == bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
+    assert multiplies_bfloat16() == bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
 @pytest.mark.gpu

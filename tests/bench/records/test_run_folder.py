@@ -12,7 +12,7 @@ import pytest
 
 from bench.errors import RunFailed, UserError
 from bench.measure import instruments
-from bench.records.run_folder import RunFolder, Sample, pack, read_manifest, read_samples, validate
+from bench.records.run_folder import RunFolder, Sample, device_name, pack, read_manifest, read_samples, validate
 from bench.utils import machine, redact
 
 
@@ -281,6 +281,27 @@ def test_only_variables_that_change_numbers_are_recorded() -> None:
     given = {"OMP_NUM_THREADS": "2", "WANDB_API_KEY": "k", "HOME": "/home/alice", "LD_PRELOAD": "/x/y.so"}
     given |= {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_alice", "CUDA_HOME": "/opt/alice"}
     assert redact.environment(given) == {"OMP_NUM_THREADS": "2", "LD_PRELOAD": ".../y.so"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ({"cpu": "AMD EPYC", "gpu": None}, "AMD EPYC"),
+        ({"cpu": "AMD EPYC", "gpu": None, "vectors": "AVX512 BF16"}, "AMD EPYC"),
+        ({"cpu": "AMD EPYC", "gpu": None, "vectors": "AVX2"}, "AMD EPYC with AVX2"),
+        ({"cpu": "AMD EPYC", "gpu": {"name": "NVIDIA H200"}, "vectors": "AVX2"}, "NVIDIA H200"),
+    ],
+)
+def test_processors_with_other_instructions_are_other_devices(facts: dict[str, Any], name: str) -> None:
+    assert device_name(facts) == name
+
+
+def test_the_vectors_of_this_processor_are_known() -> None:
+    import torch
+
+    facts = machine.facts(torch.device("cpu"))
+    assert facts["vectors"].split(" BF16")[0] == torch.backends.cpu.get_cpu_capability()
+    assert facts["vectors"].endswith("BF16") == machine.multiplies_bfloat16()
 
 
 def test_facts_name_neither_host_nor_user_nor_path() -> None:
