@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -34,8 +35,10 @@ from methods.engine.token_tree import places_on_host
 from methods.speculative.budget import CostsOption
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.rest import Tree, as_draft
-from methods.speculative.rest_datastore import SEPARATOR, Datastore
+from methods.speculative.rest_datastore import HEADER, SEPARATOR, Datastore
 from methods.speculative.verification import default_rule
+
+_TABLES: WeakValueDictionary[tuple[Path, int], NgramTable] = WeakValueDictionary()  # by datastore
 
 
 class NgramDrafter(StatelessDrafter):
@@ -102,7 +105,7 @@ class Ngram(SpeculativeDecoder):
 
 
 def ngram_table(method: str, checkpoint: str | Path | None, target: CausalLM) -> NgramTable:
-    """A table counted from a datastore.
+    """A table counted from a datastore, once for all methods that use it at the same time.
 
     Args:
         method: that makes such datastores.
@@ -111,6 +114,11 @@ def ngram_table(method: str, checkpoint: str | Path | None, target: CausalLM) ->
     Raises:
         ValueError: there is none, or it does not fit.
     """
-    store = Datastore.load(part_folder(method, "datastore", checkpoint), target.vocab_size)
-    tokens = store.tokens.astype(np.int64)
-    return NgramTable(np.where(tokens == SEPARATOR, -1, tokens), store.vocab_size)
+    folder = part_folder(method, "datastore", checkpoint)
+    store = Datastore.load(folder, target.vocab_size)
+    written = (folder.resolve(), (folder / HEADER).stat().st_mtime_ns)
+    table = _TABLES.get(written)
+    if table is None:
+        tokens = store.tokens.astype(np.int64)
+        _TABLES[written] = table = NgramTable(np.where(tokens == SEPARATOR, -1, tokens), store.vocab_size)
+    return table

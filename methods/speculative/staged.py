@@ -162,7 +162,6 @@ class StagedDrafter:
         copied, kept: tokens that the copy drafted in all texts, and those that the mean row kept.
         passes: of the copy that drafted them.
         judged: most nodes of a draft.
-        sized: whether guesses are as many as pay.
     """
 
     hidden_layers: Sequence[int] = ()
@@ -171,7 +170,6 @@ class StagedDrafter:
         self, light: CausalLM, gamma: int, lookup: SuffixDrafter | None, alone: int, guesses: Guesses | None
     ) -> None:
         self.light, self.length, self.guesses = light, ChainLength(gamma), guesses
-        self.sized = False
         self._lookup, self._alone = lookup, alone
         self.judged = gamma if lookup is None else max(gamma, lookup.nodes)
         self.nodes = self.judged if guesses is None else max(self.judged, gamma + guesses.nodes)
@@ -188,8 +186,6 @@ class StagedDrafter:
         self._ratio, self._lookups = Ratio(), Account()
         if self.guesses is not None:
             self.guesses.reset()
-            if self.sized and self.guesses.costs is None:
-                self.measure()
         self._ends, self._lengths, self._last = [len(prompt) + limit for prompt in prompts], [], _Made()
         if self._lookup is not None:
             self._lookup.reset(prompts, limit)
@@ -379,7 +375,8 @@ class Staged(SpeculativeDecoder):
         drafter = StagedDrafter(light, gamma, search, alone, guessing)
         super().__init__(target, sampling, drafter, default_rule(sampling, "chain", drawn=True, block=block))
         self._chain_costs, drafter.length.costs = costs, Costs.given(costs)
-        drafter.sized = costs is not None
+        if drafter.length.costs is not None:
+            drafter.measure()
 
     @property
     def costs_wanted(self) -> int:
@@ -391,7 +388,7 @@ class Staged(SpeculativeDecoder):
 
     def forget_costs(self) -> None:
         self.drafter.length.costs = Costs.given(self._chain_costs)
-        if self.drafter.guesses is not None:
+        if self.drafter.guesses is not None and self.drafter.length.costs is None:
             self.drafter.guesses.costs = None
 
     def memory(self) -> dict[str, int | None]:

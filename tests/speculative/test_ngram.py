@@ -14,7 +14,7 @@ from methods.engine import cpu_kernels
 from methods.engine.causal_lm import CausalLM
 from methods.engine.checkpoint_files import MissingPart
 from methods.engine.sampling import Sampling
-from methods.speculative.ngram import Ngram
+from methods.speculative.ngram import Ngram, ngram_table
 from methods.speculative.rest_datastore import Datastore
 
 GREEDY = Sampling()
@@ -72,6 +72,15 @@ def test_texts_are_the_targets_and_drafts_are_kept(target: CausalLM, tmp_path: P
     steps = list(decoder.decode([prompts[0]], 30, torch.Generator()))
     assert len(steps) < 15, "the table knows the text"
     assert decoder.memory()["ngram_table"]
+
+
+def test_methods_of_one_datastore_share_its_table_until_it_is_written_anew(target: CausalLM, tmp_path: Path) -> None:
+    Datastore.build([[1, 2, 3]] * 4, 61).save(tmp_path)
+    first = ngram_table("rest", tmp_path, target)
+    assert ngram_table("rest", tmp_path, target) is first
+    assert 9 not in first.following([1, 2])
+    Datastore.build([[1, 2, 9]] * 4, 61).save(tmp_path)
+    assert 9 in ngram_table("rest", tmp_path, target).following([1, 2])
 
 
 @kernels

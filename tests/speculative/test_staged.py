@@ -279,8 +279,15 @@ def test_costs_are_asked_for_and_taken(target: CausalLM) -> None:
     assert decoder.costs_wanted == 1 + 24 and decoder.drafter.length.costs is None
     decoder.use_costs(COSTS)
     assert decoder.costs_wanted == 0 and decoder.drafter.length.costs == Costs.of(COSTS)
+    own, fused = decoder.drafter.guesses, decoder.drafter.light.rounds_fused
+    assert not fused or (own is not None and own.costs is not None and len(own.costs) == 1 + own.nodes), "the copy's"
     decoder.forget_costs()
-    assert decoder.costs_wanted and Staged(target, GREEDY, costs=COSTS).drafter.length.costs == Costs.of(COSTS)
+    assert decoder.costs_wanted and (own is None or own.costs is None)
+    given = Staged(target, GREEDY, costs=COSTS)
+    for _ in range(2):
+        assert given.drafter.length.costs == Costs.of(COSTS)
+        assert not fused or (given.drafter.guesses is not None and given.drafter.guesses.costs is not None)
+        given.forget_costs()
 
 
 # ------------------------------------------------------------------------------------------------------- its options
