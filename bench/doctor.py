@@ -112,7 +112,12 @@ def _device() -> Finding:
         return Finding("ok", "device", f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
     if shutil.which("nvidia-smi"):
         return Finding("warn", "device", "there is an NVIDIA driver, but this torch has no CUDA; reinstall torch")
-    return Finding("ok", "device", f"CPU, {torch.backends.cpu.get_cpu_capability()}")
+    from bench.utils import machine
+
+    known = f"CPU, {machine.vectors()}"
+    if machine.multiplies_bfloat16():
+        return Finding("ok", "device", known)
+    return Finding("ok", "device", f"{known}: runs are in float32; hardware=cpu_bf16 reads half the bytes of a token")
 
 
 def _threads() -> Finding:

@@ -389,6 +389,18 @@ def test_doctor_looks_at_everything(capsys: pytest.CaptureFixture[str], monkeypa
     assert looked_at == [*machine, "results", "disk", "data", "model", "sandbox", "wandb"]
 
 
+@pytest.mark.parametrize("able", [True, False])
+def test_doctor_says_where_float32_is_not_the_fastest(
+    able: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("bench.utils.machine.multiplies_bfloat16", lambda: able)
+    cli.main(["doctor"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if " device " in line)
+    assert line.endswith("BF16") == able and ("hardware=cpu_bf16" in line) == (not able)
+
+
 def test_doctor_finds_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
