@@ -27,6 +27,7 @@ from methods.engine.causal_layers import (
     SparseFeedForward,
     UnsupportedModel,
 )
+from methods.engine.cpu_kernels import reading_groups
 from methods.engine.expert_layers import ClampedSwish, expected_experts
 from methods.engine.fused_layers import (
     Drawing,
@@ -67,33 +68,9 @@ States = tuple[Float[Tensor, "B M D"], dict[int, Float[Tensor, "B M D"]]]  # aft
 _PREFILL_CHUNK = 512
 _SCORE_CHUNK = 256
 _LEAST_CHUNK, _MOST_CHUNK, _MOST_ROWS = 16, 256, 1024
-_READ_WITH_WEIGHTS = 16  # tokens of prompts that take as long as reading the weights does, on a CPU
 _SPARSE = 0.75
 _SHORT = 8 * 2**20  # bytes that a pass reads
 ROUNDS_TOGETHER = 16  # in a call of the kernels, at most
-
-
-def reading_groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows whose prompts are best read together, by length: those that pad least for the passes that they save.
-
-    Of all partitions of the sorted rows it is the one with the least sum of places and of ``_READ_WITH_WEIGHTS`` a
-    group, a place being a token or padding.
-
-    Args:
-        lengths: tokens of each row's prompt.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    least, begins = [0], [0]
-    for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
-        cost, begin = min((least[begin] + (end - begin) * longest, begin) for begin in range(end))
-        least.append(cost + _READ_WITH_WEIGHTS)
-        begins.append(begin)
-    groups, end = list[list[int]](), len(order)
-    while end:
-        groups.append(order[begins[end] : end])
-        end = begins[end]
-    return groups[::-1]
 
 
 @dataclass(slots=True)

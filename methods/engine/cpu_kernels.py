@@ -36,6 +36,7 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-std=c++17",
 _QUIETLY: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 600}
 BLOCK = 32  # inputs that share a scale
 _FEW = 2**15  # numbers of all rows, which one thread goes through sooner than two can be called
+_READ_WITH_WEIGHTS = 16  # tokens of prompts that take as long as reading the weights does
 KINDS = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -129,6 +130,29 @@ def reads(rows: Tensor) -> bool:
     """Whether the functions of rows take them; nothing is differentiated or traced there."""
     traced = torch.compiler.is_compiling() or (rows.requires_grad and torch.is_grad_enabled())
     return rows.device.type == "cpu" and rows.dtype in KINDS and not traced and library() is not None
+
+
+def reading_groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows whose prompts are best read together, by length: those that pad least for the passes that they save.
+
+    Of all partitions of the sorted rows it is the one with the least sum of places and of ``_READ_WITH_WEIGHTS`` a
+    group, a place being a token or padding.
+
+    Args:
+        lengths: tokens of each row's prompt.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    least, begins = [0], [0]
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        cost, begin = min((least[begin] + (end - begin) * longest, begin) for begin in range(end))
+        least.append(cost + _READ_WITH_WEIGHTS)
+        begins.append(begin)
+    groups, end = list[list[int]](), len(order)
+    while end:
+        groups.append(order[begins[end] : end])
+        end = begins[end]
+    return groups[::-1]
 
 
 def largest(rows: Float[Tensor, "*b V"], count: int) -> Int[Tensor, "*b k"]:

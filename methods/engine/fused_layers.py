@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.engine.causal_layers import FeedForward, Layer, LayerNorm, RMSNorm, Rows
-from methods.engine.cpu_kernels import KINDS, Matrix, NormNumbers, Packed, library
+from methods.engine.cpu_kernels import KINDS, Matrix, NormNumbers, Packed, library, reading_groups
 from methods.engine.guesses import GuessedRounds
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear, ScreenedLinear
@@ -657,7 +657,20 @@ class FusedEncoder:
         self._portions, self._heads = [Portion(layer) for layer in range(len(layers))], heads
 
     def __call__(self, hidden: Float[Tensor, "B S D"], lengths: Sequence[int]) -> Float[Tensor, "B S D"]:
-        """States after the last layer; of places behind the ``lengths`` of rows any."""
+        """States after the last layer; of places behind the ``lengths`` of rows any.
+
+        Rows of like lengths are run together, so that little padding is.
+        """
+        groups = reading_groups(lengths)
+        if len(groups) == 1:
+            return self._together(hidden, lengths)
+        states = torch.zeros_like(hidden)
+        for rows in groups:
+            own = [lengths[row] for row in rows]
+            states[rows, : max(own)] = self._together(hidden[rows, : max(own)], own)
+        return states
+
+    def _together(self, hidden: Float[Tensor, "B S D"], lengths: Sequence[int]) -> Float[Tensor, "B S D"]:
         batch, width, size = hidden.shape
         cache = Cache((0,), batch, width, self._heads, size // self._heads, dtype=hidden.dtype, device=hidden.device)
         cache.place = dict.fromkeys(range(len(self._portions)), 0)  # a layer reads what it wrote itself

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from methods.engine import causal_lm, linear, token_tree
 from methods.engine.causal_layers import DENSE, PROVEN, SPARSE, UnsupportedModel
-from methods.engine.causal_lm import CausalLM, reading_groups
-from methods.engine.cpu_kernels import library
+from methods.engine.causal_lm import CausalLM
+from methods.engine.cpu_kernels import library, reading_groups
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.linear import Linear, PackedLinear, make_linear, packable
 from tests.helpers.rounds import check_rounds

@@ -25,7 +25,7 @@ from bench.models import artifacts, loading
 from bench.train import command
 from methods.decoder import Guarantee
 from methods.engine.checkpoint_files import MissingPart
-from methods.engine.cpu_kernels import usable
+from methods.engine.cpu_kernels import reading_groups, usable
 from methods.engine.positions import sinusoids
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
@@ -156,6 +156,19 @@ def test_by_kernels_it_is_the_network_that_was_trained(family: str, positional: 
             one, other = (made.logits(part)[..., 3:] for part in (free, causal))  # what may be written
             found.append([read, one[present[:count]], other])
         torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not usable(torch.device("cpu"), torch.float32, 16), reason="no C++ compiler")
+def test_sources_of_many_lengths_are_read_in_groups_and_each_as_alone() -> None:
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    hf = tiny_students.network(torch.float32, **heads)
+    lm = Seq2SeqLM.from_hf(hf, keep_hf=True, linear="panels")
+    sources = [torch.randint(3, VOCABULARY, (length,), generator=rng()) for length in (40, 3, 38, 5, 4)]
+    assert len(reading_groups([len(source) for source in sources])) == 2
+    together = lm.encode(sources)
+    for row, source in enumerate(sources):
+        assert torch.equal(together.states[row, : len(source)], lm.encode([source]).states[0])
+        assert not together.states[row, 5 if len(source) < 6 else 40 :].any(), "nothing was read there"
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -21,7 +21,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from methods.drafting import Draft
-from methods.engine.causal_lm import CausalLM, reading_groups, rotate_
+from methods.engine.causal_lm import CausalLM, rotate_
+from methods.engine.cpu_kernels import reading_groups
 from methods.engine.fused_layers import Portion
 from methods.engine.fused_tree import FusedTree, TreeSizes
 from methods.engine.host_copies import from_host

@@ -16,7 +16,8 @@ from methods.autoregressive import Autoregressive
 from methods.decoder import Decoder, Guarantee, Step
 from methods.early_exit.free import Free
 from methods.early_exit.static_depth import StaticDepth
-from methods.engine.causal_lm import CausalLM, reading_groups
+from methods.engine.causal_lm import CausalLM
+from methods.engine.cpu_kernels import reading_groups
 from methods.engine.sampling import Sampling
 from methods.speculative.prompt_lookup import PromptLookup
 from tests.engine import test_cuda_graphs
