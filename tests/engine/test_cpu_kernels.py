@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
+import subprocess
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.cpp_extension import get_cxx_compiler
 
 from methods.engine import cpu_kernels
 from methods.engine.causal_layers import RMSNorm
@@ -196,6 +199,16 @@ def test_without_a_compiler_the_operators_of_torch_do(monkeypatch, tmp_path, cap
         assert not lm.fused and lm.linear_form != "panels"
     finally:
         cpu_kernels.library.cache_clear()
+
+
+@pytest.mark.parametrize("processor", ["sapphirerapids", "icelake-server", "skylake-avx512", "haswell", "x86-64"])
+def test_the_source_is_correct_for_processors_that_are_not_here(processor: str) -> None:
+    compiler, flags = get_cxx_compiler(), [flag for flag in cpu_kernels._FLAGS if not flag.startswith("-march")]
+    check = [compiler, *flags, f"-march={processor}", "-w", "-fsyntax-only", "-x", "c++"]
+    if subprocess.run([*check, os.devnull], capture_output=True).returncode:
+        pytest.skip(f"the compiler does not know {processor}")
+    done = subprocess.run([*check, str(cpu_kernels._SOURCE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:2000]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of other processors")

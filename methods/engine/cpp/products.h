@@ -182,6 +182,8 @@ class Tiles {
 };
 thread_local int Tiles::first_ = 0, Tiles::second_ = 0;
 
+void release_tiles() { Tiles::release(); }
+
 // Sums of up to TILE rows and two panels `size` bytes apart. x: rows of bfloat16, `step` bytes each; total: `width`
 // vectors a row.
 inline void tile_of_two(const char* weight, int64_t size, int64_t inputs, const char* x, int64_t step, float* total,

@@ -90,13 +90,17 @@ class Team {
     alignas(64) std::atomic<uint32_t> round_{0};
 };
 
+#ifdef MATRIX_TILES
+void release_tiles();  // of this thread, see products.h
+#endif
+
 // work(team) on every thread of a team.
 template <class Work>
 void with_team(int64_t threads, const Work& work) {
     const auto run = [&](Team& team) {
         work(team);
 #ifdef MATRIX_TILES
-        Tiles::release();
+        release_tiles();
 #endif
     };
     if (threads == 1) {
