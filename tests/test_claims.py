@@ -314,6 +314,11 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         [of(run, "quality", "bleu") for run in CONTROLS],
     ),
     (
+        "docs/translation.md",
+        rf"the teacher's translations: {N} and {N} BLEU \(float32\), where `nat` and `ctc` have {N} and {N}\.",
+        [of(run, "quality", "bleu") for run in ("98b58e40864e", "1a548acc1acf", "d91aa4a517c5", "2198be841367")],
+    ),
+    (
         "docs/chat.md",
         rf"`hybrid` writes {N} tokens per step at temperature 0, {N} at 0\.7 and {N} at 1\.",
         [of(run, "tokens_per_step") for run in ("469578fac658", "196892c08302", "aa7326dce728")],
