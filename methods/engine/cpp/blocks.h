@@ -20,23 +20,23 @@ struct Block {
     static constexpr int offset = 1 << (BITS - 1);
 };
 
-#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+#if (defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define HALF_SUMS
 // To each of two 16-bit sums a lane the products of two numbers from 0 to 15 with two from -127 to 127. A block's fit.
 inline Words dot_halves(Words sums, Words numbers, int32_t four) {
+#ifdef __AVX512BW__
     return (Words)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)numbers, _mm512_set1_epi32(four)));
+#else
+    return (Words)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)numbers, _mm256_set1_epi32(four)));
+#endif
 }
 // To each sum `factor` times the two 16-bit ones of its lane.
 inline Integers widened(Integers sums, Words halves, int16_t factor) {
+#ifdef __AVX512BW__
     return sums + (Integers)_mm512_madd_epi16((__m512i)halves, _mm512_set1_epi16(factor));
-}
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-#define HALF_SUMS
-inline Words dot_halves(Words sums, Words numbers, int32_t four) {
-    return (Words)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)numbers, _mm256_set1_epi32(four)));
-}
-inline Integers widened(Integers sums, Words halves, int16_t factor) {
+#else
     return sums + (Integers)_mm256_madd_epi16((__m256i)halves, _mm256_set1_epi16(factor));
+#endif
 }
 #else
 // To each sum the products of four numbers from 0 to 255 with four from -127 to 127.
