@@ -113,15 +113,17 @@ class CtcPass:
 
     def __call__(self, student: CtcStudent, memory: Memory, rng: Generator) -> Candidates:
         logits, present = self.read(student, memory)
-        packed, count = join(argmax(logits), present, student.blank)
+        tokens = torch.full_like(present, student.blank, dtype=torch.long)
+        tokens[present] = argmax(logits)
+        packed, count = join(tokens, present, student.blank)
         return _single(packed, count, present.shape[1])
 
-    def read(self, student: CtcStudent, memory: Memory) -> tuple[Float[Tensor, "B T V"], Bool[Tensor, "B T"]]:
-        """Logits of every place, those that decoding chooses from, and where there is a place."""
+    def read(self, student: CtcStudent, memory: Memory) -> tuple[Float[Tensor, "N V"], Bool[Tensor, "B T"]]:
+        """Logits that decoding chooses from, of all places of all rows, and where these N places are."""
         inputs, lengths = student.places(memory)
         present = present_up_to(lengths, inputs.shape[1])
         states = student.network.decode(inputs, None if len(lengths) == 1 else present, memory)
-        logits = student.logits(states).index_fill_(-1, student.barred, -torch.inf)
+        logits = student.logits(states[present]).index_fill_(-1, student.barred, -torch.inf)
         logits[..., student.blank] -= student.blank_penalty if self.blank_penalty is None else self.blank_penalty
         return logits, present
 
@@ -146,10 +148,10 @@ class CtcBeam:
         blanks = log_probs[..., student.blank].tolist()
         log_probs[..., student.blank] = -torch.inf
         near = log_probs.topk(min(TOKENS, log_probs.shape[-1] - 1), dim=-1)
-        places, tokens, sure = present.sum(1).tolist(), near.indices.tolist(), near.values.tolist()
+        tokens, sure, ends = near.indices.tolist(), near.values.tolist(), present.sum(1).cumsum(0).tolist()
         texts = [
-            search(blanks[row][:n], tokens[row][:n], sure[row][:n], self.beam, self.scores, student.ngrams)
-            for row, n in enumerate(places)
+            search(blanks[a:b], tokens[a:b], sure[a:b], self.beam, self.scores, student.ngrams)
+            for a, b in pairwise([0, *ends])
         ]
         count = torch.tensor([len(text) for text in texts], device=present.device)
         return _single(padded(texts, present.device, student.blank, max(1, *map(len, texts))), count, present.shape[1])

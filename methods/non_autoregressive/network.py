@@ -23,6 +23,7 @@ from transformers.activations import ACT2FN
 
 from methods.engine.causal_layers import LayerNorm
 from methods.engine.causal_lm import CausalLM
+from methods.engine.cpu_kernels import reading_groups
 from methods.engine.fused_layers import Described, FusedEncoder, FusedLayers, Portion
 from methods.engine.linear import Linear, LinearForm, library_form, make_linear
 from methods.engine.positions import sinusoids
@@ -106,9 +107,11 @@ class Memory:
     lengths: Int[Tensor, "B"]
 
     def of_rows(self, rows: list[int]) -> Memory:
-        """The same of some rows, in this order."""
-        present = None if self.present is None else self.present[rows]
-        return Memory(self.states[rows], self.embedded[rows], present, self.lengths[rows])
+        """The same of some rows, in this order, as wide as the longest of them."""
+        if self.present is None:
+            return Memory(self.states[rows], self.embedded[rows], None, self.lengths[rows])
+        width, lengths = int(self.lengths[rows].max()), self.lengths[rows]
+        return Memory(self.states[rows, :width], self.embedded[rows, :width], self.present[rows, :width], lengths)
 
     @property
     def content(self) -> Int[Tensor, "B"]:
@@ -304,7 +307,29 @@ class _Kernels:
         padding: Bool[Tensor, "B 1 1 T"] | None,
         memory: Memory,
     ) -> Float[Tensor, "B T D"]:
-        """See ``Network.decode``."""
+        """See ``Network.decode``; rows of like lengths are run together, so that little padding is."""
+        if padding is None:
+            return self._together(hidden, looks, positions, None, memory)
+        groups = reading_groups(padding[:, 0, 0].sum(1).tolist())
+        if len(groups) == 1:
+            return self._together(hidden, looks, positions, padding, memory)
+        states = torch.zeros_like(hidden)
+        for rows in groups:
+            width = int(padding[rows].sum(-1).max())
+            seen = looks if looks is None or len(looks) == 1 else looks[rows]
+            seen = None if seen is None else seen[..., :width, :width]
+            inside, few = padding[rows, ..., :width], memory.of_rows(rows)
+            states[rows, :width] = self._together(hidden[rows, :width], seen, positions[:width], inside, few)
+        return states
+
+    def _together(
+        self,
+        hidden: Float[Tensor, "B T D"],
+        looks: Bool[Tensor, "b 1 t T"] | None,
+        positions: Float[Tensor, "T D"],
+        padding: Bool[Tensor, "B 1 1 T"] | None,
+        memory: Memory,
+    ) -> Float[Tensor, "B T D"]:
         batch, width, size = hidden.shape
         source, kind = memory.states.shape[1], {"dtype": hidden.dtype, "device": hidden.device}
         cache = SourceCache(range(len(self._decoder)), batch, source + width, self._heads, size // self._heads, **kind)

@@ -141,6 +141,16 @@ class Student(nn.Module):
             return tokens, torch.zeros_like(tokens, dtype=logits.dtype)
         return tokens, log_probs_of(logits, tokens[..., None])[..., 0].to(logits.dtype)
 
+    def choose_at(
+        self, present: Bool[Tensor, "B T"] | None, states: Float[Tensor, "B T D"], scored: bool = True
+    ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """``choose`` at some places, zero elsewhere; None: at all."""
+        if present is None:
+            return self.choose(states, scored)
+        tokens, log_probs = torch.zeros_like(present, dtype=torch.long), states.new_zeros(present.shape)
+        tokens[present], log_probs[present] = self.choose(states[present], scored)
+        return tokens, log_probs
+
     def token_loss(
         self, states: Float[Tensor, "N D"], wanted: Int[Tensor, "N"], smoothing: float
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
@@ -222,8 +232,7 @@ def fill(student: Student, memory: Memory, inputs: Float[Tensor, "R T D"], lengt
     """
     count, width = lengths.shape[1], inputs.shape[1]
     present = None if lengths.numel() == 1 else present_up_to(lengths.flatten(), width)
-    states = student.network.decode(inputs, present, memory)
-    tokens, log_probs = student.choose(states, scored=count > 1)
+    tokens, log_probs = student.choose_at(present, student.network.decode(inputs, present, memory), scored=count > 1)
     scores = mean_over(log_probs, lengths.flatten())
     return Candidates(tokens.view(*lengths.shape, width), lengths, scores.view(lengths.shape), 1, count * width)
 

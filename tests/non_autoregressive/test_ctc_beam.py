@@ -105,10 +105,12 @@ def test_a_search_finds_likelier_texts_than_the_likeliest_alignments_in_any_batc
     def likelihood(rows: list[list[int]]) -> torch.Tensor:
         padded_rows, lengths, whole = pad_sources(batch, 48, torch.device("cpu"))
         logits, present = CtcPass(likely_blanks).read(made, made.network.encode(padded_rows, lengths, whole))
-        log_probs = logits.log_softmax(-1).transpose(0, 1)
+        log_probs = logits.new_zeros(*present.shape, logits.shape[-1])
+        log_probs[present] = logits.log_softmax(-1)
         flat = torch.tensor([token for row in rows for token in row], dtype=torch.long)
         counts = torch.tensor([len(row) for row in rows])
-        return -torch.nn.functional.ctc_loss(log_probs, flat, present.sum(1), counts, made.blank, reduction="none")
+        log_probs, places = log_probs.transpose(0, 1), present.sum(1)
+        return -torch.nn.functional.ctc_loss(log_probs, flat, places, counts, made.blank, reduction="none")
 
     search_wide = CtcBeam(20, blank_penalty=likely_blanks)
     beam, plain = texts(search_wide, batch), texts(CtcPass(likely_blanks), batch)

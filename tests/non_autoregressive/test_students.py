@@ -40,7 +40,7 @@ from methods.non_autoregressive.length_predictor import LengthHead
 from methods.non_autoregressive.loop import write
 from methods.non_autoregressive.nat import FertilityPass, Nat, NatStudent, NatTraining, copies
 from methods.non_autoregressive.nat_finetuning import Finetuning, reverse_kl
-from methods.non_autoregressive.network import Memory, Network, Shape, attended
+from methods.non_autoregressive.network import Memory, Network, Shape, attended, present_up_to
 from methods.non_autoregressive.rescoring import score
 from methods.non_autoregressive.student import LengthStudent, OnePass, lowest
 from methods.non_autoregressive.word_alignment import NULL, align, fertilities
@@ -169,6 +169,31 @@ def test_sources_of_many_lengths_are_read_in_groups_and_each_as_alone() -> None:
     for row, source in enumerate(sources):
         assert torch.equal(together.states[row, : len(source)], lm.encode([source]).states[0])
         assert not together.states[row, 5 if len(source) < 6 else 40 :].any(), "nothing was read there"
+
+
+@pytest.mark.skipif(not usable(torch.device("cpu"), torch.float32, 16), reason="no C++ compiler")
+@pytest.mark.parametrize(("positional", "blind"), [(False, False), (True, True)])
+def test_texts_of_many_lengths_are_written_in_groups_and_each_as_alone(positional: bool, blind: bool) -> None:
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    hf = tiny_students.network(torch.float32, **heads)
+    lm = Seq2SeqLM.from_hf(hf, keep_hf=True, linear="panels")
+    network = Network(Shape.of(lm), hf.get_input_embeddings().weight, positional=positional, blind=blind)
+    network.start_from(hf)
+    for layer in network.decoder if positional else ():
+        torch.nn.init.normal_(layer.positional.out.weight, std=0.3)  # type: ignore[union-attr,arg-type]
+    network.eval().requires_grad_(False)
+    network.settle(lm)
+    read, wanted = [9, 40, 2, 30, 4], [40, 3, 38, 5, 4]
+    assert len(reading_groups(wanted)) == 2
+    lengths, counts = torch.tensor(read), torch.tensor(wanted)
+    rows = torch.randint(3, VOCABULARY, (len(read), 40), generator=rng())
+    inputs = network.embed(torch.randint(3, VOCABULARY, (len(wanted), 40), generator=rng()))
+    together = network.decode(inputs, present_up_to(counts, 40), network.encode(rows, lengths))
+    for row, (source, text) in enumerate(zip(read, wanted, strict=True)):
+        memory = network.encode(rows[row : row + 1, :source], lengths[row : row + 1], whole=True)
+        alone = network.decode(inputs[row : row + 1, :text], None, memory)
+        torch.testing.assert_close(together[row, :text], alone[0], rtol=1e-5, atol=1e-5)
+        assert not together[row, 5 if text < 6 else 40 :].any(), "nothing was written there"
 
 
 @pytest.mark.parametrize("name", KINDS)
