@@ -23,6 +23,7 @@ Exit code 3: a promise is broken more often than it may be, at 95 % certainty.""
 _EXAMPLES = (
     "python -m bench promise method=calm model=smollm2 method.calibration.corpus=dolly prompts=400 max_new_tokens=32",
     "python -m bench promise method=calm method.confidence=classifier method.decay=paper tolerances=0.05,0.1",
+    "python -m bench promise record=results/promise/NAME resamplings=1000",
 )
 _OWN = {"tolerance": "tolerances", "against": "losses", "prompts": "prompts", "whole_grid": None}
 
@@ -38,7 +39,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     config, overrides = options.parse(PromiseConfig, words)
-    return run(config, compose_run(config, overrides))
+    if config.record is None:
+        return run(config, compose_run(config, overrides))
+    where = [word for word in overrides if word.startswith("paths.results=")]
+    options.refuse([word for word in overrides if word not in where], "promise", options.keys(PromiseConfig))
+    return run_again(config, Path(config.record), Path(compose.compose(where).paths.results))
+
+
+def run_again(config: PromiseConfig, earlier: Path, results: Path) -> int:
+    """Resample the losses of an earlier record; otherwise as ``main``.
+
+    Raises:
+        UserError: it is no such record, or one that was changed.
+    """
+    from bench.promise import records
+    from bench.promise.measure import measure_again
+
+    if problem := next(records.problems(earlier), None):
+        raise UserError(
+            f"record must be a folder of {records.FOLDER}/ in a folder of results, got {earlier}: {problem}."
+        )
+    record = records.read_one(earlier)
+    result, losses = measure_again(record, config)
+    folder = records.write_again(results, config, record, result, losses)
+    print(records.render(records.read_one(folder)))
+    return OK if result["passed"] else INVALID
 
 
 def compose_run(config: PromiseConfig, overrides: Sequence[str]) -> RunConfig:
@@ -89,5 +114,5 @@ def run(config: PromiseConfig, cfg: RunConfig) -> int:
     name = records.folder_name(cfg, config, loaded, part.sha256 if part else None, result["corpus"]["sha256"])
     folder = Path(cfg.paths.results) / records.FOLDER / name
     records.write(folder, cfg, config, loaded, result, losses, begin, seconds)
-    print(records.render(next(record for record in records.read(folder.parents[1]) if record.folder == folder)))
+    print(records.render(records.read_one(folder)))
     return OK if result["passed"] else INVALID

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,12 @@ from bench.measure.run import BASELINE, build_method
 from bench.measure.threshold_calibration import CalibrationSet, Writer
 from bench.models.source import Loaded
 from bench.promise import records
+from bench.promise.records import Record
 from bench.promise.resampling import resample
 from bench.promise.settings import PromiseConfig
 from methods.decoder import Calibrated, Calibrator, Decoder
+from methods.early_exit.calibrator import RiskTarget
+from methods.engine.sampling import Sampling
 
 
 def measure(cfg: RunConfig, config: PromiseConfig, loaded: Loaded) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -46,22 +50,59 @@ def measure(cfg: RunConfig, config: PromiseConfig, loaded: Loaded) -> tuple[dict
     baseline = instantiate.build_decoder(BASELINE, loaded.lm, cfg.sampling)
     writer = Writer(loaded, settings.limit, settings.eos_ids, settings.batch_size)
     losses, layers = _losses(drawn, config, method, baseline, writer)
-    promises = [
-        {"against": against, "metric": threshold_calibration.metric_of(_target(drawn, against), loaded.kind)}
-        | resample(table, layers, each, calibration=calibration, draws=config.resamplings, seed=cfg.seed)
-        for against, table in losses.items()
-        for each in promised
-    ]
+    metrics = {against: threshold_calibration.metric_of(_target(drawn, against), loaded.kind) for against in losses}
     facts = {
         "corpus": drawn.facts,
         "thresholds": list(method.calibrator.thresholds),
         "layers": layers,
         "mean_losses": {against: table.mean(axis=0, dtype=np.float64).tolist() for against, table in losses.items()},
-        "promises": promises,
         "losses_sha256": records.digest(losses),
-        "passed": not any(promise["kept"] is False for promise in promises),
+        **_resampled(losses, layers, promised, calibration, config.resamplings, cfg.seed, metrics),
     }
     return facts, losses
+
+
+def measure_again(record: Record, config: PromiseConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Resample the losses of an earlier record.
+
+    Returns:
+        See ``measure``.
+
+    Raises:
+        UserError: losses that the record does not have, or too few prompts for a tolerance.
+    """
+    stored, result, settings = records.read_losses(record.folder), record.result, record.manifest["config"]
+    if missing := set(config.losses) - set(stored):
+        raise UserError(f"The record has losses of {', '.join(stored)}, got losses={','.join(sorted(missing))}.")
+    losses: dict[str, np.ndarray] = {against: stored[against] for against in config.losses}
+    first = RiskTarget(**settings["method"]["calibration"]).over(result["thresholds"], Sampling())
+    assert first is not None, "compose_run asks for a tolerance"
+    calibration = round(config.calibration_share * result["corpus"]["prompts"])
+    promised: list[Calibrator] = [first.promising(tolerance) for tolerance in config.tolerances]
+    _require(promised, calibration, config)
+    metrics = {promise["against"]: promise["metric"] for promise in result["promises"]}
+    seed = settings.get("seed", 0)
+    found = _resampled(losses, result["layers"], promised, calibration, config.resamplings, seed, metrics)
+    means = {against: result["mean_losses"][against] for against in losses}
+    return {**result, "mean_losses": means, "losses_sha256": records.digest(losses), **found}, losses
+
+
+def _resampled(
+    losses: Mapping[str, np.ndarray],
+    layers: Sequence[float],
+    promised: Sequence[Calibrator],
+    calibration: int,
+    draws: int,
+    seed: int,
+    metrics: Mapping[str, str | None],
+) -> dict[str, Any]:
+    promises = [
+        {"against": against, "metric": metrics[against]}
+        | resample(table, layers, each, calibration=calibration, draws=draws, seed=seed)
+        for against, table in losses.items()
+        for each in promised
+    ]
+    return {"promises": promises, "passed": not any(promise["kept"] is False for promise in promises)}
 
 
 def _require(promised: list[Calibrator], calibration: int, config: PromiseConfig) -> None:

@@ -78,6 +78,31 @@ def write(
     files.write_json(folder / RESULT, dict(result))
 
 
+def write_again(
+    results: Path,
+    config: PromiseConfig,
+    earlier: Record,
+    result: Mapping[str, Any],
+    losses: Mapping[str, np.ndarray],
+) -> Path:
+    """The record of other resamplings of the same losses, which says where and when they were measured.
+
+    Returns:
+        Its folder.
+    """
+    from bench.utils import redact
+
+    promise = asdict(config) | {"record": earlier.folder.name}
+    name = f"{earlier.folder.name.rpartition('-')[0]}-{files.json_sha256(promise)[:12]}"
+    folder = results / FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = redact.argv(["bench", "promise", *sys.argv[2:]])
+    files.write_json(folder / MANIFEST, redact.tree({**earlier.manifest, "promise": promise, "argv": argv}))
+    np.savez_compressed(folder / LOSSES, allow_pickle=False, **losses)
+    files.write_json(folder / RESULT, dict(result))
+    return folder
+
+
 @dataclass(frozen=True)
 class Record:
     """A record that was read."""
@@ -95,11 +120,14 @@ class Record:
 
 def read(results: Path) -> list[Record]:
     """The records in a folder of results, by model and name."""
-    found = []
-    for file in sorted((results / FOLDER).glob(f"*/{RESULT}")):
-        manifest, result = (json.loads((file.parent / name).read_text(encoding="utf-8")) for name in (MANIFEST, RESULT))
-        found.append(Record(file.parent, manifest, result))
+    found = [read_one(file.parent) for file in sorted((results / FOLDER).glob(f"*/{RESULT}"))]
     return sorted(found, key=lambda record: (record.manifest["model"]["name"], record.label))
+
+
+def read_one(folder: Path) -> Record:
+    """The record in a folder."""
+    manifest, result = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (MANIFEST, RESULT))
+    return Record(folder, manifest, result)
 
 
 def read_losses(folder: Path) -> dict[str, np.ndarray]:

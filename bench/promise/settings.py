@@ -20,6 +20,7 @@ class PromiseConfig:
         resamplings: how often the prompts are split anew into calibration and test prompts
         calibration_share: of the prompts; the others test
         prompts: most prompts that are decoded; null: all of the corpus
+        record: folder of an earlier test, whose losses are resampled; nothing is decoded
     """
 
     tolerances: tuple[float, ...] = (0.02, 0.05, 0.1)
@@ -27,6 +28,7 @@ class PromiseConfig:
     resamplings: int = 100
     calibration_share: float = 0.5
     prompts: int | None = None
+    record: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tolerances or not all(0 < tolerance < 1 for tolerance in self.tolerances):
@@ -42,3 +44,5 @@ class PromiseConfig:
         for name in ("resamplings", "prompts"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}. Set {name}=NUMBER.")
+        if self.record is not None and self.prompts is not None:
+            raise UserError("prompts has no effect beside record, whose losses are of all its prompts. Leave it out.")

@@ -130,6 +130,38 @@ def test_a_changed_record_is_noticed(record: records.Record, tmp_path: Path) -> 
     assert "broken" in validate.check_one(copy).problems[0]
 
 
+def test_losses_are_resampled_without_decoding(record: records.Record, tmp_path: Path, capsys: Any) -> None:
+    def again(*words: str) -> records.Record:
+        place = tmp_path / str(len(words))
+        said = ["promise", f"record={record.folder}", f"paths.results={place}", "tolerances=0.3", *words]
+        assert cli.main(said) in (OK, INVALID)
+        (found,) = records.read(place)
+        assert str(found.folder) in capsys.readouterr().out and next(validate.check(place)).problems == []
+        return found
+
+    same, more = again("resamplings=10"), again("resamplings=300", "losses=textual")
+    assert same.result == record.result and same.manifest["model"] == record.manifest["model"]
+    assert same.manifest["promise"]["record"] == record.folder.name and same.folder.name != record.folder.name
+    (promise,) = more.result["promises"]
+    losses, grid = records.read_losses(more.folder), (0.9, 0.5, 0.1)
+    own = ThresholdCalibrator(RiskTarget(tolerance=0.3, thresholds=grid), 0.3, grid)
+    found = resample(losses["textual"], more.result["layers"], own, calibration=30, draws=300, seed=0)
+    assert json.loads(json.dumps(found)).items() <= promise.items() and set(losses) == {"textual"}
+    with pytest.raises(UserError, match="has losses of textual, got losses=risk"):
+        command.run_again(PromiseConfig(losses=("risk",), tolerances=(0.3,)), more.folder, tmp_path)
+
+
+def test_what_does_not_fit_an_earlier_record_is_refused(record: records.Record, tmp_path: Path, capsys: Any) -> None:
+    for words, message in (
+        ([f"record={tmp_path}"], "record must be a folder of promise/ in a folder of results"),
+        ([f"record={record.folder}", "method=calm"], "Unknown setting 'method'"),
+        ([f"record={record.folder}", "prompts=40"], "prompts has no effect beside record"),
+        ([f"record={record.folder}", "tolerances=0.05"], "A tolerance of 0.05 needs at least"),
+    ):
+        assert cli.main(["promise", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_the_table_and_the_figure_say_the_same(record: records.Record) -> None:
     import matplotlib
 
