@@ -37,7 +37,7 @@ def folder_name(cfg: RunConfig, config: PromiseConfig, loaded: Loaded, part: str
     """
     parts = {
         "config": defining(cfg),
-        "promise": asdict(config),
+        "promise": {key: value for key, value in asdict(config).items() if key != "record"},
         "revision": loaded.revision,
         "part": part,
         "dtype": str(loaded.lm.dtype),
@@ -64,18 +64,9 @@ def write(
 ) -> None:
     """All files of the record."""
     from bench.measure.manifest import circumstances
-    from bench.utils import redact
 
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = {
-        "promise": asdict(config),
-        "config": defining(cfg),
-        "argv": redact.argv(["bench", "promise", *sys.argv[2:]]),
-        **circumstances(loaded, begin, seconds),
-    }
-    files.write_json(folder / MANIFEST, redact.tree(manifest))
-    np.savez_compressed(folder / LOSSES, allow_pickle=False, **losses)
-    files.write_json(folder / RESULT, dict(result))
+    manifest = {"config": defining(cfg), **circumstances(loaded, begin, seconds)}
+    _write(folder, manifest | {"promise": asdict(config)}, result, losses)
 
 
 def write_again(
@@ -90,17 +81,23 @@ def write_again(
     Returns:
         Its folder.
     """
-    from bench.utils import redact
-
     promise = asdict(config) | {"record": earlier.folder.name}
     name = f"{earlier.folder.name.rpartition('-')[0]}-{files.json_sha256(promise)[:12]}"
     folder = results / FOLDER / name
+    _write(folder, earlier.manifest | {"promise": promise}, result, losses)
+    return folder
+
+
+def _write(
+    folder: Path, manifest: Mapping[str, Any], result: Mapping[str, Any], losses: Mapping[str, np.ndarray]
+) -> None:
+    from bench.utils import redact
+
     folder.mkdir(parents=True, exist_ok=True)
     argv = redact.argv(["bench", "promise", *sys.argv[2:]])
-    files.write_json(folder / MANIFEST, redact.tree({**earlier.manifest, "promise": promise, "argv": argv}))
+    files.write_json(folder / MANIFEST, redact.tree({**manifest, "argv": argv}))
     np.savez_compressed(folder / LOSSES, allow_pickle=False, **losses)
     files.write_json(folder / RESULT, dict(result))
-    return folder
 
 
 @dataclass(frozen=True)

@@ -308,14 +308,13 @@ class _Kernels:
         memory: Memory,
     ) -> Float[Tensor, "B T D"]:
         """See ``Network.decode``; rows of like lengths are run together, so that little padding is."""
-        if padding is None:
-            return self._together(hidden, looks, positions, None, memory)
-        groups = reading_groups(padding[:, 0, 0].sum(1).tolist())
-        if len(groups) == 1:
+        counts = [] if padding is None else padding.sum(-1).flatten().tolist()
+        groups = reading_groups(counts)
+        if padding is None or len(groups) == 1:
             return self._together(hidden, looks, positions, padding, memory)
         states = torch.zeros_like(hidden)
         for rows in groups:
-            width = int(padding[rows].sum(-1).max())
+            width = max(counts[row] for row in rows)
             seen = looks if looks is None or len(looks) == 1 else looks[rows]
             seen = None if seen is None else seen[..., :width, :width]
             inside, few = padding[rows, ..., :width], memory.of_rows(rows)

@@ -127,10 +127,8 @@ def test_with_a_causal_mask_it_is_the_teacher(target: Seq2SeqLM) -> None:
     assert (free - states).abs().max() > 1e-3
 
 
-@pytest.mark.skipif(not usable(torch.device("cpu"), torch.float32, 16), reason="no C++ compiler")
-@pytest.mark.parametrize("family", tiny_students.FAMILIES)
-@pytest.mark.parametrize(("positional", "blind"), [(False, False), (True, False), (False, True), (True, True)])
-def test_by_kernels_it_is_the_network_that_was_trained(family: str, positional: bool, blind: bool) -> None:
+def for_kernels(family: str, positional: bool, blind: bool) -> tuple[Seq2SeqLM, Network]:
+    """A teacher of a shape that the kernels run, and a network that begins as it and is not settled yet."""
     heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}  # of 16 numbers, as the kernels need them
     hf = tiny_students.network(torch.float32, family=family, **heads)
     lm = Seq2SeqLM.from_hf(hf, keep_hf=True, linear="panels")
@@ -139,6 +137,14 @@ def test_by_kernels_it_is_the_network_that_was_trained(family: str, positional: 
     for layer in network.decoder if positional else ():
         torch.nn.init.normal_(layer.positional.out.weight, std=0.3)  # type: ignore[union-attr,arg-type]
     network.eval().requires_grad_(False)
+    return lm, network
+
+
+@pytest.mark.skipif(not usable(torch.device("cpu"), torch.float32, 16), reason="no C++ compiler")
+@pytest.mark.parametrize("family", tiny_students.FAMILIES)
+@pytest.mark.parametrize(("positional", "blind"), [(False, False), (True, False), (False, True), (True, True)])
+def test_by_kernels_it_is_the_network_that_was_trained(family: str, positional: bool, blind: bool) -> None:
+    lm, network = for_kernels(family, positional, blind)
     rows = torch.nn.utils.rnn.pad_sequence(SOURCES, batch_first=True)
     lengths, wanted = torch.tensor([len(source) for source in SOURCES]), torch.tensor([6, 2, 9, 1, 4])
     written = torch.randint(3, VOCABULARY, (len(SOURCES), 9), generator=rng())
@@ -174,14 +180,7 @@ def test_sources_of_many_lengths_are_read_in_groups_and_each_as_alone() -> None:
 @pytest.mark.skipif(not usable(torch.device("cpu"), torch.float32, 16), reason="no C++ compiler")
 @pytest.mark.parametrize(("positional", "blind"), [(False, False), (True, True)])
 def test_texts_of_many_lengths_are_written_in_groups_and_each_as_alone(positional: bool, blind: bool) -> None:
-    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
-    hf = tiny_students.network(torch.float32, **heads)
-    lm = Seq2SeqLM.from_hf(hf, keep_hf=True, linear="panels")
-    network = Network(Shape.of(lm), hf.get_input_embeddings().weight, positional=positional, blind=blind)
-    network.start_from(hf)
-    for layer in network.decoder if positional else ():
-        torch.nn.init.normal_(layer.positional.out.weight, std=0.3)  # type: ignore[union-attr,arg-type]
-    network.eval().requires_grad_(False)
+    lm, network = for_kernels("marian", positional, blind)
     network.settle(lm)
     read, wanted = [9, 40, 2, 30, 4], [40, 3, 38, 5, 4]
     assert len(reading_groups(wanted)) == 2
