@@ -76,7 +76,10 @@ ALSO = {
     "methods/base_models/self_diffusion.py": {"speculative"},
     "bench": {"autoregressive"},
 }
-EXPERIMENTS = {"bench/measure/confidence_timing.py": "methods.early_exit"}  # look at one family from inside
+EXPERIMENTS = {  # look at one family from inside
+    "bench/measure/confidence_timing.py": "methods.early_exit",
+    "bench/promise/measure.py": "methods.early_exit.calibrator",
+}
 # The lossless experiments draw from the rules themselves, correct and wrong ones.
 RULES = {"methods.speculative", "bench.lossless.wrong_rules"}
 
