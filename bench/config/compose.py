@@ -119,6 +119,20 @@ def compose_jobs(overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
         return [(_kept(job), composed.run(job)) for job in jobs]
 
 
+def compose_each(lines: Sequence[Sequence[str]]) -> list[RunConfig]:
+    """The runs of several command lines. What they share is composed once, see ``compose_jobs``.
+
+    Raises:
+        UserError: see ``compose``.
+    """
+    with _hydra():
+        _check_words(list(dict.fromkeys(word for line in lines for word in line)))
+        shared = set.intersection(*map(set, lines)) if lines else set()
+        varied = {word.partition("=")[0] for line in lines for word in line if word not in shared}
+        composed = _Composed(varied & set(groups()), varied - set(groups()))
+        return [composed.run(line) for line in lines]
+
+
 def _kept(words: Sequence[str]) -> list[str]:
     """Without settings of Hydra itself, but for the folders in which a job finds its own methods."""
     return [word for word in words if not word.startswith("hydra") or word.startswith(f"{_SEARCHPATH}=")]
@@ -155,11 +169,21 @@ class _Composed:
 
     def _chosen(self, common: Sequence[str], choices: Mapping[str, str]) -> dict[str, Any] | None:
         files = {group: _plain_file(conf_dir(), group, choice) for group, choice in choices.items()}
-        fixed = tuple(word for word in common if files.get(word.partition("=")[0]) is None)
-        if fixed not in self._known:
-            self._known[fixed] = _settled(fixed)
-        found = self._known[fixed]
+        fixed = self._fixed(common, files)
+        found = self._settled(fixed)
+        if changed := [group for group, tree in files.items() if tree and found and not _is_a_file(found, group)]:
+            files |= dict.fromkeys(changed)  # another group's choice has a say there: measure=quick and the data set
+            found = self._settled(self._fixed(common, files))
         return None if found is None else deepcopy(found | {group: tree for group, tree in files.items() if tree})
+
+    @staticmethod
+    def _fixed(common: Sequence[str], files: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(word for word in common if files.get(word.partition("=")[0]) is None)
+
+    def _settled(self, words: tuple[str, ...]) -> dict[str, Any] | None:
+        if words not in self._known:
+            self._known[words] = _settled(words)
+        return self._known[words]
 
     def _with(self, tree: dict[str, Any] | None, word: str) -> dict[str, Any] | None:
         """The tree with a value replaced; None where the word does more than replace one plain value by another."""
@@ -190,6 +214,12 @@ def _plain_file(conf: Path, group: str, choice: str) -> dict[str, Any] | None:
     shared: Any = OmegaConf.load(conf / "config.yaml")
     merged: Any = OmegaConf.to_container(OmegaConf.merge(shared.get(group, {}), OmegaConf.load(file)))
     return dict(merged)
+
+
+def _is_a_file(tree: Mapping[str, Any], group: str) -> bool:
+    """Whether a group has what one of its choices puts there, and nothing by a choice of another group."""
+    found = tree.get(group)
+    return isinstance(found, dict) and found == _plain_file(conf_dir(), group, str(found.get("name")))
 
 
 def _settled(words: Sequence[str]) -> dict[str, Any] | None:

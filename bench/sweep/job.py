@@ -96,7 +96,7 @@ def attempt(task: Task, fresh: bool | datetime, since: datetime | None = None) -
     """``execute`` for a sweep: a failure is printed and returned instead of raised."""
     try:
         with _ended_after(task.timeout_s):
-            cfgs = [compose.compose(words) for words in (task.words, *task.together.values())]
+            cfgs = compose.compose_each([task.words, *task.together.values()])
             if len(cfgs) == 1:
                 return Result(execute(cfgs[0], fresh, since=since))
             return _execute_together(cfgs, fresh, since)

@@ -142,12 +142,13 @@ def reading_groups(lengths: Sequence[int]) -> list[list[int]]:
         lengths: tokens of each row's prompt.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    least, begins = [0], [0]
-    for end in range(1, len(order) + 1):
+    ends = [end for end in range(1, len(order)) if lengths[order[end - 1]] < lengths[order[end]]]  # not among equals
+    ends += [len(order)] if order else []
+    least, begins = {0: 0}, {0: 0}
+    for end in ends:
         longest = lengths[order[end - 1]]
-        cost, begin = min((least[begin] + (end - begin) * longest, begin) for begin in range(end))
-        least.append(cost + _READ_WITH_WEIGHTS)
-        begins.append(begin)
+        cost, begins[end] = min((least[begin] + (end - begin) * longest, begin) for begin in least)
+        least[end] = cost + _READ_WITH_WEIGHTS
     groups, end = list[list[int]](), len(order)
     while end:
         groups.append(order[begins[end] : end])

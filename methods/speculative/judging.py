@@ -122,17 +122,25 @@ def _read(draft: Draft, wanted: Int[Tensor, "B M"]) -> Iterator[tuple[list[int],
 
 
 def _drawn_on_host(draft: Draft, logits: Float[Tensor, "B M V"], sampling: Sampling, rng: Generator) -> Judged:
-    """``DeterministicTree`` at a temperature: only nodes on the kept path are drawn after."""
-    columns, tokens = [], []
-    for row, (drafted, parents) in enumerate(zip(*draft.lists(), strict=True)):
-        every = [*zip(parents, drafted, range(len(parents)), strict=True)]
-        children = {(parent, token): column for parent, token, column in reversed(every)}  # of equal ones the first
-        kept, new = list[int](), [int(sampling.pick(logits[row, 0], rng))]
-        while (column := children.get((kept[-1] if kept else -1, new[-1]))) is not None:
-            kept.append(column)
-            new.append(int(sampling.pick(logits[row, 1 + column], rng)))
-        columns.append(kept)
-        tokens.append(new)
+    """``DeterministicTree`` at a temperature: only nodes on the kept paths are drawn after, of all rows at once."""
+    children = []
+    for drafted, parents in zip(*draft.lists(), strict=True):
+        every = reversed([*zip(parents, drafted, range(len(parents)), strict=True)])  # of equal nodes the first counts
+        children.append({(parent, token): column for parent, token, column in every})
+    columns: list[list[int]] = [[] for _ in children]
+    tokens: list[list[int]] = [[] for _ in children]
+    rows, ends = list(range(len(children))), [-1] * len(children)  # those whose paths go on, and where each path ends
+    while rows:
+        after = [1 + ends[row] for row in rows]
+        scores = logits[0, after[0]][None] if len(children) == 1 else logits[rows, after]
+        drawn = list(zip(rows, sampling.pick(scores, rng).tolist(), strict=True))
+        rows = []
+        for row, token in drawn:
+            tokens[row].append(token)
+            if (column := children[row].get((ends[row], token))) is not None:
+                columns[row].append(column)
+                ends[row] = column
+                rows.append(row)
     bonus = from_host([new[-1] for new in tokens], logits.device)
     return Judged(columns, tokens, bonus, _path(columns, logits.device), [])
 

@@ -289,7 +289,7 @@ def test_a_tree_is_drafted_by_kernels_from_its_tokens_on(version: int, monkeypat
     monkeypatch.setattr(trees, "enter_pairs", lambda *given, **more: asked.append(more) or enter_pairs(*given, **more))
     found = []
     for follows in (True, False):
-        _, target = both(lambda: checks.tiny_target().hf.float())
+        _, target = both(lambda: checks.tiny_target(layers=3).hf.float())
         decoder = test_rounds.eagle(GraphedLM.of(target, capture=ON_GPU), Sampling(), version, **GROWN)
         if not follows:
             asked.clear()

@@ -350,8 +350,7 @@ def test_a_draft_model_must_read_the_tokens_of_the_target(
 
 
 def test_methods_say_whether_they_need_the_hugging_face_model() -> None:
-    needs = {
-        name: instantiate.needs_hf(compose.compose([f"method={name}"]).method) for name in compose.groups()["method"]
-    }
+    methods = [cfg.method for cfg in compose.compose_each([[f"method={name}"] for name in compose.groups()["method"]])]
+    needs = {method["name"]: instantiate.needs_hf(method) for method in methods}
     peers = {name for name in needs if name.startswith("hf_")} | {"flashspec", "ctranslate2"}
     assert {name for name in needs if needs[name]} == peers

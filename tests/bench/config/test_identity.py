@@ -32,9 +32,13 @@ CARDS = sorted((ROOT / "data" / "checkpoints").glob("*/card.json"))
 
 
 @cache
+def todays() -> dict[Path, RunConfig]:
+    lines = [[*overrides.words(entry.config), f"paths.results={REFERENCE}"] for entry in RECORDS]
+    return dict(zip((entry.path for entry in RECORDS), compose.compose_each(lines), strict=True))
+
+
 def today(entry_path: Path) -> RunConfig:
-    stored = next(entry.config for entry in RECORDS if entry.path == entry_path)
-    return compose.compose([*overrides.words(stored), f"paths.results={REFERENCE}"])
+    return todays()[entry_path]
 
 
 @pytest.mark.parametrize("entry", RECORDS, ids=lambda entry: entry.path.name)

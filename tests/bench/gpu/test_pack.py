@@ -248,5 +248,4 @@ def test_the_commands_of_a_stage_can_be_read(stage: plan.Stage) -> None:
             arms = next((word for word in words if word.startswith("arms=")), "arms=[autoregressive]")
             named = arms.removeprefix("arms=[").removesuffix("]").split(",")
             rest = [word for word in words if not word.startswith("arms=")]
-            for method in named if arms in words else [None]:
-                compose.compose([*([f"method={method}"] if method else []), *rest])
+            compose.compose_each([[f"method={method}", *rest] for method in named] if arms in words else [rest])

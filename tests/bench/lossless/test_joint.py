@@ -104,7 +104,7 @@ EXACT: dict[str, Callable[[], Decoder]] = {
     "another vocabulary, its text (SLEM)": lambda: foreign("slem"),
     "eagle, drawn tree": drawn_tree,
     "eagle, dynamic tree": lambda: eagle(target(), SAMPLING, 2, tree="dynamic", depth=2, top_k=3, nodes=6),
-    "medusa": lambda: medusa(target(), SAMPLING),
+    "medusa": lambda: medusa(target(), SAMPLING, nodes=12),
     "dspark, ended by confidence, judged as a block": lambda: drawn_chain(block=True, confidence=0.25),
 }
 WRONG: dict[str, Callable[[], Decoder]] = {

@@ -30,6 +30,7 @@ LARGE = [
     *("model=random", "model.hidden_size=512", "model.heads=8", "model.layers=6", "model.vocab_size=16000"),
     *("hardware=cpu_fp32", "hardware.threads=1"),
 ]
+QUICK = ["measure.warmup=0", "measure.cost_curve=false", "measure.agreement=false", "measure.bootstrap_samples=100"]
 
 
 @pytest.fixture
@@ -39,8 +40,7 @@ def cfg(tmp_path: Path) -> RunConfig:
         "".join(json.dumps({"question_id": i, "category": "chat", "turns": [f"Say {i} {i}."]}) + "\n" for i in range(2))
     )
     words = [*LARGE, "dataset=jsonl", f"dataset.path={file}", "batch_size=2"]
-    quick = ["measure.warmup=0", "measure.cost_curve=false", "measure.agreement=false", "measure.bootstrap_samples=100"]
-    composed = compose.compose(["method=prompt_lookup", *words, *quick, "max_new_tokens=3"])
+    composed = compose.compose(["method=prompt_lookup", "method.costs=null", *words, *QUICK, "max_new_tokens=3"])
     return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
 
 
@@ -68,7 +68,8 @@ def test_the_memory_of_code_does_not_count(tmp_path: Path) -> None:
     prompt = {"question_id": 1, "category": "chat", "turns": ["Say so."], "reference": ["So."]}
     file.write_text(json.dumps(prompt) + "\n")
     words = [*LARGE, "dataset=jsonl", f"dataset.path={file}", "dataset.scorer=rouge", f"paths.results={results}"]
-    command = [sys.executable, "-m", "bench", "method=prompt_lookup", *words, "measure=quick", "max_new_tokens=3"]
+    method = ["method=prompt_lookup", "method.costs=null", "max_new_tokens=3"]
+    command = [sys.executable, "-m", "bench", *method, *words, *QUICK]
     subprocess.run(command, capture_output=True, timeout=300)  # INVALID on a busy machine
     summary = json.loads(next(results.glob("*/summary.json")).read_text())
     if summary["peak_memory_bytes"] is None:

@@ -37,7 +37,7 @@ def cfg(tmp_path: Path) -> RunConfig:
     large = ["model=random", "model.hidden_size=512", "model.heads=8", "model.layers=6", "model.vocab_size=16000"]
     words = [*large, "dataset=jsonl", f"dataset.path={file}", "hardware=cpu_fp32", "hardware.threads=1", "batch_size=8"]
     quick = ["measure.warmup=0", "measure.cost_curve=false", "measure.agreement=false", "measure.bootstrap_samples=100"]
-    composed = compose.compose(["method=prompt_lookup", *words, *quick, "max_new_tokens=3"])
+    composed = compose.compose(["method=prompt_lookup", "method.costs=null", *words, *quick, "max_new_tokens=3"])
     return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
 
 
