@@ -269,7 +269,8 @@ def main(words: list[str] | None = None) -> int:
     made[root / FIGURE] = figure(root / _FOLDER)
     made[root / PROMISES] = promises_figure(root / _FOLDER)
     known = {page: page.read_text(encoding="utf-8") if page.is_file() else "" for page in made}
-    stale = [page for page, text in made.items() if facts(page, known[page]) != facts(page, text)]
+    differ = [page for page, text in made.items() if known[page] != text]
+    stale = [page for page in differ if write or facts(page, known[page]) != facts(page, made[page])]
     for page in stale:
         print(f"{page.relative_to(root)}: {'written' if write else 'out of date'}")
         if write:
