@@ -319,6 +319,11 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         [of(run, "quality", "bleu") for run in ("98b58e40864e", "1a548acc1acf", "d91aa4a517c5", "2198be841367")],
     ),
     (
+        "docs/translation.md",
+        rf"the spread: `nat` has {N} and {N} BLEU, `glat` {N} \(float32\)",
+        [of(run, "quality", "bleu") for run in ("05b7bc0c01ce", "2565f1447609", "57ccfb0cfa00")],
+    ),
+    (
         "docs/chat.md",
         rf"`hybrid` writes {N} tokens per step at temperature 0, {N} at 0\.7 and {N} at 1\.",
         [of(run, "tokens_per_step") for run in ("469578fac658", "196892c08302", "aa7326dce728")],

@@ -355,7 +355,7 @@ def test_recorded_drafts_of_networks_are_those_of_torch(name: str, monkeypatch: 
     monkeypatch.setattr(TritonLayers, "run", lambda *given, **more: ran.append(given[0]) or run_layers(*given, **more))
     for target in both(lambda: checks.tiny_target(layers=3).hf.float()):
         decoder = test_rounds.DRAFTED[name](GraphedLM.of(target, capture=ON_GPU), Sampling())
-        found.append([test_rounds.drafted(decoder, PROMPTS[:2], 5) for _ in range(2)])
+        found.append([test_rounds.drafted(decoder, PROMPTS[:2], limit) for limit in (3, 5)])
     for theirs, ours in zip(*found, strict=True):
         test_rounds.require_equal(ours, theirs)
     assert decoder.drafter.network.triton in ran

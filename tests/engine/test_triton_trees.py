@@ -294,7 +294,7 @@ def test_a_tree_is_drafted_by_kernels_from_its_tokens_on(version: int, monkeypat
         if not follows:
             asked.clear()
             monkeypatch.setattr(FixedReader, "follows", lambda *given: False)
-        found.append(test_rounds.drafted(decoder, PROMPTS[:2], 4))
+        found.append(test_rounds.drafted(decoder, PROMPTS[:2], 3))
         levels = [more.get("level") for more in asked]
         assert set(levels) == {None, 0, 1} if follows else not levels
         assert set(made) == {(3 + 2 * 9, 8)}

@@ -51,6 +51,13 @@ def windowed(family: str) -> Any:
     return tiny(family, **slides)
 
 
+@pytest.fixture(scope="module")
+def texts(target: CausalLM) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Prompts, and what transformers writes after them."""
+    prompts = checks.prompts(target.vocab_size, (11, 3))
+    return prompts, [greedy(target, prompt) for prompt in prompts]
+
+
 def greedy(target: CausalLM, prompt: torch.Tensor) -> list[int]:
     """What transformers itself says, one token after the other."""
     ids = prompt.tolist()
@@ -60,9 +67,10 @@ def greedy(target: CausalLM, prompt: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_texts_are_the_greedy_ones_of_transformers(name: str, target: CausalLM) -> None:
-    prompts = checks.prompts(target.vocab_size, (11, 3))
-    wanted = [greedy(target, prompt) for prompt in prompts]
+def test_texts_are_the_greedy_ones_of_transformers(
+    name: str, target: CausalLM, texts: tuple[list[torch.Tensor], list[list[int]]]
+) -> None:
+    prompts, wanted = texts
     for model in (target, GraphedLM.of(target, capture=False)):
         assert checks.outputs(METHODS[name](model, Sampling()), prompts, LIMIT) == wanted
 
