@@ -148,7 +148,7 @@ class _Composed:
 
     def __init__(self, groups: Collection[str], settings: Collection[str]) -> None:
         self._groups, self._settings = groups, settings
-        self._known: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        self._known: dict[tuple[str, ...], tuple[dict[str, Any] | None, list[str]]] = {}
         self._read: dict[str, list[Override]] = {}
 
     def run(self, words: Sequence[str]) -> RunConfig:
@@ -169,20 +169,18 @@ class _Composed:
 
     def _chosen(self, common: Sequence[str], choices: Mapping[str, str]) -> dict[str, Any] | None:
         files = {group: _plain_file(conf_dir(), group, choice) for group, choice in choices.items()}
-        fixed = self._fixed(common, files)
-        found = self._settled(fixed)
-        if changed := [group for group, tree in files.items() if tree and found and not _is_a_file(found, group)]:
-            files |= dict.fromkeys(changed)  # another group's choice has a say there: measure=quick and the data set
-            found = self._settled(self._fixed(common, files))
+        found, shared = self._settled(common, files)
+        if changed := [group for group in shared if files.get(group)]:
+            files |= dict.fromkeys(changed)  # composed with its choice, where another choice has a say: measure=quick
+            found, _ = self._settled(common, files)
         return None if found is None else deepcopy(found | {group: tree for group, tree in files.items() if tree})
 
-    @staticmethod
-    def _fixed(common: Sequence[str], files: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(word for word in common if files.get(word.partition("=")[0]) is None)
-
-    def _settled(self, words: tuple[str, ...]) -> dict[str, Any] | None:
+    def _settled(self, common: Sequence[str], files: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+        """What is composed where files take no group's place, and its groups that are not as one of their files."""
+        words = tuple(word for word in common if files.get(word.partition("=")[0]) is None)
         if words not in self._known:
-            self._known[words] = _settled(words)
+            tree = _settled(words)
+            self._known[words] = tree, [group for group in self._groups if tree and not _is_a_file(tree, group)]
         return self._known[words]
 
     def _with(self, tree: dict[str, Any] | None, word: str) -> dict[str, Any] | None:
@@ -219,7 +217,7 @@ def _plain_file(conf: Path, group: str, choice: str) -> dict[str, Any] | None:
 def _is_a_file(tree: Mapping[str, Any], group: str) -> bool:
     """Whether a group has what one of its choices puts there, and nothing by a choice of another group."""
     found = tree.get(group)
-    return isinstance(found, dict) and found == _plain_file(conf_dir(), group, str(found.get("name")))
+    return any(found == _plain_file(conf_dir(), group, choice) for choice in groups()[group])
 
 
 def _settled(words: Sequence[str]) -> dict[str, Any] | None:
