@@ -169,14 +169,14 @@ class _Composed:
 
     def _chosen(self, common: Sequence[str], choices: Mapping[str, str]) -> dict[str, Any] | None:
         files = {group: _plain_file(conf_dir(), group, choice) for group, choice in choices.items()}
-        found, shared = self._settled(common, files)
+        found, shared = self._beside(common, files)
         if changed := [group for group in shared if files.get(group)]:
             files |= dict.fromkeys(changed)  # composed with its choice, where another choice has a say: measure=quick
-            found, _ = self._settled(common, files)
+            found, _ = self._beside(common, files)
         return None if found is None else deepcopy(found | {group: tree for group, tree in files.items() if tree})
 
-    def _settled(self, common: Sequence[str], files: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-        """What is composed where files take no group's place, and its groups that are not as one of their files."""
+    def _beside(self, common: Sequence[str], files: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+        """What all words compose but those of files, and its groups that are not as any of their files."""
         words = tuple(word for word in common if files.get(word.partition("=")[0]) is None)
         if words not in self._known:
             tree = _settled(words)
