@@ -74,6 +74,7 @@ ALSO = {
     "methods/base_models/hash_teacher.py": {"early_exit"},
     "methods/base_models/exit_model.py": {"early_exit"},
     "methods/base_models/self_diffusion.py": {"speculative"},
+    "methods/base_models/masked_diffusion.py": {"non_autoregressive"},
     "bench": {"autoregressive"},
 }
 EXPERIMENTS = {  # look at one family from inside

@@ -74,7 +74,7 @@ def check_prompts(cfg: RunConfig, count: int) -> list[str]:
 def check_loaded(cfg: RunConfig, task: Any, loaded: Loaded) -> list[str]:
     """What speaks against a run with this model, where only its files tell."""
     kind = "masked" if loaded.denoises else loaded.kind
-    found = _mismatches(cfg, getattr(task, "kind", "any"), kind, loaded.kind, loaded.name)
+    found = _mismatches(cfg, getattr(task, "kind", "any"), kind, loaded.data_kind, loaded.name)
     return [*found, _read_whole(cfg)] if cfg.measure.prefix_cache and kind != "causal" else found
 
 
@@ -218,7 +218,8 @@ def _mismatches(cfg: RunConfig, data_kind: str, kind: str | None, text_kind: str
     Args:
         data_kind: which models the data set is for.
         kind: what the model is; None: unknown.
-        text_kind: the same for the data set, to which a diffusion model is like a causal one.
+        text_kind: the same for the data set, to which a diffusion model is like a causal one, or, where it translates,
+            like an encoder-decoder.
     """
     found = []
     if text_kind is not None and data_kind not in ("any", text_kind):
@@ -229,7 +230,7 @@ def _mismatches(cfg: RunConfig, data_kind: str, kind: str | None, text_kind: str
         needed = _KINDS["masked"] if wanted == "masked" else "a model that writes from left to right"
         found.append(
             f"method={cfg.method['name']} needs {needed}, got model={model}. Use method=diffusion with diffusion "
-            "models (model=llada_8b, model=dream_7b), and with no others."
+            "models (model=llada_8b, dream_7b, multi30k_masked_diffusion_distilled), and with no others."
         )
     elif kind is not None and wanted not in ("any", kind):
         found.append(f"method={cfg.method['name']} needs {_KINDS[wanted]}, and {model} is {_KINDS[kind]}.")

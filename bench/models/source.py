@@ -70,6 +70,11 @@ class Loaded:
         return "seq2seq" if isinstance(self.lm, Seq2SeqLM) else "causal"
 
     @property
+    def data_kind(self) -> Literal["causal", "seq2seq"]:
+        """The same for data sets: a diffusion model that translates reads what an encoder would."""
+        return "seq2seq" if self.denoises and self.languages else self.kind
+
+    @property
     def denoises(self) -> bool:
         """Whether it fills in masks, instead of writing from left to right."""
         from methods.engine.masked_lm import MaskedLM

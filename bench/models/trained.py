@@ -59,7 +59,19 @@ class TrainedModel:
             layers = f" corpus={corpus} 'train.layers=[{encoder},{decoder}]'"
             more = f" train.data=distilled model={corpus}_4_4" if distilled else ""
             more += f" train.exits={exits}" if exits else ""
+        elif found := re.fullmatch(r"(.+)_masked_diffusion(_distilled)?", self.name):
+            corpus, distilled = found.groups()
+            more = f" corpus={corpus} " + (f"model={corpus}_4_4" if distilled else "train.data=raw")
         return f"python -m bench train method={self.method}{layers}{more}"
+
+
+class TrainedDiffusionModel(TrainedModel):
+    """A diffusion model that translates: it writes after what it reads, and data sets are for it as for an
+    encoder-decoder.
+    """
+
+    kind = "seq2seq"
+    denoises = True
 
 
 def is_trained(model: Mapping[str, Any]) -> bool:
