@@ -92,6 +92,17 @@ class MaskedDiffusionTraining(TranslationTraining):
         network.generation_config = GenerationConfig(**special, bad_words_ids=[[pad], [mask]])
         return network
 
+    def initialise(self, network: Any, tokenizer: PreTrainedTokenizerFast, context: TrainingContext) -> None:
+        """Begin with the teacher's embedding where it has this vocabulary and width, as students do."""
+        hf: Any = context.model.hf if context.model is not None else None
+        ours = network.get_input_embeddings().weight
+        if hf is None or context.tokenizer.get_vocab() != tokenizer.get_vocab():
+            return
+        theirs = hf.get_input_embeddings().weight
+        if theirs.shape == ours.shape:
+            with torch.no_grad():
+                ours.copy_(theirs)
+
     def loss(self, network: Any, pairs: Sequence[Pair]) -> Callable[[list[int], int], Loss]:
         """The bound of the module's docstring, per token of the target with its ends of text."""
 

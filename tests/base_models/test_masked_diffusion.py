@@ -19,10 +19,13 @@ from methods.base_models.masked_diffusion import (
     random_masks,
     read_masked,
 )
+from methods.base_models.translation import TeacherTraining
 from methods.decoder import generate
 from methods.engine.masked_lm import MaskedLM
 from methods.engine.sampling import Sampling
+from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.non_autoregressive.diffusion import Diffusion
+from methods.training.interface import TrainingContext
 from methods.training.translation import NONE
 from tests.base_models.test_translation import BRIEF, PAIRS, SMALL, context
 
@@ -80,6 +83,18 @@ def test_one_pass_reads_what_decoding_reads() -> None:
                 expected[MASK] = -torch.inf
                 torch.testing.assert_close(logits, expected)
     assert not found
+
+
+def test_a_training_begins_with_the_embedding_of_a_teacher_of_its_width() -> None:
+    maker, network, _ = made_small()
+    tokenizer = bpe.learn([text for pair in PAIRS for text in pair], 300, 40)
+    for width, same in ((32, True), (64, False)):
+        hf = TeacherTraining(**SMALL | {"width": width}).network(len(tokenizer))
+        teacher = Seq2SeqLM.from_hf(hf, keep_hf=True)
+        given = TrainingContext(output=Path(), shared_cache=Path(), model=teacher, tokenizer=tokenizer)
+        maker.initialise(network, tokenizer, given)
+        ours, theirs = (each.get_input_embeddings().weight for each in (network, hf))
+        assert (ours.shape == theirs.shape and ours.equal(theirs)) is same
 
 
 def test_masks_and_their_weights() -> None:
