@@ -1,5 +1,6 @@
 """The checks of types and shapes, on few calls of each function in each test: a checked call of a small function takes
-several times as long as the call, and most calls of a test repeat the ones before.
+several times as long as the call, and most calls of a test repeat the ones before. What checks a function is made when
+it is first needed: a function inside another one is another object at every call of that.
 """
 
 from __future__ import annotations
@@ -7,12 +8,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import jaxtyping
 
 FIRST = 8  # calls in each test that are checked; after them every call whose number is a power of two
 _test = 0
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Of a function, by its code, in the current test."""
+
+    test: int = -1
+    count: int = 0
+
+
+_of_code: dict[CodeType, _Calls] = {}
 
 
 def next_test() -> None:
@@ -29,27 +43,32 @@ def check_few_calls() -> None:
         if decorated is None:
             return functools.partial(jaxtyped, typechecker=typechecker)
         if not inspect.isclass(decorated):
-            return _few_calls(decorated, decorate(decorated, typechecker=typechecker))
+            return _few_calls(decorated, lambda: decorate(decorated, typechecker=typechecker))
         init = decorated.__init__
         if not getattr(init, "checks_few_calls", False):
             decorate(decorated, typechecker=typechecker)  # it checks what a data class is made of
-            if decorated.__init__ is not init:
-                decorated.__init__ = _few_calls(init, decorated.__init__)
+            if (checked := decorated.__init__) is not init:
+                decorated.__init__ = _few_calls(init, lambda: checked)
         return decorated
 
     jaxtyping.jaxtyped = jaxtyped
 
 
-def _few_calls(function: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
-    calls = test = 0
+def _few_calls(function: Callable[..., Any], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    calls = _Calls() if code is None else _of_code.setdefault(code, _Calls())
+    checked: Callable[..., Any] | None = None
 
     def chosen() -> Callable[..., Any]:
-        nonlocal calls, test
-        if jaxtyping.config.jaxtyping_disable:
+        nonlocal checked
+        if calls.test != _test:
+            calls.test, calls.count = _test, 0
+        calls.count = count = calls.count + 1
+        if (count > FIRST and count & (count - 1)) or jaxtyping.config.jaxtyping_disable:
             return function
-        calls = calls + 1 if test == _test else 1
-        test = _test
-        return checked if calls <= FIRST or calls & (calls - 1) == 0 else function
+        if checked is None:
+            checked = make()
+        return checked
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
