@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def part_of(target: CausalLM, texts: Texts, vocabulary: int | None, sizes: tuple
     if not texts:
         return part
     network = Network(target, part)
-    pairs = [pair for text in texts for pair in _pairs(target, network, text)]
+    pairs = [pair for _, alike in groupby(sorted(texts, key=len), len) for pair in _pairs(target, network, [*alike])]
     hidden, labels = torch.stack([h for h, _ in pairs]).double(), torch.tensor([token for _, token in pairs])
     wanted = torch.nn.functional.one_hot(chosen.of(labels).clamp(min=0), len(chosen)).double()
     wanted *= (chosen.of(labels) >= 0)[:, None]
@@ -69,15 +70,15 @@ def part_of(target: CausalLM, texts: Texts, vocabulary: int | None, sizes: tuple
     return replace(part, tensors={**part.tensors, "lm_head.weight": output.float()})
 
 
-def _pairs(target: CausalLM, network: Network, text: tuple[int, ...]) -> list[tuple[Tensor, int]]:
-    """What the output matrix reads at each place of each block of a text, and the token of that place."""
-    row, taps = torch.tensor(text, device=target.device), network.spec.taps
-    _, seen = states(target, [row], taps)
-    reader, found = Reader(network, 1, len(text) + network.spec.block + 1), []
-    for anchor in range(1, len(text) - 1):
-        reader.read([seen[tap][:, anchor - 1 : anchor] for tap in taps], [1])
-        hidden = reader.block(row[anchor : anchor + 1])[0]
-        found += list(zip(hidden.unbind(), text[anchor + 1 :], strict=False))
+def _pairs(target: CausalLM, network: Network, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, int]]:
+    """What the output matrix reads at each place of each block of texts of one length, and the token of that place."""
+    rows, taps = torch.tensor(texts, device=target.device), network.spec.taps
+    _, seen = states(target, [*rows], taps)
+    reader, found = Reader(network, len(rows), rows.shape[1] + network.spec.block + 1), []
+    for anchor in range(1, rows.shape[1] - 1):
+        reader.read([seen[tap][:, anchor - 1 : anchor] for tap in taps], [1] * len(rows))
+        for text, hidden in zip(texts, reader.block(rows[:, anchor]), strict=True):
+            found += list(zip(hidden.unbind(), text[anchor + 1 :], strict=False))
     return found
 
 
