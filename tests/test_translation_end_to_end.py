@@ -94,6 +94,25 @@ def test_exact_methods_write_the_teachers_text(words: list[str], batch: int, ben
     assert "tok:13a" in summary["quality_notes"]["bleu"] and "case:mixed" in summary["quality_notes"]["bleu"]
 
 
+def test_a_diffusion_model_is_trained_found_and_measured(bench: Any, world: Path, tmp_path: Path) -> None:
+    """By its name and by its folder; without the method that fills in masks it is refused."""
+    recipe = {"steps": 2, "tokens": 600, "warmup": 1, "evaluations": 1, "average": 1}
+    shape = {"layers": 1, "width": 32, "inner": 16, "heads": 2, "block": 4, "vocabulary": 300, "positions": 96}
+    words = [f"train.{key}={value}" for key, value in shape.items()]
+    words += [f"train.recipe.{key}={value}" for key, value in recipe.items()]
+    code, _, said = bench("method=masked_diffusion", "model=multi30k_4_4", *words, main=_train)
+    assert code == 0, said
+    name = "multi30k_masked_diffusion_distilled"
+    folder = world / "cache" / "trained" / f"masked_diffusion-{name}"
+    for model in ([f"model={name}"], ["model=hf", f"model.name={folder}"]):
+        code, out, said = bench(*track("method=diffusion", *model)[1:])
+        assert code in (errors.OK, errors.INVALID), said
+        assert "BLEU" in out
+        code, _, said = bench(*track("method=prompt_lookup", *model)[1:])
+        assert code == 2 and "needs a model that writes from left to right" in said
+    assert len([*(tmp_path / "results").glob(f"*/{run_folder.MANIFEST}")]) == 2
+
+
 def test_the_table_of_a_translation(bench: Any, tmp_path: Path) -> None:
     _, out, _ = bench(*track("method=autoregressive", "batch_size=4"))
     summary = json.loads((only(tmp_path / "results") / run_folder.SUMMARY).read_text())

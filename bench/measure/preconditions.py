@@ -205,10 +205,13 @@ def _libraries(cfg: RunConfig) -> str | None:
 
 
 def _kind(cfg: RunConfig) -> str | None:
-    masked = bool(getattr(instantiate.locate(cfg.model["_target_"]), "denoises", False))
-    text_kind = _kind_of_model(cfg.model)
+    kind = text_kind = _kind_of_model(cfg.model)
+    if getattr(instantiate.locate(cfg.model["_target_"]), "denoises", False):
+        kind = "masked"
+    elif kind == "masked":
+        text_kind = None  # whether it translates is in its card, which is read with it
     wanted = getattr(instantiate.locate(cfg.dataset["_target_"]), "kind", "any")
-    found = _mismatches(cfg, wanted, "masked" if masked else text_kind, text_kind, str(cfg.model["name"]))
+    found = _mismatches(cfg, wanted, kind, text_kind, str(cfg.model["name"]))
     return " ".join(found) or None
 
 
@@ -252,6 +255,8 @@ def _kind_of_model(model: Mapping[str, Any]) -> str | None:
         config = AutoConfig.from_pretrained(model["name"], revision=model.get("revision"), local_files_only=True)
     except Exception:  # not here, or damaged: loading it will say so
         return None
+    if getattr(config, "denoising", None) is not None:
+        return "masked"
     return "seq2seq" if is_seq2seq(config) else "causal"
 
 

@@ -1,6 +1,6 @@
 """Training of translation models for method=diffusion: block diffusion, on the pairs of the other families.
 
-One stack of causal layers reads the source and writes the translation in blocks of N tokens after it. A block begins
+One stack of layers reads the source and writes the translation in blocks of N tokens after it. A block begins
 as masks; all its places see one another and everything before the block, so keys and values of finished blocks are
 final (BD3-LM, Arriola et al. 2025, arXiv 2503.09573). The source is read in blocks, too, counted back from its end.
 
@@ -38,8 +38,6 @@ from methods.non_autoregressive.diffusion import Diffusion
 from methods.training.interface import TrainingContext, require
 from methods.training.trainer import Loss, attention_over_short_rows
 from methods.training.translation import NONE, Pair, padded
-
-_THRESHOLD = 0.9  # of confidence, as conf/method/diffusion.yaml has it
 
 
 @dataclass
@@ -137,15 +135,15 @@ class MaskedDiffusionTraining(TranslationTraining):
 class DiffusionJudge(Judge):
     """See ``BleuJudge``, for a block diffusion model of transformers."""
 
-    def texts(self, network: Any, beams: int = 1, threshold: float | None = _THRESHOLD) -> list[str]:
+    def texts(self, network: Any, beams: int = 1, **options: Any) -> list[str]:
         """Its translations of the sources, in their order; there is no beam search.
 
         Args:
-            threshold: see ``Diffusion``.
+            options: of ``Diffusion``.
         """
         target = MaskedLM.from_hf(network, linear="plain", keep_hf=True)
         assert isinstance(target, MaskedLM)
-        decoder = Diffusion(target, Sampling(), threshold)
+        decoder = Diffusion(target, Sampling(), **options)
 
         def write(sources: list[Int[Tensor, "_"]], limit: int) -> list[list[int]]:
             return generate(decoder, sources, limit, target.eos_ids)
