@@ -23,6 +23,7 @@ from bench.train import command as train
 from methods.autoregressive import Autoregressive
 from methods.base_models import bpe
 from methods.base_models.hash_teacher import HashTeacherTraining
+from methods.base_models.masked_diffusion import MaskedDiffusionTraining
 from methods.base_models.self_diffusion import SelfDiffusionTeacherTraining
 from methods.base_models.translation import ExitTeacherTraining, Judge, TeacherTraining, memory_of
 from methods.engine.sampling import Sampling
@@ -65,6 +66,7 @@ MAKERS: dict[str, Any] = {
     "exit_teacher": ExitTeacherTraining,
     "self_diffusion_teacher": SelfDiffusionTeacherTraining,
     "hash_teacher": HashTeacherTraining,
+    "masked_diffusion": MaskedDiffusionTraining,
 }
 SMALL: dict[str, Any] = {"layers": (1, 1), "width": 32, "inner": 64, "heads": 2, "vocabulary": 300, "positions": 40}
 BRIEF = TranslationConfig(
@@ -395,16 +397,17 @@ def test_commands_that_make_no_model_are_refused(
 
 def test_a_model_that_is_not_made_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "project_data", lambda: tmp_path)
+    said = r"is not made yet.*python -m bench train method=(\w*teacher|masked_diffusion)"
     for choice in [name for name in compose.groups()["model"] if name.startswith("multi30k_")]:
         group = compose.compose([f"model={choice}", "dataset=multi30k"]).model
-        with pytest.raises(UserError, match=r"is not made yet.*python -m bench train method=\w*teacher") as raised:
+        with pytest.raises(UserError, match=said) as raised:
             loading.load(group, {"device": "cpu", "dtype": "float32"}, PathsConfig(cache=str(tmp_path)))
         command = str(raised.value).split("python -m bench train ")[1].split(" makes it")[0]
         _, given = train.split([word.strip("'") for word in command.split()])
         cfg, settings = compose.compose_training(given, group.get("method", "teacher"))
         exits = {"exits": settings["exits"]} if "exits" in settings else {}
         kind = MAKERS[group.get("method", "teacher")]
-        maker = kind(settings["layers"], data=settings["data"], **exits)
+        maker = kind(layers=settings["layers"], data=settings["data"], **exits)
         assert maker.model_name("multi30k") == group["name"] == choice
 
 
