@@ -55,7 +55,7 @@ def test_a_run_leaves_a_sound_folder_and_a_true_summary(cfg: RunConfig, tmp_path
     manifest, samples = read_manifest(outcome.path) or {}, read_samples(outcome.path)
     assert validate(outcome.path) == []
     assert outcome.path.parent == tmp_path / "results" and outcome.path.name.startswith("prompt_lookup-jsonl-random-")
-    assert {s.phase for s in samples} == {"warmup", "measure"}
+    assert {s.phase for s in samples} - {"stalled"} == {"warmup", "measure"}  # some, where the machine stalled
     assert manifest["n_pairs"] == manifest["n_done"] == 8
     assert manifest["cost_curve"]["nodes"][0] == 1 and manifest["seconds"]["timed"] > 0
     assert outcome.summary["agreement"]["exact"] == outcome.summary["agreement"]["identical_to_baseline"] == 1.0
