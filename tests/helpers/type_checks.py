@@ -61,10 +61,12 @@ def _few_calls(function: Callable[..., Any], make: Callable[[], Callable[..., An
 
     def chosen() -> Callable[..., Any]:
         nonlocal checked
+        if jaxtyping.config.jaxtyping_disable:  # as where it is compiled, which a count would make again at every call
+            return function
         if calls.test != _test:
             calls.test, calls.count = _test, 0
         calls.count = count = calls.count + 1
-        if (count > FIRST and count & (count - 1)) or jaxtyping.config.jaxtyping_disable:
+        if count > FIRST and count & (count - 1):
             return function
         if checked is None:
             checked = make()
