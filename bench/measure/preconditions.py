@@ -250,12 +250,13 @@ def _kind_of_model(model: Mapping[str, Any]) -> str | None:
     from transformers import AutoConfig
 
     from bench.models.hub import is_seq2seq
+    from methods.engine.masked_lm import is_masked
 
     try:
         config = AutoConfig.from_pretrained(model["name"], revision=model.get("revision"), local_files_only=True)
     except Exception:  # not here, or damaged: loading it will say so
         return None
-    if getattr(config, "denoising", None) is not None:
+    if is_masked(config):
         return "masked"
     return "seq2seq" if is_seq2seq(config) else "causal"
 

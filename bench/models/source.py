@@ -71,7 +71,7 @@ class Loaded:
 
     @property
     def data_kind(self) -> Literal["causal", "seq2seq"]:
-        """The same for data sets: a diffusion model that translates reads what an encoder would."""
+        """Whose data sets it is measured on: a diffusion model that translates reads what an encoder would."""
         return "seq2seq" if self.denoises and self.languages else self.kind
 
     @property

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 PAD, EOS, MASK = "<pad>", "</s>", "<mask>"
-SPECIAL = (PAD, EOS, MASK)  # ids 0, 1 and 2; the mask is for non-autoregressive students
+SPECIAL = (PAD, EOS, MASK)  # the mask is for non-autoregressive students
+PAD_ID, EOS_ID, MASK_ID = range(len(SPECIAL))
 
 
 def learn(texts: Iterable[str], size: int, positions: int) -> PreTrainedTokenizerFast:
@@ -32,7 +33,7 @@ def learn(texts: Iterable[str], size: int, positions: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {EOS}", pair=f"$A {EOS} $B {EOS}", special_tokens=[(EOS, SPECIAL.index(EOS))]
+        single=f"$A {EOS}", pair=f"$A {EOS} $B {EOS}", special_tokens=[(EOS, EOS_ID)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -42,3 +43,8 @@ def learn(texts: Iterable[str], size: int, positions: int) -> PreTrainedTokenize
         model_max_length=positions,
         clean_up_tokenization_spaces=False,
     )
+
+
+def generation_config(**more: int) -> GenerationConfig:
+    """How a model of this vocabulary writes: up to ``</s>``, and never padding or a mask."""
+    return GenerationConfig(pad_token_id=PAD_ID, eos_token_id=EOS_ID, bad_words_ids=[[PAD_ID], [MASK_ID]], **more)

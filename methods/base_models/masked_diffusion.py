@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from methods.base_models import bpe
 from methods.base_models.translation import Judge, TranslationTraining
@@ -70,8 +70,6 @@ class MaskedDiffusionTraining(TranslationTraining):
 
     def network(self, tokens: int) -> Any:
         """See ``TranslationTraining``; its config says how it is to be read."""
-        pad, end, mask = (bpe.SPECIAL.index(token) for token in (bpe.PAD, bpe.EOS, bpe.MASK))
-        special: dict[str, Any] = {"pad_token_id": pad, "eos_token_id": end}
         config = LlamaConfig(
             vocab_size=tokens,
             hidden_size=self.width,
@@ -83,11 +81,12 @@ class MaskedDiffusionTraining(TranslationTraining):
             attention_dropout=self.recipe.dropout,
             tie_word_embeddings=True,
             bos_token_id=None,
-            **special,
+            pad_token_id=bpe.PAD_ID,
+            eos_token_id=bpe.EOS_ID,
         )
-        Denoising(mask, block_size=self.block, block_causal=True).put(config)
+        Denoising(bpe.MASK_ID, block_size=self.block, block_causal=True).put(config)
         network: Any = LlamaForCausalLM(config)
-        network.generation_config = GenerationConfig(**special, bad_words_ids=[[pad], [mask]])
+        network.generation_config = bpe.generation_config()
         return network
 
     def initialise(self, network: Any, tokenizer: PreTrainedTokenizerFast, context: TrainingContext) -> None:
@@ -174,16 +173,15 @@ def read_masked(
     hidden: Bool[Tensor, "B T"],
     block: int,
 ) -> Float[Tensor, "n D"]:
-    """States before the output matrix at the masks of all blocks, each read after the text before its block."""
+    """States before the output matrix at the masks of all blocks; each block is read after the text before it."""
     mask = network.config.denoising["mask_id"]
     lengths = (sources != NONE).sum(1, keepdim=True)
-    read, answers = torch.arange(sources.shape[1], device=network.device), torch.arange(targets.shape[1])
-    answers = answers.to(network.device)
+    read, written = (torch.arange(side.shape[1], device=side.device) for side in (sources, targets))
     clean = targets.clamp(min=0)
     states = network.model(
         input_ids=torch.cat([sources.clamp(min=0), clean, clean.masked_fill(hidden, mask)], 1),
         attention_mask=block_attention(sources != NONE, targets != NONE, block),
-        position_ids=torch.cat([read.expand(len(sources), -1), lengths + answers, lengths + answers], 1),
+        position_ids=torch.cat([read.expand(len(sources), -1), lengths + written, lengths + written], 1),
         use_cache=False,
     ).last_hidden_state
     found: Tensor = states[:, -targets.shape[1] :][hidden]

@@ -68,7 +68,7 @@ class SelfDiffusionTeacherTraining(ContinuedTraining):
         """See ``TeacherTraining``; its config says that it can fill in blocks."""
         network = super().network(tokens)
         setattr(network.config, BLOCK, self.block)
-        setattr(network.config, MASK, bpe.SPECIAL.index(bpe.MASK))
+        setattr(network.config, MASK, bpe.MASK_ID)
         return network
 
     def loss(self, network: Any, pairs: Sequence[Pair]) -> Callable[[list[int], int], Loss]:

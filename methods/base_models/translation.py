@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
 
 from methods.base_models import bpe
 from methods.engine.generation import translate
@@ -217,8 +217,6 @@ class TeacherTraining(TranslationTraining):
     def network(self, tokens: int) -> Any:
         """See ``TranslationTraining``."""
         encoder, decoder = self.layers
-        pad, end, mask = (bpe.SPECIAL.index(token) for token in (bpe.PAD, bpe.EOS, bpe.MASK))
-        special: dict[str, Any] = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}
         config = PegasusConfig(
             vocab_size=tokens,
             d_model=self.width,
@@ -234,10 +232,12 @@ class TeacherTraining(TranslationTraining):
             init_std=self.width**-0.5,
             scale_embedding=True,
             forced_eos_token_id=None,
-            **special,
+            pad_token_id=bpe.PAD_ID,
+            eos_token_id=bpe.EOS_ID,
+            decoder_start_token_id=bpe.PAD_ID,
         )
         network: Any = PegasusForConditionalGeneration(config)
-        network.generation_config = GenerationConfig(**special, bad_words_ids=[[pad], [mask]])
+        network.generation_config = bpe.generation_config(decoder_start_token_id=bpe.PAD_ID)
         return network
 
 

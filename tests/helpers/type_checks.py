@@ -61,7 +61,7 @@ def _few_calls(function: Callable[..., Any], make: Callable[[], Callable[..., An
 
     def chosen() -> Callable[..., Any]:
         nonlocal checked
-        if jaxtyping.config.jaxtyping_disable:  # as where it is compiled, which a count would make again at every call
+        if jaxtyping.config.jaxtyping_disable:  # a compiled function would be compiled anew at each count
             return function
         if calls.test != _test:
             calls.test, calls.count = _test, 0
