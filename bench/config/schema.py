@@ -55,8 +55,8 @@ class MeasureConfig:
         refill_queue: with ``refill``, the fewest prompts that are measured in one go; None: all.
         sort_by_length: batches of conversations of similar length, the shortest first, in place of the data set's
             order, for all arms alike; not with ``refill``.
-        prefix_cache: baseline and methods keep their last text, and read of a prompt that begins like it only what is
-            new, so that a turn of a conversation does not pay for those before it; for single rows, greedy.
+        prefix_cache: before a later turn of a conversation baseline and methods hold what came before it, and read of
+            the prompt only what is new; for single rows.
         ignore_eos: an end-of-sequence token does not end a text, so that all arms write exactly ``max_new_tokens``: for
             speed alone, as the texts go on behind their ends.
         profile: trace ten rounds of each arm after the measurement, and measure the bandwidth of the memory on a CPU

@@ -27,9 +27,10 @@ from bench.records.run_folder import REPEATED, Arm, RunFolder, Sample
 from bench.tasks import prompts
 from bench.tasks.prompts import Batch
 from bench.utils.progress import Progress, stage
-from methods.decoder import Decoder, PrefixCaching, Rehearsed, Step
+from methods.decoder import Decoder, PrefixCaching, Rehearsed, Step, common_prefix
 
 _SEED_BYTES = 6  # 48 bits survive JSON readers that use doubles
+_AFTER_HISTORY = 8  # tokens: drafters that read only what their rounds need have read the history then
 _MOST_AGAIN = 2  # times that a stalled pair is measured again
 _MOST_STALLED = 0.2  # share of the pairs; where more have stalled, measuring again would choose quiet moments
 
@@ -46,7 +47,7 @@ class Settings:
         warmup: prompts decoded by both arms before the measurement.
         refill: continuous batching: a waiting prompt takes the place of a finished row.
         refill_queue: with ``refill``, the fewest prompts of a queue, which is measured as a whole; None: all.
-        prefix_cache: baseline and methods keep their last text for the next prompt (``PrefixCaching``).
+        prefix_cache: before a later turn baseline and methods hold the conversation so far (``PrefixCaching``).
     """
 
     seed: int
@@ -166,7 +167,7 @@ class Runner:
     _answers: dict[str, str] = field(default_factory=dict)
     _spent_ns: dict[str, tuple[int, int]] = field(default_factory=dict)  # by baseline and method, in this process
     _scores: dict[tuple[str, str], tuple[dict[str, float], str | None]] = field(default_factory=dict)
-    _latest: tuple[str, frozenset[str]] | None = None  # the first prompt decoded last, and by which methods
+    _held: dict[str, list[int]] = field(default_factory=dict)  # by arm: the last prompt and what followed
 
     def __post_init__(self) -> None:
         for decoder in (self.baseline, *(arm.decoder for arm in self.arms)):
@@ -329,7 +330,7 @@ class Runner:
             again: the pairs replace those recorded.
         """
         if self.settings.prefix_cache and unit.batch.turn:
-            self._decode_turn_before(unit, arms)
+            self._hold_history(unit, arms)
             arms = [arm for arm in arms if arm.error is None]
         by_name = {arm.name: arm for arm in arms}
         order = random_order(["", *by_name], self.settings.seed, unit.batch.prompt_ids, unit.repeat)
@@ -341,6 +342,7 @@ class Runner:
                 if not name:
                     raise
                 self._give_up(by_name[name], error)
+        self._held |= {name: [*unit.rows[0], *each.rows[0].ids] for name, each in timed.items()}
         for arm in (by_name[name] for name in timed if name):
             first = order.index("") < order.index(arm.name)
             samples = [
@@ -358,19 +360,28 @@ class Runner:
                 self._spent_ns[arm.name] = before + timed[""].batch_ns, after + timed[arm.name].batch_ns
         if unit.phase == "measure":
             self.seconds.timed += sum(each.wall_ns for each in timed.values()) / 1e9
-        self._latest = unit.batch.prompt_ids[0], frozenset(by_name)
 
-    def _decode_turn_before(self, unit: _Unit, arms: Sequence[MethodArm]) -> None:
-        """Let all arms keep the text of the turn before, unless it was the last one they wrote; it is not recorded."""
-        before = self._unit(replace(unit.batch, turn=unit.batch.turn - 1), unit.repeat)
-        if self._latest is not None and self._latest[0] == before.batch.prompt_ids[0]:
-            arms = [arm for arm in arms if arm.name not in self._latest[1]]
-            if not arms:
-                return
-        self._decode(self.baseline, before)
+    def _hold_history(self, unit: _Unit, arms: Sequence[MethodArm]) -> None:
+        """Let all arms keep the conversation before this turn, before the clock starts.
+
+        An arm that holds another text (it drew another answer, or other tokens of the same text; a cut, or a stalled
+        pair that is measured again) reads the history as a prompt and writes a few tokens, as its drafter reads it too.
+        """
+        before = replace(unit.batch, turn=unit.batch.turn - 1)
+        (prompt,), answer = unit.rows, self._answers[before.prompt_ids[0]]
+        quoted = prompts.history(self.tokenizer, self._encode(before.examples[0], before.turn), answer, prompt)
+        history = _Unit(before, unit.repeat, [quoted], unit.seed, unit.phase)
+
+        def holds(name: str) -> bool:
+            return common_prefix(self._held.get(name, []), prompt) >= len(quoted)
+
+        if not holds(""):
+            self._decode(self.baseline, history, most=_AFTER_HISTORY)
         for arm in arms:
+            if holds(arm.name):
+                continue
             try:
-                self._decode(arm.decoder, before)
+                self._decode(arm.decoder, history, most=_AFTER_HISTORY)
             except Exception as error:
                 self._give_up(arm, error)
 
@@ -394,15 +405,21 @@ class Runner:
         arm.held_bytes += max(0, held_bytes(device) - before)
         return timed
 
-    def _decode(self, decoder: Decoder, unit: _Unit) -> Timed:
+    def _decode(self, decoder: Decoder, unit: _Unit, *, most: int | None = None) -> Timed:
+        """Decode a unit.
+
+        Args:
+            most: new tokens per prompt, whatever they are; None: up to the limit, or a text's end.
+        """
         device, settings = self.instruments.device, self.settings
+        limit, ends = (settings.limit, settings.eos_ids) if most is None else (min(most, settings.limit), ())
         rng = torch.Generator(device=device).manual_seed(unit.seed)
         ids: list[Tensor] = [torch.tensor(row, dtype=torch.long, device=device) for row in unit.rows]
         try:
             places = settings.batch_size if settings.refill else None
             if isinstance(decoder, Rehearsed):
                 self._rehearse(decoder, ids, unit)
-            return timed_decode(decoder, ids, settings.limit, settings.eos_ids, rng, self.instruments, places)
+            return timed_decode(decoder, ids, limit, ends, rng, self.instruments, places)
         except SystemExit as error:
             if is_of_cluster(error):
                 raise

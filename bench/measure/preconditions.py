@@ -158,15 +158,12 @@ def _can_refill(method: Path) -> bool:
 
 
 def _prefix_cache(cfg: RunConfig) -> str | None:
-    """One row has one last text; and a drawn answer is not the one that the next turn quotes, but the baseline's is."""
+    """One row has one last text."""
     if not cfg.measure.prefix_cache:
         return None
     instead = "or set measure.prefix_cache=false."
     if cfg.batch_size > 1:
         return f"measure.prefix_cache=true needs batch_size=1, got {cfg.batch_size}. Set it, {instead}"
-    if cfg.sampling.temperature:
-        got = f"sampling.temperature={cfg.sampling.temperature:g}"
-        return f"measure.prefix_cache=true needs sampling=greedy, got {got}. Set it, {instead}"
     keeps = issubclass(_method(cfg), PrefixCaching) and _kind_of_model(cfg.model) in ("causal", None)
     return None if keeps else _read_whole(cfg)
 
@@ -369,7 +366,7 @@ _LOOKS: dict[Callable[[RunConfig], str | None], tuple[str, ...]] = {  # and the 
     _module: ("method", "model"),
     _batch: ("method", "batch_size"),
     _refill: ("method", "batch_size", "measure"),
-    _prefix_cache: ("method", "model", "batch_size", "sampling", "measure"),
+    _prefix_cache: ("method", "model", "batch_size", "measure"),
     _parallel: ("method", "model"),
     _device: ("method", "hardware"),
     _libraries: ("method",),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.errors import UserError
+from methods.decoder import common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,16 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
             f"The model's chat template refuses a conversation of {roles}: {error}. Change the prompts, or set "
             "model.chat_template."
         ) from error
+
+
+def history(tokenizer: Any, before: Sequence[int], answer: str, prompt: Sequence[int]) -> list[int]:
+    """What a prompt quotes of the turn before: that one's prompt and answer, as far as it begins with them.
+
+    Returns:
+        At least one token, and at most all but the last one of ``prompt``.
+    """
+    text = [*before, *_ids(tokenizer(answer, add_special_tokens=False))]
+    return list(prompt[: max(1, common_prefix(text, prompt))])
 
 
 def _ids(encoded: Any) -> list[int]:

@@ -166,12 +166,13 @@ class Drawing:
     Attributes:
         temperature: by which logits are divided.
         luck: per round and row a number from 0 to below 1, of 64 bit.
-        probs: gets the distributions that are drawn from, as far as rounds are run; contiguous.
+        probs: gets the distributions that are drawn from, as far as rounds are run, with room for at least as many
+            rounds as ``luck``; contiguous.
     """
 
     temperature: float
     luck: Float[Tensor, "R B"]
-    probs: Float[Tensor, "R B V"]
+    probs: Float[Tensor, "most B V"]
 
     def into(self) -> _Drawing:
         """As the kernels are given it."""

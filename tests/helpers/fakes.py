@@ -78,7 +78,7 @@ class FakeTokenizer:
 
     chat_template: str | None = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

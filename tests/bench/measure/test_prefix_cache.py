@@ -19,13 +19,14 @@ from bench.measure.run import RunResult, run_together
 from bench.models.source import Loaded
 from bench.records.run_folder import Sample, read_samples, validate
 from bench.report import terminal
+from bench.tasks import prompts
 from methods.autoregressive import Autoregressive
 from methods.decoder import PrefixCaching, common_prefix
 from methods.engine.byte_tokenizer import byte_tokenizer
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from tests.bench.measure.test_interleave import make_runner, measured
-from tests.helpers.fakes import FakeDecoder
+from tests.helpers.fakes import FakeDecoder, FakeTokenizer
 from tests.helpers.random_runs import random_run
 
 
@@ -45,7 +46,15 @@ def asked(decoder: object) -> list[int]:
     return [len(rows[0]) for rows, *_ in decoder.calls]
 
 
-def test_the_turn_before_is_written_again_where_another_text_came_between(tmp_path: Path) -> None:
+def test_history_is_what_a_prompt_quotes_and_never_all_of_it() -> None:
+    tokenizer = FakeTokenizer()
+    assert prompts.history(tokenizer, [4, 5], "6 7", [4, 5, 6, 7, 8, 9]) == [4, 5, 6, 7]
+    assert prompts.history(tokenizer, [4, 5], "6 7", [4, 5, 6, 8]) == [4, 5, 6], "as far as the template writes it so"
+    assert prompts.history(tokenizer, [4, 5], "6 7", [4, 5, 6, 7]) == [4, 5, 6]
+    assert prompts.history(tokenizer, [4, 5], "6 7", [8, 5]) == [8], "a prompt of one token is the shortest"
+
+
+def test_history_is_read_again_where_another_text_came_between(tmp_path: Path) -> None:
     """After a cut, and where a stalled pair is measured again; its time is in no sample."""
     runner = make_runner(tmp_path, 2, turns=2, width=2, limit=3, prefix_cache=True)
     clock = runner.instruments.clock
@@ -57,11 +66,28 @@ def test_the_turn_before_is_written_again_where_another_text_came_between(tmp_pa
     lengths = asked(runner.baseline)
     assert lengths == asked(runner.arms[0].decoder) and len(lengths) == 4, "each turn came after the one before"
     runner._decode_all(runner._unit(*units[1]), runner.arms, again=True)
-    assert asked(runner.baseline) == asked(runner.arms[0].decoder) == [*lengths, *lengths[:2]]
+    read = [lengths[0] + 3, lengths[1]]
+    assert asked(runner.baseline) == asked(runner.arms[0].decoder) == [*lengths, *read], (
+        "prompt and answer, then the turn"
+    )
     assert len(measured(runner)) == 8
     runner._decode_all(runner._unit(*units[2]), runner.arms, again=True)
     runner._decode_all(runner._unit(*units[1]), [], again=True)
-    assert asked(runner.baseline)[6:] == [lengths[2], *lengths[:2]], "the baseline alone, where no method is open"
+    assert asked(runner.baseline)[6:] == [lengths[2], *read], "the baseline alone, where no method is open"
+
+
+def test_a_method_that_wrote_another_answer_reads_the_quoted_one_before_the_clock(tmp_path: Path) -> None:
+    """As a drawn answer is another one; the baseline has just written what is quoted."""
+    runner = make_runner(tmp_path, 2, turns=2, limit=12, prefix_cache=True)
+    clock = runner.instruments.clock
+    runner.baseline, runner.arms[0].decoder = KeepingFake(clock), KeepingFake(clock, wrap=9)  # type: ignore[arg-type]
+    for batch, repeat in runner._units():
+        runner._decode_all(runner._unit(batch, repeat), runner.arms)
+    first, second = (len(runner._unit(batch, 0).rows[0]) for batch, _ in runner._units()[:2])
+    assert asked(runner.baseline)[:2] == [first, second]
+    assert asked(runner.arms[0].decoder)[:3] == [first, first + 12, second]
+    assert [limit for _, limit, _ in runner.arms[0].decoder.calls][:3] == [12, 8, 12]  # type: ignore[attr-defined]
+    assert [s.n_prompt_tokens for s in measured(runner, "method")][:2] == [first, second], "no sample of what was read"
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -77,6 +103,16 @@ def test_the_run_decides_whether_decoders_keep_their_text(tmp_path: Path, prefix
 def words(tmp_path: Path) -> list[str]:
     rows = [{"question_id": i, "turns": [f"Say {i} {i} {i} again.", "And once more?"]} for i in range(5)]
     return random_run(tmp_path, rows)
+
+
+def check_later_turns(samples: list[Sample]) -> None:
+    """Both arms keep the turn before, but the last token that they wrote, and read the rest."""
+    first = {s.prompt_id.removesuffix("/1"): s.n_prompt_tokens for s in samples if s.turn == 1}
+    later = {(s.prompt_id, s.arm): s for s in samples if s.turn == 2}
+    assert len(later) == 10
+    for (name, arm), sample in later.items():
+        assert first[name.removesuffix("/2")] <= sample.n_kept_tokens < sample.n_prompt_tokens
+        assert abs(sample.n_kept_tokens - later[name, "baseline"].n_kept_tokens) <= 1, (name, arm)
 
 
 def test_later_turns_read_what_is_new_in_them_and_texts_are_the_same(
@@ -98,18 +134,30 @@ def test_later_turns_read_what_is_new_in_them_and_texts_are_the_same(
     for whole, kept in zip(found[False], found[True], strict=True):
         texts = [[(s.prompt_id, s.arm, s.phase, s.output_ids) for s in each] for each in (whole, kept)]
         assert sorted(texts[0]) == sorted(texts[1]) and not any(s.n_kept_tokens for s in whole)
-        answers = {(s.prompt_id, s.arm): len(s.prompt_ids) + len(s.output_ids) for s in kept if s.phase == "measure"}
-        for sample in kept:
-            if sample.phase == "measure" and sample.turn == 2:
-                before = answers[sample.prompt_id.replace("/2", "/1"), sample.arm]
-                assert before / 2 < sample.n_kept_tokens < min(before, sample.n_prompt_tokens)
+        check_later_turns([s for s in kept if s.phase == "measure"])
+
+
+def test_later_turns_of_drawn_texts_read_as_much_in_all_arms(words: list[str]) -> None:
+    """The method drew another answer than the one that is quoted, and yet has it in its cache."""
+    given = [
+        "method=staged",
+        *words,
+        "measure.prefix_cache=true",
+        "sampling.temperature=1.0",
+        "measure.ignore_eos=true",
+    ]
+    (done,) = run_together([compose.compose(given)])
+    assert isinstance(done, RunResult) and not validate(done.path)
+    samples = [s for s in read_samples(done.path) if s.phase == "measure"]
+    texts = {(s.prompt_id, s.arm): s.output_ids for s in samples}
+    assert any(texts[name, "baseline"] != texts[name, "method"] for name, _ in texts)
+    check_later_turns(samples)
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         (["batch_size=2"], "needs batch_size=1, got 2"),
-        (["sampling.temperature=0.5"], r"needs sampling=greedy, got sampling\.temperature=0\.5"),
         (["method=hf_generate"], "method=hf_generate with model=.* reads every prompt whole"),
     ],
 )
