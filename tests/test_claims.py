@@ -93,6 +93,17 @@ def passes(digest: str, nodes: int, context: int) -> Source:
     return value
 
 
+def passes_watched(digest: str, nodes: int) -> Source:
+    """Cost of a pass over so many nodes, in passes over one, on average over a run."""
+
+    def value() -> float:
+        (folder,) = REFERENCE.glob(f"*-{digest}")
+        seconds = read(folder / "manifest.json")["cost_watch"]["seconds"]
+        return float(seconds[str(nodes)] / seconds["1"])
+
+    return value
+
+
 def rounds(digest: str, arm: str, part: str) -> Source:
     """Milliseconds of a round by a device's own clock."""
     return lambda: 1e3 * of(digest, "device_time", arm, part)()
@@ -335,6 +346,34 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         [
             *(of(run, "tokens_per_step") for run in ("31574cb0d1f0", "834c243b949a", "d15d27b652c7")),
             *map(speed, ("d15d27b652c7", "a60dd3537c47", "2b2c2673a1f4")),
+        ],
+    ),
+    (
+        "docs/chat.md",
+        rf"In bfloat16 `cascade` has {N}x \[{N}, {N}\] there with {N} tokens per step: .*, a pass over 16 tokens "
+        rf"takes {N} times as long as a plain one \(float32: {N}\)",
+        [
+            speed("79ed7468db5d"),
+            *(of("79ed7468db5d", "speedup", "headline", end) for end in ("low", "high")),
+            of("79ed7468db5d", "tokens_per_step"),
+            *(passes_watched(run, 16) for run in ("79ed7468db5d", "404714bddfe1")),
+        ],
+    ),
+    (
+        "docs/chat.md",
+        rf"`cascade` has {N}x \[{N}, {N}\] and identical texts, {N}x on novel text: {N}x on translations, "
+        rf"{N}x on mathematics, {N}x on MT-bench's questions and {N}x on trivia, but {N}x on summaries and "
+        rf"{N}x on questions about articles, whose prompts take most of the time\. "
+        rf"Decoding alone is {N} times as fast\.",
+        [
+            speed("af430bb7c5de"),
+            *(of("af430bb7c5de", "speedup", "headline", end) for end in ("low", "high")),
+            of("af430bb7c5de", "speedup", "novel", "value"),
+            *(
+                of("af430bb7c5de", "speedup", "by_category", kind, "value")
+                for kind in ("translation", "math_reasoning", "mt_bench", "qa", "summarization", "rag")
+            ),
+            of("af430bb7c5de", "speedup", "decode"),
         ],
     ),
     (
