@@ -369,11 +369,12 @@ class Runner:
         """
         before = replace(unit.batch, turn=unit.batch.turn - 1)
         (prompt,), answer = unit.rows, self._answers[before.prompt_ids[0]]
-        quoted = prompts.history(self.tokenizer, self._encode(before.examples[0], before.turn), answer, prompt)
-        history = _Unit(before, unit.repeat, [quoted], unit.seed, unit.phase)
+        text = prompts.followed(self.tokenizer, self._encode(before.examples[0], before.turn), answer)
+        quoted = common_prefix(text, prompt)
+        history = _Unit(before, unit.repeat, [prompt[:quoted]], unit.seed, unit.phase)
 
         def holds(name: str) -> bool:
-            return common_prefix(self._held.get(name, []), prompt) >= len(quoted)
+            return common_prefix(self._held.get(name, []), prompt) >= quoted
 
         if not holds(""):
             self._decode(self.baseline, history, most=_AFTER_HISTORY)

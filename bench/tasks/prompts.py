@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.errors import UserError
-from methods.decoder import common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +87,9 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
         ) from error
 
 
-def history(tokenizer: Any, before: Sequence[int], answer: str, prompt: Sequence[int]) -> list[int]:
-    """What a prompt quotes of the turn before: that one's prompt and answer, as far as it begins with them.
-
-    Returns:
-        At least one token, and at most all but the last one of ``prompt``.
-    """
-    text = [*before, *_ids(tokenizer(answer, add_special_tokens=False))]
-    return list(prompt[: max(1, common_prefix(text, prompt))])
+def followed(tokenizer: Any, prompt: Sequence[int], answer: str) -> list[int]:
+    """Token ids of a prompt and of an answer to it, without what a chat template puts behind."""
+    return [*prompt, *_ids(tokenizer(answer, add_special_tokens=False))]
 
 
 def _ids(encoded: Any) -> list[int]:

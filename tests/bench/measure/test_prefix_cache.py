@@ -26,7 +26,7 @@ from methods.engine.byte_tokenizer import byte_tokenizer
 from methods.engine.sampling import Sampling
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from tests.bench.measure.test_interleave import make_runner, measured
-from tests.helpers.fakes import FakeDecoder, FakeTokenizer
+from tests.helpers.fakes import FakeDecoder, FakeExample
 from tests.helpers.random_runs import random_run
 
 
@@ -46,12 +46,24 @@ def asked(decoder: object) -> list[int]:
     return [len(rows[0]) for rows, *_ in decoder.calls]
 
 
-def test_history_is_what_a_prompt_quotes_and_never_all_of_it() -> None:
-    tokenizer = FakeTokenizer()
-    assert prompts.history(tokenizer, [4, 5], "6 7", [4, 5, 6, 7, 8, 9]) == [4, 5, 6, 7]
-    assert prompts.history(tokenizer, [4, 5], "6 7", [4, 5, 6, 8]) == [4, 5, 6], "as far as the template writes it so"
-    assert prompts.history(tokenizer, [4, 5], "6 7", [4, 5, 6, 7]) == [4, 5, 6]
-    assert prompts.history(tokenizer, [4, 5], "6 7", [8, 5]) == [8], "a prompt of one token is the shortest"
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ([4, 5, 6, 7, 8, 9], [[[4, 5, 6, 7]]]),
+        ([4, 5, 6, 8], [[[4, 5, 6]]]),
+        ([4, 5, 6, 7], [[[4, 5, 6]]]),
+        ([8, 5], []),
+    ],
+    ids=["whole", "as far as the template writes it so", "never all of the prompt", "nothing is quoted"],
+)
+def test_history_is_what_a_prompt_begins_with(tmp_path: Path, prompt: list[int], read: list[list[list[int]]]) -> None:
+    runner = make_runner(tmp_path, 1, turns=2, prefix_cache=True)
+    runner.examples = [FakeExample("0", ["4 5", "9"])]
+    runner._answers["0/1"] = "6 7"
+    second = replace(runner._unit(prompts.plan(runner.examples, 1)[1], 0), rows=[prompt])
+    runner._hold_history(second, runner.arms)
+    for decoder in (runner.baseline, runner.arms[0].decoder):
+        assert [rows for rows, *_ in decoder.calls] == read  # type: ignore[attr-defined]
 
 
 def test_history_is_read_again_where_another_text_came_between(tmp_path: Path) -> None:
