@@ -342,7 +342,8 @@ class Runner:
                 if not name:
                     raise
                 self._give_up(by_name[name], error)
-        self._held |= {name: [*unit.rows[0], *each.rows[0].ids] for name, each in timed.items()}
+        if self.settings.prefix_cache:
+            self._held |= {name: [*unit.rows[0], *each.rows[0].ids] for name, each in timed.items()}
         for arm in (by_name[name] for name in timed if name):
             first = order.index("") < order.index(arm.name)
             samples = [
