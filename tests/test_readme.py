@@ -176,9 +176,9 @@ LINE = re.search(r'`(\{"prompt".*?\})`', README)[1]
 
 
 def elsewhere(words):
-    """Needs a GPU, a model from the hub, a translation model, or one that is trained first."""
-    models = ("model=hf", "model=vicuna_7b", "model=multi30k", "model=smollm2_layerskip")
-    return any(word.startswith(models) or "=cuda" in word or word == "dataset=hub" for word in words)
+    """Needs a GPU, a model from the hub, a translation model, or a part that is trained first."""
+    parts = ("model=hf", "model=vicuna_7b", "model=multi30k", "model=smollm2_layerskip", "method=cascade")
+    return any(word.startswith(parts) or "=cuda" in word or word == "dataset=hub" for word in words)
 
 
 def run_train(words, folder, fixture):
