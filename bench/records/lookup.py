@@ -107,7 +107,7 @@ def resolved(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def machine_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Of the facts of a machine those that distinguish runs: processor or GPU, cores and threads."""
     return {
-        "device": (facts.get("gpu") or {}).get("name") or facts.get("cpu"),
+        "device": run_folder.device_name(facts) if facts else None,
         "cores": facts.get("cores"),
         "threads": facts.get("threads"),
     }

@@ -303,10 +303,10 @@ def device_name(facts: Mapping[str, Any]) -> str:
     Processors of several generations may share a name, so one that does not multiply bfloat16 is named with its
     instructions: ``AMD EPYC with AVX2``.
     """
-    if facts["gpu"]:
+    if facts.get("gpu"):
         return str(facts["gpu"]["name"])
     known = facts.get("vectors")
-    return str(facts["cpu"]) + (f" with {known}" if known and not known.endswith("BF16") else "")
+    return str(facts.get("cpu")) + (f" with {known}" if known and not known.endswith("BF16") else "")
 
 
 def folders(results: Path) -> list[Path]:

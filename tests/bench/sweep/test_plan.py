@@ -213,6 +213,18 @@ def test_records_of_another_machine_or_part_are_no_records_of_the_job(words: lis
     assert planned(words).jobs[0].state == "done"
 
 
+def test_records_of_a_processor_of_the_same_name_with_other_instructions_are_no_records_of_the_job(
+    words: list[str],
+) -> None:
+    (job,) = planned(words).jobs
+    here = machine.facts(torch.device("cpu"))
+    other = "AVX2" if str(here["vectors"]).endswith("BF16") else "AVX512_BF16"
+    record(job.cfg, hardware=here | {"vectors": other})
+    assert planned(words).jobs[0].state == "new"
+    record(job.cfg, hardware=here)
+    assert planned(words).jobs[0].state == "done"
+
+
 def test_the_machine_is_not_asked_where_the_jobs_run_elsewhere(words: list[str], tmp_path: Path) -> None:
     (job,) = planned(words).jobs
     record(job.cfg, hardware={"cpu": "another", "threads": 64, "gpu": None})
