@@ -159,7 +159,10 @@ def draw(ax: Axes, table: Standings, *, novel: bool = False) -> None:
                 ax.plot([minute, minute], interval, color=colour, linewidth=1, alpha=0.5)
         ends.append((minutes[-1], speeds[-1], name, colour))
     ax.axhline(1, color="#737373", linewidth=1, linestyle="--", zorder=0)
-    if lines:
+    if not lines:
+        ax.text(0.5, 0.25, "too few texts for a speed-up", transform=ax.transAxes, ha="center", color="#737373")
+        ax.set_xticks([])
+    else:
         every = [minutes for points in lines.values() for minutes, _, _ in points]
         plots.plain_log_axis(ax.xaxis, min(every) / 1.5, max(every) * 2.5)
         _name(ax, ends)

@@ -195,6 +195,11 @@ def test_the_figure_has_a_line_for_each_drafter(results: Path) -> None:
     assert {name: points[:, 0].tolist() for name, points in lines.items()} == {"medusa": [7.0, 30.0], "eagle_2": [7.0]}
     assert lines["medusa"][1, 1] == pytest.approx(found.entries[0].speed)
     assert {text.get_text() for text in ax.texts} == {"medusa", "eagle_2"}
+    for entry in found.entries:
+        entry.summary["speedup"]["novel"] = {"value": None, "n": 0}  # type: ignore[index]
+    _, empty = plt.subplots()
+    report.draw(empty, found, novel=True)
+    assert [text.get_text() for text in empty.texts] == ["too few texts for a speed-up"]
     plt.close("all")
 
 
