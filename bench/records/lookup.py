@@ -105,7 +105,7 @@ def resolved(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def machine_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the facts of a machine those that distinguish runs: processor or GPU, cores and threads."""
+    """Of the facts of a machine those that distinguish runs: ``device_name``, cores and threads."""
     return {
         "device": run_folder.device_name(facts) if facts else None,
         "cores": facts.get("cores"),
