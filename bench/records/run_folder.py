@@ -305,8 +305,8 @@ def device_name(facts: Mapping[str, Any]) -> str:
     """
     if facts.get("gpu"):
         return str(facts["gpu"]["name"])
-    known = facts.get("vectors")
-    return str(facts.get("cpu")) + (f" with {known}" if known and not known.endswith("BF16") else "")
+    cpu, known = facts.get("cpu") or "unknown processor", facts.get("vectors")
+    return f"{cpu} with {known}" if known and not known.endswith("BF16") else str(cpu)
 
 
 def folders(results: Path) -> list[Path]:

@@ -6,7 +6,6 @@ Everything is derived from the records; nothing is written into them.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -271,8 +270,8 @@ def _roofline(manifest: Mapping[str, Any], paths: PathsConfig) -> bytes | None:
     return None
 
 
-def _device(manifest: Mapping[str, Any]) -> str:
+def _device(manifest: Mapping[str, Any]) -> tuple[object, ...]:
     """Model, number type and machine."""
     model, machine = manifest.get("model") or {}, manifest.get("hardware") or {}
     known = [model.get("name"), model.get("weights"), model.get("revision"), manifest.get("dtype")]
-    return json.dumps([*known, *map(machine.get, ("gpu", "cpu", "vectors", "threads"))])
+    return (*known, run_folder.device_name(machine), machine.get("threads"))

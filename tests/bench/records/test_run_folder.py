@@ -290,6 +290,7 @@ def test_only_variables_that_change_numbers_are_recorded() -> None:
         ({"cpu": "AMD EPYC", "gpu": None, "vectors": "AVX512 BF16"}, "AMD EPYC"),
         ({"cpu": "AMD EPYC", "gpu": None, "vectors": "AVX2"}, "AMD EPYC with AVX2"),
         ({"cpu": "AMD EPYC", "gpu": {"name": "NVIDIA H200"}, "vectors": "AVX2"}, "NVIDIA H200"),
+        ({}, "unknown processor"),
     ],
 )
 def test_processors_with_other_instructions_are_other_devices(facts: dict[str, Any], name: str) -> None:
