@@ -20,16 +20,17 @@ import yaml
 from bench.analysis import ranking
 from bench.config import compose, instantiate
 from bench.config.schema import checkout
-from bench.report import collect, leaderboard, markdown, plots, series, tables, terminal
+from bench.report import collect, leaderboard, league, markdown, plots, series, tables, terminal
 
 _FOLDER = Path("results", "reference")  # in a checkout: the committed records
 BLOCK = re.compile(
-    r"<!-- (short: [^ ]+|(?:leaderboard|series): [^>]+|(?:lossless|packages): \w+|promises|methods) -->\n"
+    r"<!-- (short: [^ ]+|(?:leaderboard|series): [^>]+|(?:lossless|packages): \w+|promises|league|methods) -->\n"
     r".*?<!-- end -->",
     re.DOTALL,
 )
 FIGURE = Path("docs/figures/speedup_mtbench.svg")
 PROMISES = Path("docs/figures/promises.svg")
+LEAGUE = Path("docs/figures/league.svg")
 _WORDS = re.compile(r"<text[^>]*>([^<]*)</text>")
 _SHORT = ("speed-up", "novel text", "conversations", "tokens/step", "tokens/s", "memory", "agreement", "RESULT")
 _FAMILIES = (
@@ -49,7 +50,13 @@ def written(text: str, results: Path) -> str:
 
 def _block(what: str, results: Path) -> str:
     kind, _, words = what.partition(": ")
-    tables_of = {"methods": _methods, "packages": _packages, "promises": _promises, "series": _series}
+    tables_of = {
+        "methods": _methods,
+        "packages": _packages,
+        "promises": _promises,
+        "league": _league,
+        "series": _series,
+    }
     if kind in tables_of:
         return f"<!-- {what} -->\n{tables_of[kind](results, words)}\n<!-- end -->"
     body = {"lossless": _lossless, "short": _short, "leaderboard": _leaderboard}[kind](results, words)
@@ -143,6 +150,16 @@ def _promises(results: Path, _: str) -> str:
     found = records.read(results)
     rows = [[record.manifest["model"]["name"], *cells] for record in found for cells in records.cells(record)]
     return tables.markdown(("model", *records.HEADER), rows)
+
+
+def _league(results: Path, _: str) -> str:
+    """The league's drafters with each budget."""
+    return league.by_budget(_standings(results))
+
+
+def _standings(results: Path) -> league.Standings:
+    (found,) = league.standings(collect.read(results))
+    return found
 
 
 def _lossless(results: Path, experiment: str) -> list[str]:
@@ -250,6 +267,11 @@ def promises_figure(results: Path) -> str:
     return plots.svg(lambda _, ax: records.figure(ax, found), (8, 4.5), (0.08, 0.12, 0.6, 0.84))
 
 
+def league_figure(results: Path) -> str:
+    """The picture of docs/training.md: speed-up against minutes of training."""
+    return league.svg(_standings(results))
+
+
 def facts(file: Path, text: str) -> str | list[str]:
     """What must not be out of date: the text; of a picture its words, as versions of the library draw differently."""
     return _WORDS.findall(text) if file.suffix == ".svg" else text
@@ -268,6 +290,7 @@ def main(words: list[str] | None = None) -> int:
     made[root / "RESULTS.md"] = results_page(root / _FOLDER)
     made[root / FIGURE] = figure(root / _FOLDER)
     made[root / PROMISES] = promises_figure(root / _FOLDER)
+    made[root / LEAGUE] = league_figure(root / _FOLDER)
     known = {page: page.read_text(encoding="utf-8") if page.is_file() else "" for page in made}
     differ = [page for page, text in made.items() if known[page] != text]
     stale = [page for page in differ if write or facts(page, known[page]) != facts(page, made[page])]

@@ -282,15 +282,6 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
     ("docs/training.md", rf"it runs at {N} times the baseline's speed", [speed("166f55133370")]),
     (
         "docs/training.md",
-        rf"Hydra {N}x, Medusa {N}x, EAGLE-3.1 and EAGLE-3 {N}x, DFlash and EAGLE-2 {N}x, EAGLE-1 and DSpark {N}x, "
-        rf"HASS and P-EAGLE {N}x\. .* of all trained drafters, {N}x\.",
-        [
-            *map(speed, ("c886e79cb919", "00457c8c8663", "b51ae6fa4254", "854ca141ba11", "283cb4b6c952")),
-            *map(speed, ("d0804cd0c27c", "af3d73676629")),
-        ],
-    ),
-    (
-        "docs/training.md",
         rf"and 75 \| 0\.713 to {N} \| 3\.05 to {N} \|",
         [
             card("eagle-smollm2", "acceptance", "0", share=False),

@@ -40,7 +40,7 @@ from bench.models.source import Loaded
 from bench.records.run_folder import device_name
 from bench.tasks import prompts
 from bench.utils import machine, memory, redact
-from bench.utils.files import json_sha256, write_json
+from bench.utils.files import json_sha256, write_entries
 from bench.utils.progress import Progress
 from methods.decoder import Decoder
 from methods.engine.causal_lm import CausalLM
@@ -115,7 +115,7 @@ def run(cfg: RunConfig, grid: Grid, *, method: bool, fresh: bool, clock: Clock =
 
 def _derive(folder: CostFolder) -> None:
     summary = summarise(folder.lines, folder.manifest)
-    write_json(folder.path / SUMMARY, summary)
+    write_entries(folder.path / SUMMARY, summary)
     if summary["points"]:
         title = f"{summary['model']['name']}, {summary['hardware']}, {summary['dtype']}, {summary['threads']} threads"
         roofline.plot(summary["points"], summary["peaks"], title, folder.path / PLOT)

@@ -25,7 +25,7 @@ from bench.errors import UserError
 from bench.models.architectures import Architecture
 from bench.records.run_folder import device_name, machine_failures
 from bench.utils import files
-from bench.utils.files import read_json, write_json
+from bench.utils.files import read_json, write_entries
 
 MANIFEST, CONFIG, POINTS, SUMMARY, PLOT = "manifest.json", "config.yaml", "points.jsonl", "summary.json", "roofline.png"
 SCHEMA_VERSION = 1
@@ -75,7 +75,7 @@ class CostFolder:
         """Change the manifest atomically."""
         self.manifest |= facts
         with machine_failures():
-            write_json(self.path / MANIFEST, self.manifest)
+            write_entries(self.path / MANIFEST, self.manifest)
 
     def __enter__(self) -> CostFolder:
         return self

@@ -63,8 +63,8 @@ def write(
         "argv": redact.argv(["bench", "lossless", *sys.argv[1:]]),
         **circumstances(loaded, begin, seconds),
     }
-    files.write_json(folder / "manifest.json", redact.tree(manifest))
-    files.write_json(folder / "result.json", result)
+    files.write_entries(folder / "manifest.json", redact.tree(manifest))
+    files.write_entries(folder / "result.json", result)
 
 
 def render(experiment: str, result: dict[str, Any], folder: Path, cfg: RunConfig) -> str:

@@ -117,9 +117,11 @@ class ClockLog:
             self.readings, self._every_s = self.readings[::2], 2 * self._every_s
 
     def to_manifest(self) -> dict[str, Any]:
-        """All readings, without the columns that have no value."""
+        """All readings, without the columns that have no value; if none ever differed, the first and the last."""
         kept = [i for i, _ in enumerate(self.COLUMNS) if any(row[i] is not None for row in self.readings)]
         rows = [[row[i] for i in kept] for row in self.readings]
+        if len({tuple(row[1:]) for row in rows}) == 1:
+            rows = [rows[0], *rows[1:][-1:]]
         return {"columns": [self.COLUMNS[i] for i in kept], "readings": rows}
 
 

@@ -95,9 +95,9 @@ def _write(
 
     folder.mkdir(parents=True, exist_ok=True)
     argv = redact.argv(["bench", "promise", *sys.argv[2:]])
-    files.write_json(folder / MANIFEST, redact.tree({**manifest, "argv": argv}))
+    files.write_entries(folder / MANIFEST, redact.tree({**manifest, "argv": argv}))
     np.savez_compressed(folder / LOSSES, allow_pickle=False, **losses)
-    files.write_json(folder / RESULT, dict(result))
+    files.write_entries(folder / RESULT, dict(result))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from bench.analysis import metrics
@@ -32,12 +33,14 @@ class Entry:
 
     Attributes:
         name: of the arm.
-        minutes: of its training.
+        budget: processor minutes that its training was given.
+        minutes: those that it took.
         facts: of its card.
         summary: of its run.
     """
 
     name: str
+    budget: float
     minutes: float
     facts: Mapping[str, Any]
     summary: Mapping[str, Any]
@@ -78,7 +81,8 @@ def _entry(record: Record) -> Entry | None:
     name = next((arm.name for arm in league.arms() if arm.measures(method)), None)
     if name is None or minutes is None or record.summary is None:
         return None
-    return Entry(name, float(minutes), facts, record.summary)
+    budget = PurePath(str(method["checkpoint"])).name.rpartition("-")[2]
+    return Entry(name, float(budget), float(minutes), facts, record.summary)
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -108,6 +112,28 @@ def _line(entry: Entry) -> list[str]:
         "-" if drafting is None else f"{drafting:.0%}",
         collect.result(summary),
     ]
+
+
+def by_budget(table: Standings) -> str:
+    """One line for each drafter and three cells for each budget, in Markdown: updates, speed-up on all and novel text.
+
+    The fastest of the largest budget comes first.
+    """
+    budgets = sorted({entry.budget for entry in table.entries})
+    found = {(entry.name, entry.budget): entry for entry in table.entries}
+    best = {name: max((e.budget, e.speed) for e in table.entries if e.name == name) for name, _ in found}
+    columns = [HEADER.index(column) for column in ("steps", "speed-up", "95 %", "novel")]
+    cells = []
+    for name in sorted(best, key=lambda each: best[each], reverse=True):
+        cells.append([name])
+        for budget in budgets:
+            line = _line(found[name, budget]) if (name, budget) in found else ["-"] * len(HEADER)
+            steps, speed, interval, novel = (line[column] for column in columns)
+            cells[-1] += [steps, speed if interval == "-" else f"{speed} ({interval})", novel]
+    header = ["drafter"]
+    for budget in budgets:
+        header += [f"updates in {budget:g} min", "speed-up", "novel"]
+    return tables.markdown(header, cells)
 
 
 def _share(value: float | None) -> str:
@@ -165,6 +191,8 @@ def draw(ax: Axes, table: Standings, *, novel: bool = False) -> None:
     else:
         every = [minutes for points in lines.values() for minutes, _, _ in points]
         plots.plain_log_axis(ax.xaxis, min(every) / 1.5, max(every) * 2.5)
+        budgets = sorted({entry.budget for entry in table.entries})
+        ax.set_xticks(budgets, [f"{each:g}" for each in budgets])
         _name(ax, ends)
     ax.set_xlabel("processor minutes of training")
     ax.set_ylabel(f"speed-up on {'novel' if novel else 'all'} text")
@@ -174,11 +202,23 @@ def figure(table: Standings) -> Figure:
     """All text on the left, novel text on the right."""
     import matplotlib.pyplot as plt
 
-    made, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for ax, novel in zip(axes, (False, True), strict=True):
-        draw(ax, table, novel=novel)
+    made, (all_text, novel_text) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    draw(all_text, table)
+    draw(novel_text, table, novel=True)
     made.suptitle(table.heading, fontsize=9, x=0.01, ha="left")
     return made
+
+
+def svg(table: Standings) -> str:
+    """The figure without its heading, the same text for the same records."""
+
+    def both(figure: Figure, ax: Axes) -> None:
+        right = figure.add_axes((0.57, 0.14, 0.42, 0.82), sharey=ax)
+        right.spines[["top", "right"]].set_visible(False)
+        draw(ax, table)
+        draw(right, table, novel=True)
+
+    return plots.svg(both, (9.0, 4.0), (0.08, 0.14, 0.42, 0.82))
 
 
 def _point(entry: Entry, novel: bool) -> tuple[float, float, tuple[float, float] | None] | None:

@@ -88,9 +88,14 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     atomic_write(file, json.dumps(content, indent=1, ensure_ascii=False, default=plain) + "\n")
 
 
+def write_entries(file: Path, content: Mapping[str, Any]) -> None:
+    """``atomic_write`` of ``entry_per_line``."""
+    atomic_write(file, entry_per_line(content))
+
+
 def entry_per_line(content: Mapping[str, Any]) -> str:
-    """JSON with a line for each entry: short, and a comparison shows what changed; unknown values are text."""
-    lines = (f"  {json.dumps(name)}: {json.dumps(value, default=str)}" for name, value in content.items())
+    """JSON with a line for each entry: short, and a comparison shows what changed; unknown values as by ``plain``."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(value, default=plain)}" for name, value in content.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

@@ -185,6 +185,19 @@ def test_the_table_has_one_line_for_each_drafter_and_budget(results: Path) -> No
     assert "train league" in report.text([])
 
 
+def test_the_budgets_stand_side_by_side(results: Path) -> None:
+    (found,) = report.standings(collect.read(results))
+    header, _, first, second = report.by_budget(found).splitlines()
+    assert header.count("speed-up") == 2 and "updates in 7 min" in header and "updates in 30 min" in header
+    fast, slow = report.cells(found)[0], report.cells(found)[2]
+    speeds = [f"{line[6]} ({line[7]})" for line in (slow, fast)]
+    assert [cell.strip() for cell in first.split("|")][1:-1] == [
+        *("medusa", "90", speeds[0], slow[8]),
+        *("90", speeds[1], fast[8]),
+    ]
+    assert [cell.strip() for cell in second.split("|")][5:-1] == ["-"] * 3, "EAGLE-2 has no second budget"
+
+
 def test_the_figure_has_a_line_for_each_drafter(results: Path) -> None:
     from matplotlib import pyplot as plt
 

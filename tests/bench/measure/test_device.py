@@ -133,6 +133,12 @@ def test_clocks_are_read_at_most_once_a_second_and_thinned_in_long_runs() -> Non
     assert len(log.readings) <= ClockLog.MOST
     gaps = {later[0] - earlier[0] for earlier, later in zip(log.readings[1:], log.readings[2:], strict=False)}  # type: ignore[operator]
     assert gaps == {2.0}
+    still = ClockLog(lambda: (2596.1, None, None, None, None), clock=lambda: now[0])
+    for _ in range(5):
+        still.note()
+        now[0] += 10.0
+    assert [row[0] - still.readings[0][0] for row in still.readings] == [0.0, 10.0, 20.0, 30.0, 40.0]
+    assert still.to_manifest()["readings"] == [[0.0, 2596.1], [40.0, 2596.1]]
     silent = ClockLog(lambda: None)
     silent.note()
     assert silent.readings == []
