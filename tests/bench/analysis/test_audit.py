@@ -254,6 +254,25 @@ def test_only_exact_rounds_keep_accepted_plus_one() -> None:
     assert "baseline: round 1 kept 1 tokens with 1 accepted" in only_reason(verdict(baseline, guarantee="RELAXED"))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "passes", "said"),
+    [
+        ([1, 8, 2], [4, 8, 8], None),  # the text ends within the last block
+        ([1, 8, 2], [4, 7, 8], "round 1 kept 8 tokens with 0 accepted"),
+        ([1, 8, 2], [4, 8, 1], "round 2 kept 2 tokens with 0 accepted"),
+        ([3, 0, 8], [4, 0, 8], "round 1 kept 0 tokens with 0 accepted"),
+    ],
+)
+def test_a_baseline_that_fills_in_masks_writes_a_token_in_each_pass(
+    tokens: list[int], passes: list[int], said: str | None
+) -> None:
+    old = next(sample for sample in GOOD if sample.arm == "baseline")
+    new = row("baseline", old.prompt_id, ms=[30] * 3, tokens=tokens, accepted=[0] * 3, step_target_passes=passes)
+    rows = [new if sample is old else sample for sample in GOOD]
+    found = [reason for reason in verdict(rows, guarantee="RELAXED").reasons if "Counters of" in reason]
+    assert len(found) == (said is not None) and (said or "") in "".join(found)
+
+
 OUTCOMES = {"ok": (True, 0), "warn": (True, 1), "invalid": (False, 0)}  # valid, number of warnings
 
 
