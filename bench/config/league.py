@@ -44,7 +44,7 @@ class Arm:
 
     def checkpoints(self, root: Path) -> list[Path]:
         """The folders of its checkpoints, the one with the least training first; at least one, which may be missing."""
-        found = {path: _minutes(path) for path in root.glob(f"{self.heads}-*") if (path / "card.json").is_file()}
+        found = {path: budget_of(path) for path in root.glob(f"{self.heads}-*") if (path / "card.json").is_file()}
         known = [path for path, minutes in found.items() if minutes is not None]
         return sorted(known, key=lambda path: found[path] or 0.0) or [self.folder(root, MINUTES)]
 
@@ -87,19 +87,19 @@ def _checked(file: Path, name: str, arm: Any) -> bool:
     return True
 
 
+def budget_of(folder: PurePath) -> float | None:
+    """The minutes in the name of a checkpoint's folder; None: it names none."""
+    try:
+        return float(folder.name.rpartition("-")[2])
+    except ValueError:
+        return None
+
+
 def untrained(checkpoint: object, cache: str) -> str | None:
     """The name of the head whose checkpoint this would be, if it is one of a league and not there; else None."""
     path = Path(str(checkpoint))
     ours = Path(cache) / "trained" / LEAGUE in path.parents
     return path.name.rpartition("-")[0] if ours and not (path / "card.json").is_file() else None
-
-
-def _minutes(path: Path) -> float | None:
-    """Of the name of a checkpoint's folder; None: it has none."""
-    try:
-        return float(path.name.rpartition("-")[2])
-    except ValueError:
-        return None
 
 
 def folder(words: Sequence[str], sweep: str = LEAGUE) -> Path:

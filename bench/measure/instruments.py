@@ -121,7 +121,7 @@ class ClockLog:
         kept = [i for i, _ in enumerate(self.COLUMNS) if any(row[i] is not None for row in self.readings)]
         rows = [[row[i] for i in kept] for row in self.readings]
         if len({tuple(row[1:]) for row in rows}) == 1:
-            rows = [rows[0], *rows[1:][-1:]]
+            del rows[1:-1]
         return {"columns": [self.COLUMNS[i] for i in kept], "readings": rows}
 
 

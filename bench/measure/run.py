@@ -371,7 +371,7 @@ def _measure_all(arms: Sequence[_Arm], shared: Shared, done: dict[int, RunResult
                 done[arm.place] = error
                 continue
             if arm.choice:
-                files.write_json(folder.path / run_folder.CALIBRATION, arm.choice.to_json())
+                files.write_entries(folder.path / run_folder.CALIBRATION, arm.choice.to_json())
             measured.append((arm, MethodArm(arm.parts.method, folder, arm.parts.held_bytes)))
         try:
             _measure([(arm.cfg, arm.parts, method) for arm, method in measured], shared)

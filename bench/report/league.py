@@ -69,7 +69,7 @@ def standings(found: Sequence[Record]) -> list[Standings]:
     by_id = {str(entry.summary["run_id"]): entry for entry in entries.values()}
     result = []
     for group in groups:
-        latest = {(e.name, e.minutes): e for e in (by_id[str(summary["run_id"])] for summary in group)}
+        latest = {(e.name, e.budget): e for e in (by_id[str(summary["run_id"])] for summary in group)}
         heading = f"{group[0].get('dataset')}, {terminal.place(group[0])}, {terminal.how(group[0])}"
         result.append(Standings(heading, sorted(latest.values(), key=lambda entry: -entry.speed)))
     return result
@@ -79,10 +79,10 @@ def _entry(record: Record) -> Entry | None:
     facts = ((record.manifest.get("part") or {}).get("card") or {}).get("facts") or {}
     method, minutes = record.manifest.get("method") or {}, facts.get("minutes")
     name = next((arm.name for arm in league.arms() if arm.measures(method)), None)
-    if name is None or minutes is None or record.summary is None:
+    budget = league.budget_of(PurePath(str(method.get("checkpoint"))))
+    if name is None or budget is None or minutes is None or record.summary is None:
         return None
-    budget = PurePath(str(method["checkpoint"])).name.rpartition("-")[2]
-    return Entry(name, float(budget), float(minutes), facts, record.summary)
+    return Entry(name, budget, float(minutes), facts, record.summary)
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -190,9 +190,8 @@ def draw(ax: Axes, table: Standings, *, novel: bool = False) -> None:
         ax.set_xticks([])
     else:
         every = [minutes for points in lines.values() for minutes, _, _ in points]
-        plots.plain_log_axis(ax.xaxis, min(every) / 1.5, max(every) * 2.5)
         budgets = sorted({entry.budget for entry in table.entries})
-        ax.set_xticks(budgets, [f"{each:g}" for each in budgets])
+        plots.plain_log_axis(ax.xaxis, min(every) / 1.5, max(every) * 2.5, budgets)
         _name(ax, ends)
     ax.set_xlabel("processor minutes of training")
     ax.set_ylabel(f"speed-up on {'novel' if novel else 'all'} text")
@@ -214,7 +213,6 @@ def svg(table: Standings) -> str:
 
     def both(figure: Figure, ax: Axes) -> None:
         right = figure.add_axes((0.57, 0.14, 0.42, 0.82), sharey=ax)
-        right.spines[["top", "right"]].set_visible(False)
         draw(ax, table)
         draw(right, table, novel=True)
 

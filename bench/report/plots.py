@@ -77,18 +77,24 @@ def _mark(row: Row, hollow: str = "white") -> dict[str, Any]:
     return {"marker": shown.mark, "color": shown.colour, "markerfacecolor": shown.colour if _exact(row) else hollow}
 
 
-def plain_log_axis(axis: Any, low: float, high: float) -> None:
-    """A logarithmic axis from ``low`` to ``high`` with few plain numbers on it."""
+def plain_log_axis(axis: Any, low: float, high: float, ticks: Sequence[float] = ()) -> None:
+    """A logarithmic axis from ``low`` to ``high`` with plain numbers at ``ticks``, or else at a few round values."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
+    kept = list(ticks) or _few(low, high)
+    axis.set_major_locator(FixedLocator(kept))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in kept]))
+
+
+def _few(low: float, high: float) -> list[float]:
+    """The round values from ``low`` to ``high``, those nearest to 1 first, without any too near to another."""
     kept: list[float] = []
     for tick in sorted((tick for tick in _TICKS if low <= tick <= high), key=lambda tick: abs(np.log(tick))):
         if all(abs(np.log(tick / other)) > np.log(high / low) / 14 for other in kept):
             kept.append(tick)
-    axis.set_major_locator(FixedLocator(kept))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in kept]))
+    return kept
 
 
 def _one(ax: Axes, *, vertical: bool) -> None:
@@ -395,7 +401,8 @@ def svg(
         figure = Figure(inches)
         ax = figure.add_axes(place)
         draw(figure, ax)
-        ax.spines[["top", "right"]].set_visible(False)
+        for drawn in figure.axes:
+            drawn.spines[["top", "right"]].set_visible(False)
         stream = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
