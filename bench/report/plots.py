@@ -93,7 +93,7 @@ def _few(low: float, high: float) -> list[float]:
     kept: list[float] = []
     for tick in sorted((tick for tick in _TICKS if low <= tick <= high), key=lambda tick: abs(np.log(tick))):
         if all(abs(np.log(tick / other)) > np.log(high / low) / 14 for other in kept):
-            kept.append(tick)
+            kept.append(float(tick))
     return kept
 
 

@@ -55,7 +55,7 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
     cfg, train = compose.compose_training(overrides, settings.method)
     if like := cfg.model.get("like"):
         raise UserError(preconditions.random_weights(like, f"method={settings.method} learns from a model's text"))
-    trainable = instantiate.build_trainable(train)
+    trainable = instantiate.build_trainable(_with_heads(train, cfg))
     if settings.publish and trainable.makes == "difference":
         raise UserError(f"method={settings.method} stores its weights in 8 bits by itself. Leave out publish=.")
     tracker = instantiate.build_tracker(cfg.tracker)
@@ -76,6 +76,14 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
             return f"{job.folder} is already there. Set force=true to train again."
         job.check_acceptance()
     return job.report()
+
+
+def _with_heads(train: Mapping[str, Any], cfg: RunConfig) -> Mapping[str, Any]:
+    """The ``train`` group; if it has a speculator and names no ``heads``, with the checkpoint that is found for it."""
+    if "speculator" not in train or train.get("heads") is not None:
+        return train
+    folders = artifacts.places(str(train["speculator"]), str(cfg.model["name"]), cfg.paths).values()
+    return {**train, "heads": next((str(folder) for folder in folders if artifacts.read_card(folder)), None)}
 
 
 def _read(trainable: Trainable, settings: TrainConfig, cfg: RunConfig) -> Texts:

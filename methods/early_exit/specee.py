@@ -7,7 +7,7 @@ token is a candidate. So a negative answer costs k rows of the output matrix ins
 checked before it counts. Skipped layers get keys and values of the state at the exit (``loop.py``). The predictors must
 be trained, with the exits' maps where the model was not trained to exit:
 
-    python -m bench train method=specee model=smollm2 train.heads=data/checkpoints/medusa-smollm2
+    python -m bench train method=specee model=smollm2
 
 Published, Llama 2 7B: 2.25x in the authors' cloud scenario, 2.43x on a PC.
 

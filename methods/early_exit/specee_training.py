@@ -5,7 +5,7 @@ kept, with the label whether the exit has the model's token (Xu et al. 2025, arX
 layers and learns by the binary cross-entropy. There are some ten thousand places of a dozen numbers, so L-BFGS takes
 seconds and needs no learning rate. Every eighth prompt is held out and judges the predictors.
 
-    python -m bench train method=specee model=smollm2 train.heads=data/checkpoints/medusa-smollm2
+    python -m bench train method=specee model=smollm2
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class SpecEETraining(ExitTraining):
 
     Args:
         speculator: names the candidates: heads of ``medusa``, or the network of ``eagle``.
-        heads: folder of its checkpoint for this model; it is copied into the one that is made.
+        heads: folder of its checkpoint for this model; it is copied into the one that is made. A training by command
+            takes the one that the project has, if none is named.
         candidates: k of a step.
         width: of the predictors.
         places: at which the predictors learn, about.
@@ -89,9 +90,8 @@ class SpecEETraining(ExitTraining):
         """See ``Trainable``."""
         if self.heads is None:
             raise MissingPart(
-                f"The training of specee needs the heads of method={self.speculator} for this model, got none. Set "
-                "train.heads=FOLDER, as data/checkpoints/medusa-smollm2; or train them: python -m bench train "
-                f"method={self.speculator} model=MODEL."
+                f"The training of specee needs the heads of method={self.speculator} for this model, got none. Train "
+                f"them: python -m bench train method={self.speculator} model=MODEL; or set train.heads=FOLDER."
             )
         facts = super().fit(context)
         if (context.output / HEADS).exists():

@@ -167,6 +167,14 @@ def test_a_method_that_drafts_nothing_and_skips_layers() -> None:
     assert "nothing was drafted" in text and "layers/token    0.60" in text and "RESULT: not judged" in text
 
 
+def test_rounds_that_only_the_baseline_times_are_called_plain() -> None:
+    parts = {"draft_s": 1e-4, "pass_s": 0.02, "host_s": 5e-4, "busy_share": 0.9, "pass_bytes_per_s": None}
+    plain, own = parts | {"round_s": 0.0206}, parts | {"round_s": 0.03}
+    assert "plain round     20.6 ms" in terminal.render(summary(device_time={"baseline": plain}), PATH)
+    text = terminal.render(summary(device_time={"baseline": plain, "method": own}), PATH)
+    assert "  round           30 ms" in text and "plain round" not in text
+
+
 def test_paths_are_relative_to_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "RESULT: VALID     results/x/\n" in terminal.render(summary(), tmp_path / "results" / "x")

@@ -602,6 +602,24 @@ def cfg(tmp_path: Path) -> RunConfig:
     return replace(composed, paths=PathsConfig(results=str(tmp_path / "results"), cache=str(tmp_path / "cache")))
 
 
+def test_heads_of_a_speculator_are_those_found_for_the_model_unless_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    cache = f"paths.cache={tmp_path}"
+    cfg, group = compose.compose_training(["model=random", cache], "specee")
+    assert group["heads"] is None and job._with_heads(group, cfg)["heads"] is None, "no heads exist for it"
+    smollm2, _ = compose.compose_training(["model=smollm2", cache], "specee")
+    assert job._with_heads(group, smollm2)["heads"] == str(ROOT / "data" / "checkpoints" / "medusa-smollm2")
+    own = tmp_path / "trained" / "eagle-random"
+    own.mkdir(parents=True)
+    files.write_json(own / artifacts.CARD, {"method": "eagle"})
+    assert job._with_heads({**group, "speculator": "eagle"}, cfg)["heads"] == str(own)
+    assert job._with_heads({**group, "heads": "others"}, cfg)["heads"] == "others"
+    _, plain = compose.compose_training([], "calm")
+    assert "heads" not in job._with_heads(plain, cfg)
+
+
 def identity(cfg: RunConfig) -> str:
     return run_id(cfg, manifest.resolved(program.prepare(cfg)))
 
