@@ -564,6 +564,7 @@ def test_the_named_sweeps() -> None:
             "translation",
             "translation_table",
             "translation_controls",
+            "translation_exits",
             "peers",
             "chat",
             "league",
