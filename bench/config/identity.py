@@ -68,9 +68,9 @@ def fingerprint(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
 
 def definition_sha256(definition: Mapping[str, Any]) -> str:
     """Hash of what defines a checkpoint: method, ``train`` group, model, corpus, seed; as a job or a card has them."""
-    choice = str(definition["method"])
-    train = _strip({"name": choice, **definition["train"]}, "train", None)
-    return json_sha256({**redact.tree(definition), "train": train})
+    kept = redact.tree(definition)
+    train = _strip({"name": str(kept["method"]), **kept["train"]}, "train", None)
+    return json_sha256({**kept, "train": train})
 
 
 def strip(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class AdaptedModel(TrainedModel):
         """
         places = artifacts.places(self.method, str(self.base["name"]), PathsConfig(cache=str(cache)))
         folders = list(places.values()) if self.folder is None else [Path(self.folder).expanduser()]
-        folder = next((folder for folder in folders if artifacts.read_card(folder)), None)
+        folder = artifacts.first_finished(folders)
         if folder is None:
             raise UserError(
                 f"Model '{self.name}' is not made yet: {' and '.join(map(str, folders))} must hold the difference that "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +87,11 @@ def shipped(method: str) -> list[str]:
 def read_card(folder: Path) -> dict[str, Any] | None:
     """The card of a finished checkpoint, if there is one."""
     return read_json(folder / CARD)
+
+
+def first_finished(folders: Iterable[Path]) -> Path | None:
+    """The first folder with a finished checkpoint, if one has it."""
+    return next((folder for folder in folders if read_card(folder)), None)
 
 
 def files(folder: Path) -> dict[str, Path]:

@@ -44,7 +44,7 @@ class TrainedModel:
             UserError: it is not made yet.
         """
         places = artifacts.places(self.method, self.name, PathsConfig(cache=str(cache)))
-        folder = next((folder for folder in places.values() if artifacts.read_card(folder)), None)
+        folder = artifacts.first_finished(places.values())
         if folder is None:
             raise UserError(
                 f"Model '{self.name}' is not made yet: {' and '.join(map(str, places.values()))} do not have it. "

@@ -52,10 +52,11 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
     Raises:
         UserError: the settings cannot work.
     """
-    cfg, train = compose.compose_training(overrides, settings.method)
+    cfg, group = compose.compose_training(overrides, settings.method)
+    train = _with_heads(group, cfg)
     if like := cfg.model.get("like"):
         raise UserError(preconditions.random_weights(like, f"method={settings.method} learns from a model's text"))
-    trainable = instantiate.build_trainable(_with_heads(train, cfg))
+    trainable = instantiate.build_trainable(train)
     if settings.publish and trainable.makes == "difference":
         raise UserError(f"method={settings.method} stores its weights in 8 bits by itself. Leave out publish=.")
     tracker = instantiate.build_tracker(cfg.tracker)
@@ -78,12 +79,12 @@ def prepare(settings: TrainConfig, overrides: Sequence[str], words: Sequence[str
     return job.report()
 
 
-def _with_heads(train: Mapping[str, Any], cfg: RunConfig) -> Mapping[str, Any]:
+def _with_heads(train: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
     """The ``train`` group; if it has a speculator and names no ``heads``, with the checkpoint that is found for it."""
     if "speculator" not in train or train.get("heads") is not None:
         return train
-    folders = artifacts.places(str(train["speculator"]), str(cfg.model["name"]), cfg.paths).values()
-    return {**train, "heads": next((str(folder) for folder in folders if artifacts.read_card(folder)), None)}
+    found = artifacts.first_finished(artifacts.places(train["speculator"], cfg.model["name"], cfg.paths).values())
+    return {**train, "heads": found and str(found)}
 
 
 def _read(trainable: Trainable, settings: TrainConfig, cfg: RunConfig) -> Texts:
@@ -299,7 +300,7 @@ class TrainingJob:
             made = ",".join(str(path) for path in artifacts.files(self.folder).values())
             return ["train", "method=medusa", f"corpus=dolly,{made}"]
         if self.trainable.makes == "checkpoint":
-            first = next((folder for folder in self.places.values() if artifacts.read_card(folder)), None)
+            first = artifacts.first_finished(self.places.values())
             named = [] if first == self.folder else [f"method.checkpoint={self.folder}"]
             same = [word for word in self.words if re.match(r"(model|paths)[.=]", word)]
             return [f"method={self.settings.method}", *named, *same]

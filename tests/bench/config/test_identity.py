@@ -173,3 +173,14 @@ def test_a_shipped_card_is_accepted(file: Path) -> None:
     assert identity.definition_sha256(ours) == identity.definition_sha256(theirs)
     changed = ours | {"seed": 17}
     assert identity.definition_sha256(changed) != identity.definition_sha256(theirs)
+
+
+def test_a_definition_with_a_path_is_that_of_its_own_card(tmp_path: Path) -> None:
+    """A card has no paths of a machine, so without it no training with one is found again or resumed."""
+    train = {"_target_": "methods.early_exit.specee_training.SpecEETraining", "heads": str(tmp_path / "medusa-smollm2")}
+    definition = {"method": "specee", "train": train, "model": {"name": "smollm2"}, "seed": 0}
+    card = redact.tree(definition)
+    assert card != definition
+    assert identity.definition_sha256(card) == identity.definition_sha256(definition)
+    other = definition | {"train": train | {"heads": str(tmp_path / "other")}}
+    assert identity.definition_sha256(other) != identity.definition_sha256(definition)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ import yaml
 from bench import cli
 from bench.config import compose, instantiate
 from bench.config.identity import run_id
-from bench.config.schema import PathsConfig, RunConfig, conf_dir
+from bench.config.schema import PathsConfig, RunConfig, TrainConfig, conf_dir
 from bench.errors import UserError
 from bench.measure import manifest, preconditions
 from bench.measure import run as program
@@ -618,6 +618,22 @@ def test_heads_of_a_speculator_are_those_found_for_the_model_unless_named(
     assert job._with_heads({**group, "heads": "others"}, cfg)["heads"] == "others"
     _, plain = compose.compose_training([], "calm")
     assert "heads" not in job._with_heads(plain, cfg)
+
+
+def test_the_heads_that_were_found_are_part_of_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    given: list[Any] = []
+
+    def refused(*arguments: Any) -> NoReturn:
+        given.extend(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr(job, "_read", lambda *_: None)
+    monkeypatch.setattr(job, "TrainingJob", refused)
+    with pytest.raises(InterruptedError):
+        job.prepare(TrainConfig(method="specee"), ["model=smollm2", f"paths.cache={tmp_path}"], [])
+    trainable, _, _, group, *_ = given
+    assert trainable.heads == group["heads"] == str(ROOT / "data" / "checkpoints" / "medusa-smollm2")
 
 
 def identity(cfg: RunConfig) -> str:
