@@ -20,8 +20,8 @@
 # on cased, detokenised text. Runs marked "(yours)" are from `results/`, all others are the project's records.
 #
 # ```
-# python -m bench sweep=translation                                        # all methods at batch 1, 8, 32 and 128
-# python -m bench model=multi30k_6_1_distilled dataset=multi30k batch_size=1,8,32,128 -m
+# python -m bench sweep=translation_table,translation_exits                 # both at batch 1, 8, 32 and 128
+# python -m bench -m model=multi30k_6_1_distilled,multi30k_12_1_distilled dataset=multi30k method=autoregressive batch_size=1,8,32,128 max_new_tokens=80
 # ```
 
 # %%
@@ -186,8 +186,7 @@ if POINTS:
 
 # %% [markdown]
 # *Figure 2. The fastest run of each family; the method may change from size to size (the table names it). Dotted: greedy search
-# with the 4-4 teacher at the same size. In these records its batches kept computing rows whose text had ended, so values above
-# batch 1 are upper bounds.*
+# with the 4-4 teacher at the same size, whose batches drop rows that have ended.*
 
 # %%
 CELLS = [

@@ -129,7 +129,7 @@ def sizes(sweep: str) -> list[Source]:
 N = r"(\d+(?:\.\d+)?)"
 GPU, LARGE = "b53a609d68d0", "b290f89f2d58"
 STAGED, CASCADE = "475a681159de", "c9fa17722343"
-CALM, SUFFIX, HYBRID, HEADS = "95a3ae5fde7b", "8b03d670ef4a", "64a127b7b167", "6ef0b68f8b8a"
+CALM, SUFFIX, HYBRID, HEADS = "95a3ae5fde7b", "8b03d670ef4a", "64a127b7b167", "e288ce44dd0b"
 MASKS, HASHED = "90986e793f34", "799463a6779e"  # a model that drafts by masks, one that exits by a table
 TABLES = {
     "learnt": "71cc08c3b42e",
@@ -139,9 +139,18 @@ TABLES = {
     "mutual information": "41e1f6590809",
     r"three layers for every token \(`static_depth`\)": "ae03baeb25d4",
 }
-SEED_2, DIFFUSION = "9a3599e957ce", "3a833f5c3800"
+SEED_2, DIFFUSION, SPECEE = "9a3599e957ce", "3a833f5c3800", "7f9ecba0dcb0"
 SEEDS = ("05b7bc0c01ce", "2565f1447609", "57ccfb0cfa00", "438f72bf8df5", "e946f977298e", SEED_2)
-CONTROLS = "e16dc2a6aab0", "4775cf338971", "db6f91ee691d", "d91aa4a517c5", "48678438b977"
+CONTROLS = "e16dc2a6aab0", "bd67fb01859d", "db6f91ee691d", "c8823af67deb", "48678438b977"
+IN_BATCHES = {  # with 1, 8, 32 and 128 sentences at once
+    "glat": ("bd67fb01859d", "4ce5dfc64a05", "cc986f3816ff", "c1319a179285"),
+    "nat": ("c8823af67deb", "f3abc02326cd", "751f7c76d3aa", "12550c94ff0f"),
+    "ctc": ("c306bcebfb8f", "8c50bf44db4c", "36008949f5bf", "47d3e14a40b6"),
+    "6-1": ("c334789786a2", "a3abea99c11c", "6a23073076b5", "2b55ddb359a4"),
+    "12-1": ("a600ee027762", "a1dec7773b90", "85f238141b85", "41fa8d7e95cb"),
+    "teacher": ("c2aac2a180c1", "d4ec31adf197", "599da959f105", "6125da1512eb"),
+}
+BLOCKS = "bbd98dbef176", "08f1a076a44e", "51ec9d6a88b2"  # of 2, 4 and 10 tokens, from one model
 DRAWN = (  # drafts judged as a block, and token by token
     "a686890c58ab", "cf3a5cf96bc5", "75a4137c1819", "e320b768c6a3",
     "34ee3fcc4e7c", "bfb5a4cd330c", "b4c72fca9c9b", "1405e45b4108",
@@ -302,6 +311,44 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
     ("docs/translation.md", rf"`blockwise_translation` writes {N} tokens per step", [of(HEADS, "tokens_per_step")]),
     (
         "docs/translation.md",
+        rf"A sentence takes the teacher {N} milliseconds, .* of {N} each",
+        [of("c2aac2a180c1", "ms_per_prompt"), lambda: 1e3 * of("c2aac2a180c1", "tpot_s", "mean")()],
+    ),
+    (
+        "docs/translation.md",
+        rf"at the same {N} BLEU\. With 2, 4 and 10 it writes {N}, {N} and {N} tokens per step "
+        rf"and is {N}, {N} and {N} times",
+        [
+            of(BLOCKS[0], "quality", "bleu"),
+            *(of(run, "tokens_per_step") for run in BLOCKS),
+            *(speed(run) for run in BLOCKS),
+        ],
+    ),
+    (
+        "docs/translation.md",
+        rf"it writes {N} tokens per step with ten predictions and loses {N} BLEU",
+        [published(4.95), published(0.4)],
+    ),
+    (
+        "docs/translation.md",
+        rf"makes `multi30k_12_1_distilled`, .*: {N} BLEU on test2016, "
+        rf"where 6-1 layers have {N} and the teacher has {N}",
+        [of(IN_BATCHES[one][0], "quality", "bleu") for one in ("12-1", "6-1", "teacher")],
+    ),
+    (
+        "docs/translation.md",
+        rf"`glat` is {N}, {N}, {N} and {N} times as fast as the teacher and `nat` {N}, {N}, {N} and {N} times\. "
+        rf"`ctc`, .*, is {N}, {N}, {N} and {N} times as fast",
+        [speed(run) for one in ("glat", "nat", "ctc") for run in IN_BATCHES[one]],
+    ),
+    (
+        "docs/translation.md",
+        rf"6-1 layers translate {N}, {N}, {N} and {N} sentences a second at these batch sizes, "
+        rf"12-1 layers {N}, {N}, {N} and {N}, the teacher {N}, {N}, {N} and {N}, all",
+        [of(run, "prompts_per_s") for one in ("6-1", "12-1", "teacher") for run in IN_BATCHES[one]],
+    ),
+    (
+        "docs/translation.md",
         rf"the model has {N} BLEU on test2016, half a point above the teacher, and writes {N} tokens per step\. "
         rf"It is {N} times as fast as its own plain decoding",
         [of(MASKS, "quality", "bleu"), of(MASKS, "tokens_per_step"), speed(MASKS)],
@@ -313,6 +360,18 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
         [
             *(of(DIFFUSION, "quality", "bleu"), speed(DIFFUSION), of(DIFFUSION, "ms_per_prompt")),
             *(of(SEED_2, "baseline", "ms_per_prompt"), of(SEED_2, "baseline", "quality", "bleu")),
+        ],
+    ),
+    (
+        "docs/early_exit.md",
+        rf"`specee` runs {N} % of the layers and asks {N} output matrices a token, but is {N} times as fast .*? "
+        rf"{N} to the .*? takes {N} % of the time",
+        [
+            of(SPECEE, "layers_per_token", share=True),
+            of(SPECEE, "method_facts", "heads_per_token"),
+            speed(SPECEE),
+            of(SPECEE, "ranking", "text_loss", missing=True),
+            of(SPECEE, "method_facts", "confidence_share", share=True),
         ],
     ),
     (
@@ -329,7 +388,7 @@ CLAIMS: list[tuple[str, str, list[Source]]] = [
     (
         "docs/translation.md",
         rf"the teacher's translations: {N} and {N} BLEU \(float32\), where `nat` and `ctc` have {N} and {N}\.",
-        [of(run, "quality", "bleu") for run in ("98b58e40864e", "1a548acc1acf", "d91aa4a517c5", "2198be841367")],
+        [of(run, "quality", "bleu") for run in ("98b58e40864e", "1a548acc1acf", "c8823af67deb", "c306bcebfb8f")],
     ),
     (
         "docs/translation.md",
