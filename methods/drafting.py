@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 
 if TYPE_CHECKING:
     from methods.engine.causal_lm import Output
+    from methods.engine.guesses import Guesses
     from methods.engine.kv_cache import Cache
     from methods.engine.sampling import Sampling
 from methods.decoder import Guarantee
@@ -338,6 +339,15 @@ class Lookup(Drafter, Protocol):
 
     def find(self, row: int, tokens: list[int]) -> Continuation:
         """What may follow the text of a row."""
+        ...
+
+
+@runtime_checkable
+class RoundsDrafter(Drafter, Protocol):
+    """A drafter that a CPU's kernels can draft with inside several rounds of one row, see ``CausalLM.rounds``."""
+
+    def rounds_guesses(self) -> Guesses | None:
+        """How they guess; None: they cannot."""
         ...
 
 

@@ -104,3 +104,23 @@ def steps_of(
     for tokens, end, share, scored, passed in zip(ran.tokens, ran.ends_ns, *of_rounds):  # noqa: B905, some never end
         new = [tokens] if alone else one_each(tokens, rows)
         yield Step(new, none, none, [share] * count, none, nodes=scored, pass_ns=passed, at_ns=end, rows=count)
+
+
+def guessed_steps_of(ran: Ran) -> Iterator[Step]:
+    """The steps of several rounds with guesses in one call, of one row."""
+    begin, before = 0, 0
+    for found, end, at_ns in zip(ran.guessed, ran.times, ran.ends_ns, strict=True):
+        tokens = [token for (token,) in ran.tokens[begin : begin + found.tokens]]
+        yield Step(
+            [tokens],
+            drafted=[found.nodes],
+            accepted=[found.kept],
+            layers=[1.0],
+            depth=[found.depth],
+            nodes=1 + found.nodes,
+            draft_ns=found.guessing_ns,
+            pass_ns=end - before - found.guessing_ns,
+            at_ns=at_ns,
+            rows=1,
+        )
+        begin, before = begin + found.tokens, end

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from methods.engine.causal_layers import FeedForward, Layer, LayerNorm, RMSNorm, Rows
 from methods.engine.cpu_kernels import KINDS, Matrix, NormNumbers, Packed, library, reading_groups
-from methods.engine.guesses import GuessedRounds
+from methods.engine.guesses import GuessedRounds, PassGuesses
 from methods.engine.kv_cache import Cache
 from methods.engine.linear import KernelLinear, Linear, ScreenedLinear
 
@@ -194,6 +194,7 @@ class Ran:
         deciding_ns: with exits, time from the states at exits to the decisions; 0 with a table.
         nodes: where states wait, per round those of a row that the layers above ran over; 0: they did not run.
         spent: with guesses, the costs of all passes, in those over one node.
+        guessed: with guesses, what each pass made of them.
     """
 
     tokens: list[list[int]]
@@ -204,6 +205,7 @@ class Ran:
     deciding_ns: int = 0
     nodes: list[int] = field(default_factory=list)
     spent: float = 0.0
+    guessed: list[PassGuesses] = field(default_factory=list)
 
     @property
     def ends_ns(self) -> list[int | None]:
@@ -575,7 +577,7 @@ class FusedLayers:
         places, turns, nodes = embedded.positions, embedded.turns or (None, None), (c_int64 * most)()
         deferring = None if waiting is None else waiting.into(nodes)
         luck = None if drawing is None else drawing.into()
-        guessing, _held = (None, None) if guessed is None else guessed.guesses.into(guessed)
+        guessing, held = (None, None) if guessed is None else guessed.guesses.into(guessed, most)
         rounds = _Rounds(
             embedded.embedding.data_ptr(), _place(places), 0 if places is None else len(places),
             *map(_place, turns), embedded.factor, norm, None if rule is None else _place(rule.table), most, None,
@@ -606,13 +608,14 @@ class FusedLayers:
             return [list(numbers[at : at + batch]) for at in range(0, batch * made.value, batch)]
 
         ran = Ran(by_round(tokens[batch:]), times[: made.value], began)
-        if guessing is not None:
-            ran = replace(ran, times=times[: guessing.passes], spent=guessing.spent)
+        if guessing is not None and held is not None:
+            found = held.passes(guessing.passes)
+            ran = replace(ran, times=times[: guessing.passes], spent=guessing.spent, guessed=found)
         if leaving is None:
             return ran
         depths = [[max(depth, 0) for depth in row] for row in by_round(list(leaving.left))]
-        found = replace(ran, depths=depths, columns=leaving.columns, deciding_ns=leaving.deciding_ns)
-        return found if waiting is None else replace(found, nodes=nodes[: made.value])
+        ran = replace(ran, depths=depths, columns=leaving.columns, deciding_ns=leaving.deciding_ns)
+        return ran if waiting is None else replace(ran, nodes=nodes[: made.value])
 
     def run_to_exits(
         self,

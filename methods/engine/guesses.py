@@ -1,4 +1,5 @@
-"""Guesses for rounds of the C++ kernels: what followed the same tokens before, in the text and in a table of n-grams.
+"""Guesses for rounds of the C++ kernels: what followed the same tokens before, in the text and in a table of n-grams,
+or what heads draft.
 
 A table has the likeliest tokens after contexts of one to three tokens of other texts; a guess costs a look into sorted
 arrays. Guesses become a tree, and one pass judges it, see ``FusedLayers.run_rounds``.
@@ -14,8 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+from torch import Tensor
 
-from methods.engine.cpu_kernels import library
+from methods.engine.cpu_kernels import Matrix, library
+from methods.engine.linear import KernelLinear
 
 SOURCES = ("text", "table")
 LONGEST, EACH = 3, 4  # tokens of a context, and after one; the kernels have them too
@@ -47,7 +50,41 @@ class GuessesNumbers(Structure):
         ("trust", c_void_p),
         ("passes", c_int64),
         ("spent", c_float),
+        ("judged", c_void_p),
+        ("heads", c_void_p),
     ]
+
+
+class _Heads(Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("first", "second", "output")),
+        ("vocabulary", c_void_p),
+        ("count", c_int64),
+        ("state", c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class HeadGuesses:
+    """Heads whose chain is guessed, see ``methods.speculative.heads.blockwise``.
+
+    Attributes:
+        first, second, output: products of a state, of what of it is above zero, and of the state plus each update.
+        vocabulary: ids of the outputs.
+        count: of heads.
+    """
+
+    first: KernelLinear
+    second: KernelLinear
+    output: KernelLinear
+    vocabulary: Int[Tensor, "v"]
+    count: int
+
+    def into(self, state: Float[Tensor, "D"]) -> _Heads:
+        """As the kernels are given them; ``state`` chose the last token, and becomes that of the next chain."""
+        assert state.is_contiguous() and state.dtype == self.first.panels.dtype
+        products = (product.panels.matrix for product in (self.first, self.second, self.output))
+        return _Heads(*products, self.vocabulary.data_ptr(), self.count, state.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -145,6 +182,38 @@ def _best(keys: Int[np.ndarray, "C"], tokens: Int[np.ndarray, "C n"], shares: Fl
     return _Order(keys, np.ascontiguousarray(kept[0]), np.ascontiguousarray(kept[1], np.float32))
 
 
+class PassGuesses(NamedTuple):
+    """What one of several rounds made of its guesses.
+
+    Attributes:
+        tokens: that it committed.
+        kept: guesses that were right, an end of the text included.
+        nodes: guesses that it judged.
+        depth: of the longest path of these.
+        guessing_ns: time in which they were made.
+    """
+
+    tokens: int
+    kept: int
+    nodes: int
+    depth: int
+    guessing_ns: int
+
+
+class _Held(NamedTuple):
+    """Arrays that numbers for the kernels point to."""
+
+    text: ctypes.Array[c_int64]
+    costs: ctypes.Array[c_float] | None
+    judged: ctypes.Array[c_int64]
+    heads: _Heads | None
+
+    def passes(self, count: int) -> list[PassGuesses]:
+        """What the first passes made of their guesses."""
+        most = len(self.judged) // len(PassGuesses._fields)
+        return [PassGuesses(*self.judged[at::most]) for at in range(count)]
+
+
 class GuessedTree(NamedTuple):
     """Guesses after a text.
 
@@ -170,19 +239,21 @@ class Guesses:
         table: beside the text; None: there is none.
         costs: of passes over a root and 0 to ``nodes`` guesses; as many are judged as pay. None: all.
         least: likelihood below which nothing is guessed.
+        heads: whose chain is guessed in the place of text and table, whatever it costs; None: there are none.
     """
 
     nodes: int
     table: NgramTable | None = None
     costs: Sequence[float] | None = None
     least: float = 0.02
+    heads: HeadGuesses | None = None
     _trust: ctypes.Array[c_float] = field(default_factory=lambda: (c_float * 4)())
 
     def tree(self, text: Sequence[int]) -> GuessedTree:
         """The guesses after a text, parents first."""
         found = library()
         assert found is not None, "no kernels"
-        numbers, _held = self.into(GuessedRounds(self, text, 0))
+        numbers, _held = self.into(GuessedRounds(self, text, 0), 0)
         tokens, parents, sources = ((c_int64 * self.nodes)() for _ in range(3))
         gains = (c_float * self.nodes)()
         count = found.guess(byref(numbers), tokens, parents, gains, sources)
@@ -192,17 +263,27 @@ class Guesses:
         """Forget how good guesses were."""
         self._trust = (c_float * 4)()
 
-    def into(self, rounds: GuessedRounds) -> tuple[GuessesNumbers, object]:
-        """As the kernels are given them, and what they point to; ``passes`` and ``spent`` come back in it."""
+    def into(self, rounds: GuessedRounds, most: int) -> tuple[GuessesNumbers, _Held]:
+        """As the kernels are given them, and what they point to; ``passes`` and ``spent`` come back in it.
+
+        Args:
+            most: tokens of all passes.
+        """
         text = (c_int64 * len(rounds.text))(*rounds.text)
         costs = None if self.costs is None else (c_float * (1 + self.nodes))(*self.costs)
         table = None if self.table is None else ctypes.addressof(self.table.numbers)
+        judged = (c_int64 * (len(PassGuesses._fields) * most))()
+        heads = None
+        if self.heads is not None:
+            assert rounds.state is not None, "heads draft from a state"
+            heads = self.heads.into(rounds.state)
         numbers = GuessesNumbers(
             ctypes.addressof(text), len(text), table, rounds.wanted, self.nodes,
             None if costs is None else ctypes.addressof(costs), self.least,
-            ctypes.addressof(self._trust),
+            ctypes.addressof(self._trust), 0, 0.0, ctypes.addressof(judged),
+            None if heads is None else ctypes.addressof(heads),
         )  # fmt: skip
-        return numbers, (text, costs)
+        return numbers, _Held(text, costs, judged, heads)
 
 
 @dataclass(frozen=True)
@@ -213,8 +294,10 @@ class GuessedRounds:
         guesses: how they are made.
         text: from which, with the token that the first round reads.
         wanted: tokens after which no further pass is run.
+        state: with heads, the target's normed state that chose the last token of the text; rounds move it on.
     """
 
     guesses: Guesses
     text: Sequence[int]
     wanted: int
+    state: Float[Tensor, "D"] | None = None

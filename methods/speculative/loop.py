@@ -18,7 +18,8 @@ Recorded rounds (``methods.engine.cuda_graphs``) leave on the device all that th
 next round where nothing is drafted. Either is launched before the host reads the last round, and so is the round over
 that draft where its size depends on nothing. A CPU's kernels run
 several rounds of a small model in one call where nothing is drafted: the tokens of a call come together. So run the
-pauses of a search that does not pay, too.
+pauses of a search that does not pay, too. Of a single row they also run rounds with drafts, where they can make them
+themselves (``RoundsDrafter``).
 """
 
 from __future__ import annotations
@@ -44,15 +45,25 @@ from methods.decoder import (
     Step,
     common_prefix,
 )
-from methods.drafting import AcceptanceRule, Context, Draft, Drafter, Lookup, ResumingDrafter, RowDrafter
+from methods.drafting import (
+    AcceptanceRule,
+    Context,
+    Draft,
+    Drafter,
+    Lookup,
+    ResumingDrafter,
+    RoundsDrafter,
+    RowDrafter,
+)
 from methods.engine.causal_lm import ROUNDS_TOGETHER, CausalLM, Output
 from methods.engine.cuda_graphs import GraphedLM
 from methods.engine.greedy_round import Round
+from methods.engine.guesses import GuessedRounds, Guesses
 from methods.engine.host_copies import Reading, from_host
 from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, top_candidates
 from methods.engine.stopwatch import Stopwatch
-from methods.rows import ComputedRows, of_rows, steps_of
+from methods.rows import ComputedRows, guessed_steps_of, of_rows, steps_of
 from methods.speculative.budget import Costs, CostsOption, Pace, Tally, Texts, Unasked
 from methods.speculative.judging import Judged, judge
 from methods.speculative.verification import Greedy
@@ -173,6 +184,10 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware, PrefixCaching):
     def _rounds_after(self, batch: _Batch, pace: Pace, refilled: bool) -> Rounds:
         """All steps after the first tokens; ``refilled``: whether rows may be given new prompts."""
         target, context, cache = self.target, batch.context, batch.cache
+        guesses = None if refilled else self._guesses(batch)
+        if guesses is not None:
+            yield from self._rounds_guessed(batch, guesses)
+            return
         drafting: Stopwatch | None = None  # of the next draft, if it was launched while the host read the last round
         launched: _Launched | None = None  # the same of its round
         while any(open_rows := batch.open):
@@ -304,6 +319,27 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware, PrefixCaching):
                     cache.set_lengths([length - back * is_moved for length, is_moved in kept])
                     break
             context.root = from_host([text[-1] for text in context.tokens], context.root.device)
+
+    def _guesses(self, batch: _Batch) -> Guesses | None:
+        """How the kernels guess in several rounds of the only row in a call; None: rounds come one by one."""
+        drafts = self._recorded and isinstance(batch.drafter, RoundsDrafter) and self.target.runs_rounds
+        return batch.drafter.rounds_guesses() if drafts and len(batch.context.tokens) == 1 else None  # type: ignore[attr-defined]
+
+    def _rounds_guessed(self, batch: _Batch, guesses: Guesses) -> Rounds:
+        """All rounds of the only row, several in a call, whose drafts the kernels make."""
+        target, context, cache = self.target, batch.context, batch.cache
+        text, state = context.tokens[0], context.last_hidden[0].clone()
+        while batch.open[0]:
+            left = batch.ends[0] - len(text)
+            asked = GuessedRounds(guesses, text, min(ROUNDS_TOGETHER, left), state)
+            most = min(left, ROUNDS_TOGETHER + guesses.nodes)
+            ran = target.rounds(text[-1:], cache, most, [True], target.eos_ids, guessed=asked)
+            cache.advance([len(ran.tokens)])
+            for step in guessed_steps_of(ran):
+                self._tally.note(step.drafted[0])
+                text.extend(step.tokens[0])
+                yield from self._answered(step, batch)
+            context.root = from_host(text[-1:], context.root.device)
 
     def _rounds_ahead(self, batch: _Batch, pace: Pace) -> Rounds:
         """Recorded rounds without drafts, each launched before the host reads the one before it.

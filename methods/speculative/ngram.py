@@ -19,6 +19,7 @@ Command: ``python -m bench method=ngram dataset=mtbench``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -33,6 +34,7 @@ from methods.engine.guesses import GuessedTree, Guesses, NgramTable
 from methods.engine.sampling import Sampling
 from methods.engine.token_tree import places_on_host
 from methods.speculative.budget import CostsOption
+from methods.speculative.guess_costs import measured_costs
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.rest import Tree, as_draft
 from methods.speculative.rest_datastore import HEADER, SEPARATOR, Datastore
@@ -42,10 +44,23 @@ _TABLES: WeakValueDictionary[tuple[Path, int], NgramTable] = WeakValueDictionary
 
 
 class NgramDrafter(StatelessDrafter):
-    """Drafts the likeliest guesses after each text."""
+    """Drafts the likeliest guesses after each text.
+
+    Args:
+        guesses: all of them.
+    """
 
     def __init__(self, guesses: Guesses) -> None:
         self.nodes, self.guesses = guesses.nodes, guesses
+        self._in_rounds = replace(guesses)
+
+    def rounds_guesses(self) -> Guesses:
+        """See ``RoundsDrafter``; by costs as many as pay."""
+        return self._in_rounds
+
+    def use_costs(self, costs: Sequence[float] | None) -> None:
+        """Of passes in rounds over a root and 0 to ``nodes`` guesses; None: all are judged."""
+        self._in_rounds.costs = costs
 
     def propose(self, context: Context) -> Draft:
         found = [self.guesses.tree(text) for text in context.tokens]
@@ -78,6 +93,8 @@ class Ngram(SpeculativeDecoder):
     needs = "a datastore"
     paper = "Stewart et al. 2024, arXiv 2411.03786"
 
+    drafter: NgramDrafter
+
     def __init__(
         self,
         target: CausalLM,
@@ -98,6 +115,17 @@ class Ngram(SpeculativeDecoder):
         self._table = ngram_table(datastore, checkpoint, target)
         drafter = NgramDrafter(Guesses(nodes, self._table, least=least))
         super().__init__(target, sampling, drafter, default_rule(sampling, "tree", drawn=False), costs)
+        self.forget_costs()
+
+    def use_costs(self, costs: Sequence[Sequence[int | float]]) -> None:
+        super().use_costs(costs)
+        if self.target.runs_rounds:  # those of rounds, as of this moment
+            self.drafter.use_costs(measured_costs(self.target, self.drafter.nodes))
+
+    def forget_costs(self) -> None:
+        super().forget_costs()
+        costs = self.costs
+        self.drafter.use_costs(None if costs is None else [costs.time(1 + n) for n in range(1 + self.drafter.nodes)])
 
     def memory(self) -> dict[str, int | None]:
         """Memory of the table."""

@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +45,7 @@ from methods.engine.kv_cache import Cache
 from methods.engine.sampling import Sampling, draw
 from methods.rows import of_rows
 from methods.speculative.budget import Account, Costs, CostsOption, Ratio, size
+from methods.speculative.guess_costs import measured_costs
 from methods.speculative.loop import SpeculativeDecoder
 from methods.speculative.suffix_decoding import SuffixDrafter
 from methods.speculative.verification import default_rule
@@ -56,7 +56,6 @@ _SCREENED, _SCREENED_DRAWN = 8, 64  # logits that the target's output matrix giv
 _MEMORY = 0.97  # weight of the past per round
 _RESERVE = 12.0  # of the account: a chain that fails costs several passes
 _CARRIED = 4.0  # most of it that the next text begins with
-_CONTEXT, _REPEATS = 128, 7  # tokens before the passes that are timed, and how often each of them is
 _FACTOR, _MIN_PROB = 1.0, 0.1  # of lookups, see ``SuffixDecoding``
 
 
@@ -193,7 +192,7 @@ class StagedDrafter:
     def measure(self) -> None:
         """Time passes of the copy, by which it is chosen how many guesses they judge."""
         if self.guesses is not None:
-            self.guesses.costs = _measured(self.light, self.guesses.nodes)
+            self.guesses.costs = measured_costs(self.light, self.guesses.nodes)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._ends, self._lengths = of_rows(self._ends, rows), of_rows(self._lengths, rows) if self._lengths else []
@@ -308,21 +307,6 @@ class StagedDrafter:
             tokens.append(root)
         drawn = torch.stack(probs, dim=1) if probs else None
         return Draft.chain(torch.stack(tokens, dim=1), drawn, passes=len(tokens))
-
-
-def _measured(light: CausalLM, guesses: int) -> list[float]:
-    """Times of passes of the copy over a root and 0 to ``guesses`` guesses, over that of the root alone."""
-    cache = light.new_cache(1, _CONTEXT + guesses + 1)
-    cache.set_lengths([_CONTEXT])
-    sizes = [Guesses(max(count, 1), least=0.0 if count else math.inf) for count in range(1 + guesses)]
-    times = [math.inf] * len(sizes)
-    text = [token % light.vocab_size for token in range(_CONTEXT // 2)] * 2  # guessed to go on as it began
-    for _ in range(_REPEATS):
-        for count, guessed in enumerate(sizes):
-            rounds = GuessedRounds(guessed, text, wanted=1)
-            ran = light.rounds(text[-1:], cache, 1, [True], (), guessed=rounds)
-            times[count] = min(times[count], ran.times[0])
-    return [slowest / times[0] for slowest in accumulate(times, max)]
 
 
 def _cut(path: Continuation, count: int) -> Continuation:

@@ -41,14 +41,6 @@ void run_pass(const Model* model, const Pass* pass) {
 }
 
 template <class T>
-void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* work, int64_t threads) {
-    with_team(threads, [&](Team& team) {
-        multiply_rows(team, m, count, to, work,
-                      [&](int64_t row, const Row& into) { copy(rows + row * m.inputs, into, m.inputs); });
-    });
-}
-
-template <class T>
 void run_largest(const T* from, int64_t rows, int64_t numbers, int64_t count, int64_t* places, int64_t threads) {
     std::vector<float> best(rows * count);
     with_team(threads, [&](Team& team) {

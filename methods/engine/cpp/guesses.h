@@ -1,4 +1,5 @@
-// Rounds of one row whose passes judge guesses: what followed the same tokens before, in the text and in a table.
+// Rounds of one row whose passes judge guesses: what followed the same tokens before, in the text and in a table, or what
+// heads draft.
 #pragma once
 
 #include <stdint.h>
@@ -8,6 +9,7 @@
 #include <chrono>
 #include <vector>
 
+#include "blocks.h"
 #include "numbers.h"
 #include "pass.h"
 #include "rounds.h"
@@ -44,6 +46,14 @@ struct Table {
     }
 };
 
+// Heads that draft a chain from the state that chose the last token (methods/speculative/heads/blockwise.py).
+struct Heads {
+    Matrix first, second, output;  // of the state; of what is above zero of that, an update per head; of updated states
+    const int64_t* vocabulary;     // [outputs]: their ids
+    int64_t count;                 // of heads
+    void* state;                   // [hidden]; gets that of the next chain
+};
+
 // What guesses are made from, and how many.
 struct Guesses {
     const int64_t* text;  // of the row, with the token that the first round reads
@@ -56,7 +66,42 @@ struct Guesses {
     float* trust;         // [2, 2]: guesses of the text and of the table that were right, and that should have been
     int64_t passes;       // gets how many were run
     float spent;          // gets their costs
+    int64_t* judged;      // [5, most], gets of each pass its tokens, guesses that were kept, guesses, the longest path
+                          // of these, and nanoseconds of guessing
+    const Heads* heads;   // draft a chain in the place of text and table; null: there are none
 };
+
+template <class T>
+void run_product(const Matrix& m, const T* rows, T* to, int64_t count, float* work, int64_t threads) {
+    with_team(threads, [&](Team& team) {
+        multiply_rows(team, m, count, to, work,
+                      [&](int64_t row, const Row& into) { copy(rows + row * m.inputs, into, m.inputs); });
+    });
+}
+
+// The likeliest token by each head.
+template <class T>
+std::vector<int64_t> drafted_by(const Heads& heads, int64_t width, int64_t threads) {
+    const int64_t count = heads.count, outputs = heads.output.outputs;
+    const T* state = static_cast<const T*>(heads.state);
+    std::vector<T> inner(heads.first.outputs), states(count * width), logits(count * outputs);
+    const int64_t rooms[] = {product_room(heads.first, 1, threads), product_room(heads.second, 1, threads),
+                             product_room(heads.output, count, threads)};
+    std::vector<float> work(*std::max_element(rooms, rooms + 3));
+    run_product(heads.first, state, inner.data(), 1, work.data(), threads);
+    for (T& number : inner) put_one(&number, std::max(one(number), 0.0f));
+    run_product(heads.second, inner.data(), states.data(), 1, work.data(), threads);
+    for (int64_t i = 0; i < count * width; i++) put_one(&states[i], one(state[i % width]) + one(states[i]));
+    run_product(heads.output, states.data(), logits.data(), count, work.data(), threads);
+    std::vector<int64_t> tokens(count);
+    for (int64_t head = 0; head < count; head++) {
+        int64_t place;
+        float most;
+        largest(logits.data() + head * outputs, outputs, 1, &place, &most);
+        tokens[head] = heads.vocabulary[place];
+    }
+    return tokens;
+}
 
 // A path that followed the longest ending of a text in it before, with the share of each token after those before it.
 struct Path {
@@ -130,6 +175,18 @@ class GuessedTree {
             open(int64_t(nodes.size()) - 1);
         }
         nodes.resize(paying());
+    }
+
+    // The chain of some tokens, whatever it costs.
+    GuessedTree(const Guesses& from, const std::vector<int64_t>& whole, const std::vector<int64_t>& chain)
+        : from_(from), whole_(whole) {
+        for (int64_t i = 0; i < int64_t(chain.size()); i++) nodes.push_back({chain[i], i - 1, i + 1, 1.0f, 1.0f, 0, -1});
+    }
+
+    int64_t longest() const {
+        int64_t depth = 0;
+        for (const Guess& guess : nodes) depth = std::max(depth, guess.depth);
+        return depth;
     }
 
     bool is_chain() const {
@@ -265,6 +322,7 @@ void run_guessed(const Model& model, const Pass& given) {
     const int64_t width = model.hidden, outputs = pass.ending->head.outputs;
     const int64_t* last = rounds.ends + rounds.end_count;
     const auto begin = std::chrono::steady_clock::now();
+    const auto since = [&] { return (std::chrono::steady_clock::now() - begin) / std::chrono::nanoseconds(1); };
     T* hidden = static_cast<T*>(const_cast<void*>(pass.hidden));
     std::vector<int64_t> whole(guesses.text, guesses.text + guesses.length), kept;
     Laid<T> laid;
@@ -273,7 +331,11 @@ void run_guessed(const Model& model, const Pass& given) {
     guesses.spent = 0.0f;
     for (made = passes = 0; made < guesses.wanted && !ended; passes++) {
         for (int i = 0; i < 4; i++) guesses.trust[i] *= FADING;
-        const GuessedTree tree(guesses, whole);
+        const int64_t asked = since(), before = made;
+        const GuessedTree tree =
+            guesses.heads ? GuessedTree(guesses, whole, drafted_by<T>(*guesses.heads, width, pass.threads))
+                          : GuessedTree(guesses, whole);
+        const int64_t guessing = since() - asked;
         guesses.spent += guesses.costs ? guesses.costs[tree.nodes.size()] : 1.0f;
         laid.into(pass, rounds, tree);
         embed(rounds, whole.back(), pass.lengths[0], hidden, width);
@@ -284,20 +346,27 @@ void run_guessed(const Model& model, const Pass& given) {
         Runner<T> runner(model, pass);
         with_team(pass.threads, [&](Team& team) { runner.run(team); });
         kept.clear();
+        int64_t right = 0, chose = 0;  // chose: the node whose state chose the last token
         for (int64_t node = -1; made < rounds.most;) {
             int64_t chosen = pass.ending->best[node + 1];
             if (rounds.drawing)
                 chosen = draw(*rounds.drawing, made, static_cast<const T*>(pass.ending->logits) + (node + 1) * outputs, outputs);
             rounds.tokens[++made] = chosen;
             whole.push_back(chosen);
+            chose = node + 1;
             ended = std::find(rounds.ends, last, chosen) != last;
             node = tree.follow(node, chosen);
+            right += node >= 0;
             if (ended || node < 0) break;
             kept.push_back(node);
         }
         pack_kept<T>(model, pass, kept);
         rounds.lengths[0] += 1 + int64_t(kept.size());
-        rounds.times[passes] = (std::chrono::steady_clock::now() - begin) / std::chrono::nanoseconds(1);
+        if (guesses.heads)
+            memcpy(guesses.heads->state, static_cast<const T*>(pass.ending->normed) + chose * width, width * sizeof(T));
+        const int64_t found[] = {made - before, right, int64_t(tree.nodes.size()), tree.longest(), guessing};
+        for (int i = 0; i < 5; i++) guesses.judged[i * rounds.most + passes] = found[i];
+        rounds.times[passes] = since();
     }
 }
 

@@ -36,7 +36,7 @@ constexpr int MOST_GROUPS = 8;      // query heads that share the loads of a key
 constexpr int64_t ELEMENTS = 4608;  // of element-wise work that a thread takes at a time
 constexpr int64_t AHEAD = 8192;     // bytes of keys and values that are asked for before they are needed
 constexpr int64_t NEAR = 2048, FAR = 24576;  // the same of a weight: into the first cache, and into the second one
-constexpr int FEW_ROWS = 4;         // of a tile of plain weights, for which the processor itself is far enough ahead
+constexpr int FEW_ROWS = LANES == 16 ? 4 : 2;  // of a tile of plain weights, for which the processor itself is far enough ahead
 constexpr int64_t MOST_DIM = 256;   // of a head whose attention takes several queries at a time
 constexpr int64_t FEW_PANELS = 32;  // of a thread: below, threads take single ones
 constexpr int SPINS = 4096;

@@ -53,6 +53,13 @@ inline Floats both(Floats sums, Words a, Floats b) {
 #endif
 }
 
+// GCC reads a vector from memory again for every row that it is multiplied with, unless it is held.
+inline void hold(Words& vector) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("" : "+x"(vector));
+#endif
+}
+
 // The same bits in all lanes; as a number they may be any.
 inline Floats repeated(const float& word) {
     uint32_t bits;
@@ -87,7 +94,10 @@ void tile(Columns<WIDTH> weight, int64_t inputs, const float* x, Ask ask, Floats
                 ask_ahead(ask.at + line / LINES * weight.stride + line % LINES * LINE, ASKED > 1);
         Words numbers[WIDTH];
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDTH; v++) memcpy(&numbers[v], weight.vector(v, sizeof(Words)), sizeof(Words));
+        for (int v = 0; v < WIDTH; v++) {
+            memcpy(&numbers[v], weight.vector(v, sizeof(Words)), sizeof(Words));
+            if constexpr (sizeof(T) == 4 && ROWS > 1) hold(numbers[v]);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4

@@ -49,6 +49,8 @@ from methods.engine.checkpoint_files import (
     write_part,
 )
 from methods.engine.draft_vocabulary import DraftVocabulary
+from methods.engine.guesses import Guesses, HeadGuesses
+from methods.engine.linear import KernelLinear
 from methods.engine.sampling import Sampling, argmax
 from methods.engine.seq2seq_lm import Seq2SeqLM
 from methods.speculative.heads.base import HeadsDecoder
@@ -145,6 +147,21 @@ class BlockwiseDrafter(StatelessDrafter):
             "heads": self._first.nbytes + self._second.nbytes,
             "draft_output_matrix": self._output.nbytes,
         }
+        self._in_rounds = self._guesses()
+
+    def _guesses(self) -> Guesses | None:
+        """How a CPU's kernels draft in rounds; None: they have not all of the products."""
+        first, second, output = self._first, self._second, self._output
+        if not (
+            isinstance(first, KernelLinear) and isinstance(second, KernelLinear) and isinstance(output, KernelLinear)
+        ):
+            return None
+        heads = HeadGuesses(first, second, output, self._vocabulary.ids.contiguous(), self.nodes)
+        return Guesses(self.nodes, heads=heads)
+
+    def rounds_guesses(self) -> Guesses | None:
+        """See ``RoundsDrafter``."""
+        return self._in_rounds
 
     def propose(self, context: Context) -> Draft:
         rows = context.last_hidden
