@@ -186,7 +186,8 @@ class TrainingJob:
     def claim(self) -> bool:
         """Prepare the folder; False if the finished result is there already.
 
-        An unfinished attempt with the same definition is resumed, also with ``force=true``.
+        An unfinished attempt with the same definition is resumed, also with ``force=true``; one of another definition
+        that has saved nothing yet is replaced.
 
         Raises:
             UserError: the folder has other content, which only ``force`` may replace.
@@ -201,7 +202,8 @@ class TrainingJob:
             if any(path.name != LOCK for path in self.folder.iterdir()):
                 raise UserError(f"{self.folder} must be empty or of a training, got other files. Set out=FOLDER.")
         elif identity.definition_sha256(left["definition"]) != self.definition_sha256:
-            self._require_force(left)
+            if card or any(path.name not in (LOCK, PLAN, LOG) for path in self.folder.iterdir()):
+                self._require_force(left)
             _empty(self.folder)
         elif card:
             if not self.settings.force:

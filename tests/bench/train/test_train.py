@@ -432,6 +432,17 @@ def test_what_was_made_otherwise_is_replaced_only_by_force(
     assert "is already there" in capsys.readouterr().out
 
 
+def test_an_attempt_that_has_saved_nothing_is_no_obstacle(words: list[str], folder: Path) -> None:
+    Counter.breaks[1] = KeyboardInterrupt()
+    train.main(words)
+    for file in folder.iterdir():
+        if file.name not in (job.PLAN, job.LOG):
+            file.unlink()
+    assert (folder / job.PLAN).exists()
+    assert train.main([*words, "seed=1"]) == 0
+    assert (folder / "card.json").exists()
+
+
 def test_another_folder_is_filled_only_if_it_is_empty(
     words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
