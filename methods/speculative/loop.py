@@ -322,8 +322,9 @@ class SpeculativeDecoder(Decoder, Refillable, CostAware, PrefixCaching):
 
     def _guesses(self, batch: _Batch) -> Guesses | None:
         """How the kernels guess in several rounds of the only row in a call; None: rounds come one by one."""
-        drafts = self._recorded and isinstance(batch.drafter, RoundsDrafter) and self.target.runs_rounds
-        return batch.drafter.rounds_guesses() if drafts and len(batch.context.tokens) == 1 else None  # type: ignore[attr-defined]
+        if not (self._recorded and self.target.runs_rounds and len(batch.context.tokens) == 1):
+            return None
+        return batch.drafter.rounds_guesses() if isinstance(batch.drafter, RoundsDrafter) else None
 
     def _rounds_guessed(self, batch: _Batch, guesses: Guesses) -> Rounds:
         """All rounds of the only row, several in a call, whose drafts the kernels make."""

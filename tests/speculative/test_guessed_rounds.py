@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,10 +71,10 @@ def datastore(target: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def made(name: str, target: CausalLM, heads: Path, datastore: Path) -> Blockwise | Ngram:
+def made(name: str, target: CausalLM, heads: Path, datastore: Path, sampling: Sampling = GREEDY) -> Blockwise | Ngram:
     if name == "blockwise":
-        return Blockwise(target, GREEDY, checkpoint=heads)
-    return Ngram(target, GREEDY, nodes=6, checkpoint=datastore)
+        return Blockwise(target, sampling, checkpoint=heads)
+    return Ngram(target, sampling, nodes=6, checkpoint=datastore)
 
 
 def steps_of(decoder: Blockwise | Ngram, prompt: torch.Tensor) -> list[Step]:
@@ -115,16 +114,16 @@ def test_a_step_says_what_its_round_did(name: str, target: CausalLM, heads: Path
             assert step.draft_ns >= 0 < step.pass_ns and step.layers == [1.0]
 
 
-def without_times(steps: Iterator[Step]) -> list[tuple[Any, ...]]:
+def without_times(steps: list[Step]) -> list[tuple[Any, ...]]:
     return [(step.tokens, step.drafted, step.accepted, step.depth, step.nodes, step.layers) for step in steps]
 
 
 def test_heads_draft_in_the_kernels_what_they_draft_outside(target: CausalLM, heads: Path, datastore: Path) -> None:
     """Round by round, whatever the state before: its tokens, its draft, and what of that was kept."""
     decoder = made("blockwise", target, heads, datastore)
-    together = [without_times(iter(steps_of(decoder, prompt))) for prompt in PROMPTS]
+    together = [without_times(steps_of(decoder, prompt)) for prompt in PROMPTS]
     with mock.patch.object(type(decoder.drafter), "rounds_guesses", lambda drafter: None):
-        alone = [without_times(iter(steps_of(decoder, prompt))) for prompt in PROMPTS]
+        alone = [without_times(steps_of(decoder, prompt)) for prompt in PROMPTS]
     for found, wanted in zip(together, alone, strict=True):
         texts = [[token for step in steps for token in step[0][0]] for steps in (found, wanted)]
         assert texts[0][:LIMIT] == texts[1][:LIMIT]
@@ -138,6 +137,8 @@ def test_rows_that_come_together_or_that_are_drawn_have_rounds_of_their_own(
     decoder = made(name, target, heads, datastore)
     with mock.patch.object(target, "rounds", side_effect=AssertionError("no rounds in one call")):
         together = checks.outputs(decoder, PROMPTS, 8)
+        drawn = steps_of(made(name, target, heads, datastore, Sampling(temperature=1.0)), PROMPTS[0])
+    assert len(drawn) > 1 and all(step.at_ns is None for step in drawn)
     assert together == [checks.outputs(decoder, [prompt], 8)[0] for prompt in PROMPTS]
 
 
